@@ -1,0 +1,116 @@
+"""MPI collectives for numpy and torch, with the algorithms as data.
+
+``import mpicoll`` starts nothing: MPI is initialised when the first operation needs it, and without an MPI launcher
+never. See the README for a tour, :mod:`mpicoll.errors` for what can be raised, :mod:`mpicoll.config` for the
+environment variables, and :mod:`mpicoll.schedules` for the algorithms.
+"""
+
+from mpicoll import schedules
+from mpicoll.buffers.ops import Op, premul_sum
+from mpicoll.collectives.allgather import allgather, allgather_init, iallgather
+from mpicoll.collectives.allreduce import allreduce, allreduce_init, iallreduce
+from mpicoll.collectives.alltoall import alltoall, alltoall_init, ialltoall
+from mpicoll.collectives.barrier import barrier, barrier_init, ibarrier
+from mpicoll.collectives.bcast import bcast, bcast_init, ibcast
+from mpicoll.collectives.explain import explain
+from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
+from mpicoll.collectives.gather import gather, gather_init, igather
+from mpicoll.collectives.p2p import Status, iprobe, irecv, isend, probe, recv, send, sendrecv
+from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
+from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
+from mpicoll.collectives.scan import iscan, scan, scan_init
+from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Plan
+from mpicoll.engine.request import Request, waitall, waitany
+from mpicoll.engine.select import Choice, algorithms
+from mpicoll.engine.world import run_local, world
+from mpicoll.errors import (
+    AlgorithmError,
+    ArgumentError,
+    CommunicationError,
+    CommunicatorError,
+    DeviceError,
+    DTypeError,
+    MpicollError,
+    RankError,
+    RankFailed,
+    ScheduleError,
+    SetupError,
+    ShapeError,
+    Timeout,
+    TruncationError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlgorithmError",
+    "ArgumentError",
+    "Choice",
+    "CommunicationError",
+    "Communicator",
+    "CommunicatorError",
+    "DTypeError",
+    "DeviceError",
+    "MpicollError",
+    "Op",
+    "Plan",
+    "RankError",
+    "RankFailed",
+    "Request",
+    "ScheduleError",
+    "SetupError",
+    "ShapeError",
+    "Status",
+    "Timeout",
+    "TruncationError",
+    "algorithms",
+    "allgather",
+    "allgather_init",
+    "allreduce",
+    "allreduce_init",
+    "alltoall",
+    "alltoall_init",
+    "barrier",
+    "barrier_init",
+    "bcast",
+    "bcast_init",
+    "explain",
+    "exscan",
+    "exscan_init",
+    "gather",
+    "gather_init",
+    "iallgather",
+    "iallreduce",
+    "ialltoall",
+    "ibarrier",
+    "ibcast",
+    "iexscan",
+    "igather",
+    "iprobe",
+    "irecv",
+    "ireduce",
+    "ireduce_scatter",
+    "iscan",
+    "iscatter",
+    "isend",
+    "premul_sum",
+    "probe",
+    "recv",
+    "reduce",
+    "reduce_init",
+    "reduce_scatter",
+    "reduce_scatter_init",
+    "run_local",
+    "scan",
+    "scan_init",
+    "scatter",
+    "scatter_init",
+    "schedules",
+    "send",
+    "sendrecv",
+    "waitall",
+    "waitany",
+    "world",
+]

@@ -1,0 +1,205 @@
+"""Buffer: the one place that knows where an array's memory lies and how to hand out an array of the same kind."""
+
+from __future__ import annotations
+
+import array as _array
+import sys
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpicoll.buffers import cupy, dtypes
+from mpicoll.buffers.dtypes import Array, DType
+from mpicoll.errors import DTypeError, ShapeError
+
+
+class Library(Protocol):
+    """What the engine needs of an array library on host memory."""
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+        """A new contiguous array of `like`'s dtype."""
+
+    def finish(self, buffer: Buffer) -> Any:
+        """What the caller gets for a filled `buffer` of :meth:`empty`."""
+
+    def wrap(self, view: Array) -> Any:
+        """An array of this library on the memory of `view`, for a user's function."""
+
+    def convert(self, source: Array, target: Array, dtype: DType) -> None:
+        """``target[...] = source`` between storage and work dtype of `dtype`, either way, rounding to nearest."""
+
+
+@dataclass(slots=True)
+class Buffer:
+    """An array of the caller's: the object, a numpy view of its memory, its dtype and its library."""
+
+    user: Any
+    array: Array
+    dtype: DType
+    library: Library
+
+    def result(self) -> Any:
+        """The filled buffer as an object of its library."""
+        return self.library.finish(self)
+
+    def contiguous(self) -> Array:
+        """The elements as a flat array in C order: the memory itself if it is contiguous, else a copy."""
+        return self.array.reshape(-1) if self.array.flags.c_contiguous else self.array.flatten()
+
+    def load(self, target: Array) -> None:
+        """Write the elements in C order to the flat array `target`, of the storage or the work dtype."""
+        shaped = target.reshape(self.array.shape)
+        if target.dtype == self.array.dtype:
+            np.copyto(shaped, self.array)
+        else:
+            self.library.convert(self.array, shaped, self.dtype)
+
+    def store(self, source: Array) -> None:
+        """The reverse of :meth:`load`."""
+        shaped = source.reshape(self.array.shape)
+        if source.dtype == self.array.dtype:
+            np.copyto(self.array, shaped)
+        else:
+            self.library.convert(shaped, self.array, self.dtype)
+
+    def same_memory(self, other: Buffer) -> bool:
+        """Whether both are the same elements in the same order."""
+        a, b = self.array, other.array
+        return a.ctypes.data == b.ctypes.data and a.shape == b.shape and a.strides == b.strides
+
+    def overlaps(self, other: Buffer) -> bool:
+        """Whether writing one may change the other (by the bounds of their memory)."""
+        return np.may_share_memory(self.array, other.array)
+
+
+class NumpyLibrary:
+    """numpy arrays, and whatever numpy can view but not create."""
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+        created = np.empty(shape, like.array.dtype)
+        return Buffer(created, created, like.dtype, self)
+
+    def finish(self, buffer: Buffer) -> Any:
+        return buffer.user
+
+    def wrap(self, view: Array) -> Any:
+        return view
+
+    def convert(self, source: Array, target: Array, dtype: DType) -> None:
+        np.copyto(target, source, casting="unsafe")
+
+
+class PythonScalars(NumpyLibrary):
+    """Python's numbers: a result without dimensions is a Python number again, any other a numpy array."""
+
+    def finish(self, buffer: Buffer) -> Any:
+        return buffer.array.item() if buffer.array.ndim == 0 else buffer.array
+
+
+class NumpyScalars(NumpyLibrary):
+    """numpy's scalars, likewise."""
+
+    def finish(self, buffer: Buffer) -> Any:
+        return buffer.array[()]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayApi:
+    """A library that follows the array API standard: results are made by its own ``from_dlpack``."""
+
+    namespace: Any
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+        created = np.empty(shape, like.array.dtype)
+        return Buffer(created, created, like.dtype, self)
+
+    def finish(self, buffer: Buffer) -> Any:
+        return buffer.user if buffer.user is not buffer.array else self.wrap(buffer.array)
+
+    def wrap(self, view: Array) -> Any:
+        # numpy refuses to export bfloat16 through DLPack, so such arrays go through the library's own constructor.
+        return self.namespace.asarray(view) if view.dtype.kind == "V" else self.namespace.from_dlpack(view)
+
+    def convert(self, source: Array, target: Array, dtype: DType) -> None:
+        np.copyto(target, source, casting="unsafe")
+
+
+NUMPY = NumpyLibrary()
+_PYTHON = PythonScalars()
+_NUMPY_SCALARS = NumpyScalars()
+
+
+def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
+    """The buffer of `x`: a numpy array or scalar, a Python number, a torch tensor, or any object with DLPack, the array
+    interface or Python's buffer protocol whose memory is the host's.
+
+    Raises DeviceError for device memory and DTypeError for everything else, naming `operation` and `argument`.
+    """
+    if type(x) is np.ndarray:
+        return Buffer(x, x, dtypes.of_numpy(x.dtype), NUMPY)
+    # A library that was not imported can't have made x, so mpicoll needn't import it either.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        from mpicoll.buffers.torch import recognise_tensor
+
+        return recognise_tensor(operation, x, argument)
+    if isinstance(x, (bool, int, float, complex)):
+        return _python_number(operation, x, argument)
+    if isinstance(x, np.generic):
+        array = np.asarray(x)
+        return Buffer(x, array, dtypes.of_numpy(array.dtype), _NUMPY_SCALARS)
+    if isinstance(x, np.ma.MaskedArray):
+        raise DTypeError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
+    cupy.refuse_device_memory(operation, x, argument)
+    view = _host_view(x)
+    if view is None:
+        raise DTypeError(
+            f"{operation}: {argument} is a {type(x).__name__}, which is no array; pass a numpy array, a torch tensor"
+            " or an object with DLPack or the array interface (numpy.asarray makes one of a list)"
+        )
+    namespace = getattr(x, "__array_namespace__", None)
+    library: Library = NUMPY if isinstance(x, np.ndarray) or namespace is None else ArrayApi(namespace())
+    return Buffer(x if isinstance(library, ArrayApi) else view, view, dtypes.of_numpy(view.dtype), library)
+
+
+def _python_number(operation: str, x: complex, argument: str) -> Buffer:
+    if isinstance(x, int) and not isinstance(x, bool) and not -(2**63) <= x < 2**63:
+        raise DTypeError(f"{operation}: {argument}={x} does not fit int64; pass an array of a dtype that holds it")
+    array = np.asarray(x)
+    return Buffer(x, array, dtypes.of_numpy(array.dtype), _PYTHON)
+
+
+def _host_view(x: Any) -> Array | None:
+    if isinstance(x, np.ndarray) or hasattr(x, "__array_interface__"):
+        return np.asarray(x)
+    if isinstance(x, (bytes, bytearray, memoryview, _array.array)):
+        return np.asarray(memoryview(x))
+    if hasattr(x, "__dlpack__"):
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError):
+            # Dtypes that numpy's DLPack lacks (bfloat16): such libraries hand out an ml_dtypes array instead.
+            return np.asarray(x) if hasattr(x, "__array__") else None
+    return None
+
+
+def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+    """The buffer of the caller's `out`, which must have `shape`, `like`'s dtype, and be writable.
+
+    Raises ShapeError or DTypeError that names both sides.
+    """
+    buffer = recognise(operation, out, "out")
+    if buffer.array.shape != shape:
+        raise ShapeError(f"{operation}: out has shape {buffer.array.shape}, the result has shape {shape}")
+    if buffer.dtype.name != like.dtype.name or buffer.dtype.storage.byteorder != like.dtype.storage.byteorder:
+        raise DTypeError(f"{operation}: out has dtype {buffer.dtype.name}, the result has dtype {like.dtype.name}")
+    if isinstance(buffer.library, (PythonScalars, NumpyScalars)):
+        raise DTypeError(f"{operation}: out is the number {out!r}, which can't be written to; pass an array")
+    if not buffer.array.flags.writeable:
+        raise ShapeError(f"{operation}: out is read-only; pass a writable array, or leave out= away")
+    if any(stride == 0 and extent > 1 for stride, extent in zip(buffer.array.strides, shape, strict=True)):
+        raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
+    if buffer.dtype.storage != like.dtype.storage:
+        buffer = Buffer(buffer.user, buffer.array.view(like.dtype.storage), like.dtype, buffer.library)
+    return buffer

@@ -1,0 +1,90 @@
+"""The one dtype policy: which there are, in which they are reduced, and what an operation means for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.errors import DTypeError
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+ARITHMETIC = ("sum", "prod", "avg", "premul_sum")
+ORDER = ("min", "max", "minloc", "maxloc")
+BITS = ("band", "bor", "bxor")
+LOGIC = ("land", "lor", "lxor")
+
+_MEANING = {
+    "bool": ("min", "max", *BITS, *LOGIC),
+    "integer": ("sum", "prod", "premul_sum", *ORDER, *BITS, *LOGIC),
+    "float": (*ARITHMETIC, *ORDER),
+    "half": (*ARITHMETIC, *ORDER),
+    "complex": ARITHMETIC,
+    "opaque": (),
+}
+
+_REMEDY = {
+    "bool": "use lor or land, or convert to an integer dtype to count",
+    "integer": "convert to a floating dtype first",
+    "float": "convert to an integer or bool dtype first",
+    "half": "convert to an integer or bool dtype first",
+    "complex": "reduce a real quantity such as abs(x)",
+    "opaque": "only operations that move data take this dtype",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype as the engine sees it.
+
+    `name` is numpy's name (``bfloat16`` whoever provides it), `storage` how numpy views the memory: the dtype itself,
+    or raw 16-bit words where numpy knows no such dtype. Reductions run in `work`, which differs from `storage` for
+    half-precision (float32: accumulate wide, round once) and for a foreign byte order.
+    """
+
+    name: str
+    storage: np.dtype[Any]
+    work: np.dtype[Any]
+    kind: str
+
+    @property
+    def widened(self) -> bool:
+        """Whether reductions run in another dtype than the memory's."""
+        return self.work != self.storage
+
+
+@lru_cache(maxsize=256)
+def of_numpy(dtype: np.dtype[Any]) -> DType:
+    """The policy for a numpy dtype (including those that ml_dtypes adds). Raises DTypeError for Python objects."""
+    if dtype.hasobject:
+        raise DTypeError(
+            f"dtype {dtype} holds Python objects, which are not bytes that can be sent; use a numeric dtype"
+        )
+    if dtype.name == "bfloat16":
+        return DType("bfloat16", dtype, np.dtype(np.float32), "half")
+    kind = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}.get(dtype.kind, "opaque")
+    if dtype.kind == "f" and dtype.itemsize == 2:
+        return DType("float16", dtype, np.dtype(np.float32), "half")
+    if (dtype.kind == "f" and dtype.itemsize > 8) or (dtype.kind == "c" and dtype.itemsize > 16):
+        # Extended precision differs between platforms and has no place in the list of dtypes that are tested.
+        kind = "opaque"
+    return DType(dtype.name, dtype, dtype.newbyteorder("="), kind)
+
+
+BFLOAT16_WORDS = DType("bfloat16", np.dtype(np.uint16), np.dtype(np.float32), "half")
+"""bfloat16 of a library that numpy can't name: the memory is seen as 16-bit words and converted by that library."""
+
+
+def opaque(name: str, itemsize: int) -> DType:
+    """A dtype that can be moved but not reduced, of `itemsize` bytes."""
+    storage = np.dtype(f"V{itemsize}")
+    return DType(name, storage, storage, "opaque")
+
+
+def check(operation: str, op: str, dtype: DType) -> None:
+    """Raise DTypeError, naming both, if the reduction `op` has no meaning for `dtype`."""
+    if op not in _MEANING[dtype.kind]:
+        raise DTypeError(f"{operation}: op {op!r} has no meaning for dtype {dtype.name}; {_REMEDY[dtype.kind]}")

@@ -1,0 +1,242 @@
+"""Reduction operations and the kernels that carry them out on host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers import dtypes
+from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.dtypes import Array, DType
+from mpicoll.errors import DTypeError
+
+Combine: TypeAlias = Callable[[Array, Array, Array], object]
+"""``combine(left, right, out)``: `out` is one of the operands."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Op:
+    """A reduction by the caller's own associative function.
+
+    `function` takes two arrays of the library of the call's input (numpy arrays for numpy, tensors for torch) and
+    returns their combination, of the same shape and dtype; it must not change its arguments. It is applied as
+    ``function(lower ranks, higher ranks)``. `commutative` allows algorithms that change the order. `elementwise` says
+    that it treats elements independently, so that pieces of an array can be reduced on their own; otherwise it always
+    gets whole arrays, which rules out the algorithms that split a vector.
+    """
+
+    function: Callable[[Any, Any], Any]
+    commutative: bool = False
+    elementwise: bool = False
+    name: str = "user"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({getattr(self.function, '__name__', 'function')})"
+
+
+@dataclass(frozen=True, slots=True)
+class Premul:
+    """``premul_sum``: every rank's operand is multiplied by its `factor`, then summed."""
+
+    factor: complex
+    name: str = "premul_sum"
+
+
+def premul_sum(factor: complex) -> Premul:
+    """The reduction ``sum(factor_r * x_r)``; each rank may pass another factor."""
+    return Premul(factor)
+
+
+OpLike: TypeAlias = str | Op | Premul | Callable[[Any, Any], Any]
+"""What users may pass as ``op``: a name, an :class:`Op`, ``premul_sum(f)``, or a bare associative function."""
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "premul_sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+}
+
+NAMES = (*(name for name in _UFUNCS if name != "premul_sum"), "minloc", "maxloc")
+
+_BOOL_NATIVE = {"min": "land", "band": "land", "max": "lor", "bor": "lor", "bxor": "lxor"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """An operation made ready for a dtype.
+
+    It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the
+    number of ranks). `native` is the name of the MPI operation that does the same as `combine` on `work`, or None.
+    """
+
+    name: str
+    work: np.dtype[Any]
+    combine: Combine
+    prepare: Callable[[Array], None] | None = None
+    finish: Callable[[Array, int], None] | None = None
+    native: str | None = None
+    commutative: bool = True
+    elementwise: bool = True
+
+    @property
+    def direct(self) -> bool:
+        """Whether MPI may read the caller's memory as it is and write the final result."""
+        return self.native is not None and self.prepare is None and self.finish is None
+
+
+def reduction(
+    operation: str, op: OpLike, dtype: DType, wrap: Callable[[Array], Any], shape: tuple[int, ...]
+) -> Reduction:
+    """Make `op` ready for arrays of `dtype`.
+
+    `wrap` turns a numpy view of storage into what a user's function should see; `shape` is the operand's. Raises
+    DTypeError if `op` is unknown or has no meaning for `dtype`.
+    """
+    if isinstance(op, str):
+        return _named(operation, op, dtype)
+    if isinstance(op, Premul):
+        dtypes.check(operation, "premul_sum", dtype)
+        return _premul(op, dtype)
+    if not isinstance(op, Op):
+        if not callable(op):
+            raise DTypeError(
+                f"{operation}: op must be {', '.join(NAMES)}, premul_sum(factor), an Op or a function, got {op!r}"
+            )
+        op = Op(op)
+    return _user(operation, op, dtype, wrap, shape)
+
+
+@lru_cache(maxsize=1024)
+def _named(operation: str, op: str, dtype: DType) -> Reduction:
+    if op not in NAMES:
+        raise DTypeError(f"{operation}: unknown op {op!r}; there are {', '.join(NAMES)}, or pass a function")
+    if op in ("minloc", "maxloc"):
+        raise DTypeError(f"{operation}: op {op!r} needs a pair (values, indices), got one array of {dtype.name}")
+    dtypes.check(operation, op, dtype)
+    native: str | None = "sum" if op == "avg" else op
+    if dtype.kind == "bool":
+        native = _BOOL_NATIVE.get(op, op)
+    return Reduction(
+        name=op,
+        work=dtype.work,
+        combine=_ufunc(_UFUNCS[op]),
+        prepare=_to_truth if op in dtypes.LOGIC and dtype.kind != "bool" else None,
+        finish=_divide if op == "avg" else None,
+        native=native,
+    )
+
+
+def _ufunc(ufunc: np.ufunc) -> Combine:
+    def combine(left: Array, right: Array, out: Array) -> None:
+        ufunc(left, right, out=out)
+
+    return combine
+
+
+def _to_truth(work: Array) -> None:
+    np.not_equal(work, 0, out=work, casting="unsafe")
+
+
+def _divide(work: Array, size: int) -> None:
+    np.divide(work, size, out=work)
+
+
+def _premul(op: Premul, dtype: DType) -> Reduction:
+    factor = np.asarray(op.factor)
+    if not np.can_cast(factor.dtype, dtype.work, casting="same_kind"):
+        raise DTypeError(f"premul_sum: factor {op.factor!r} can't multiply dtype {dtype.name}")
+    scale = factor.astype(dtype.work)
+
+    def multiply(work: Array) -> None:
+        np.multiply(work, scale, out=work)
+
+    return Reduction("premul_sum", dtype.work, _ufunc(np.add), prepare=multiply, native="sum")
+
+
+def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], shape: tuple[int, ...]) -> Reduction:
+    whole = int(np.prod(shape))
+
+    def combine(left: Array, right: Array, out: Array) -> None:
+        # Pieces of an elementwise function are flat; everything else must see the shape that the caller passed.
+        view = shape if left.size == whole else left.shape
+        value = op.function(wrap(left.reshape(view)), wrap(right.reshape(view)))
+        result = _storage(operation, value)
+        if result.shape != view or result.dtype != dtype.storage:
+            raise DTypeError(
+                f"{operation}: op {op} returned shape {result.shape} and dtype {getattr(value, 'dtype', result.dtype)}"
+                f" for operands of shape {view} and dtype {dtype.name}; it must keep both"
+            )
+        out[...] = result.reshape(-1)
+
+    return Reduction(
+        name=str(op),
+        work=dtype.storage,
+        combine=combine,
+        commutative=op.commutative,
+        elementwise=op.elementwise,
+    )
+
+
+def _storage(operation: str, value: Any) -> Array:
+    return value if isinstance(value, np.ndarray) else recognise(operation, value, "the value of op").array
+
+
+def pair_dtype(value: DType, index: DType) -> np.dtype[Any]:
+    """How a (value, index) pair lies in memory while it is reduced."""
+    return np.dtype([("value", value.work), ("index", index.work)])
+
+
+def location(operation: str, op: str, value: DType, index: DType) -> Reduction:
+    """minloc or maxloc on an array of pairs: the extreme value with the lowest index that has it; NaN is extreme."""
+    dtypes.check(operation, op, value)
+    if index.kind != "integer":
+        raise DTypeError(f"{operation}: op {op!r} needs integer indices, got dtype {index.name}")
+    return _location(op, pair_dtype(value, index))
+
+
+@lru_cache(maxsize=64)
+def _location(op: str, pair: np.dtype[Any]) -> Reduction:
+    beats: np.ufunc = np.less if op == "minloc" else np.greater
+
+    def combine(left: Array, right: Array, out: Array) -> None:
+        other = right if out is left else left
+        a, b = other["value"], out["value"]
+        better, equal = beats(a, b), a == b
+        if a.dtype.kind == "f":
+            a_nan, b_nan = np.isnan(a), np.isnan(b)
+            better |= a_nan & ~b_nan
+            equal |= a_nan & b_nan
+        np.copyto(out, other, where=better | (equal & (other["index"] < out["index"])))
+
+    return Reduction(name=op, work=pair, combine=combine)
+
+
+def identity(op: str, dtype: DType) -> Any:
+    """The neutral element of the named `op` in dtype `work`, or None if it has none."""
+    if op in ("sum", "premul_sum", "bor", "bxor", "lor", "lxor"):
+        return 0
+    if op in ("prod", "land"):
+        return 1
+    if dtype.kind == "bool":
+        return op in ("min", "band")
+    if op == "band":
+        return np.array(-1).astype(dtype.work)
+    if op in ("min", "max"):
+        if dtype.work.kind == "f":
+            return np.inf if op == "min" else -np.inf
+        bounds = np.iinfo(dtype.work)
+        return bounds.max if op == "min" else bounds.min
+    return None

@@ -1,0 +1,97 @@
+"""allgather: every rank gets the blocks of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.buffers.buffer import recognise
+from mpicoll.collectives.arguments import (
+    Counts,
+    block_shape,
+    counts_of_parts,
+    names_rank,
+    problem,
+    result,
+    row_size,
+)
+from mpicoll.collectives.memory import Source, Target
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.execute import Region, extents
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def allgather(
+    x: Any,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Join the blocks of all ranks along axis 0, in the order of ranks; every rank gets the whole.
+
+    Every rank passes `x` of shape ``(rows, ...)``, alike in dtype and in all axes but the first; a 0-d array counts as
+    one row. `counts`, the same on every rank, gives each rank's rows where they differ. Any dtype of fixed size.
+    Returns an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given. Raises DTypeError,
+    ShapeError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, counts, out, algorithm))
+
+
+def iallgather(
+    x: Any,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`allgather` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, counts, out, algorithm))
+
+
+def allgather_init(
+    x: Any,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`allgather` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, counts, out, algorithm))
+
+
+@names_rank
+def _prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
+    buffer = recognise("allgather", x)
+    shape = block_shape(buffer)
+    rows = counts_of_parts("allgather", shape[0], counts, comm)
+    whole = result("allgather", out, buffer, (sum(rows), *shape[1:]))
+    source, target = Source(buffer, whole), Target(whole)
+    offsets = extents(count * row_size(shape) for count in rows)
+    row_bytes = row_size(shape) * target.array.itemsize
+    sizes = [count * row_bytes for count in rows]
+
+    def load() -> None:
+        source.load()
+        target.array[offsets[comm.rank] : offsets[comm.rank + 1]] = source.array
+
+    def native(mpi: Native) -> None:
+        source.load()
+        mpi.allgather(source.raw, target.raw, sizes)
+        target.store()
+
+    return Operation(
+        comm,
+        problem("allgather", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, counts=rows),
+        algorithm,
+        native=native,
+        regions=lambda schedule: [Region(target.array, offsets)],
+        result=whole.result,
+        load=load,
+        store=target.store,
+    )

@@ -1,0 +1,119 @@
+"""allreduce: every rank gets the reduction of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicoll.buffers.ops import OpLike
+from mpicoll.collectives.arguments import names_rank, operand, problem, result
+from mpicoll.collectives.memory import Work, vector
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.select import choose, forced
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def allreduce(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Reduce the arrays of all ranks elementwise; every rank gets the result.
+
+    Every rank passes `x` of the same shape and dtype, and the same `op`:
+
+    * sum, prod, avg (the mean over ranks), premul_sum(factor): numbers; avg and float16/bfloat16 in floating point,
+      where
+      half precision is accumulated in float32 and rounded once;
+    * min, max: real numbers and bool; band, bor, bxor: integers and bool; land, lor, lxor: integers (result 0 or 1),
+      bool;
+    * minloc, maxloc: `x` is a pair ``(values, indices)`` of equal shape, as is the result: the extreme values, and the
+      lowest index that has each;
+    * an :class:`~mpicoll.Op` or a bare associative function of two arrays, applied in the order of ranks.
+
+    Returns an array of `x`'s library, shape and dtype: `out` if given (of that shape and dtype; ``out=x`` works in
+    place), else a new one. `algorithm` forces one (see :func:`mpicoll.algorithms`).
+
+    Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+    """
+    communicator = resolve(comm)
+    if type(x) is np.ndarray and type(op) is str and out is None and algorithm is None:
+        key = (x.dtype, x.size, op)
+        native = communicator.direct.get(key)
+        if native is None:
+            native = _learn(communicator, key, x, op)
+        if native and x.flags.c_contiguous and not forced():
+            fresh = np.empty(x.shape, x.dtype)
+            communicator.progress.run(native, ("allreduce", *key), x, fresh, op)
+            return fresh
+    return run(_prepare(communicator, x, op, out, algorithm))
+
+
+def iallreduce(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`allreduce` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+def allreduce_init(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`allreduce` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+def _learn(comm: Communicator, key: tuple[Any, ...], x: Any, op: str) -> Any:
+    """What serves such calls without further ado: MPI's own allreduce on the arrays as they are, or False."""
+    buffer, reduction = operand("allreduce", x, op)
+    wanted = problem("allreduce", comm, None, nbytes=x.nbytes, count=x.size, reduction=reduction)
+    plain = reduction.direct and reduction.native == op and reduction.work == buffer.array.dtype
+    native = comm.transport.native
+    # An algorithm that is forced now says nothing about later calls.
+    if not plain or native is None or forced() or choose(wanted, None).algorithm is not None:
+        return False
+    if len(comm.direct) >= 4096:
+        comm.direct.clear()
+    comm.direct[key] = native.allreduce
+    return native.allreduce
+
+
+@names_rank
+def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+    buffer, reduction = operand("allreduce", x, op)
+    target = result("allreduce", out, buffer, buffer.array.shape)
+    work = Work(buffer, reduction, target, comm.size)
+
+    def native(mpi: Native) -> None:
+        source = work.operand()
+        mpi.allreduce(source, work.array, reduction.native or "")
+        work.store()
+
+    return Operation(
+        comm,
+        problem("allreduce", comm, algorithm, nbytes=work.array.nbytes, count=work.array.size, reduction=reduction),
+        algorithm,
+        native=native,
+        regions=lambda schedule: vector(schedule, work.array),
+        result=target.result,
+        combine=reduction.combine,
+        load=work.load,
+        store=work.store,
+    )

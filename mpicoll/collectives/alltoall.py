@@ -1,0 +1,124 @@
+"""alltoall: each rank sends a block to each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicoll.buffers.buffer import recognise
+from mpicoll.collectives.arguments import (
+    Counts,
+    block_shape,
+    counts_of_whole,
+    names_rank,
+    problem,
+    result,
+    row_size,
+    send_and_recv_counts,
+)
+from mpicoll.collectives.memory import Source, Target
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.execute import Region, extents
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.schedules import Schedule
+from mpicoll.transport.base import Native
+
+
+def alltoall(
+    x: Any,
+    *,
+    counts: tuple[Counts, Counts] | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Divide every rank's array along axis 0 into blocks, and send the i-th to rank i.
+
+    Every rank passes `x` of the same shape ``(rows, ...)`` and gets as many rows back: block j of the result comes from
+    rank j. With ``counts=(send, recv)``, which each rank passes for itself, ``send[i]`` rows go to rank i and
+    ``recv[j]`` rows come from rank j; the result then has ``sum(recv)`` rows. Any dtype of fixed size. Returns an array
+    of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, counts, out, algorithm))
+
+
+def ialltoall(
+    x: Any,
+    *,
+    counts: tuple[Counts, Counts] | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`alltoall` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, counts, out, algorithm))
+
+
+def alltoall_init(
+    x: Any,
+    *,
+    counts: tuple[Counts, Counts] | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`alltoall` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, counts, out, algorithm))
+
+
+@names_rank
+def _prepare(
+    comm: Communicator, x: Any, counts: tuple[Counts, Counts] | None, out: Any, algorithm: str | None
+) -> Operation:
+    buffer = recognise("alltoall", x)
+    shape = block_shape(buffer)
+    if counts is None:
+        send = recv = counts_of_whole("alltoall", shape[0], None, comm)
+    else:
+        send, recv = send_and_recv_counts("alltoall", shape[0], counts, comm)
+    arrived = result("alltoall", out, buffer, (sum(recv), *shape[1:]))
+    source, target = Source(buffer, arrived), Target(arrived)
+    row_bytes = row_size(shape) * source.array.itemsize
+    leave = extents(count * row_size(shape) for count in send)
+    arrive = extents(count * row_size(shape) for count in recv)
+
+    def native(mpi: Native) -> None:
+        source.load()
+        if counts is None:
+            mpi.alltoall(source.raw, target.raw, None, None)
+        else:
+            mpi.alltoall(
+                source.raw, target.raw, [count * row_bytes for count in send], [count * row_bytes for count in recv]
+            )
+        target.store()
+
+    def regions(schedule: Schedule) -> list[Region]:
+        laid = [Region(source.array, leave), Region(target.array, arrive)]
+        if schedule.scratch:
+            # Only algorithms for equal blocks ask for scratch.
+            ends = extents([leave[1]] * schedule.scratch)
+            laid.append(Region(np.empty(ends[-1], source.array.dtype), ends))
+        return laid
+
+    # With counts, ranks know neither each other's sizes nor whether the others' differ: they must choose without them.
+    uneven = (0, 1) if counts is not None else send
+    return Operation(
+        comm,
+        problem(
+            "alltoall",
+            comm,
+            algorithm,
+            nbytes=source.array.nbytes if counts is None else None,
+            count=max(source.array.nbytes, target.array.nbytes) if counts is None else 0,
+            counts=uneven,
+        ),
+        algorithm,
+        native=native,
+        regions=regions,
+        result=arrived.result,
+        load=source.load,
+        store=target.store,
+    )

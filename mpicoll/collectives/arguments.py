@@ -1,0 +1,207 @@
+"""Checks that several operations share. All of them run before any message leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from math import prod
+from operator import index
+from typing import Any, ParamSpec, TypeVar
+
+from mpicoll.buffers import ops
+from mpicoll.buffers.buffer import Buffer, output, recognise
+from mpicoll.buffers.ops import OpLike, Reduction
+from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.select import Problem, resolve
+from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Counts = Sequence[int]
+
+
+def names_rank(prepare: Callable[P, R]) -> Callable[P, R]:
+    """Add this rank to the argument errors of `prepare`, whose first argument is the communicator."""
+
+    @wraps(prepare)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return prepare(*args, **kwargs)
+        except ArgumentError as error:
+            comm: Any = args[0]
+            error.args = (f"{error} (rank {comm.rank} of {comm.size})",)
+            raise
+
+    return call
+
+
+def operand(operation: str, x: Any, op: OpLike) -> tuple[Buffer, Reduction]:
+    """The buffer of `x` and `op` made ready for it. Raises DTypeError where they don't go together."""
+    if op in ("minloc", "maxloc"):
+        pair = recognise_pair(operation, x)
+        library = pair.library
+        assert isinstance(library, PairLibrary)
+        return pair, ops.location(operation, str(op), library.values.dtype, library.indices.dtype)
+    buffer = recognise(operation, x)
+    return buffer, ops.reduction(operation, op, buffer.dtype, buffer.library.wrap, buffer.array.shape)
+
+
+def result(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+    """Where the result goes: the caller's `out` if there is one, else a new array like `like`."""
+    if out is None:
+        return like.library.empty(like, shape)
+    make = output_pair if isinstance(like.library, PairLibrary) else output
+    return make(operation, out, like, shape)
+
+
+def rank(operation: str, name: str, value: Any, comm: Communicator) -> int:
+    """`value` as a rank of `comm`. Raises RankError, calling it `name`, if it is none."""
+    number = _integer(value)
+    if number is None or not 0 <= number < comm.size:
+        raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}")
+    return number
+
+
+def tag(operation: str, value: Any, comm: Communicator) -> int:
+    """`value` as a tag. Raises RankError if it is none."""
+    number = _integer(value)
+    if number is None or not 0 <= number <= comm.transport.max_tag:
+        raise RankError(f"{operation}: tag must be in [0, {comm.transport.max_tag}], got {value!r}")
+    return number
+
+
+def _integer(value: Any) -> int | None:
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
+def only_at_root(operation: str, out: Any, root: int, comm: Communicator) -> None:
+    """Raise ShapeError if a rank that gets no result passes `out`."""
+    if out is not None and comm.rank != root:
+        raise ShapeError(
+            f"{operation}: out is given, but only the root, rank {root}, gets a result; pass out there only"
+        )
+
+
+def no_average(operation: str, op: OpLike) -> None:
+    """Raise DTypeError for avg, whose divisor would differ from rank to rank."""
+    if op == "avg":
+        raise DTypeError(f"{operation}: op 'avg' has no meaning here; take sum and divide by the number of ranks")
+
+
+def template(operation: str, x: Any, out: Any, argument: str = "x") -> Buffer:
+    """The array that tells what arrives: `x`, or `out` if `x` is None."""
+    if x is None and out is None:
+        raise DTypeError(
+            f"{operation}: pass an array of the shape and dtype of what arrives, as {argument} (its contents don't"
+            " matter) or as out="
+        )
+    return recognise(operation, out if x is None else x, "out" if x is None else argument)
+
+
+def block_shape(buffer: Buffer) -> tuple[int, ...]:
+    """The shape with its rows; a 0-d array has one."""
+    return buffer.array.shape or (1,)
+
+
+def counts_of_parts(operation: str, rows: int, counts: Counts | None, comm: Communicator) -> tuple[int, ...]:
+    """Rows of every rank's block, where this rank has a block of `rows`. Raises ShapeError if they disagree."""
+    if counts is None:
+        return (rows,) * comm.size
+    checked = _checked(operation, counts, comm)
+    if checked[comm.rank] != rows:
+        raise ShapeError(f"{operation}: counts={list(checked)} says {checked[comm.rank]} rows, but x has {rows}")
+    return checked
+
+
+def counts_of_whole(
+    operation: str, rows: int, counts: Counts | None, comm: Communicator, argument: str = "x"
+) -> tuple[int, ...]:
+    """Rows of every rank's block, where `rows` are to be divided. Raises ShapeError if they can't be."""
+    if counts is None:
+        if rows % comm.size:
+            raise ShapeError(
+                f"{operation}: the {rows} rows of {argument} can't be divided evenly among {comm.size} ranks;"
+                " pass counts="
+            )
+        return (rows // comm.size,) * comm.size
+    checked = _checked(operation, counts, comm)
+    if sum(checked) != rows:
+        raise ShapeError(
+            f"{operation}: counts={list(checked)} add up to {sum(checked)}, but {argument} has {rows} rows"
+        )
+    return checked
+
+
+def send_and_recv_counts(
+    operation: str, rows: int, counts: tuple[Counts, Counts], comm: Communicator
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows that go to and come from every rank. Raises ShapeError if they don't fit."""
+    try:
+        send, recv = counts
+        both = _checked(operation, send, comm), _checked(operation, recv, comm)
+    except TypeError:
+        raise ShapeError(
+            f"{operation}: counts must be a pair (send, recv) of {comm.size} numbers of rows each, got {counts!r}"
+        ) from None
+    if sum(both[0]) != rows:
+        raise ShapeError(f"{operation}: send counts {list(both[0])} add up to {sum(both[0])}, but x has {rows} rows")
+    if both[0][comm.rank] != both[1][comm.rank]:
+        raise ShapeError(
+            f"{operation}: this rank sends itself {both[0][comm.rank]} rows but expects {both[1][comm.rank]}"
+        )
+    return both
+
+
+def _checked(operation: str, counts: Counts, comm: Communicator) -> tuple[int, ...]:
+    checked = tuple(int(count) for count in counts)
+    if len(checked) != comm.size or min(checked) < 0:
+        raise ShapeError(
+            f"{operation}: counts must be {comm.size} numbers of rows >= 0, one for each rank, got {list(checked)}"
+        )
+    return checked
+
+
+def problem(
+    operation: str,
+    comm: Communicator,
+    algorithm: str | None,
+    *,
+    nbytes: int | None,
+    count: int,
+    root: int = 0,
+    reduction: Reduction | None = None,
+    counts: Counts = (),
+) -> Problem:
+    """What selection has to know. `count` elements are the largest number that MPI would have to count.
+
+    Raises AlgorithmError if `algorithm` does not exist.
+    """
+    if algorithm is not None:
+        resolve(operation, algorithm)
+    native: str | None = None
+    if comm.transport.native is None:
+        native = "there is no MPI library behind this communicator"
+    elif count > comm.transport.native.max_count:
+        native = f"{count} elements are more than MPI's counts hold"
+    elif reduction is not None and reduction.native is None:
+        native = f"MPI has no reduction for op {reduction.name}"
+    return Problem(
+        operation,
+        nbytes,
+        comm.size,
+        root,
+        commutative=reduction is None or reduction.commutative,
+        elementwise=reduction is None or reduction.elementwise,
+        uneven=len(set(counts)) > 1,
+        native=native,
+    )
+
+
+def row_size(shape: tuple[int, ...]) -> int:
+    """Elements of a row."""
+    return prod(shape[1:])

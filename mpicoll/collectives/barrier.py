@@ -1,0 +1,36 @@
+"""barrier: no rank leaves before every rank has come."""
+
+from __future__ import annotations
+
+from mpicoll.collectives.arguments import names_rank, problem
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+
+
+def barrier(*, comm: CommLike = None, algorithm: str | None = None) -> None:
+    """Return when all ranks have called it. Raises AlgorithmError before any message leaves."""
+    run(_prepare(resolve(comm), algorithm))
+
+
+def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
+    """:func:`barrier` in the background: the request completes when all ranks have called it."""
+    return start(_prepare(resolve(comm), algorithm))
+
+
+def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan:
+    """:func:`barrier` as a plan for repeated use."""
+    return Plan(_prepare(resolve(comm), algorithm))
+
+
+@names_rank
+def _prepare(comm: Communicator, algorithm: str | None) -> Operation:
+    return Operation(
+        comm,
+        problem("barrier", comm, algorithm, nbytes=0, count=0),
+        algorithm,
+        native=lambda mpi: mpi.barrier(),
+        regions=lambda schedule: [],
+        result=lambda: None,
+    )

@@ -1,0 +1,83 @@
+"""bcast: every rank gets the array of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.collectives import arguments
+from mpicoll.collectives.arguments import names_rank, problem, result, template
+from mpicoll.collectives.memory import Target, vector
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def bcast(
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Send rank `root`'s array to all ranks.
+
+    Every rank passes `x` of the same shape and dtype; its contents matter on the root only, and elsewhere it may be
+    None if `out` is given. Any dtype of fixed size. Returns an array like `x`, on the root too: `out` if given
+    (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, root, out, algorithm))
+
+
+def ibcast(
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`bcast` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, root, out, algorithm))
+
+
+def bcast_init(
+    x: Any,
+    root: int = 0,
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`bcast` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, root, out, algorithm))
+
+
+@names_rank
+def _prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | None) -> Operation:
+    root = arguments.rank("bcast", "root", root, comm)
+    buffer = template("bcast", x, out)
+    filled = result("bcast", out, buffer, buffer.array.shape)
+    target = Target(filled)
+
+    def load() -> None:
+        if comm.rank == root and not filled.same_memory(buffer):
+            buffer.load(target.array)
+
+    def native(mpi: Native) -> None:
+        load()
+        mpi.bcast(target.raw, root)
+        target.store()
+
+    return Operation(
+        comm,
+        problem("bcast", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, root=root),
+        algorithm,
+        native=native,
+        regions=lambda schedule: vector(schedule, target.array),
+        result=filled.result,
+        load=load,
+        store=target.store,
+    )

@@ -1,0 +1,93 @@
+"""exscan: each rank gets the reduction of the arrays of the ranks before itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicoll.buffers import ops
+from mpicoll.buffers.ops import OpLike
+from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
+from mpicoll.collectives.memory import Work, vector
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def exscan(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Exclusive prefix reduction: rank r gets ``x_0 op ... op x_(r-1)``, elementwise and in this order.
+
+    Rank 0 gets the neutral element of `op` (0 for sum, the largest value for min, ...); for operations without one
+    (minloc, maxloc, functions) it gets None, and `out` stays as it is. Every rank passes `x` of the same shape and
+    dtype and the same `op` (see :func:`allreduce`; avg has no meaning here). Returns an array of `x`'s library, shape
+    and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+def iexscan(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`exscan` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+def exscan_init(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`exscan` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+@names_rank
+def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+    no_average("exscan", op)
+    buffer, reduction = operand("exscan", x, op)
+    target = result("exscan", out, buffer, buffer.array.shape)
+    mine = Work(buffer, reduction, None, comm.size)
+    prefix = np.empty(mine.array.size, reduction.work)
+    neutral = ops.identity(reduction.name, buffer.dtype)
+    nothing = comm.rank == 0 and neutral is None
+
+    def native(mpi: Native) -> None:
+        source = mine.operand()
+        mpi.exscan(source, prefix, reduction.native or "")
+        store()
+
+    def store() -> None:
+        if comm.rank == 0 and neutral is not None:
+            prefix[...] = neutral
+        if not nothing:
+            target.store(prefix)
+
+    return Operation(
+        comm,
+        problem("exscan", comm, algorithm, nbytes=prefix.nbytes, count=prefix.size, reduction=reduction),
+        algorithm,
+        native=native,
+        regions=lambda schedule: vector(schedule, mine.array, prefix),
+        result=lambda: None if nothing else target.result(),
+        combine=reduction.combine,
+        load=mine.load,
+        store=store,
+    )

@@ -1,0 +1,101 @@
+"""gather: one rank gets the blocks of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.buffers.buffer import recognise
+from mpicoll.collectives import arguments
+from mpicoll.collectives.arguments import Counts, block_shape, counts_of_parts, names_rank, problem, result, row_size
+from mpicoll.collectives.memory import Blocks, Source, Target
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def gather(
+    x: Any,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Join the blocks of all ranks along axis 0, in the order of ranks; rank `root` gets the whole, the others None.
+
+    Every rank passes `x` of shape ``(rows, ...)``, alike in dtype and in all axes but the first; a 0-d array counts as
+    one row. `counts`, the same on every rank, gives each rank's rows where they differ. Any dtype of fixed size. The
+    root gets an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given, which is for the
+    root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+def igather(
+    x: Any,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`gather` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+def gather_init(
+    x: Any,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`gather` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+@names_rank
+def _prepare(
+    comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None
+) -> Operation:
+    root = arguments.rank("gather", "root", root, comm)
+    arguments.only_at_root("gather", out, root, comm)
+    buffer = recognise("gather", x)
+    shape = block_shape(buffer)
+    rows = counts_of_parts("gather", shape[0], counts, comm)
+    elements = [count * row_size(shape) for count in rows]
+    sizes = [count * buffer.array.itemsize for count in elements]
+    whole = result("gather", out, buffer, (sum(rows), *shape[1:])) if comm.rank == root else None
+    target = None if whole is None else Target(whole)
+    source = Source(buffer, whole)
+    blocks = Blocks(elements, comm.rank, source.array, None if target is None else target.array)
+
+    def load() -> None:
+        source.load()
+        blocks.place(source.array)
+
+    def native(mpi: Native) -> None:
+        source.load()
+        mpi.gather(source.raw, None if target is None else target.raw, sizes, root)
+        store()
+
+    def store() -> None:
+        if target is not None:
+            target.store()
+
+    return Operation(
+        comm,
+        problem("gather", comm, algorithm, nbytes=sum(sizes), count=sum(sizes), root=root, counts=rows),
+        algorithm,
+        native=native,
+        regions=blocks.regions,
+        result=lambda: None if whole is None else whole.result(),
+        load=load,
+        store=store,
+    )

@@ -1,0 +1,93 @@
+"""reduce: one rank gets the reduction of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.buffers.ops import OpLike
+from mpicoll.collectives import arguments
+from mpicoll.collectives.arguments import names_rank, operand, problem
+from mpicoll.collectives.memory import Work, vector
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def reduce(
+    x: Any,
+    op: OpLike = "sum",
+    root: int = 0,
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Reduce the arrays of all ranks elementwise; rank `root` gets the result, the others None.
+
+    Every rank passes `x` of the same shape and dtype, the same `op` (see :func:`allreduce`) and the same `root`. `out`
+    is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, op, root, out, algorithm))
+
+
+def ireduce(
+    x: Any,
+    op: OpLike = "sum",
+    root: int = 0,
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`reduce` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, op, root, out, algorithm))
+
+
+def reduce_init(
+    x: Any,
+    op: OpLike = "sum",
+    root: int = 0,
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`reduce` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, op, root, out, algorithm))
+
+
+@names_rank
+def _prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorithm: str | None) -> Operation:
+    root = arguments.rank("reduce", "root", root, comm)
+    arguments.only_at_root("reduce", out, root, comm)
+    buffer, reduction = operand("reduce", x, op)
+    mine = comm.rank == root
+    target = arguments.result("reduce", out, buffer, buffer.array.shape) if mine else None
+    work = Work(buffer, reduction, target, comm.size)
+
+    def native(mpi: Native) -> None:
+        source = work.operand()
+        mpi.reduce(source, work.array if mine else None, reduction.native or "", root)
+        work.store()
+
+    return Operation(
+        comm,
+        problem(
+            "reduce",
+            comm,
+            algorithm,
+            nbytes=work.array.nbytes,
+            count=work.array.size,
+            root=root,
+            reduction=reduction,
+        ),
+        algorithm,
+        native=native,
+        regions=lambda schedule: vector(schedule, work.array),
+        result=lambda: None if target is None else target.result(),
+        combine=reduction.combine,
+        load=work.load,
+        store=work.store,
+    )

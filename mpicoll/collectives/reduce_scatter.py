@@ -1,0 +1,120 @@
+"""reduce_scatter: each rank gets its block of the reduction of all ranks' arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicoll.buffers.ops import OpLike
+from mpicoll.collectives import arguments
+from mpicoll.collectives.arguments import Counts, counts_of_whole, names_rank, operand, problem, result, row_size
+from mpicoll.collectives.memory import Target, Work
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.execute import Region, extents
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.errors import DTypeError
+from mpicoll.transport.base import Native
+
+
+def reduce_scatter(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Reduce the arrays of all ranks elementwise, divide the result along axis 0 into blocks, and give rank i the i-th.
+
+    Every rank passes `x` of the same shape ``(sum of rows, ...)`` and dtype and the same `op` (see :func:`allreduce`; a
+    function must be elementwise). Blocks are equal unless `counts`, the same on every rank, gives each rank's rows.
+    Returns this rank's block, an array of `x`'s library and dtype and of shape ``(rows, ...)``: `out` if given. Raises
+    DTypeError, ShapeError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, op, counts, out, algorithm))
+
+
+def ireduce_scatter(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`reduce_scatter` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, op, counts, out, algorithm))
+
+
+def reduce_scatter_init(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`reduce_scatter` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, op, counts, out, algorithm))
+
+
+@names_rank
+def _prepare(
+    comm: Communicator, x: Any, op: OpLike, counts: Counts | None, out: Any, algorithm: str | None
+) -> Operation:
+    buffer, reduction = operand("reduce_scatter", x, op)
+    if not reduction.elementwise:
+        raise DTypeError(
+            f"reduce_scatter: op {reduction.name} is not declared elementwise, so it can't be applied to blocks;"
+            " pass mpicoll.Op(function, elementwise=True), or reduce, then scatter"
+        )
+    shape = arguments.block_shape(buffer)
+    rows = counts_of_whole("reduce_scatter", shape[0], counts, comm)
+    block = result("reduce_scatter", out, buffer, (rows[comm.rank], *shape[1:]))
+    elements = [count * row_size(shape) for count in rows]
+    offsets = extents(elements)
+    work, target = Work(buffer, reduction, None, comm.size), Target(block)
+    # MPI writes the block where it belongs, if that has the dtype of the reduction.
+    part = target.array if block.array.dtype == reduction.work else np.empty(elements[comm.rank], reduction.work)
+
+    def native(mpi: Native) -> None:
+        source = work.operand(avoid=block)
+        mpi.reduce_scatter(source, part, elements, reduction.native or "")
+        store()
+
+    def scheduled_store() -> None:
+        part[...] = work.array[offsets[comm.rank] : offsets[comm.rank + 1]]
+        store()
+
+    def store() -> None:
+        work.finish(part)
+        if part is target.array:
+            target.store()
+        else:
+            block.store(part)
+
+    return Operation(
+        comm,
+        problem(
+            "reduce_scatter",
+            comm,
+            algorithm,
+            nbytes=work.array.nbytes,
+            count=work.array.size,
+            reduction=reduction,
+            counts=rows,
+        ),
+        algorithm,
+        native=native,
+        regions=lambda schedule: [Region(work.array, offsets)],
+        result=block.result,
+        combine=reduction.combine,
+        load=work.load,
+        store=scheduled_store,
+    )

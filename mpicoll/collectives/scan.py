@@ -1,0 +1,80 @@
+"""scan: each rank gets the reduction of the arrays of the ranks up to itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.buffers.ops import OpLike
+from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
+from mpicoll.collectives.memory import Work, vector
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def scan(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Inclusive prefix reduction: rank r gets ``x_0 op x_1 op ... op x_r``, elementwise and in this order.
+
+    Every rank passes `x` of the same shape and dtype and the same `op` (see :func:`allreduce`; avg has no meaning
+    here). Returns an array of `x`'s library, shape and dtype, `out` if given. Raises DTypeError, ShapeError,
+    AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+def iscan(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`scan` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+def scan_init(
+    x: Any,
+    op: OpLike = "sum",
+    *,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`scan` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, op, out, algorithm))
+
+
+@names_rank
+def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+    no_average("scan", op)
+    buffer, reduction = operand("scan", x, op)
+    target = result("scan", out, buffer, buffer.array.shape)
+    work = Work(buffer, reduction, target, comm.size)
+
+    def native(mpi: Native) -> None:
+        source = work.operand()
+        mpi.scan(source, work.array, reduction.native or "")
+        work.store()
+
+    return Operation(
+        comm,
+        problem("scan", comm, algorithm, nbytes=work.array.nbytes, count=work.array.size, reduction=reduction),
+        algorithm,
+        native=native,
+        regions=lambda schedule: vector(schedule, work.array),
+        result=target.result,
+        combine=reduction.combine,
+        load=work.load,
+        store=work.store,
+    )

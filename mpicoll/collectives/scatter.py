@@ -1,0 +1,112 @@
+"""scatter: each rank gets its block of one rank's array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.buffers.buffer import recognise
+from mpicoll.collectives import arguments
+from mpicoll.collectives.arguments import (
+    Counts,
+    block_shape,
+    counts_of_parts,
+    counts_of_whole,
+    names_rank,
+    problem,
+    result,
+    row_size,
+    template,
+)
+from mpicoll.collectives.memory import Blocks, Source, Target
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.transport.base import Native
+
+
+def scatter(
+    x: Any,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Any:
+    """Divide rank `root`'s array along axis 0 into blocks, and give rank i the i-th.
+
+    The root passes `x` of shape ``(sum of rows, ...)``. Every other rank passes an array shaped and typed like its
+    block, ``(rows, ...)``, whose contents don't matter, or None if `out` is given. Blocks are equal unless `counts`,
+    the same on every rank, gives each rank's rows. Any dtype of fixed size. Returns this rank's block, an array like
+    `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    """
+    return run(_prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+def iscatter(
+    x: Any,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Request:
+    """:func:`scatter` in the background, with the same arguments. The request's value is the result."""
+    return start(_prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+def scatter_init(
+    x: Any,
+    root: int = 0,
+    *,
+    counts: Counts | None = None,
+    out: Any = None,
+    comm: CommLike = None,
+    algorithm: str | None = None,
+) -> Plan:
+    """:func:`scatter` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    return Plan(_prepare(resolve(comm), x, root, counts, out, algorithm))
+
+
+@names_rank
+def _prepare(
+    comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None
+) -> Operation:
+    root = arguments.rank("scatter", "root", root, comm)
+    mine = comm.rank == root
+    buffer = recognise("scatter", x) if mine else template("scatter", x, out)
+    shape = block_shape(buffer)
+    divide = counts_of_whole if mine else counts_of_parts
+    rows = divide("scatter", shape[0], counts, comm)
+    elements = [count * row_size(shape) for count in rows]
+    sizes = [count * buffer.array.itemsize for count in elements]
+    block = result("scatter", out, buffer, (rows[comm.rank], *shape[1:]))
+    target = Target(block)
+    source = Source(buffer, block) if mine else None
+    blocks = Blocks(elements, comm.rank, target.array, None if source is None else source.array)
+
+    def load() -> None:
+        if source is not None:
+            source.load()
+
+    def native(mpi: Native) -> None:
+        load()
+        mpi.scatter(None if source is None else source.raw, target.raw, sizes, root)
+        target.store()
+
+    def store() -> None:
+        blocks.take(target.array)
+        target.store()
+
+    return Operation(
+        comm,
+        problem("scatter", comm, algorithm, nbytes=sum(sizes), count=sum(sizes), root=root, counts=rows),
+        algorithm,
+        native=native,
+        regions=blocks.regions,
+        result=block.result,
+        load=load,
+        store=store,
+    )

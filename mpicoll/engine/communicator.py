@@ -1,0 +1,150 @@
+"""Communicators: identity and lifetime of a group of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from mpicoll.engine.progress import Progress
+from mpicoll.engine.watch import Watch
+from mpicoll.errors import CommunicatorError, RankError
+from mpicoll.transport.base import Pending, Transport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_TAGS = 1 << 15
+"""Tags of collectives wrap here: the smallest range that MPI guarantees."""
+
+LIVE: WeakSet[Communicator] = WeakSet()
+"""All communicators of this process that are still referred to."""
+
+
+class Communicator:
+    """A group of ranks that talk to each other, apart from all others.
+
+    Made by :func:`mpicoll.world`, :meth:`split`, :meth:`group`, :meth:`node_comm`, or from an mpi4py communicator; it
+    is always a private duplicate, so the library's messages never meet the caller's. A context manager that frees it.
+
+    Attributes: ``rank``, ``size``; ``nodes`` (for each rank the number of its node), ``node`` (this rank's),
+    ``num_nodes``; ``local_rank`` and ``local_size`` (rank and size among the ranks of this node); ``mpi``, an mpi4py
+    communicator of the same ranks for the caller's own use (None without MPI).
+    """
+
+    def __init__(
+        self, transport: Transport, watch: Watch | None, *, name: str, root: Communicator | None = None
+    ) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.nodes = transport.nodes
+        self.name = name
+        self.progress = Progress(name, watch, transport.background)
+        # Operations that MPI serves on the caller's arrays as they are, by what tells them apart.
+        self.direct: dict[tuple[Any, ...], Any] = {}
+        self.self_recvs: list[tuple[int | None, Pending]] = []
+        self.unfinished: set[Any] = set()
+        self.watch = watch
+        self._tags = itertools.count()
+        self._freed = False
+        self._is_world = root is None
+        LIVE.add(self)
+
+    def __repr__(self) -> str:
+        return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self._freed else ''}>"
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.nodes[self.rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """How many nodes the ranks are on."""
+        return len(set(self.nodes))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its node."""
+        return self.nodes[: self.rank].count(self.node)
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks are on this node."""
+        return self.nodes.count(self.node)
+
+    @property
+    def mpi(self) -> Any:
+        """An mpi4py communicator of the same ranks for the caller's own use; None without MPI."""
+        self.check()
+        return self.transport.mpi
+
+    def check(self) -> None:
+        """Raise CommunicatorError if it was freed."""
+        if self._freed:
+            raise CommunicatorError(f"{self!r} can't be used any more: it was freed")
+
+    def next_tag(self) -> int:
+        """The tag of the next collective; the same on all ranks, as all call the same collectives in the same order."""
+        return next(self._tags) % _TAGS
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Collective over all ranks: one communicator for each `color` (an integer >= 0), its ranks ordered by `key`,
+        then by rank. A rank that passes None gets None. Raises RankError for a negative color."""
+        self.check()
+        if color is not None and color < 0:
+            raise RankError(f"split: color must be None or >= 0, got {color} on rank {self.rank}")
+        return self._child(lambda: self.transport.split(color, key), f"{self.name}/split({color})")
+
+    def group(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of `ranks`, in that order. Only they take part, with the same `ranks`; any other rank gets
+        None at once. Raises RankError for ranks out of range or named twice."""
+        self.check()
+        ranks = [int(rank) for rank in ranks]
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
+            raise RankError(
+                f"group: ranks must be distinct, at least one, and in [0, {self.size}), got {ranks} on rank {self.rank}"
+            )
+        if self.rank not in ranks:
+            return None
+        return self._child(lambda: self.transport.group(ranks), f"{self.name}/group({','.join(map(str, ranks))})")
+
+    def node_comm(self) -> Communicator:
+        """Collective over all ranks: the communicator of the ranks on this rank's node, in the order of rank."""
+        comm = self.split(self.node)
+        assert comm is not None
+        return comm
+
+    def _child(self, make: Callable[[], Transport | None], name: str) -> Communicator | None:
+        # Making a communicator communicates, so it takes its turn among the collectives.
+        transport: Transport | None = self.progress.run(make, (f"making {name}", f"on rank {self.rank} of {self.size}"))
+        return None if transport is None else Communicator(transport, self.watch, name=name, root=self)
+
+    def free(self) -> None:
+        """Collective: give the communicator back, after what is pending on it has completed. Freeing it twice does
+        nothing.
+
+        Raises CommunicatorError for the world, which lives as long as the process."""
+        if self._is_world:
+            raise CommunicatorError(f"{self!r} belongs to the library and can't be freed")
+        self._release()
+
+    def _release(self) -> None:
+        if not self._freed:
+            self.progress.close()
+            self._freed = True
+            self.progress.run(self.transport.free, (f"freeing {self.name}", f"on rank {self.rank} of {self.size}"))
+
+    def __enter__(self) -> Self:
+        self.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Freeing is collective: after an error on this rank alone it would wait for ranks that don't come.
+        if kind is None:
+            self.free()

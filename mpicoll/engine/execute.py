@@ -1,0 +1,207 @@
+"""Bind a schedule to memory, and carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.ops import Combine
+from mpicoll.errors import CommunicationError
+from mpicoll.schedules import Copy, Schedule
+from mpicoll.transport.base import Message, Transport
+
+Action: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+
+Empty: TypeAlias = Callable[[int, "np.dtype[Any]"], Array]
+"""``empty(count, dtype)``: scratch memory."""
+
+_TOKEN = np.empty(0, np.uint8)
+
+
+def scratch(count: int, dtype: np.dtype[Any]) -> Array:
+    """Fresh scratch memory."""
+    return np.empty(count, dtype)
+
+
+@dataclass(slots=True)
+class Region:
+    """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``."""
+
+    array: Array
+    offsets: Sequence[int]
+
+
+def cut(count: int, pieces: int) -> list[int]:
+    """Offsets of `pieces` consecutive parts of `count` elements, the first ones larger by one if it doesn't divide."""
+    size, extra = divmod(count, pieces)
+    return [i * size + min(i, extra) for i in range(pieces + 1)]
+
+
+def extents(counts: Iterable[int]) -> list[int]:
+    """Offsets of consecutive blocks of `counts` elements."""
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+@dataclass(slots=True)
+class _Step:
+    before: list[Action] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    recvs: list[Message] = field(default_factory=list)
+    after: list[Action] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Program:
+    """A schedule bound to memory. It may be run any number of times; it reads and writes that memory each time."""
+
+    schedule: Schedule
+    steps: list[_Step]
+
+    def run(self, transport: Transport, tag: int) -> None:
+        """Carry it out. Errors of the exchange say in which round of what they happened."""
+        number = 0
+        try:
+            for number, step in enumerate(self.steps):  # noqa: B007
+                for function, arguments in step.before:
+                    function(*arguments)
+                if step.sends or step.recvs:
+                    transport.exchange(step.sends, step.recvs, tag)
+                for function, arguments in step.after:
+                    function(*arguments)
+        except CommunicationError as error:
+            what = f"{self.schedule.collective}/{self.schedule.algorithm}"
+            where = f"rank {self.schedule.rank} of {self.schedule.size}, round {number + 1} of {len(self.steps)}"
+            error.args = (f"{what} on {where}: {error}",)
+            raise
+
+
+def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None, empty: Empty) -> Program:
+    """Bind `schedule`, whose chunks lie in `regions` one after the other, to memory.
+
+    Messages are sent from and received into the chunks where they are consecutive; otherwise, and where what arrives is
+    to be reduced, they go through scratch memory from `empty`.
+    """
+    return Program(schedule, _Binder(schedule, regions, combine, empty).steps())
+
+
+class _Binder:
+    def __init__(self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None, empty: Empty) -> None:
+        self._schedule = schedule
+        self._regions = regions
+        self._raw = [region.array.view(np.uint8) for region in regions]
+        self._combine = combine
+        self._empty = empty
+        self._where = [(number, i) for number, region in enumerate(regions) for i in range(len(region.offsets) - 1)]
+        self._incoming: Array | None = None
+
+    def steps(self) -> list[_Step]:
+        self._incoming = self._incoming_memory()
+        return [step for step in map(self._step, self._schedule.rounds) if step is not None]
+
+    def _incoming_memory(self) -> Array | None:
+        """Scratch for what arrives to be reduced, enough for the largest round."""
+        need = max(
+            (sum(self._count(recv.chunks) for recv in one.recvs if recv.reduce) for one in self._schedule.rounds),
+            default=0,
+        )
+        return self._empty(need, self._regions[0].array.dtype) if need else None
+
+    def _step(self, one: Any) -> _Step | None:
+        step = _Step()
+        used = 0
+        for recv in one.recvs:
+            if not recv.chunks:
+                step.recvs.append((recv.source, _TOKEN))
+                continue
+            count = self._count(recv.chunks)
+            if not count:
+                continue
+            if recv.reduce:
+                assert self._incoming is not None
+                part = self._incoming[used : used + count]
+                used += count
+                step.recvs.append((recv.source, part.view(np.uint8)))
+                step.after += self._combines(part, recv.chunks, incoming_left=recv.source < self._schedule.rank)
+            else:
+                runs = list(self._runs(recv.chunks))
+                step.recvs.append((recv.source, self._whole(runs, step.after, unpack=True)))
+        for send in one.sends:
+            if not send.chunks:
+                step.sends.append((send.to, _TOKEN))
+            elif self._count(send.chunks):
+                runs = list(self._runs(send.chunks))
+                step.sends.append((send.to, self._whole(runs, step.before, unpack=False)))
+        step.after += [action for local in one.then for action in self._local(local)]
+        return step if step.sends or step.recvs or step.after else None
+
+    def _count(self, chunks: Sequence[int]) -> int:
+        total = 0
+        for chunk in chunks:
+            number, i = self._where[chunk]
+            offsets = self._regions[number].offsets
+            total += offsets[i + 1] - offsets[i]
+        return total
+
+    def _runs(self, chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """The memory of `chunks` in order, as few (region, start, stop) as possible."""
+        current: tuple[int, int, int] | None = None
+        for chunk in chunks:
+            number, i = self._where[chunk]
+            start, stop = self._regions[number].offsets[i], self._regions[number].offsets[i + 1]
+            if current is not None and current[0] == number and current[2] == start:
+                current = (number, current[1], stop)
+                continue
+            if current is not None:
+                yield current
+            current = (number, start, stop)
+        if current is not None:
+            yield current
+
+    def _whole(self, runs: list[tuple[int, int, int]], actions: list[Action], *, unpack: bool) -> Array:
+        """One piece of bytes for `runs`: their memory itself, or scratch with the copies between both."""
+        views = []
+        for number, start, stop in runs:
+            itemsize = self._regions[number].array.itemsize
+            views.append(self._raw[number][start * itemsize : stop * itemsize])
+        if len(views) == 1:
+            return views[0]
+        packed = self._empty(sum(view.size for view in views), np.dtype(np.uint8))
+        at = 0
+        for view in views:
+            part = packed[at : at + view.size]
+            actions.append((np.copyto, (view, part) if unpack else (part, view)))
+            at += view.size
+        return packed
+
+    def _combines(self, part: Array, chunks: Sequence[int], *, incoming_left: bool) -> Iterator[Action]:
+        assert self._combine is not None
+        at = 0
+        for number, start, stop in self._runs(chunks):
+            target = self._regions[number].array[start:stop]
+            incoming = part[at : at + stop - start]
+            at += stop - start
+            left, right = (incoming, target) if incoming_left else (target, incoming)
+            yield self._combine, (left, right, target)
+
+    def _local(self, local: Any) -> Iterator[Action]:
+        source, target = self._chunk(local.src), self._chunk(local.dst)
+        if not target.size:
+            return
+        if isinstance(local, Copy):
+            yield np.copyto, (target, source)
+        else:
+            assert self._combine is not None
+            left, right = (target, source) if local.src_right else (source, target)
+            yield self._combine, (left, right, target)
+
+    def _chunk(self, chunk: int) -> Array:
+        number, i = self._where[chunk]
+        region = self._regions[number]
+        return region.array[region.offsets[i] : region.offsets[i + 1]]

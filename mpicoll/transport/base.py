@@ -1,0 +1,109 @@
+"""What the engine needs of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+Memory: TypeAlias = np.ndarray[Any, Any]
+"""Contiguous flat memory. What travels between ranks is ``uint8``; native reductions get their real dtype."""
+
+Message: TypeAlias = tuple[int, Memory]
+"""A peer and the bytes that go to it or come from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The outside of a received or probed message."""
+
+    source: int
+    tag: int
+    nbytes: int
+
+
+class Pending(Protocol):
+    """A point-to-point transfer under way."""
+
+    def test(self) -> Envelope | None:
+        """The envelope if it has completed, else None. May be called again afterwards."""
+
+    def wait(self, timeout: float | None) -> Envelope:
+        """Block until it has completed. Raises Timeout after `timeout` seconds; None: the transport's own bound."""
+
+
+class Native(Protocol):
+    """The MPI library's own collectives, on flat contiguous arrays of this rank's data.
+
+    `source` and `target` may be the same array (in place). `counts` are in elements of the arrays, blocks lie side by
+    side; `op` is a name out of sum, prod, min, max, band, bor, bxor, land, lor, lxor.
+    """
+
+    @property
+    def max_count(self) -> int: ...
+    def allreduce(self, source: Memory, target: Memory, op: str) -> None: ...
+    def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None: ...
+    def scan(self, source: Memory, target: Memory, op: str) -> None: ...
+    def exscan(self, source: Memory, target: Memory, op: str) -> None: ...
+    def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int], op: str) -> None: ...
+    def bcast(self, data: Memory, root: int) -> None: ...
+    def gather(self, source: Memory, target: Memory | None, counts: Sequence[int], root: int) -> None: ...
+    def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int], root: int) -> None: ...
+    def allgather(self, source: Memory, target: Memory, counts: Sequence[int]) -> None: ...
+    def alltoall(
+        self, source: Memory, target: Memory, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
+    ) -> None:
+        """Without counts all blocks are of one size."""
+
+    def barrier(self) -> None: ...
+
+
+class Transport(Protocol):
+    """One rank's end of a group of ranks. Collective traffic and the caller's point-to-point traffic never meet.
+
+    `nodes` gives for each rank the number of its node, counted from 0 in the order of first appearance. `native` is
+    None where there is no MPI library; `mpi` is the mpi4py communicator for the caller's own use, or None. Tags of
+    messages lie in [0, max_tag]. `background` says whether another thread may communicate beside the caller's.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def nodes(self) -> tuple[int, ...]: ...
+    @property
+    def native(self) -> Native | None: ...
+    @property
+    def mpi(self) -> Any: ...
+    @property
+    def max_tag(self) -> int: ...
+    @property
+    def background(self) -> bool: ...
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        """Carry out one round: post everything, return when everything has completed."""
+
+    def send(self, data: Memory, dest: int, tag: int) -> None: ...
+    def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope: ...
+    def isend(self, data: Memory, dest: int, tag: int) -> Pending: ...
+    def irecv(self, data: Memory, source: int | None, tag: int | None) -> Pending: ...
+    def iprobe(self, source: int | None, tag: int | None) -> Envelope | None: ...
+    def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope: ...
+
+    def split(self, color: int | None, key: int) -> Transport | None:
+        """Collective: a group for each color, ordered by key, then by rank. None for those without a color."""
+
+    def group(self, ranks: Sequence[int]) -> Transport | None:
+        """A group of `ranks` in that order; to be called by those ranks only."""
+
+    def free(self) -> None: ...
+    def abort(self, code: int) -> None: ...
+
+
+def renumber(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Number nodes from 0 in the order of first appearance."""
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(node, len(seen)) for node in nodes)

@@ -1,0 +1,340 @@
+"""Ranks as threads of one process: the same engine without an MPI library, and with faults on demand.
+
+Messages are copied into the mailbox of the receiver when they are sent (so a send never waits), and are matched with
+receives as MPI does: in the order of posting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+from mpicoll.errors import CommunicatorError, RankFailed, Timeout, TruncationError
+from mpicoll.transport.base import Envelope, Memory, Message, renumber
+
+T = TypeVar("T")
+
+
+class Killed(BaseException):
+    """Ends the thread of a rank that a fault kills. Not an Exception: no handler of the program is to survive it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """Messages from `source` to `dest` (None: any) arrive `seconds` later; later ones never overtake them."""
+
+    seconds: float
+    source: int | None = None
+    dest: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Of the messages from `source` to `dest` (None: any), the `nth` and the `count` - 1 after it are lost.
+
+    Messages are counted from 0 for each pair of ranks.
+    """
+
+    source: int | None = None
+    dest: int | None = None
+    nth: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """`rank` dies when it is about to send its `nth` message, counted from 0."""
+
+    rank: int
+    nth: int = 0
+
+
+Fault: TypeAlias = Delay | Drop | Kill
+
+
+@dataclass(slots=True, eq=False)
+class _Letter:
+    source: int
+    tag: int
+    data: bytes
+    due: float
+
+    def fits(self, source: int | None, tag: int | None) -> bool:
+        return (source is None or source == self.source) and (tag is None or tag == self.tag)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A posted receive."""
+
+    data: Memory
+    source: int | None
+    tag: int | None
+    letter: _Letter | None = None
+
+
+@dataclass(slots=True)
+class _Mailbox:
+    """Of one rank in one context: letters nobody asked for yet, and receives nothing came for yet, both in order."""
+
+    letters: list[_Letter] = field(default_factory=list)
+    slots: list[_Slot] = field(default_factory=list)
+
+    def deliver(self, letter: _Letter) -> None:
+        for slot in self.slots:
+            if letter.fits(slot.source, slot.tag):
+                slot.letter = letter
+                self.slots.remove(slot)
+                return
+        self.letters.append(letter)
+
+    def post(self, slot: _Slot) -> None:
+        for letter in self.letters:
+            if letter.fits(slot.source, slot.tag):
+                slot.letter = letter
+                self.letters.remove(letter)
+                return
+        self.slots.append(slot)
+
+
+class World:
+    """What the threads share: mailboxes, the dead, the faults, and a place to meet."""
+
+    def __init__(self, size: int, faults: Sequence[Fault] = (), timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.dead: set[int] = set()
+        self._faults = tuple(faults)
+        self._delays = any(isinstance(fault, Delay) for fault in faults)
+        self._boxes: dict[tuple[int, int], _Mailbox] = {}
+        self._contexts = itertools.count(1)
+        self._meetings: dict[Hashable, dict[int, Any]] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        self._sent_by: dict[int, int] = {}
+        self._due: dict[tuple[int, int], float] = {}
+
+    def box(self, context: int, rank: int) -> _Mailbox:
+        return self._boxes.setdefault((context, rank), _Mailbox())
+
+    def deliver(self, context: int, source: int, dest: int, letter: _Letter) -> None:
+        """Put `letter` into the box of world rank `dest`, unless a fault says otherwise. The lock is held."""
+        pair = (source, dest)
+        number = self._sent[pair] = self._sent.get(pair, -1) + 1
+        own = self._sent_by[source] = self._sent_by.get(source, -1) + 1
+        for fault in self._faults:
+            if isinstance(fault, Kill):
+                if fault.rank == source and fault.nth <= own:
+                    self.bury(source)
+                    raise Killed(f"rank {source} was killed before its message {own}")
+            elif (fault.source in (None, source)) and (fault.dest in (None, dest)):
+                if isinstance(fault, Delay):
+                    letter.due += fault.seconds
+                elif fault.nth <= number < fault.nth + fault.count:
+                    return
+        letter.due = self._due[pair] = max(letter.due, self._due.get(pair, 0.0))
+        self.box(context, dest).deliver(letter)
+        self.changed.notify_all()
+
+    def bury(self, rank: int) -> None:
+        with self.changed:
+            self.dead.add(rank)
+            self.changed.notify_all()
+
+    def wait(self, ready: Callable[[], T | None], peers: Callable[[], set[int]], timeout: float | None, what: str) -> T:
+        """Wait until `ready` gives something. The lock is held. Raises RankFailed or Timeout.
+
+        `peers` are the world ranks without whom it can't happen.
+        """
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while (value := ready()) is None:
+            lost = peers() & self.dead
+            if lost:
+                raise RankFailed(f"{what}: rank {min(lost)} is gone", tuple(sorted(lost)))
+            now = time.monotonic()
+            if now >= deadline:
+                raise Timeout(f"{what}: nothing within {self.timeout if timeout is None else timeout:g} s")
+            # A delayed letter becomes ready without anybody's notice.
+            self.changed.wait(min(deadline - now, 0.002 if self._delays else 1.0))
+        return value
+
+    def meet(self, key: Hashable, members: Sequence[int], rank: int, value: Any) -> dict[int, Any]:
+        """Every member brings a value and gets everybody's, and under -1 two fresh contexts that they share."""
+        with self.changed:
+            table = self._meetings.setdefault(key, {-1: (next(self._contexts), next(self._contexts))})
+            table[rank] = value
+            self.changed.notify_all()
+            self.wait(
+                lambda: True if len(table) == len(members) + 1 else None,
+                lambda: {m for m in members if m not in table},
+                None,
+                "meeting of a new group",
+            )
+            self._meetings.pop(key, None)
+            return dict(table)
+
+
+class LocalPending:
+    """A transfer of the local transport."""
+
+    def __init__(self, transport: LocalTransport, slot: _Slot | None, done: Envelope | None) -> None:
+        self._transport = transport
+        self._slot = slot
+        self._done = done
+
+    def test(self) -> Envelope | None:
+        if self._done is None:
+            with self._transport.world.changed:
+                self._take()
+        return self._done
+
+    def wait(self, timeout: float | None) -> Envelope:
+        if self._done is None:
+            slot = self._slot
+            assert slot is not None
+            who = "any rank" if slot.source is None else f"rank {slot.source}"
+            with self._transport.world.changed:
+                self._transport.world.wait(
+                    self._take,
+                    lambda: self._transport.needed(slot.source),
+                    timeout,
+                    f"rank {self._transport.rank} waits for a message from {who}, tag {slot.tag}",
+                )
+        assert self._done is not None
+        return self._done
+
+    def _take(self) -> Envelope | None:
+        """Copy the letter out if it has come. The lock is held."""
+        slot = self._slot
+        if self._done is None and slot is not None and slot.letter is not None:
+            letter = slot.letter
+            if letter.due > time.monotonic():
+                return None
+            if len(letter.data) > slot.data.size:
+                raise TruncationError(
+                    f"rank {self._transport.rank}: a message of {len(letter.data)} bytes from rank {letter.source}"
+                    f" (tag {letter.tag}) does not fit the {slot.data.size} bytes that receive it"
+                )
+            slot.data[: len(letter.data)] = memoryview(letter.data)
+            self._done = Envelope(letter.source, letter.tag, len(letter.data))
+        return self._done
+
+
+class LocalTransport:
+    """One thread's end."""
+
+    native = None
+    mpi = None
+    max_tag = 2**31 - 1
+    background = True
+
+    def __init__(
+        self, world: World, members: tuple[int, ...], me: int, contexts: tuple[int, int], nodes: tuple[int, ...]
+    ) -> None:
+        self.world = world
+        self.rank = members.index(me)
+        self.size = len(members)
+        self.nodes = nodes
+        self._members = members
+        self._me = me
+        self._collective, self._p2p = contexts
+        self._splits = itertools.count()
+        self._groups: dict[tuple[int, ...], int] = {}
+
+    def needed(self, source: int | None) -> set[int]:
+        """World ranks whose death means that nothing from `source` will come."""
+        if source is not None:
+            return {self._members[source]}
+        others = {m for m in self._members if m != self._me}
+        return others if others <= self.world.dead else set()
+
+    def _send(self, context: int, data: Memory, dest: int, tag: int) -> None:
+        letter = _Letter(self.rank, tag, data.tobytes(), time.monotonic())
+        with self.world.changed:
+            self.world.deliver(context, self._me, self._members[dest], letter)
+
+    def _post(self, context: int, data: Memory, source: int | None, tag: int | None) -> LocalPending:
+        slot = _Slot(data, source, tag)
+        with self.world.changed:
+            self.world.box(context, self._me).post(slot)
+        return LocalPending(self, slot, None)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        pending = [self._post(self._collective, data, source, tag) for source, data in recvs]
+        for dest, data in sends:
+            self._send(self._collective, data, dest, tag)
+        for one, (source, data) in zip(pending, recvs, strict=True):
+            got = one.wait(None).nbytes
+            if got != data.size:
+                raise TruncationError(f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}")
+
+    def send(self, data: Memory, dest: int, tag: int) -> None:
+        self._send(self._p2p, data, dest, tag)
+
+    def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
+        return self.irecv(data, source, tag).wait(None)
+
+    def isend(self, data: Memory, dest: int, tag: int) -> LocalPending:
+        self._send(self._p2p, data, dest, tag)
+        return LocalPending(self, None, Envelope(self.rank, tag, data.size))
+
+    def irecv(self, data: Memory, source: int | None, tag: int | None) -> LocalPending:
+        return self._post(self._p2p, data, source, tag)
+
+    def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:
+        with self.world.changed:
+            return self._peek(source, tag)
+
+    def _peek(self, source: int | None, tag: int | None) -> Envelope | None:
+        now = time.monotonic()
+        for letter in self.world.box(self._p2p, self._me).letters:
+            if letter.fits(source, tag) and letter.due <= now:
+                return Envelope(letter.source, letter.tag, len(letter.data))
+        return None
+
+    def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope:
+        with self.world.changed:
+            return self.world.wait(
+                lambda: self._peek(source, tag),
+                lambda: self.needed(source),
+                timeout,
+                f"rank {self.rank} probes for a message from {'any rank' if source is None else source}, tag {tag}",
+            )
+
+    def split(self, color: int | None, key: int) -> LocalTransport | None:
+        table = self.world.meet(("split", self._collective, next(self._splits)), self._members, self._me, (color, key))
+        base = table.pop(-1)
+        if color is None:
+            return None
+        order = {member: index for index, member in enumerate(self._members)}
+        mine = sorted((m for m in table if table[m][0] == color), key=lambda m: (table[m][1], order[m]))
+        # Groups of one split share nothing, so they may share the pair of contexts.
+        return self._child(tuple(mine), base)
+
+    def group(self, ranks: Sequence[int]) -> LocalTransport:
+        members = tuple(self._members[rank] for rank in ranks)
+        number = self._groups[members] = self._groups.get(members, -1) + 1
+        table = self.world.meet(("group", self._collective, members, number), members, self._me, None)
+        return self._child(members, table[-1])
+
+    def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
+        nodes = [self.nodes[self._members.index(member)] for member in members]
+        return LocalTransport(self.world, members, self._me, contexts, renumber(nodes))
+
+    def free(self) -> None:
+        """Mailboxes hold nothing once every message was received; there is no handle to give back."""
+
+    def abort(self, code: int) -> None:
+        self.world.bury(self._me)
+        raise CommunicatorError(f"rank {self.rank} aborted with code {code}")
+
+
+def transports(world: World, ranks_per_node: int | None = None) -> list[LocalTransport]:
+    """The ends of all ranks of `world`, `ranks_per_node` consecutive ones to a node (None: all on one)."""
+    members = tuple(range(world.size))
+    nodes = tuple(rank // (ranks_per_node or world.size) for rank in members)
+    return [LocalTransport(world, members, rank, (-1, -2), nodes) for rank in members]

