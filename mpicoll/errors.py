@@ -79,7 +79,7 @@ class TruncationError(CommunicationError):
 
 
 class RankFailed(CommunicationError):
-    """A peer is gone. ``ranks`` names the dead, as ranks of the communicator that was used."""
+    """A peer is gone. ``ranks`` names the dead, as ranks of the world, where they are known."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -10,9 +10,8 @@ from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, operand, problem, result
 from mpicoll.collectives.memory import Work, vector
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
-from mpicoll.engine.select import choose, forced
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
 
@@ -45,14 +44,8 @@ def allreduce(
     """
     communicator = resolve(comm)
     if type(x) is np.ndarray and type(op) is str and out is None and algorithm is None:
-        key = (x.dtype, x.size, op)
-        native = communicator.direct.get(key)
-        if native is None:
-            native = _learn(communicator, key, x, op)
-        if native and x.flags.c_contiguous and not forced():
-            fresh = np.empty(x.shape, x.dtype)
-            communicator.progress.run(native, ("allreduce", *key), x, fresh, op)
-            return fresh
+        key = ("allreduce", x.dtype, x.shape, op)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, None))
     return run(_prepare(communicator, x, op, out, algorithm))
 
 
@@ -80,31 +73,20 @@ def allreduce_init(
     return Plan(_prepare(resolve(comm), x, op, out, algorithm))
 
 
-def _learn(comm: Communicator, key: tuple[Any, ...], x: Any, op: str) -> Any:
-    """What serves such calls without further ado: MPI's own allreduce on the arrays as they are, or False."""
-    buffer, reduction = operand("allreduce", x, op)
-    wanted = problem("allreduce", comm, None, nbytes=x.nbytes, count=x.size, reduction=reduction)
-    plain = reduction.direct and reduction.native == op and reduction.work == buffer.array.dtype
-    native = comm.transport.native
-    # An algorithm that is forced now says nothing about later calls.
-    if not plain or native is None or forced() or choose(wanted, None).algorithm is not None:
-        return False
-    if len(comm.direct) >= 4096:
-        comm.direct.clear()
-    comm.direct[key] = native.allreduce
-    return native.allreduce
-
-
 @names_rank
 def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
     buffer, reduction = operand("allreduce", x, op)
     target = result("allreduce", out, buffer, buffer.array.shape)
     work = Work(buffer, reduction, target, comm.size)
 
+    array, name, direct = work.array, reduction.native or "", work.direct
+
     def native(mpi: Native) -> None:
-        source = work.operand()
-        mpi.allreduce(source, work.array, reduction.native or "")
-        work.store()
+        if direct is not None:
+            mpi.allreduce(direct, array, name)
+        else:
+            mpi.allreduce(work.operand(), array, name)
+            work.store()
 
     return Operation(
         comm,

@@ -205,3 +205,8 @@ def problem(
 def row_size(shape: tuple[int, ...]) -> int:
     """Elements of a row."""
     return prod(shape[1:])
+
+
+def native_counts(rows: Counts, row: int) -> list[int] | None:
+    """The blocks' sizes for MPI, where a row counts `row`; None if they are all equal."""
+    return [count * row for count in rows] if len(set(rows)) > 1 else None

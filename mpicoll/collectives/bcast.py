@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template
 from mpicoll.collectives.memory import Target, vector
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -28,7 +30,11 @@ def bcast(
     None if `out` is given. Any dtype of fixed size. Returns an array like `x`, on the root too: `out` if given
     (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
-    return run(_prepare(resolve(comm), x, root, out, algorithm))
+    communicator = resolve(comm)
+    if type(x) is np.ndarray and out is None and algorithm is None:
+        key = ("bcast", x.dtype, x.shape, root)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, None))
+    return run(_prepare(communicator, x, root, out, algorithm))
 
 
 def ibcast(
@@ -61,14 +67,16 @@ def _prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | N
     buffer = template("bcast", x, out)
     filled = result("bcast", out, buffer, buffer.array.shape)
     target = Target(filled)
+    raw = target.raw
+    sends = comm.rank == root and not filled.same_memory(buffer)
 
     def load() -> None:
-        if comm.rank == root and not filled.same_memory(buffer):
+        if sends:
             buffer.load(target.array)
 
     def native(mpi: Native) -> None:
         load()
-        mpi.bcast(target.raw, root)
+        mpi.bcast(raw, root)
         target.store()
 
     return Operation(

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpicoll.buffers.buffer import recognise
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import Counts, block_shape, counts_of_parts, names_rank, problem, result, row_size
+from mpicoll.collectives.arguments import (
+    Counts,
+    block_shape,
+    counts_of_parts,
+    names_rank,
+    native_counts,
+    problem,
+    result,
+    row_size,
+)
 from mpicoll.collectives.memory import Blocks, Source, Target
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -31,7 +42,11 @@ def gather(
     root gets an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given, which is for the
     root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
-    return run(_prepare(resolve(comm), x, root, counts, out, algorithm))
+    communicator = resolve(comm)
+    if type(x) is np.ndarray and counts is None and out is None and algorithm is None:
+        key = ("gather", x.dtype, x.shape, root)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, None, None))
+    return run(_prepare(communicator, x, root, counts, out, algorithm))
 
 
 def igather(
@@ -70,11 +85,13 @@ def _prepare(
     shape = block_shape(buffer)
     rows = counts_of_parts("gather", shape[0], counts, comm)
     elements = [count * row_size(shape) for count in rows]
-    sizes = [count * buffer.array.itemsize for count in elements]
+    sizes = native_counts(rows, row_size(shape) * buffer.array.itemsize)
     whole = result("gather", out, buffer, (sum(rows), *shape[1:])) if comm.rank == root else None
     target = None if whole is None else Target(whole)
     source = Source(buffer, whole)
     blocks = Blocks(elements, comm.rank, source.array, None if target is None else target.array)
+
+    raw_source, raw_target = source.raw, None if target is None else target.raw
 
     def load() -> None:
         source.load()
@@ -82,16 +99,17 @@ def _prepare(
 
     def native(mpi: Native) -> None:
         source.load()
-        mpi.gather(source.raw, None if target is None else target.raw, sizes, root)
+        mpi.gather(raw_source, raw_target, sizes, root)
         store()
 
     def store() -> None:
         if target is not None:
             target.store()
 
+    nbytes = sum(elements) * buffer.array.itemsize
     return Operation(
         comm,
-        problem("gather", comm, algorithm, nbytes=sum(sizes), count=sum(sizes), root=root, counts=rows),
+        problem("gather", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
         algorithm,
         native=native,
         regions=blocks.regions,

@@ -63,18 +63,31 @@ class Target:
 class Work:
     """The memory in which an operand is reduced, in the dtype of the reduction: the output's own if that fits."""
 
-    __slots__ = ("_buffer", "_out", "_reduction", "_same", "_size", "array", "own")
+    __slots__ = ("_buffer", "_out", "_reduction", "_same", "_size", "_source", "array", "own")
 
-    def __init__(self, buffer: Buffer, reduction: Reduction, out: Buffer | None, size: int) -> None:
+    def __init__(
+        self, buffer: Buffer, reduction: Reduction, out: Buffer | None, size: int, avoid: Buffer | None = None
+    ) -> None:
         self._buffer = buffer
         self._reduction = reduction
         self._out = out
         self._size = size
-        self.own = out is not None and out.array.dtype == reduction.work and out.array.flags.c_contiguous
-        self._same = self.own and out is not None and out.same_memory(buffer)
+        fits = out is not None and out.array.dtype == reduction.work and out.array.flags.c_contiguous
+        self.own = fits
+        self._same = fits and out is not None and out.same_memory(buffer)
         self.array: Array = (
-            out.array.reshape(-1) if self.own and out is not None else np.empty(buffer.array.size, reduction.work)
+            out.array.reshape(-1) if fits and out is not None else np.empty(buffer.array.size, reduction.work)
         )
+        # MPI may read the caller's memory if it needs no preparation and overlaps nothing that MPI writes meanwhile:
+        # neither `array`, nor the buffer `avoid`.
+        readable = (
+            reduction.prepare is None
+            and buffer.array.dtype == reduction.work
+            and buffer.array.flags.c_contiguous
+            and not np.may_share_memory(buffer.array, self.array)
+            and not (avoid is not None and buffer.overlaps(avoid))
+        )
+        self._source = buffer.array.reshape(-1) if readable else None
 
     def load(self) -> None:
         """Fetch this rank's operand and prepare it."""
@@ -83,23 +96,17 @@ class Work:
         if self._reduction.prepare is not None:
             self._reduction.prepare(self.array)
 
-    def operand(self, avoid: Buffer | None = None) -> Array:
-        """The operand for MPI: the caller's memory as it is, where MPI may read it, else loaded into ``array``.
-
-        MPI forbids that it overlaps what MPI writes: ``array``, or the buffer `avoid`.
-        """
-        buffer = self._buffer
-        readable = (
-            self._reduction.prepare is None
-            and buffer.array.dtype == self._reduction.work
-            and buffer.array.flags.c_contiguous
-            and not np.may_share_memory(buffer.array, self.array)
-            and not (avoid is not None and buffer.overlaps(avoid))
-        )
-        if readable:
-            return buffer.array.reshape(-1)
+    def operand(self) -> Array:
+        """The operand for MPI: the caller's memory as it is, where MPI may read it, else loaded into ``array``."""
+        if self._source is not None:
+            return self._source
         self.load()
         return self.array
+
+    @property
+    def direct(self) -> Array | None:
+        """The operand, if MPI can reduce from the caller's memory to the caller's memory with nothing around it."""
+        return self._source if self.own and self._reduction.finish is None else None
 
     def finish(self, array: Array) -> None:
         """Turn the combined operands in `array` into the result, in place."""

@@ -35,10 +35,10 @@ def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> None:
     leaves.
     """
     communicator = resolve(comm)
-    source = _outgoing(communicator, "send", x, dest, tag)
+    data, dest, tag = _outgoing(communicator, "send", x, dest, tag)
     if dest == communicator.rank:
         _need_own_recv(communicator, tag)
-    communicator.progress.guarded(communicator.transport.send, _what("send to", dest, communicator), source, dest, tag)
+    communicator.progress.guarded(communicator.transport.send, _what("send to", dest, communicator), data, dest, tag)
 
 
 def recv(
@@ -122,13 +122,14 @@ def irecv(
     communicator = resolve(comm)
     filled, target, source, tag = _incoming(communicator, "irecv", x, source, tag, out)
     pending = communicator.transport.irecv(target.raw, source, tag)
-    if source is None or source == communicator.rank:
-        communicator.self_recvs.append((tag, pending))
 
     def finish(envelope: Envelope) -> Any:
         return _received(communicator, "irecv", filled, target, envelope, status)
 
-    return _request(communicator, pending, finish, _what("irecv from", source, communicator))
+    def takes_own(own: int) -> bool:
+        return source in (None, communicator.rank) and tag in (None, own)
+
+    return _request(communicator, pending, finish, _what("irecv from", source, communicator), takes_own)
 
 
 def probe(
@@ -158,39 +159,55 @@ def _status(envelope: Envelope) -> Status:
 
 
 class _Transfer:
-    """A point-to-point transfer as a request's handle: waits under the watch, and is kept alive until it completes."""
+    """A point-to-point transfer as a request's handle; waits under the watch."""
 
-    __slots__ = ("__weakref__", "_comm", "_envelope", "_finish", "_pending", "_what")
+    __slots__ = ("_comm", "_envelope", "_finish", "_pending", "_what", "takes_own")
 
     def __init__(
-        self, comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], what: tuple[Any, ...]
+        self,
+        comm: Communicator,
+        pending: Pending,
+        finish: Callable[[Envelope], Any],
+        what: tuple[Any, ...],
+        takes_own: Callable[[int], bool],
     ) -> None:
         self._comm = comm
         self._pending = pending
         self._finish = finish
         self._what = what
-        # MPI goes on reading or writing the memory of a request that the caller drops.
-        comm.unfinished.add(self)
+        self.takes_own = takes_own
 
     def test(self) -> bool:
-        done = self._pending.test() is not None
-        if done:
-            self._comm.unfinished.discard(self)
-        return done
+        return self._pending.test() is not None
 
     def wait(self, timeout: float | None) -> None:
         self._envelope = self._comm.progress.guarded(self._pending.wait, self._what, timeout)
-        self._comm.unfinished.discard(self)
 
     def value(self) -> Any:
         return self._finish(self._envelope)
 
 
-def _request(comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], what: tuple[Any, ...]) -> Request:
-    # Requests that were dropped leave here once they have completed.
-    for one in list(comm.unfinished)[:8]:
-        one.test()
-    transfer = _Transfer(comm, pending, finish, what)
+def _no_own(tag: int) -> bool:
+    return False
+
+
+def _request(
+    comm: Communicator,
+    pending: Pending,
+    finish: Callable[[Envelope], Any],
+    what: tuple[Any, ...],
+    takes_own: Callable[[int], bool] = _no_own,
+) -> Request:
+    """The request for `pending`. `takes_own` says whether it receives a message of this rank's own with a tag."""
+    transfer = _Transfer(comm, pending, finish, what, takes_own)
+    transfers = comm.transfers
+    # MPI goes on reading or writing the memory of a request that the caller drops, so each is kept until it is seen to
+    # be complete; looking at two for each one that is added keeps their number in bounds.
+    for _ in range(min(2, len(transfers))):
+        oldest = transfers.popleft()
+        if not oldest.test():
+            transfers.append(oldest)
+    transfers.append(transfer)
     return Request(transfer, transfer.value)
 
 
@@ -230,8 +247,7 @@ _checked_probe = names_rank(_checked)
 
 @names_rank
 def _need_own_recv(comm: Communicator, tag: int) -> None:
-    comm.self_recvs = [(wanted, pending) for wanted, pending in comm.self_recvs if pending.test() is None]
-    if not any(wanted in (None, tag) for wanted, _ in comm.self_recvs):
+    if not any(one.takes_own(tag) and not one.test() for one in comm.transfers):
         raise RankError(
             f"send: rank {comm.rank} sends to itself, and has no irecv pending that takes tag {tag}: that would wait"
             " for ever; post the irecv first, or use isend or sendrecv"

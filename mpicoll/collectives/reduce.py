@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, operand, problem
 from mpicoll.collectives.memory import Work, vector
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -29,7 +31,11 @@ def reduce(
     Every rank passes `x` of the same shape and dtype, the same `op` (see :func:`allreduce`) and the same `root`. `out`
     is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
-    return run(_prepare(resolve(comm), x, op, root, out, algorithm))
+    communicator = resolve(comm)
+    if type(x) is np.ndarray and type(op) is str and out is None and algorithm is None:
+        key = ("reduce", x.dtype, x.shape, op, root)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, root, None, None))
+    return run(_prepare(communicator, x, op, root, out, algorithm))
 
 
 def ireduce(

@@ -8,11 +8,20 @@ import numpy as np
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import Counts, counts_of_whole, names_rank, operand, problem, result, row_size
+from mpicoll.collectives.arguments import (
+    Counts,
+    counts_of_whole,
+    names_rank,
+    native_counts,
+    operand,
+    problem,
+    result,
+    row_size,
+)
 from mpicoll.collectives.memory import Target, Work
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError
@@ -35,7 +44,11 @@ def reduce_scatter(
     Returns this rank's block, an array of `x`'s library and dtype and of shape ``(rows, ...)``: `out` if given. Raises
     DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
-    return run(_prepare(resolve(comm), x, op, counts, out, algorithm))
+    communicator = resolve(comm)
+    if type(x) is np.ndarray and type(op) is str and counts is None and out is None and algorithm is None:
+        key = ("reduce_scatter", x.dtype, x.shape, op)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, None, None))
+    return run(_prepare(communicator, x, op, counts, out, algorithm))
 
 
 def ireduce_scatter(
@@ -78,14 +91,15 @@ def _prepare(
     rows = counts_of_whole("reduce_scatter", shape[0], counts, comm)
     block = result("reduce_scatter", out, buffer, (rows[comm.rank], *shape[1:]))
     elements = [count * row_size(shape) for count in rows]
+    sizes = native_counts(rows, row_size(shape))
     offsets = extents(elements)
-    work, target = Work(buffer, reduction, None, comm.size), Target(block)
+    work, target = Work(buffer, reduction, None, comm.size, avoid=block), Target(block)
     # MPI writes the block where it belongs, if that has the dtype of the reduction.
     part = target.array if block.array.dtype == reduction.work else np.empty(elements[comm.rank], reduction.work)
 
     def native(mpi: Native) -> None:
-        source = work.operand(avoid=block)
-        mpi.reduce_scatter(source, part, elements, reduction.native or "")
+        source = work.operand()
+        mpi.reduce_scatter(source, part, sizes, reduction.native or "")
         store()
 
     def scheduled_store() -> None:

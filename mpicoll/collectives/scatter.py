@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpicoll.buffers.buffer import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
@@ -12,6 +14,7 @@ from mpicoll.collectives.arguments import (
     counts_of_parts,
     counts_of_whole,
     names_rank,
+    native_counts,
     problem,
     result,
     row_size,
@@ -19,7 +22,7 @@ from mpicoll.collectives.arguments import (
 )
 from mpicoll.collectives.memory import Blocks, Source, Target
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -41,7 +44,11 @@ def scatter(
     the same on every rank, gives each rank's rows. Any dtype of fixed size. Returns this rank's block, an array like
     `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
-    return run(_prepare(resolve(comm), x, root, counts, out, algorithm))
+    communicator = resolve(comm)
+    if type(x) is np.ndarray and counts is None and out is None and algorithm is None:
+        key = ("scatter", x.dtype, x.shape, root)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, None, None))
+    return run(_prepare(communicator, x, root, counts, out, algorithm))
 
 
 def iscatter(
@@ -81,11 +88,13 @@ def _prepare(
     divide = counts_of_whole if mine else counts_of_parts
     rows = divide("scatter", shape[0], counts, comm)
     elements = [count * row_size(shape) for count in rows]
-    sizes = [count * buffer.array.itemsize for count in elements]
+    sizes = native_counts(rows, row_size(shape) * buffer.array.itemsize)
     block = result("scatter", out, buffer, (rows[comm.rank], *shape[1:]))
     target = Target(block)
     source = Source(buffer, block) if mine else None
     blocks = Blocks(elements, comm.rank, target.array, None if source is None else source.array)
+
+    raw_source, raw_target = None if source is None else source.raw, target.raw
 
     def load() -> None:
         if source is not None:
@@ -93,16 +102,17 @@ def _prepare(
 
     def native(mpi: Native) -> None:
         load()
-        mpi.scatter(None if source is None else source.raw, target.raw, sizes, root)
+        mpi.scatter(raw_source, raw_target, sizes, root)
         target.store()
 
     def store() -> None:
         blocks.take(target.array)
         target.store()
 
+    nbytes = sum(elements) * buffer.array.itemsize
     return Operation(
         comm,
-        problem("scatter", comm, algorithm, nbytes=sum(sizes), count=sum(sizes), root=root, counts=rows),
+        problem("scatter", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
         algorithm,
         native=native,
         regions=blocks.regions,

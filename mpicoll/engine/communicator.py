@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from weakref import WeakSet
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicatorError, RankError
-from mpicoll.transport.base import Pending, Transport
+from mpicoll.transport.base import Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,10 +44,10 @@ class Communicator:
         self.nodes = transport.nodes
         self.name = name
         self.progress = Progress(name, watch, transport.background)
-        # Operations that MPI serves on the caller's arrays as they are, by what tells them apart.
-        self.direct: dict[tuple[Any, ...], Any] = {}
-        self.self_recvs: list[tuple[int | None, Pending]] = []
-        self.unfinished: set[Any] = set()
+        # Small operations that were prepared once, by what tells them apart.
+        self.repeated: dict[tuple[Any, ...], Any] = {}
+        # Point-to-point transfers that may be under way, kept for MPI's sake even if the caller drops them.
+        self.transfers: deque[Any] = deque()
         self.watch = watch
         self._tags = itertools.count()
         self._freed = False
@@ -136,6 +137,7 @@ class Communicator:
         if not self._freed:
             self.progress.close()
             self._freed = True
+            self.repeated.clear()
             self.progress.run(self.transport.free, (f"freeing {self.name}", f"on rank {self.rank} of {self.size}"))
 
     def __enter__(self) -> Self:

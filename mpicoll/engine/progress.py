@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from threading import get_ident
 from typing import Any
 
@@ -37,11 +38,18 @@ class Job:
 
     def run(self) -> None:
         """Carry it out. The progress lock is held."""
+        self._progress.current = self.what
         try:
-            self.value = self._progress.guarded(self._function, self.what)
-        except BaseException as error:  # noqa: BLE001  whoever waits gets it
+            self.value = self._function()
+        except Exception as error:  # noqa: BLE001  whoever waits for it gets it
             self.error = error
-        self.done = True
+        except BaseException as error:
+            # An interrupt is meant for the thread that it reaches, whatever that thread is doing for others.
+            self.error = error
+            raise
+        finally:
+            self._progress.current = None
+            self.done = True
 
     def test(self) -> bool:
         """Whether it has completed."""
@@ -73,6 +81,9 @@ class Progress:
         self._filled = threading.Condition(threading.Lock())
         self._worker: threading.Thread | None = None
         self._closed = False
+        self.current: tuple[Any, ...] | None = None
+        if watch is not None:
+            watch.queues.add(self)
 
     def guarded(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
         """Call `function` under the watch, which reports `what` if it takes too long. For whatever blocks outside the
@@ -92,15 +103,11 @@ class Progress:
         with self._lock:
             while self._queue:
                 self._queue.popleft().run()
-            # Spelled out instead of calling guarded(): the shortest operations take about a microsecond.
-            if self._watch is None:
-                return function(*args)
-            active, ident = self._watch.active, get_ident()
-            active[ident] = what
+            self.current = what
             try:
                 return function(*args)
             finally:
-                del active[ident]
+                self.current = None
 
     def submit(self, function: Callable[[], Any], what: tuple[Any, ...]) -> Job:
         """Queue an operation for the background."""
@@ -130,12 +137,10 @@ class Progress:
             return
         deadline = time.monotonic() + timeout
         while not job.done:
-            if not self._background:
-                self.poke()
-            elif time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise Timeout(f"{' '.join(map(str, job.what))}: not complete within {timeout:g} s; it is still pending")
-            else:
-                time.sleep(20e-6)
+            self.poke()
+            time.sleep(20e-6)
 
     def drain(self, timeout: float) -> bool:
         """Wait for everything that was submitted; whether that came about."""
@@ -147,9 +152,11 @@ class Progress:
             time.sleep(1e-4)
         return True
 
-    def close(self) -> None:
-        """Run what is queued and end the worker."""
+    def close(self, *, abandon: bool = False) -> None:
+        """End the worker, after what is queued has run or, to `abandon` it, without."""
         with self._lock:
+            if abandon:
+                self._queue.clear()
             while self._queue:
                 self._queue.popleft().run()
         with self._filled:
@@ -168,5 +175,5 @@ class Progress:
                     self._filled.wait()
                 if self._closed:
                     return
-            with self._lock:
+            with self._lock, suppress(BaseException):  # the job keeps it for whoever waits
                 self._head()

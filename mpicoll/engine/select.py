@@ -9,7 +9,7 @@ pipeline segments; rules of several collectives are separated by ``;``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -107,9 +107,8 @@ def algorithms(**rules: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-def forced() -> Rules:
-    """The rules of the surrounding ``with algorithms(...)`` blocks."""
-    return _forced.get()
+forced: Callable[[], Rules] = _forced.get
+"""The rules of the surrounding ``with algorithms(...)`` blocks."""
 
 
 @lru_cache(maxsize=256)
@@ -172,7 +171,7 @@ def resolve(collective: str, text: str) -> tuple[Algorithm | None, int | None]:
 
 def choose(problem: Problem, argument: str | None) -> Choice:
     """The algorithm for `problem`. Raises AlgorithmError if `argument` names one that can't serve it."""
-    return _choose(problem, argument, _forced.get())
+    return _choose(problem, argument, forced())
 
 
 @lru_cache(maxsize=4096)

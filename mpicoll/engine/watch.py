@@ -7,31 +7,40 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
+
+
+class Watched(Protocol):
+    """Something that waits for one thing at a time."""
+
+    current: tuple[Any, ...] | None
 
 
 class Watch:
-    """Remembers what each thread is waiting for, and ends the job when one waits for longer than `timeout` seconds.
+    """Ends the job when something has been waiting for longer than `timeout` seconds.
 
-    A thread that blocks announces it by ``active[ident] = what`` (a tuple made for this call, whose parts say what it
-    is) and takes it back afterwards; the entries are compared by identity, so the cost is two dictionary operations.
+    Who waits says so in ``current`` (a queue of collectives) or in ``active``, by thread: a tuple made for this call,
+    whose parts say what it is. The tuples are compared by identity, so to be watched costs two assignments.
     """
 
     def __init__(self, timeout: float, abort: Callable[[int], None]) -> None:
         self.active: dict[int, tuple[Any, ...]] = {}
+        self.queues: WeakSet[Watched] = WeakSet()
         self._timeout = timeout
         self._abort = abort
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
 
     def _run(self) -> None:
-        seen: dict[int, tuple[tuple[Any, ...], float]] = {}
+        since: dict[int, tuple[tuple[Any, ...], float]] = {}
         while True:
             time.sleep(min(1.0, self._timeout / 4))
             now = time.monotonic()
-            for ident, what in list(self.active.items()):
-                since = seen[ident][1] if ident in seen and seen[ident][0] is what else now
-                seen[ident] = (what, since)
-                if now - since > self._timeout:
+            waiting = [*self.active.values(), *(one.current for one in self.queues)]
+            # The tuples are kept while they are watched, so that no other takes over the identity of one of them.
+            since = {id(what): since.get(id(what), (what, now)) for what in waiting if what is not None}
+            for what, begin in since.values():
+                if now - begin > self._timeout:
                     self._expire(what)
 
     def _expire(self, what: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from mpicoll.config import config
 from mpicoll.engine.communicator import LIVE, Communicator
 from mpicoll.engine.watch import Watch, abort_on_uncaught
-from mpicoll.errors import CommunicatorError, MpicollError, RankError, SetupError
+from mpicoll.errors import CommunicatorError, RankError, SetupError
 from mpicoll.transport import local, probe
 from mpicoll.transport.base import Transport
 
@@ -80,7 +80,7 @@ def resolve(comm: CommLike) -> Communicator:
     """The Communicator that `comm` means. For an mpi4py communicator that is used for the first time this is collective
     over it; its duplicate is kept with it and freed when it is freed."""
     if comm is None:
-        return world()
+        return _default.get() or _world or _make_world()
     if isinstance(comm, Communicator):
         comm.check()
         return comm
@@ -115,8 +115,8 @@ def run_local(
     :mod:`mpicoll.transport.local`); `ranks_per_node` consecutive ranks count as one node; a rank that waits longer than
     `timeout` seconds gets Timeout.
 
-    If ranks fail, the exception of the one that failed first is raised, with ``.rank`` added; a killed rank's result is
-    None. A rank that fails or is killed is gone for the others, whose waits for it raise RankFailed.
+    If ranks fail, the exception of the one that failed first is raised; a killed rank's result is None. A rank that is
+    done, fails or is killed is gone for the others, whose waits for it raise RankFailed.
     """
     if size < 1:
         raise RankError(f"run_local: size must be at least 1, got {size}")
@@ -127,15 +127,17 @@ def run_local(
     def rank_main(transport: local.LocalTransport) -> None:
         comm = Communicator(transport, None, name="world")
         _default.set(comm)
+        completed = False
         try:
             results[transport.rank] = function(*args)
+            completed = True
         except local.Killed:
             pass  # the fault that was asked for
         except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
             failures.append((transport.rank, error))
         finally:
+            comm.progress.close(abandon=not completed)
             universe.bury(transport.rank)
-            comm.progress.close()
 
     threads = [
         threading.Thread(target=rank_main, args=(one,), name=f"mpicoll-rank-{one.rank}", daemon=True)
@@ -147,7 +149,7 @@ def run_local(
         thread.join()
     if failures:
         rank, error = failures[0]
-        if isinstance(error, MpicollError):
-            error.rank = rank  # type: ignore[attr-defined]
+        if sys.version_info >= (3, 11):
+            error.add_note(f"raised on rank {rank} of {size}")
         raise error
     return results

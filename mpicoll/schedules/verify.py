@@ -114,7 +114,11 @@ class _Run:
 
     def fail(self, what: str, rank: int, chunk: int | None = None, number: int | None = None) -> NoReturn:
         number = self.exchange.index[rank] if number is None else number
-        where = f"rank {rank}, round {number}" + (f", chunk {chunk}" if chunk is not None else "")
+        where = f"rank {rank}"
+        if number >= 0:  # a rank may have no rounds at all
+            where += f", round {number}"
+        if chunk is not None:
+            where += f", chunk {chunk}"
         raise ScheduleError(f"{self}: {where}: {what}")
 
     def __str__(self) -> str:

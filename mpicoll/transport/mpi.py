@@ -83,8 +83,8 @@ class MpiNative:
         self._comm.Exscan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
 
     @_translated
-    def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int], op: str) -> None:
-        if _even(counts):
+    def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
+        if counts is None:
             self._comm.Reduce_scatter_block(source, target, _OPS[op])
         else:
             self._comm.Reduce_scatter(source, target, counts, _OPS[op])
@@ -94,22 +94,22 @@ class MpiNative:
         self._comm.Bcast(data, root)
 
     @_translated
-    def gather(self, source: Memory, target: Memory | None, counts: Sequence[int], root: int) -> None:
-        if _even(counts):
+    def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
+        if counts is None:
             self._comm.Gather(source, target, root)
         else:
             self._comm.Gatherv(source, None if target is None else [target, counts], root)
 
     @_translated
-    def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int], root: int) -> None:
-        if _even(counts):
+    def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
+        if counts is None:
             self._comm.Scatter(source, target, root)
         else:
             self._comm.Scatterv(None if source is None else [source, counts], target, root)
 
     @_translated
-    def allgather(self, source: Memory, target: Memory, counts: Sequence[int]) -> None:
-        if _even(counts):
+    def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
+        if counts is None:
             self._comm.Allgather(source, target)
         else:
             self._comm.Allgatherv(source, [target, counts])
@@ -126,10 +126,6 @@ class MpiNative:
     @_translated
     def barrier(self) -> None:
         self._comm.Barrier()
-
-
-def _even(counts: Sequence[int]) -> bool:
-    return min(counts) == max(counts)
 
 
 class MpiPending:
@@ -194,17 +190,21 @@ class MpiTransport:
         self.background = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._collective = collective
         self._p2p = p2p
+        self._abandoned: list[Any] = []
 
     @_translated
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         comm = self._collective
         requests = [_post(comm.Irecv, data, source, tag) for source, data in recvs]
         requests += [_post(comm.Isend, data, dest, tag) for dest, data in sends]
-        if not recvs:
-            MPI.Request.Waitall(requests)
-            return
         statuses = [MPI.Status() for _ in requests]
-        MPI.Request.Waitall(requests, statuses)
+        try:
+            MPI.Request.Waitall(requests, statuses)
+        except MPI.Exception:
+            # Some of them may still be under way: their memory must outlive the failure.
+            self._abandoned.append((requests, sends, recvs))
+            _raise_first(statuses)
+            raise
         for (source, data), status in zip(recvs, statuses, strict=False):
             got = status.Get_elements(MPI.BYTE)
             if got != data.size:
@@ -277,6 +277,13 @@ class MpiTransport:
 
     def abort(self, code: int) -> None:
         MPI.COMM_WORLD.Abort(code)
+
+
+def _raise_first(statuses: Sequence[MPI.Status]) -> None:
+    """Raise the error of the first transfer that failed, which says more than "error in status"."""
+    for status in statuses:
+        if status.Get_error() not in (MPI.SUCCESS, MPI.ERR_PENDING):
+            raise MPI.Exception(status.Get_error())
 
 
 def _post(call: Callable[..., R], data: Memory, *envelope: Any) -> R:
