@@ -54,3 +54,18 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
         )
     if host:
         yield Round(sends=(Send(rank ^ 1, range(rank + 1, rank + 2)),))
+
+
+@algorithm("reduce_scatter", ordered=True, rounds="P - 1", sent="(P - 1) / P")
+def linear(rank: int, size: int) -> Iterator[Round]:
+    """Send each rank its block straight away; add up the own one upwards from the own rank, then downwards from it.
+
+    P-1 rounds; each rank sends n(P-1)/P bytes, those for higher ranks all at once. Only the own chunk is written, and
+    the order of ranks is kept.
+    """
+    for step in range(1, size):
+        sends = [Send(rank - step, (rank - step,))] if step <= rank else []
+        if step == size - 1 - rank:
+            sends += [Send(to, (to,)) for to in range(rank + 1, size)]
+        source = rank + step if rank + step < size else size - 1 - step
+        yield Round(tuple(sends), (Recv(source, (rank,), reduce=True),))
