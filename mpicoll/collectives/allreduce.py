@@ -43,9 +43,9 @@ def allreduce(
     Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and out is None and algorithm is None:
-        key = ("allreduce", x.dtype, x.shape, op)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, None))
+    if type(x) is np.ndarray and type(op) is str and out is None:
+        key = ("allreduce", x.dtype, x.shape, op, algorithm)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, algorithm))
     return run(_prepare(communicator, x, op, out, algorithm))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpicoll.collectives.arguments import names_rank, problem
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Operation, Plan, repeated, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 
@@ -16,10 +16,8 @@ _NOTHING = np.empty(0, np.uint8)
 def barrier(*, comm: CommLike = None, algorithm: str | None = None) -> None:
     """Return when all ranks have called it. Raises AlgorithmError before any message leaves."""
     communicator = resolve(comm)
-    if algorithm is None:
-        repeated(communicator, ("barrier", communicator.size), _NOTHING, lambda own: _prepare(communicator, None))
-    else:
-        run(_prepare(communicator, algorithm))
+    key = ("barrier", communicator.size, algorithm)
+    repeated(communicator, key, _NOTHING, lambda own: _prepare(communicator, algorithm))
 
 
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:

@@ -31,9 +31,9 @@ def bcast(
     (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and out is None and algorithm is None:
-        key = ("bcast", x.dtype, x.shape, root)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, None))
+    if type(x) is np.ndarray and out is None:
+        key = ("bcast", x.dtype, x.shape, root, algorithm)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, algorithm))
     return run(_prepare(communicator, x, root, out, algorithm))
 
 

@@ -32,9 +32,9 @@ def reduce(
     is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and out is None and algorithm is None:
-        key = ("reduce", x.dtype, x.shape, op, root)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, root, None, None))
+    if type(x) is np.ndarray and type(op) is str and out is None:
+        key = ("reduce", x.dtype, x.shape, op, root, algorithm)
+        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, root, None, algorithm))
     return run(_prepare(communicator, x, op, root, out, algorithm))
 
 

@@ -36,7 +36,7 @@ class Communicator:
     """
 
     def __init__(
-        self, transport: Transport, watch: Watch | None, *, name: str, root: Communicator | None = None
+        self, transport: Transport, watch: Watch | None, *, name: str, parent: Communicator | None = None
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -51,7 +51,7 @@ class Communicator:
         self.watch = watch
         self._tags = itertools.count()
         self._freed = False
-        self._is_world = root is None
+        self._is_world = parent is None
         LIVE.add(self)
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class Communicator:
     def _child(self, make: Callable[[], Transport | None], name: str) -> Communicator | None:
         # Making a communicator communicates, so it takes its turn among the collectives.
         transport: Transport | None = self.progress.run(make, (f"making {name}", f"on rank {self.rank} of {self.size}"))
-        return None if transport is None else Communicator(transport, self.watch, name=name, root=self)
+        return None if transport is None else Communicator(transport, self.watch, name=name, parent=self)
 
     def free(self) -> None:
         """Collective: give the communicator back, after what is pending on it has completed. Freeing it twice does

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,8 @@ def _body(operation: Operation, choice: Choice, *, bound: bool = False) -> Calla
         native = comm.transport.native
         if native is None:
             raise ScheduleError(f"{problem.collective}: native was chosen where there is no MPI library")
-        return lambda: operation.native(native)
+        return partial(operation.native, native)
     schedule = choice.algorithm.schedule(comm.rank, comm.size, problem.root, choice.segments)
-    # The tag is drawn in the order of calls, so that late messages of a call that failed match no other call.
-    tag = comm.next_tag()
 
     def program() -> Program:
         return bind(schedule, operation.regions(schedule), operation.combine, scratch)
@@ -82,7 +81,9 @@ def _body(operation: Operation, choice: Choice, *, bound: bool = False) -> Calla
     def scheduled() -> None:
         current = ready or program()
         operation.load()
-        current.run(comm.transport, tag)
+        # Each run draws a tag, so that late messages of one that failed match no other. All ranks draw the same, since
+        # operations run in the same order on all of them.
+        current.run(comm.transport, comm.next_tag())
         operation.store()
 
     return scheduled
@@ -96,18 +97,22 @@ _REPEATED_MAX = 256
 
 
 def repeated(comm: Communicator, key: tuple[Any, ...], x: Array, prepare: Callable[[Array], Operation]) -> Any:
-    """Carry out ``prepare(x)`` for a small numpy array `x`, and keep what was prepared for later calls of equal `key`.
+    """Carry out ``prepare(x)`` for a numpy array `x`, and keep what was prepared, if it is small, for later calls.
 
-    The prepared operation has arrays of its own, between which and the caller's it copies. `key` must hold all that
-    `prepare` depends on, but for the contents of `x`, and must be made anew for each call: the watch tells calls apart
-    by it. Only what MPI serves is kept: a schedule draws a tag for each call, in an order on which all ranks must
-    agree, while each rank keeps what it sees fit.
+    Those are the calls of equal `key`, which must hold all that `prepare` depends on, but for the contents of `x`, and
+    must be made anew for each call: the watch tells calls apart by it. What is kept has arrays of its own, between
+    which and the caller's it copies.
     """
-    known = comm.repeated.get(key)
-    if known is not None and not forced():
+    try:
+        known = None if forced() else comm.repeated.get(key)
+    except TypeError:
+        # An argument that can't be hashed can't be right either: `prepare` says what is wrong with it.
+        known = None
+    if known is not None:
         return comm.progress.run(known, key, x)
     operation = prepare(x)
-    if x.nbytes <= _REPEATED_BYTES and not forced() and choose(operation.problem, None).algorithm is None:
+    nbytes = operation.problem.nbytes
+    if nbytes is not None and nbytes <= _REPEATED_BYTES and not forced():
         if len(comm.repeated) >= _REPEATED_MAX:
             comm.repeated.clear()
         own = np.empty(x.shape, x.dtype)
@@ -116,13 +121,12 @@ def repeated(comm: Communicator, key: tuple[Any, ...], x: Array, prepare: Callab
 
 
 def _repeater(own: Array, operation: Operation) -> Callable[[Array], Any]:
-    native = operation.comm.transport.native
-    assert native is not None
-    body, value = operation.native, operation.result()
+    body = _body(operation, choose(operation.problem, operation.algorithm), bound=True)
+    value = operation.result()
 
     def once(x: Array) -> Any:
         own[...] = x
-        body(native)
+        body()
         return None if value is None else value.copy()
 
     return once

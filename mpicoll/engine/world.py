@@ -97,7 +97,7 @@ def resolve(comm: CommLike) -> Communicator:
 
 
 def _adopt(transport: Transport, base: Communicator) -> Communicator:
-    return Communicator(transport, base.watch, name="mpi4py", root=base)
+    return Communicator(transport, base.watch, name="mpi4py", parent=base)
 
 
 def run_local(

@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Memory, Message, renumber
 
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 _INT_MAX = 2**31 - 1
@@ -43,18 +43,17 @@ def _failure(rank: int, error: MPI.Exception) -> NoReturn:
     raise CommunicationError(text) from error
 
 
-def _translated(method: Callable[P, R]) -> Callable[P, R]:
-    """Raise this library's exceptions where MPI raises its own."""
+def _translated(method: F) -> F:
+    """Raise this library's exceptions where MPI raises its own. For methods that are called by position."""
 
     @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Any, *args: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            return method(self, *args)
         except MPI.Exception as error:
-            owner: Any = args[0]
-            _failure(owner.rank, error)
+            _failure(self.rank, error)
 
-    return call
+    return cast(F, call)
 
 
 class MpiNative:
