@@ -28,11 +28,10 @@ def allreduce(
 
     Every rank passes `x` of the same shape and dtype, and the same `op`:
 
-    * sum, prod, avg (the mean over ranks), premul_sum(factor): numbers; avg and float16/bfloat16 in floating point,
-      where
-      half precision is accumulated in float32 and rounded once;
-    * min, max: real numbers and bool; band, bor, bxor: integers and bool; land, lor, lxor: integers (result 0 or 1),
-      bool;
+    * sum, prod, avg (the mean over ranks), premul_sum(factor): numbers, avg only floating ones; float16 and bfloat16
+      are accumulated in float32 and rounded once;
+    * min, max: real numbers and bool; band, bor, bxor: integers and bool; land, lor, lxor: bool, and integers, where
+      the result is 0 or 1;
     * minloc, maxloc: `x` is a pair ``(values, indices)`` of equal shape, as is the result: the extreme values, and the
       lowest index that has each;
     * an :class:`~mpicoll.Op` or a bare associative function of two arrays, applied in the order of ranks.

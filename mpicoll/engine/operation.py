@@ -15,7 +15,7 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, bind, scratch
 from mpicoll.engine.request import Request
 from mpicoll.engine.select import Choice, Problem, choose, forced
-from mpicoll.errors import ScheduleError
+from mpicoll.errors import ArgumentError, ScheduleError
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
 
@@ -43,23 +43,22 @@ class Operation:
     load: Callable[[], None] = _nothing
     store: Callable[[], None] = _nothing
 
-    def what(self) -> tuple[Any, ...]:
-        """What the watch and error messages call it."""
-        nbytes = "" if self.problem.nbytes is None else f"of {self.problem.nbytes} bytes"
-        return self.problem.collective, nbytes, f"on rank {self.comm.rank} of {self.comm.size}"
+    def __str__(self) -> str:
+        nbytes = "" if self.problem.nbytes is None else f" of {self.problem.nbytes} bytes"
+        return f"{self.problem.collective}{nbytes} on rank {self.comm.rank} of {self.comm.size}"
 
 
 def run(operation: Operation) -> Any:
     """Carry out `operation` and return its result."""
     choice = choose(operation.problem, operation.algorithm)
-    operation.comm.progress.run(_body(operation, choice), operation.what())
+    operation.comm.progress.run(_body(operation, choice), (operation,))
     return operation.result()
 
 
 def start(operation: Operation) -> Request:
     """Carry out `operation` in the background. The request's value is its result."""
     choice = choose(operation.problem, operation.algorithm)
-    job = operation.comm.progress.submit(_body(operation, choice), operation.what())
+    job = operation.comm.progress.submit(_body(operation, choice), (operation,))
     return Request(job, operation.result)
 
 
@@ -149,17 +148,17 @@ class Plan:
         self._body = _body(operation, self.choice, bound=True)
 
     def __call__(self) -> Any:
-        """Run once and return the result. Raises RuntimeError while a started run has not been waited for."""
+        """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
         self._idle("call")
         self._operation.comm.check()
-        self._operation.comm.progress.run(self._body, self._operation.what())
+        self._operation.comm.progress.run(self._body, (self._operation,))
         return self._operation.result()
 
     def start(self) -> None:
         """Begin a run in the background."""
         self._idle("start")
         self._operation.comm.check()
-        job = self._operation.comm.progress.submit(self._body, self._operation.what())
+        job = self._operation.comm.progress.submit(self._body, (self._operation,))
         self._request = Request(job, self._operation.result)
 
     def test(self) -> bool:
@@ -174,11 +173,11 @@ class Plan:
 
     def _idle(self, verb: str) -> None:
         if self._request is not None:
-            raise RuntimeError(
+            raise ArgumentError(
                 f"{self._operation.problem.collective}_init: {verb}() while a run is pending; wait() for it first"
             )
 
     def _started(self, verb: str) -> Request:
         if self._request is None:
-            raise RuntimeError(f"{self._operation.problem.collective}_init: {verb}() without start()")
+            raise ArgumentError(f"{self._operation.problem.collective}_init: {verb}() without start()")
         return self._request
