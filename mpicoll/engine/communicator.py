@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import finalize
 
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.watch import Watch
@@ -20,24 +20,19 @@ if TYPE_CHECKING:
 _TAGS = 1 << 15
 """Tags of collectives wrap here: the smallest range that MPI guarantees."""
 
-LIVE: WeakSet[Communicator] = WeakSet()
-"""All communicators of this process that are still referred to."""
-
 
 class Communicator:
     """A group of ranks that talk to each other, apart from all others.
 
     Made by :func:`mpicoll.world`, :meth:`split`, :meth:`group`, :meth:`node_comm`, or from an mpi4py communicator; it
-    is always a private duplicate, so the library's messages never meet the caller's. A context manager that frees it.
+    is always a private duplicate, so collectives never meet the caller's own messages. A context manager that frees it.
 
     Attributes: ``rank``, ``size``; ``nodes`` (for each rank the number of its node), ``node`` (this rank's),
-    ``num_nodes``; ``local_rank`` and ``local_size`` (rank and size among the ranks of this node); ``mpi``, an mpi4py
-    communicator of the same ranks for the caller's own use (None without MPI).
+    ``num_nodes``; ``local_rank`` and ``local_size`` (rank and size among the ranks of this node); ``mpi``, the mpi4py
+    communicator on which this one's point-to-point messages travel (None without MPI).
     """
 
-    def __init__(
-        self, transport: Transport, watch: Watch | None, *, name: str, parent: Communicator | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, watch: Watch | None, *, name: str, world: bool = True) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
@@ -51,8 +46,9 @@ class Communicator:
         self.watch = watch
         self._tags = itertools.count()
         self._freed = False
-        self._is_world = parent is None
-        LIVE.add(self)
+        self._is_world = world
+        # A communicator that is dropped without being freed must not leave its worker behind.
+        finalize(self, self.progress.stop).atexit = False
 
     def __repr__(self) -> str:
         return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self._freed else ''}>"
@@ -79,7 +75,10 @@ class Communicator:
 
     @property
     def mpi(self) -> Any:
-        """An mpi4py communicator of the same ranks for the caller's own use; None without MPI."""
+        """An mpi4py communicator of the same ranks; None without MPI.
+
+        The messages of :func:`mpicoll.send` and its kin travel on it, so the caller's own receives from any source meet
+        them there; collectives are apart from it."""
         self.check()
         return self.transport.mpi
 
@@ -122,7 +121,7 @@ class Communicator:
     def _child(self, make: Callable[[], Transport | None], name: str) -> Communicator | None:
         # Making a communicator communicates, so it takes its turn among the collectives.
         transport: Transport | None = self.progress.run(make, (f"making {name}", f"on rank {self.rank} of {self.size}"))
-        return None if transport is None else Communicator(transport, self.watch, name=name, parent=self)
+        return None if transport is None else Communicator(transport, self.watch, name=name, world=False)
 
     def free(self) -> None:
         """Collective: give the communicator back, after what is pending on it has completed. Freeing it twice does

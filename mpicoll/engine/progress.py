@@ -72,6 +72,9 @@ class Job:
 class Progress:
     """The queue of one communicator."""
 
+    def __repr__(self) -> str:
+        return f"the queue of communicator {self._name}"
+
     def __init__(self, name: str, watch: Watch | None, background: bool) -> None:
         self._name = name
         self._watch = watch
@@ -83,7 +86,7 @@ class Progress:
         self._closed = False
         self.current: tuple[Any, ...] | None = None
         if watch is not None:
-            watch.queues.add(self)
+            watch.add(self)
 
     def guarded(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
         """Call `function` under the watch, which reports `what` if it takes too long. For whatever blocks outside the
@@ -159,6 +162,10 @@ class Progress:
                 self._queue.clear()
             while self._queue:
                 self._queue.popleft().run()
+        self.stop()
+
+    def stop(self) -> None:
+        """Let the worker end when the queue is empty."""
         with self._filled:
             self._closed = True
             self._filled.notify()
@@ -173,7 +180,7 @@ class Progress:
             with self._filled:
                 while not self._queue and not self._closed:
                     self._filled.wait()
-                if self._closed:
+                if not self._queue:
                     return
             with self._lock, suppress(BaseException):  # the job keeps it for whoever waits
                 self._head()

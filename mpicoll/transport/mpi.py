@@ -19,6 +19,9 @@ R = TypeVar("R")
 _INT_MAX = 2**31 - 1
 """The largest count that MPI implementations without the large-count interface take."""
 
+_BLOCK = 1 << 30
+"""Bytes of the blocks of which larger messages are made."""
+
 _OPS = {
     "sum": MPI.SUM,
     "prod": MPI.PROD,
@@ -185,7 +188,8 @@ class MpiTransport:
         self.nodes = nodes
         self.native = MpiNative(collective)
         self.mpi = p2p
-        self.max_tag = int(p2p.Get_attr(MPI.TAG_UB) or 32767)
+        # Only COMM_WORLD is sure to have the attribute.
+        self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self.background = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._collective = collective
         self._p2p = p2p
@@ -274,9 +278,6 @@ class MpiTransport:
             self._collective.Free()
             self._p2p.Free()
 
-    def abort(self, code: int) -> None:
-        MPI.COMM_WORLD.Abort(code)
-
 
 def _raise_first(statuses: Sequence[MPI.Status]) -> None:
     """Raise the error of the first transfer that failed, which says more than "error in status"."""
@@ -289,10 +290,9 @@ def _post(call: Callable[..., R], data: Memory, *envelope: Any) -> R:
     """Start a transfer of bytes. Beyond MPI's counts they go as one element of a derived datatype."""
     if data.size <= _INT_MAX:
         return call(data, *envelope)
-    block = 1 << 30
-    whole, rest = divmod(data.size, block)
-    chunk = MPI.BYTE.Create_contiguous(block)
-    large = MPI.Datatype.Create_struct([whole, rest], [0, whole * block], [chunk, MPI.BYTE]).Commit()
+    whole, rest = divmod(data.size, _BLOCK)
+    chunk = MPI.BYTE.Create_contiguous(_BLOCK)
+    large = MPI.Datatype.Create_struct([whole, rest], [0, whole * _BLOCK], [chunk, MPI.BYTE]).Commit()
     try:
         return call([data, 1, large], *envelope)
     finally:
@@ -357,11 +357,16 @@ def world(launched_size: int | None) -> MpiTransport:
     return duplicate(MPI.COMM_WORLD)
 
 
+def world_size() -> int:
+    """The number of ranks of MPI.COMM_WORLD."""
+    return MPI.COMM_WORLD.size
+
+
+def abort(code: int) -> None:
+    """End all ranks."""
+    MPI.COMM_WORLD.Abort(code)
+
+
 def library() -> str:
     """Name and version of the MPI library."""
     return MPI.Get_library_version().split(",")[0].strip().splitlines()[0]
-
-
-def finalized() -> bool:
-    """Whether MPI can't be called any more."""
-    return MPI.Is_finalized()
