@@ -147,11 +147,11 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
         from mpicoll.buffers.torch import recognise_tensor
 
         return recognise_tensor(operation, x, argument)
-    if isinstance(x, (bool, int, float, complex)):
-        return _python_number(operation, x, argument)
-    if isinstance(x, np.generic):
+    if isinstance(x, np.generic):  # before Python's numbers: numpy.float64 is a float as well
         array = np.asarray(x)
         return Buffer(x, array, dtypes.of_numpy(array.dtype), _NUMPY_SCALARS)
+    if isinstance(x, (bool, int, float, complex)):
+        return _python_number(operation, x, argument)
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
     cupy.refuse_device_memory(operation, x, argument)
@@ -201,8 +201,8 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
         raise DTypeError(f"{operation}: out is the number {out!r}, which can't be written to; pass an array")
     if not buffer.array.flags.writeable:
         raise ShapeError(f"{operation}: out is read-only; pass a writable array, or leave out= away")
-    if any(stride == 0 and extent > 1 for stride, extent in zip(buffer.array.strides, shape, strict=True)):
+    strides = zip(buffer.array.strides, shape, strict=True)
+    if buffer.array.size and any(stride == 0 and extent > 1 for stride, extent in strides):
         raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
-    if buffer.dtype.storage != like.dtype.storage:
-        buffer = Buffer(buffer.user, buffer.array.view(like.dtype.storage), like.dtype, buffer.library)
-    return buffer
+    # What the caller passed is what the caller gets back, and all see the memory in the same dtype.
+    return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, buffer.library)

@@ -109,7 +109,7 @@ def reduction(
         return _named(operation, op, dtype)
     if isinstance(op, Premul):
         dtypes.check(operation, "premul_sum", dtype)
-        return _premul(op, dtype)
+        return _premul(operation, op, dtype)
     if not isinstance(op, Op):
         if not callable(op):
             raise DTypeError(
@@ -154,10 +154,17 @@ def _divide(work: Array, size: int) -> None:
     np.divide(work, size, out=work)
 
 
-def _premul(op: Premul, dtype: DType) -> Reduction:
+def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
     factor = np.asarray(op.factor)
-    if not np.can_cast(factor.dtype, dtype.work, casting="same_kind"):
-        raise DTypeError(f"premul_sum: factor {op.factor!r} can't multiply dtype {dtype.name}")
+    if dtype.kind == "integer" and factor.dtype.kind in "iu":
+        bounds = np.iinfo(dtype.work)
+        fits = bounds.min <= factor <= bounds.max
+    else:
+        fits = np.can_cast(factor.dtype, dtype.work, casting="same_kind")
+    if factor.ndim or not fits:
+        raise DTypeError(
+            f"{operation}: premul_sum: the factor {op.factor!r} is no number of dtype {dtype.name}; convert one of them"
+        )
     scale = factor.astype(dtype.work)
 
     def multiply(work: Array) -> None:

@@ -68,10 +68,10 @@ def _prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | N
     filled = result("bcast", out, buffer, buffer.array.shape)
     target = Target(filled)
     raw = target.raw
-    sends = comm.rank == root and not filled.same_memory(buffer)
+    in_place = target.own and filled.same_memory(buffer)
 
     def load() -> None:
-        if sends:
+        if comm.rank == root and not in_place:
             buffer.load(target.array)
 
     def native(mpi: Native) -> None:

@@ -40,14 +40,14 @@ class Source:
 class Target:
     """An output, apart from the memory `avoid` that is still read while the output is written."""
 
-    __slots__ = ("_buffer", "_own", "array")
+    __slots__ = ("_buffer", "array", "own")
 
     def __init__(self, buffer: Buffer, avoid: Array | None = None) -> None:
         self._buffer = buffer
-        self._own = buffer.array.flags.c_contiguous and not (
+        self.own = buffer.array.flags.c_contiguous and not (
             avoid is not None and np.may_share_memory(buffer.array, avoid)
         )
-        self.array: Array = buffer.array.reshape(-1) if self._own else np.empty(buffer.array.size, buffer.array.dtype)
+        self.array: Array = buffer.array.reshape(-1) if self.own else np.empty(buffer.array.size, buffer.array.dtype)
 
     @property
     def raw(self) -> Array:
@@ -56,7 +56,7 @@ class Target:
 
     def store(self) -> None:
         """Deliver the output."""
-        if not self._own:
+        if not self.own:
             self._buffer.store(self.array)
 
 
@@ -169,7 +169,7 @@ class Blocks:
 
     def place(self, block: Array) -> None:
         """Put this rank's own block in its place."""
-        if not np.may_share_memory(block, self._place):
+        if block.size and not np.may_share_memory(block, self._place):
             self._place[...] = block
 
     def take(self, block: Array) -> None:
