@@ -97,14 +97,14 @@ class PythonScalars(NumpyLibrary):
     """Python's numbers: a result without dimensions is a Python number again, any other a numpy array."""
 
     def finish(self, buffer: Buffer) -> Any:
-        return buffer.array.item() if buffer.array.ndim == 0 else buffer.array
+        return buffer.array.item() if buffer.user is buffer.array and buffer.array.ndim == 0 else buffer.user
 
 
 class NumpyScalars(NumpyLibrary):
     """numpy's scalars, likewise."""
 
     def finish(self, buffer: Buffer) -> Any:
-        return buffer.array[()]
+        return buffer.array[()] if buffer.user is buffer.array else buffer.user
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,5 +204,5 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     strides = zip(buffer.array.strides, shape, strict=True)
     if buffer.array.size and any(stride == 0 and extent > 1 for stride, extent in strides):
         raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
-    # What the caller passed is what the caller gets back, and all see the memory in the same dtype.
-    return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, buffer.library)
+    # Whatever library it is of, its memory is filled like that of a result of `like`'s, and the caller gets it back.
+    return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, like.library)

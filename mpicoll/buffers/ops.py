@@ -158,7 +158,7 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
     factor = np.asarray(op.factor)
     if dtype.kind == "integer" and factor.dtype.kind in "iu":
         bounds = np.iinfo(dtype.work)
-        fits = bounds.min <= factor <= bounds.max
+        fits = bool(bounds.min <= factor <= bounds.max)
     else:
         fits = np.can_cast(factor.dtype, dtype.work, casting="same_kind")
     if factor.ndim or not fits:
