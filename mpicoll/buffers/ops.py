@@ -181,7 +181,9 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
         view = shape if left.size == whole else left.shape
         value = op.function(wrap(left.reshape(view)), wrap(right.reshape(view)))
         result = _storage(operation, value)
-        if result.shape != view or result.dtype != dtype.storage:
+        # Functions on arrays of a foreign byte order give the machine's own.
+        same = result.dtype == dtype.storage or (dtype.kind != "half" and result.dtype == dtype.work)
+        if result.shape != view or not same:
             raise DTypeError(
                 f"{operation}: op {op} returned shape {result.shape} and dtype {getattr(value, 'dtype', result.dtype)}"
                 f" for operands of shape {view} and dtype {dtype.name}; it must keep both"
@@ -231,17 +233,18 @@ def _location(op: str, pair: np.dtype[Any]) -> Reduction:
     return Reduction(name=op, work=pair, combine=combine)
 
 
-def identity(op: str, dtype: DType) -> Any:
-    """The neutral element of the named `op` in dtype `work`, or None if it has none."""
+def identity(reduction: Reduction, dtype: DType) -> Any:
+    """The neutral element of a named operation in its work dtype; None if it has none, or is a function."""
+    op = reduction.name
     if op in ("sum", "premul_sum", "bor", "bxor", "lor", "lxor"):
         return 0
     if op in ("prod", "land"):
         return 1
-    if dtype.kind == "bool":
-        return op in ("min", "band")
     if op == "band":
-        return np.array(-1).astype(dtype.work)
+        return True if dtype.kind == "bool" else np.array(-1).astype(dtype.work)
     if op in ("min", "max"):
+        if dtype.kind == "bool":
+            return op == "min"
         if dtype.work.kind == "f":
             return np.inf if op == "min" else -np.inf
         bounds = np.iinfo(dtype.work)

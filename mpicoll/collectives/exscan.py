@@ -70,7 +70,7 @@ def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | 
     target = result("exscan", out, buffer, buffer.array.shape)
     mine = Work(buffer, reduction, None, comm.size)
     prefix = np.empty(mine.array.size, reduction.work)
-    neutral = ops.identity(reduction.name, buffer.dtype)
+    neutral = ops.identity(reduction, buffer.dtype)
     nothing = comm.rank == 0 and neutral is None
 
     def native(mpi: Native) -> None:

@@ -310,7 +310,9 @@ class LocalTransport:
             )
 
     def split(self, color: int | None, key: int) -> LocalTransport | None:
-        table = self.world.meet(("split", self._collective, next(self._splits)), self._members, self._me, (color, key))
+        # The groups that come out of one split share their contexts, so the members belong to a meeting's name.
+        name = ("split", self._collective, self._members, next(self._splits))
+        table = self.world.meet(name, self._members, self._me, (color, key))
         base = table.pop(-1)
         if color is None:
             return None
