@@ -42,9 +42,9 @@ def allgather(
     ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and counts is None and out is None:
+    if type(x) is np.ndarray and counts is None:
         key = ("allgather", x.dtype, x.shape, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, None, None, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, None, out, algorithm))
     return run(_prepare(communicator, x, counts, out, algorithm))
 
 

@@ -42,9 +42,9 @@ def allreduce(
     Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and out is None:
+    if type(x) is np.ndarray and type(op) is str:
         key = ("allreduce", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, out, algorithm))
     return run(_prepare(communicator, x, op, out, algorithm))
 
 

@@ -43,9 +43,9 @@ def alltoall(
     of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and counts is None and out is None:
+    if type(x) is np.ndarray and counts is None:
         key = ("alltoall", x.dtype, x.shape, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, None, None, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, None, out, algorithm))
     return run(_prepare(communicator, x, counts, out, algorithm))
 
 

@@ -17,7 +17,7 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None) -> None:
     """Return when all ranks have called it. Raises AlgorithmError before any message leaves."""
     communicator = resolve(comm)
     key = ("barrier", communicator.size, algorithm)
-    repeated(communicator, key, _NOTHING, lambda own: _prepare(communicator, algorithm))
+    repeated(communicator, key, _NOTHING, None, lambda own, out: _prepare(communicator, algorithm))
 
 
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:

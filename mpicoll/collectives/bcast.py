@@ -31,9 +31,9 @@ def bcast(
     (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and out is None:
+    if type(x) is np.ndarray:
         key = ("bcast", x.dtype, x.shape, root, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, out, algorithm))
     return run(_prepare(communicator, x, root, out, algorithm))
 
 

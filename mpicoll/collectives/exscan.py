@@ -33,9 +33,9 @@ def exscan(
     and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and out is None:
+    if type(x) is np.ndarray and type(op) is str:
         key = ("exscan", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, out, algorithm))
     return run(_prepare(communicator, x, op, out, algorithm))
 
 

@@ -43,9 +43,11 @@ def gather(
     root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and counts is None and out is None:
+    if type(x) is np.ndarray and counts is None:
         key = ("gather", x.dtype, x.shape, root, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, root, None, None, algorithm))
+        return repeated(
+            communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, None, out, algorithm)
+        )
     return run(_prepare(communicator, x, root, counts, out, algorithm))
 
 

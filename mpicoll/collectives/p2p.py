@@ -87,17 +87,10 @@ def sendrecv(
     filled, target, source, recvtag = _incoming(
         communicator, "sendrecv", expected, source, recvtag, out, avoid=outgoing
     )
-    transport = communicator.transport
-
-    def both() -> Envelope:
-        receiving = transport.irecv(target.raw, source, recvtag)
-        sending = transport.isend(outgoing, dest, sendtag)
-        envelope = receiving.wait(None)
-        sending.wait(None)
-        return envelope
-
     what = (f"sendrecv to {dest}, from {source}, on rank {communicator.rank} of {communicator.size}",)
-    envelope = communicator.progress.guarded(both, what)
+    envelope = communicator.progress.guarded(
+        communicator.transport.sendrecv, what, outgoing, dest, sendtag, target.raw, source, recvtag
+    )
     return _received(communicator, "sendrecv", filled, target, envelope, status)
 
 

@@ -32,9 +32,11 @@ def reduce(
     is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and out is None:
+    if type(x) is np.ndarray and type(op) is str:
         key = ("reduce", x.dtype, x.shape, op, root, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, root, None, algorithm))
+        return repeated(
+            communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, root, out, algorithm)
+        )
     return run(_prepare(communicator, x, op, root, out, algorithm))
 
 

@@ -45,9 +45,11 @@ def reduce_scatter(
     DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and counts is None and out is None:
+    if type(x) is np.ndarray and type(op) is str and counts is None:
         key = ("reduce_scatter", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, lambda own: _prepare(communicator, own, op, None, None, algorithm))
+        return repeated(
+            communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, None, out, algorithm)
+        )
     return run(_prepare(communicator, x, op, counts, out, algorithm))
 
 

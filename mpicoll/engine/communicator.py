@@ -38,7 +38,7 @@ class Communicator:
         self.size = transport.size
         self.nodes = transport.nodes
         self.name = name
-        self.progress = Progress(name, watch, transport.background)
+        self.progress = Progress(name, watch, background=transport.background, explain=transport.explain)
         # Small operations that were prepared once, by what tells them apart.
         self.repeated: dict[tuple[Any, ...], Any] = {}
         # Point-to-point transfers that may be under way, kept for MPI's sake even if the caller drops them.

@@ -95,40 +95,54 @@ _REPEATED_MAX = 256
 """How many prepared operations a communicator keeps."""
 
 
-def repeated(comm: Communicator, key: tuple[Any, ...], x: Array, prepare: Callable[[Array], Operation]) -> Any:
-    """Carry out ``prepare(x)`` for a numpy array `x`, and keep what was prepared, if it is small, for later calls.
+def repeated(
+    comm: Communicator, key: tuple[Any, ...], x: Array, out: Any, prepare: Callable[[Array, Any], Operation]
+) -> Any:
+    """Carry out ``prepare(x, out)`` for a numpy array `x`, and keep what was prepared, if it is small, for later calls.
 
-    Those are the calls of equal `key`, which must hold all that `prepare` depends on, but for the contents of `x`, and
-    must be made anew for each call: the watch tells calls apart by it. What is kept has arrays of its own, between
-    which and the caller's it copies.
+    Those are the calls of equal `key`, which must hold all that `prepare` depends on, but for `out` and the contents of
+    `x`, and must be made anew for each call: the watch tells calls apart by it.
     """
     try:
         known = None if forced() else comm.repeated.get(key)
     except TypeError:
         # An argument that can't be hashed can't be right either: `prepare` says what is wrong with it.
         known = None
-    if known is not None:
-        return comm.progress.run(known, key, x)
-    operation = prepare(x)
+    if known is not None and (out is None or known.fills(out)):
+        return comm.progress.run(known, key, x, out)
+    operation = prepare(x, out)
     nbytes = operation.problem.nbytes
-    if nbytes is not None and nbytes <= _REPEATED_BYTES and not forced():
+    if known is None and nbytes is not None and nbytes <= _REPEATED_BYTES and not forced():
         if len(comm.repeated) >= _REPEATED_MAX:
             comm.repeated.clear()
         own = np.empty(x.shape, x.dtype)
-        comm.repeated[key] = _repeater(own, prepare(own))
+        comm.repeated[key] = _Repeated(own, prepare(own, None))
     return run(operation)
 
 
-def _repeater(own: Array, operation: Operation) -> Callable[[Array], Any]:
-    body = _body(operation, choose(operation.problem, operation.algorithm), bound=True)
-    value = operation.result()
+class _Repeated:
+    """A prepared operation on arrays of its own, between which and the caller's it copies."""
 
-    def once(x: Array) -> Any:
-        own[...] = x
-        body()
-        return None if value is None else value.copy()
+    __slots__ = ("_body", "_source", "_value")
 
-    return once
+    def __init__(self, source: Array, operation: Operation) -> None:
+        self._source = source
+        self._body = _body(operation, choose(operation.problem, operation.algorithm), bound=True)
+        self._value = operation.result()
+
+    def fills(self, out: Any) -> bool:
+        """Whether the result can simply be copied to `out`."""
+        value = self._value
+        fits = type(out) is np.ndarray and value is not None and out.dtype == value.dtype and out.shape == value.shape
+        return fits and out.flags.c_contiguous and out.flags.writeable
+
+    def __call__(self, x: Array, out: Any) -> Any:
+        self._source[...] = x
+        self._body()
+        if out is None:
+            return None if self._value is None else self._value.copy()
+        out[...] = self._value
+        return out
 
 
 class Plan:

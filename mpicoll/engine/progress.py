@@ -42,7 +42,7 @@ class Job:
         try:
             self.value = self._function()
         except Exception as error:  # noqa: BLE001  whoever waits for it gets it
-            self.error = error
+            self.error = self._progress.explain(error)
         except BaseException as error:
             # An interrupt is meant for the thread that it reaches, whatever that thread is doing for others.
             self.error = error
@@ -75,10 +75,13 @@ class Progress:
     def __repr__(self) -> str:
         return f"the queue of communicator {self._name}"
 
-    def __init__(self, name: str, watch: Watch | None, background: bool) -> None:
+    def __init__(
+        self, name: str, watch: Watch | None, *, background: bool, explain: Callable[[Exception], Exception]
+    ) -> None:
         self._name = name
         self._watch = watch
         self._background = background
+        self.explain = explain
         self._lock = threading.Lock()
         self._queue: deque[Job] = deque()
         self._filled = threading.Condition(threading.Lock())
@@ -109,6 +112,11 @@ class Progress:
             self.current = what
             try:
                 return function(*args)
+            except Exception as error:
+                explained = self.explain(error)
+                if explained is error:
+                    raise
+                raise explained from error
             finally:
                 self.current = None
 

@@ -264,6 +264,9 @@ class LocalTransport:
             self.world.box(context, self._me).post(slot)
         return LocalPending(self, slot, None)
 
+    def explain(self, error: Exception) -> Exception:
+        return error
+
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         pending = [self._post(self._collective, data, source, tag) for source, data in recvs]
         for dest, data in sends:
@@ -278,6 +281,13 @@ class LocalTransport:
 
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
         return self.irecv(data, source, tag).wait(None)
+
+    def sendrecv(
+        self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
+    ) -> Envelope:
+        receiving = self.irecv(into, source, recvtag)
+        self.send(data, dest, tag)
+        return receiving.wait(None)
 
     def isend(self, data: Memory, dest: int, tag: int) -> LocalPending:
         self._send(self._p2p, data, dest, tag)

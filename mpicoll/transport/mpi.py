@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from mpi4py import MPI
 
@@ -36,14 +36,14 @@ _OPS = {
 }
 
 
-def _failure(rank: int, error: MPI.Exception) -> NoReturn:
+def _explained(rank: int, error: MPI.Exception) -> CommunicationError:
     kind = error.Get_error_class()
     text = f"rank {rank}: {error.Get_error_string()}"
     if kind == MPI.ERR_TRUNCATE:
-        raise TruncationError(f"{text}; the sender's message is larger than the buffer that receives it") from error
+        return TruncationError(f"{text}; the sender's message is larger than the buffer that receives it")
     if kind in (getattr(MPI, "ERR_PROC_FAILED", None), getattr(MPI, "ERR_REVOKED", None)):
-        raise RankFailed(text) from error
-    raise CommunicationError(text) from error
+        return RankFailed(text)
+    return CommunicationError(text)
 
 
 def _translated(method: F) -> F:
@@ -54,69 +54,58 @@ def _translated(method: F) -> F:
         try:
             return method(self, *args)
         except MPI.Exception as error:
-            _failure(self.rank, error)
+            raise _explained(self.rank, error) from error
 
     return cast(F, call)
 
 
 class MpiNative:
-    """The MPI library's own collectives."""
+    """The MPI library's own collectives. They raise MPI's exceptions, which the engine has explained."""
 
     max_count = _INT_MAX
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        self.rank = comm.rank
 
-    @_translated
     def allreduce(self, source: Memory, target: Memory, op: str) -> None:
         self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, _OPS[op])
 
-    @_translated
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
         self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, _OPS[op], root)
 
-    @_translated
     def scan(self, source: Memory, target: Memory, op: str) -> None:
         self._comm.Scan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
 
-    @_translated
     def exscan(self, source: Memory, target: Memory, op: str) -> None:
         self._comm.Exscan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
 
-    @_translated
     def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
         if counts is None:
             self._comm.Reduce_scatter_block(source, target, _OPS[op])
         else:
             self._comm.Reduce_scatter(source, target, counts, _OPS[op])
 
-    @_translated
     def bcast(self, data: Memory, root: int) -> None:
         self._comm.Bcast(data, root)
 
-    @_translated
     def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
         if counts is None:
             self._comm.Gather(source, target, root)
         else:
             self._comm.Gatherv(source, None if target is None else [target, counts], root)
 
-    @_translated
     def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
         if counts is None:
             self._comm.Scatter(source, target, root)
         else:
             self._comm.Scatterv(None if source is None else [source, counts], target, root)
 
-    @_translated
     def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
         if counts is None:
             self._comm.Allgather(source, target)
         else:
             self._comm.Allgatherv(source, [target, counts])
 
-    @_translated
     def alltoall(
         self, source: Memory, target: Memory, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
     ) -> None:
@@ -125,7 +114,6 @@ class MpiNative:
         else:
             self._comm.Alltoallv([source, send_counts], [target, recv_counts])
 
-    @_translated
     def barrier(self) -> None:
         self._comm.Barrier()
 
@@ -195,6 +183,10 @@ class MpiTransport:
         self._p2p = p2p
         self._abandoned: list[Any] = []
 
+    def explain(self, error: Exception) -> Exception:
+        """This library's exception for one of MPI's; any other as it is."""
+        return _explained(self.rank, error) if isinstance(error, MPI.Exception) else error
+
     @_translated
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         comm = self._collective
@@ -224,6 +216,19 @@ class MpiTransport:
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
         status = MPI.Status()
         _post(self._p2p.Recv, data, _source(source), _tag(tag), status)
+        return _envelope(status)
+
+    @_translated
+    def sendrecv(
+        self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
+    ) -> Envelope:
+        status = MPI.Status()
+        if max(data.size, into.size) <= _INT_MAX:
+            self._p2p.Sendrecv(data, dest, tag, into, _source(source), _tag(recvtag), status)
+        else:
+            sending = _post(self._p2p.Isend, data, dest, tag)
+            _post(self._p2p.Recv, into, _source(source), _tag(recvtag), status)
+            sending.Wait()
         return _envelope(status)
 
     @_translated
