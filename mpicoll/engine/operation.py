@@ -108,41 +108,39 @@ def repeated(
     except TypeError:
         # An argument that can't be hashed can't be right either: `prepare` says what is wrong with it.
         known = None
-    if known is not None and (out is None or known.fills(out)):
-        return comm.progress.run(known, key, x, out)
+    if known is not None and (out is None or _is_like(out, known[1])):
+        return comm.progress.run(known[0], key, x, out)
     operation = prepare(x, out)
     nbytes = operation.problem.nbytes
     if known is None and nbytes is not None and nbytes <= _REPEATED_BYTES and not forced():
         if len(comm.repeated) >= _REPEATED_MAX:
             comm.repeated.clear()
         own = np.empty(x.shape, x.dtype)
-        comm.repeated[key] = _Repeated(own, prepare(own, None))
+        comm.repeated[key] = _repeater(own, prepare(own, None))
     return run(operation)
 
 
-class _Repeated:
-    """A prepared operation on arrays of its own, between which and the caller's it copies."""
+def _repeater(source: Array, operation: Operation) -> tuple[Callable[[Array, Any], Any], Any]:
+    """What runs `operation` on arrays of its own, between which and the caller's it copies; and its result."""
+    body = _body(operation, choose(operation.problem, operation.algorithm), bound=True)
+    value = operation.result()
 
-    __slots__ = ("_body", "_source", "_value")
-
-    def __init__(self, source: Array, operation: Operation) -> None:
-        self._source = source
-        self._body = _body(operation, choose(operation.problem, operation.algorithm), bound=True)
-        self._value = operation.result()
-
-    def fills(self, out: Any) -> bool:
-        """Whether the result can simply be copied to `out`."""
-        value = self._value
-        fits = type(out) is np.ndarray and value is not None and out.dtype == value.dtype and out.shape == value.shape
-        return fits and out.flags.c_contiguous and out.flags.writeable
-
-    def __call__(self, x: Array, out: Any) -> Any:
-        self._source[...] = x
-        self._body()
+    # A closure: this is the innermost of the short path, and slots of an object take longer to reach.
+    def once(x: Array, out: Any) -> Any:
+        source[...] = x
+        body()
         if out is None:
-            return None if self._value is None else self._value.copy()
-        out[...] = self._value
+            return None if value is None else value.copy()
+        out[...] = value
         return out
+
+    return once, value
+
+
+def _is_like(out: Any, value: Any) -> bool:
+    """Whether `value` can simply be copied to `out`."""
+    fits = type(out) is np.ndarray and value is not None and out.dtype == value.dtype and out.shape == value.shape
+    return fits and out.flags.c_contiguous and out.flags.writeable
 
 
 class Plan:
