@@ -36,6 +36,16 @@ _REMEDY = {
 }
 
 
+_KINDS = {
+    "bool": "bool",
+    **{f"{sign}int{bits}": "integer" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    "float32": "float",
+    "float64": "float",
+    "complex64": "complex",
+    "complex128": "complex",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DType:
     """A dtype as the engine sees it.
@@ -65,12 +75,10 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
         )
     if dtype.name == "bfloat16":
         return DType("bfloat16", dtype, np.dtype(np.float32), "half")
-    kind = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}.get(dtype.kind, "opaque")
-    if dtype.kind == "f" and dtype.itemsize == 2:
+    if dtype.name == "float16":
         return DType("float16", dtype, np.dtype(np.float32), "half")
-    if (dtype.kind == "f" and dtype.itemsize > 8) or (dtype.kind == "c" and dtype.itemsize > 16):
-        # Extended precision differs between platforms and has no place in the list of dtypes that are tested.
-        kind = "opaque"
+    # Listed by name: extended precision differs between platforms, and ml_dtypes adds kinds of 8 bits and less.
+    kind = _KINDS.get(dtype.name, "opaque")
     return DType(dtype.name, dtype, dtype.newbyteorder("="), kind)
 
 

@@ -79,7 +79,8 @@ class Reduction:
     """An operation made ready for a dtype.
 
     It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the
-    number of ranks). `native` is the name of the MPI operation that does the same as `combine` on `work`, or None.
+    number of ranks). `native` is the name of the MPI operation that does the same as `combine` on `work`, or None; `refusal` then
+    says why there is none.
     """
 
     name: str
@@ -88,13 +89,9 @@ class Reduction:
     prepare: Callable[[Array], None] | None = None
     finish: Callable[[Array, int], None] | None = None
     native: str | None = None
+    refusal: str = "MPI has no such reduction"
     commutative: bool = True
     elementwise: bool = True
-
-    @property
-    def direct(self) -> bool:
-        """Whether MPI may read the caller's memory as it is and write the final result."""
-        return self.native is not None and self.prepare is None and self.finish is None
 
 
 def reduction(
@@ -126,9 +123,7 @@ def _named(operation: str, op: str, dtype: DType) -> Reduction:
     if op in ("minloc", "maxloc"):
         raise DTypeError(f"{operation}: op {op!r} needs a pair (values, indices), got one array of {dtype.name}")
     dtypes.check(operation, op, dtype)
-    native: str | None = "sum" if op == "avg" else op
-    if dtype.kind == "bool":
-        native = _BOOL_NATIVE.get(op, op)
+    native, refusal = _native(op, dtype)
     return Reduction(
         name=op,
         work=dtype.work,
@@ -136,7 +131,20 @@ def _named(operation: str, op: str, dtype: DType) -> Reduction:
         prepare=_to_truth if op in dtypes.LOGIC and dtype.kind != "bool" else None,
         finish=_divide if op == "avg" else None,
         native=native,
+        refusal=refusal,
     )
+
+
+def _native(op: str, dtype: DType) -> tuple[str | None, str]:
+    """The MPI operation that means the same as `op`; or None, and why."""
+    if dtype.kind == "bool":
+        return _BOOL_NATIVE.get(op, op), ""
+    if op in ("sum", "premul_sum") and dtype.kind == "integer" and dtype.work.itemsize <= 2:
+        # Open MPI's vector instructions saturate, in the part of an array that they cover, where all else wraps.
+        return None, f"MPI libraries differ in what happens when a sum of {dtype.name} overflows"
+    if op in ("min", "max") and dtype.work.kind == "f":
+        return None, "MPI may lose a NaN"
+    return ("sum" if op in ("avg", "premul_sum") else op), ""
 
 
 def _ufunc(ufunc: np.ufunc) -> Combine:
@@ -170,7 +178,8 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
     def multiply(work: Array) -> None:
         np.multiply(work, scale, out=work)
 
-    return Reduction("premul_sum", dtype.work, _ufunc(np.add), prepare=multiply, native="sum")
+    native, refusal = _native("premul_sum", dtype)
+    return Reduction("premul_sum", dtype.work, _ufunc(np.add), prepare=multiply, native=native, refusal=refusal)
 
 
 def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], shape: tuple[int, ...]) -> Reduction:

@@ -189,7 +189,7 @@ def problem(
     elif count > comm.transport.native.max_count:
         native = f"{count} elements are more than MPI's counts hold"
     elif reduction is not None and reduction.native is None:
-        native = f"MPI has no reduction for op {reduction.name}"
+        native = f"op {reduction.name}: {reduction.refusal}"
     return Problem(
         operation,
         nbytes,

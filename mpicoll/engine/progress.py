@@ -84,7 +84,7 @@ class Progress:
         self.explain = explain
         self._lock = threading.Lock()
         self._queue: deque[Job] = deque()
-        self._filled = threading.Condition(threading.Lock())
+        self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
         self.current: tuple[Any, ...] | None = None

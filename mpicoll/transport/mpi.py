@@ -315,14 +315,7 @@ def _tag(tag: int | None) -> int:
 
 
 def duplicate(comm: Any) -> MpiTransport:
-    """The transport on private duplicates of the mpi4py communicator `comm`. Collective over it.
-
-    Raises CommunicatorError if it can't carry our collectives.
-    """
-    if comm == MPI.COMM_NULL:
-        raise CommunicatorError("the communicator is MPI.COMM_NULL: this process is not a member of it")
-    if comm.Is_inter():
-        raise CommunicatorError("the communicator is an intercommunicator; merge it first (Intercomm.Merge)")
+    """The transport on private duplicates of the mpi4py communicator `comm`. Collective over it."""
     collective, p2p = comm.Dup(), comm.Dup()
     for own in (collective, p2p):
         own.Set_errhandler(MPI.ERRORS_RETURN)
@@ -336,7 +329,14 @@ _ATTACHED = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, owner: owner.f
 
 
 def attached(comm: Any, make: Callable[[], R]) -> R:
-    """What `make` gives for the mpi4py communicator `comm`: made at first use, kept with it, freed when it is freed."""
+    """What `make` gives for the mpi4py communicator `comm`: made at first use, kept with it, freed when it is freed.
+
+    Raises CommunicatorError if it can't carry our collectives.
+    """
+    if comm == MPI.COMM_NULL:
+        raise CommunicatorError("comm is MPI.COMM_NULL: it was freed, or this process is not a member of it")
+    if comm.Is_inter():
+        raise CommunicatorError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
     owner: R | None = comm.Get_attr(_ATTACHED)
     if owner is None:
         owner = make()
