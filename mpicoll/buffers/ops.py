@@ -79,8 +79,8 @@ class Reduction:
     """An operation made ready for a dtype.
 
     It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the
-    number of ranks). `native` is the name of the MPI operation that does the same as `combine` on `work`, or None; `refusal` then
-    says why there is none.
+    number of ranks). `native` is the name of the MPI operation that does the same as `combine` on `work`, or None;
+    `refusal` then says why there is none.
     """
 
     name: str
