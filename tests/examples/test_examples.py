@@ -1,0 +1,106 @@
+"""The examples run, and do what they promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import ROOT, mpirun
+
+DIGITS = ROOT / "examples" / "digits.py"
+HELLO = ROOT / "examples" / "hello.py"
+
+
+def digits(size: int, *arguments: str | Path) -> str:
+    done = mpirun(size, DIGITS, *arguments)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def accuracy(output: str) -> float:
+    match = re.search(r"test accuracy ([\d.]+)%", output)
+    assert match is not None, output
+    return float(match[1]) / 100
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    """The parameters that one rank without mpirun ends up with after 3 epochs, which are 66 steps."""
+    return trained(tmp_path_factory.mktemp("reference") / "alone.npz", 0)
+
+
+def trained(path: Path, size: int) -> dict[str, np.ndarray]:
+    arguments = ("--epochs", "3", "--save", path)
+    if size:
+        digits(size, *arguments)
+    else:
+        subprocess.run([sys.executable, DIGITS, *arguments], check=True, timeout=60, capture_output=True, cwd=ROOT)
+    with np.load(path) as saved:
+        return dict(saved)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_digits_parameters_agree(size: int, reference: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """A batch of 64 can't be shared evenly by 3, and the last one, of 3 samples, leaves the fourth of 4 without any."""
+    parameters = trained(tmp_path / "parameters.npz", size)
+    assert parameters.keys() == reference.keys()
+    for name, value in parameters.items():
+        # Weights are of the order of 1, in float64; what differs is the order in which gradients are added.
+        np.testing.assert_allclose(value, reference[name], rtol=0, atol=1e-12)
+
+
+def test_digits_reaches_the_accuracy() -> None:
+    output = digits(4)
+    assert accuracy(output) > 0.95
+    assert "4 ranks, 30 epochs" in output
+    assert "\x1b" not in output, "no progress bar where nobody watches"
+
+
+def test_digits_refuses_nonsense() -> None:
+    done = mpirun(1, DIGITS, "--epochs", "0")
+    assert done.returncode == 2
+    assert "--epochs and --batch must be at least 1" in done.stdout
+
+
+def sections(output: str) -> dict[str, list[str]]:
+    """The lines below each title, by the title's first word."""
+    titled = [part.splitlines() for part in output.strip().split("\n\n")]
+    return {lines[0].split()[0].rstrip(":"): lines[1:] for lines in titled}
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
+def test_hello(size: int) -> None:
+    if size:
+        done = mpirun(size, HELLO)
+        assert done.returncode == 0, done.stdout
+        output = done.stdout
+    else:
+        output = subprocess.run(
+            [sys.executable, HELLO], check=True, timeout=60, capture_output=True, text=True, cwd=ROOT
+        ).stdout
+    ranks = range(size or 1)
+    total = len(ranks) * np.arange(3.0) + sum(ranks)
+    expected = {
+        "Who": [f"one of {len(ranks)}, number {rank} of {len(ranks)} on node 0" for rank in ranks],
+        "allreduce": [f"{np.arange(3.0) + rank} -> {total}" for rank in ranks],
+        "bcast": ["[7 7 7]" for _ in ranks],
+        "allgather": [str([[rank, rank**2] for rank in ranks]) for _ in ranks],
+        "sendrecv": [f"got {(rank - 1) % len(ranks)} from the left" for rank in ranks],
+        "iallreduce": [
+            f"my own sum is {3.0 + 3 * rank}, the maximum over all is {np.arange(3.0) + ranks[-1]}" for rank in ranks
+        ],
+        "allreduce_init": [f"after three runs: {np.full(2, float(len(ranks) ** 3))}" for _ in ranks],
+        "A": [str([[1, sum(ranks) + len(ranks)], [0, 1]]) for _ in ranks],
+    }
+    found = sections(output)
+    for title, lines in expected.items():
+        assert found[title] == [f"  rank {rank}: {line}" for rank, line in enumerate(lines)]
+    choose = found["Choose"]
+    assert choose[: len(ranks)] == [f"  rank {rank}: {total}" for rank in ranks]
+    assert choose[-2].startswith("  without a wish, native: " if size else "  without a wish, recursive_doubling: not")
+    assert choose[-1] == "  with a wish, tree: forced by `with algorithms`"
+    assert "allreduce/ring on 3 ranks, 4 rounds" in output
