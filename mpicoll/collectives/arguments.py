@@ -13,7 +13,7 @@ from mpicoll.buffers.buffer import Buffer, output, recognise
 from mpicoll.buffers.ops import OpLike, Reduction
 from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.select import Problem, resolve
+from mpicoll.engine.select import Problem, choose
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 
 P = ParamSpec("P")
@@ -179,10 +179,8 @@ def problem(
 ) -> Problem:
     """What selection has to know. `count` elements are the largest number that MPI would have to count.
 
-    Raises AlgorithmError if `algorithm` does not exist.
+    Raises AlgorithmError if `algorithm` does not exist or can't serve it.
     """
-    if algorithm is not None:
-        resolve(operation, algorithm)
     native: str | None = None
     if comm.transport.native is None:
         native = "there is no MPI library behind this communicator"
@@ -190,7 +188,7 @@ def problem(
         native = f"{count} elements are more than MPI's counts hold"
     elif reduction is not None and reduction.native is None:
         native = f"op {reduction.name}: {reduction.refusal}"
-    return Problem(
+    wanted = Problem(
         operation,
         nbytes,
         comm.size,
@@ -200,6 +198,9 @@ def problem(
         uneven=len(set(counts)) > 1,
         native=native,
     )
+    if algorithm is not None:
+        choose(wanted, algorithm)  # now, so that a wrong choice is found together with the other arguments
+    return wanted
 
 
 def row_size(shape: tuple[int, ...]) -> int:

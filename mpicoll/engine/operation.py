@@ -13,6 +13,7 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, bind, scratch
+from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
 from mpicoll.engine.select import Choice, Problem, choose, forced
 from mpicoll.errors import ArgumentError, ScheduleError
@@ -151,45 +152,49 @@ class Plan:
     make the plan and run it alike.
     """
 
-    __slots__ = ("_body", "_operation", "_request", "choice")
+    __slots__ = ("_body", "_job", "_operation", "choice")
 
     def __init__(self, operation: Operation) -> None:
         self.choice = choose(operation.problem, operation.algorithm)
         self._operation = operation
-        self._request: Request | None = None
+        self._job: Job | None = None
         self._body = _body(operation, self.choice, bound=True)
 
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
         self._idle("call")
-        self._operation.comm.check()
         self._operation.comm.progress.run(self._body, (self._operation,))
         return self._operation.result()
 
     def start(self) -> None:
-        """Begin a run in the background."""
+        """Begin a run in the background. Raises ArgumentError while another one has not been waited for."""
         self._idle("start")
-        self._operation.comm.check()
-        job = self._operation.comm.progress.submit(self._body, (self._operation,))
-        self._request = Request(job, self._operation.result)
+        self._job = self._operation.comm.progress.submit(self._body, (self._operation,))
 
     def test(self) -> bool:
         """Whether the started run has completed."""
         return self._started("test").test()
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the started run and return the result. Raises Timeout; the run is still pending then."""
-        value = self._started("wait").wait(timeout)
-        self._request = None
-        return value
+        """Wait for the started run and return the result. Raises what the run raised, or Timeout after `timeout`
+        seconds, when it is still pending.
+        """
+        job = self._started("wait")
+        try:
+            job.wait(timeout)
+        finally:
+            if job.reported:
+                self._job = None
+        return self._operation.result()
 
     def _idle(self, verb: str) -> None:
-        if self._request is not None:
+        self._operation.comm.check()
+        if self._job is not None:
             raise ArgumentError(
                 f"{self._operation.problem.collective}_init: {verb}() while a run is pending; wait() for it first"
             )
 
-    def _started(self, verb: str) -> Request:
-        if self._request is None:
+    def _started(self, verb: str) -> Job:
+        if self._job is None:
             raise ArgumentError(f"{self._operation.problem.collective}_init: {verb}() without start()")
-        return self._request
+        return self._job

@@ -32,7 +32,7 @@ class Job:
         self._function = function
         self.what = what
         self.done = False
-        self.reported = False
+        self.reported = False  # whether somebody has learned how it ended
         self.value: Any = None
         self.error: BaseException | None = None
 

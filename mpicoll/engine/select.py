@@ -180,7 +180,10 @@ def _choose(problem: Problem, argument: str | None, context: Rules) -> Choice:
         algorithm, segments = resolve(problem.collective, argument)
         refusal = _refusal(problem, algorithm)
         if refusal is not None:
-            raise AlgorithmError(f"{problem.collective}: algorithm {argument!r} can't serve this: {refusal}")
+            raise AlgorithmError(
+                f"{problem.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to have"
+                " one chosen"
+            )
         return _choice(problem, argument, algorithm, segments, "forced by the argument")
     refused: list[str] = []
     for text, why in _candidates(problem, context):
