@@ -181,8 +181,8 @@ def _choose(problem: Problem, argument: str | None, context: Rules) -> Choice:
         refusal = _refusal(problem, algorithm)
         if refusal is not None:
             raise AlgorithmError(
-                f"{problem.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to have"
-                " one chosen"
+                f"{problem.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to"
+                " have one chosen"
             )
         return _choice(problem, argument, algorithm, segments, "forced by the argument")
     refused: list[str] = []
