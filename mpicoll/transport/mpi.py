@@ -119,7 +119,7 @@ class MpiNative:
 
 
 class MpiPending:
-    """A non-blocking transfer. Keeps the memory that MPI works on alive."""
+    """A non-blocking transfer. Keeps the memory that MPI works on alive, and how it ended: MPI tells that only once."""
 
     def __init__(self, transport: MpiTransport, request: MPI.Request, data: Memory) -> None:
         self.rank = transport.rank
@@ -127,26 +127,31 @@ class MpiPending:
         self._data = data
         self._status = MPI.Status()
         self._done: Envelope | None = None
+        self._error: CommunicationError | None = None
 
-    @_translated
     def test(self) -> Envelope | None:
-        if self._done is None and self._request.Test(self._status):
-            self._finish()
-        return self._done
+        return self._advance(self._request.Test)
 
-    @_translated
     def wait(self, timeout: float | None) -> Envelope:
-        if self._done is None:
-            if timeout is None:
-                self._request.Wait(self._status)
-            else:
-                _poll(lambda: self._request.Test(self._status), timeout, f"rank {self.rank}: point-to-point transfer")
-            self._finish()
+        if timeout is None:
+            self._advance(self._request.Wait)
+        else:
+            _poll(lambda: self.test() is not None, timeout, f"rank {self.rank}: point-to-point transfer")
         assert self._done is not None
         return self._done
 
-    def _finish(self) -> None:
-        self._done = _envelope(self._status)
+    def _advance(self, step: Callable[[MPI.Status], bool]) -> Envelope | None:
+        if self._error is not None:
+            raise self._error
+        if self._done is None:
+            try:
+                finished = step(self._status)
+            except MPI.Exception as error:
+                self._error = _explained(self.rank, error)
+                raise self._error from error
+            if finished:
+                self._done = _envelope(self._status)
+        return self._done
 
 
 def _envelope(status: MPI.Status) -> Envelope:
