@@ -1,7 +1,7 @@
 """What a native call costs beside the same call of mpi4py: mpirun -np 2 python ci/overhead.py
 
-Both run in turns, in blocks of calls that begin with a barrier, on preallocated input; mpicoll allocates its result, mpi4py is given
-one, as its users do. Printed are medians over the blocks of rank 0, in microseconds.
+Both run in turns, in blocks of calls that begin with a barrier, on preallocated input; mpicoll allocates its result,
+mpi4py is given one, as its users do. Printed are medians over the blocks of rank 0, in microseconds.
 """
 
 from __future__ import annotations

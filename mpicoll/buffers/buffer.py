@@ -140,7 +140,7 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
     Raises DeviceError for device memory and DTypeError for everything else, naming `operation` and `argument`.
     """
     if type(x) is np.ndarray:
-        return Buffer(x, x, dtypes.of_numpy(x.dtype), NUMPY)
+        return Buffer(x, x, _dtype(operation, x, argument), NUMPY)
     # A library that was not imported can't have made x, so mpicoll needn't import it either.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -163,7 +163,14 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
         )
     namespace = getattr(x, "__array_namespace__", None)
     library: Library = NUMPY if isinstance(x, np.ndarray) or namespace is None else ArrayApi(namespace())
-    return Buffer(x if isinstance(library, ArrayApi) else view, view, dtypes.of_numpy(view.dtype), library)
+    return Buffer(x if isinstance(library, ArrayApi) else view, view, _dtype(operation, view, argument), library)
+
+
+def _dtype(operation: str, array: Array, argument: str) -> DType:
+    try:
+        return dtypes.of_numpy(array.dtype)
+    except DTypeError as error:
+        raise DTypeError(f"{operation}: {argument}: {error}") from None
 
 
 def _python_number(operation: str, x: complex, argument: str) -> Buffer:
@@ -195,8 +202,10 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     buffer = recognise(operation, out, "out")
     if buffer.array.shape != shape:
         raise ShapeError(f"{operation}: out has shape {buffer.array.shape}, the result has shape {shape}")
-    if buffer.dtype.name != like.dtype.name or buffer.dtype.storage.byteorder != like.dtype.storage.byteorder:
-        raise DTypeError(f"{operation}: out has dtype {buffer.dtype.name}, the result has dtype {like.dtype.name}")
+    # bfloat16 is the one dtype that libraries show to numpy in different ways.
+    same = buffer.dtype.storage == like.dtype.storage or (buffer.dtype.name == like.dtype.name == "bfloat16")
+    if not same or buffer.dtype.name != like.dtype.name:
+        raise DTypeError(f"{operation}: out has dtype {_shown(buffer)}, the result has dtype {_shown(like)}")
     if isinstance(buffer.library, (PythonScalars, NumpyScalars)):
         raise DTypeError(f"{operation}: out is the number {out!r}, which can't be written to; pass an array")
     if not buffer.array.flags.writeable:
@@ -206,3 +215,9 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
         raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
     # Whatever library it is of, its memory is filled like that of a result of `like`'s, and the caller gets it back.
     return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, like.library)
+
+
+def _shown(buffer: Buffer) -> str:
+    """The dtype for a message: with byte order and fields, where it has them."""
+    dtype = buffer.array.dtype
+    return buffer.dtype.name if dtype.isnative and dtype.names is None else str(dtype)

@@ -68,11 +68,9 @@ class DType:
 
 @lru_cache(maxsize=256)
 def of_numpy(dtype: np.dtype[Any]) -> DType:
-    """The policy for a numpy dtype (including those that ml_dtypes adds). Raises DTypeError for Python objects."""
+    """The policy for a numpy dtype, including those that ml_dtypes adds. Raises DTypeError for Python objects."""
     if dtype.hasobject:
-        raise DTypeError(
-            f"dtype {dtype} holds Python objects, which are not bytes that can be sent; use a numeric dtype"
-        )
+        raise DTypeError(f"dtype {dtype} holds Python objects, which are not bytes that can be sent; use a numeric one")
     if dtype.name == "bfloat16":
         return DType("bfloat16", dtype, np.dtype(np.float32), "half")
     if dtype.name == "float16":

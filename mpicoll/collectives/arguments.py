@@ -143,11 +143,11 @@ def send_and_recv_counts(
     """Rows that go to and come from every rank. Raises ShapeError if they don't fit."""
     try:
         send, recv = counts
-        both = _checked(operation, send, comm), _checked(operation, recv, comm)
-    except TypeError:
+    except (TypeError, ValueError):
         raise ShapeError(
             f"{operation}: counts must be a pair (send, recv) of {comm.size} numbers of rows each, got {counts!r}"
         ) from None
+    both = _checked(operation, send, comm), _checked(operation, recv, comm)
     if sum(both[0]) != rows:
         raise ShapeError(f"{operation}: send counts {list(both[0])} add up to {sum(both[0])}, but x has {rows} rows")
     if both[0][comm.rank] != both[1][comm.rank]:
@@ -158,10 +158,13 @@ def send_and_recv_counts(
 
 
 def _checked(operation: str, counts: Counts, comm: Communicator) -> tuple[int, ...]:
-    checked = tuple(int(count) for count in counts)
+    try:
+        checked = tuple(index(count) for count in counts)
+    except TypeError:
+        checked = ()
     if len(checked) != comm.size or min(checked) < 0:
         raise ShapeError(
-            f"{operation}: counts must be {comm.size} numbers of rows >= 0, one for each rank, got {list(checked)}"
+            f"{operation}: counts must be {comm.size} numbers of rows >= 0, one for each rank, got {counts!r}"
         )
     return checked
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll import schedules
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.select import Choice, choose
 from mpicoll.engine.world import CommLike, resolve
+from mpicoll.errors import AlgorithmError
 
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 
@@ -31,6 +33,8 @@ def explain(
     alltoall. `op` and `dtype` (numpy's) matter for reductions. Sends nothing. Raises AlgorithmError if `collective` is
     unknown or nothing can serve the call, DTypeError if `op` has no meaning for `dtype`.
     """
+    if collective not in schedules.collectives():
+        raise AlgorithmError(f"explain: no collective {collective!r}; there are {', '.join(schedules.collectives())}")
     communicator = resolve(comm)
     value = np.empty(1, dtype)
     sample = (value, np.zeros(1, int)) if op in ("minloc", "maxloc") else value
