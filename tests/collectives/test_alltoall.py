@@ -1,0 +1,38 @@
+"""alltoall against the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+from exercise import algorithm_names, run_rows
+from ranks import Ranks
+
+import mpicoll
+
+
+def test_rows(ranks: Ranks) -> None:
+    ranks(run_rows, "alltoall")
+
+
+def test_each_algorithm(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for rows in (0, 1, 3, 500):
+            x = np.array([[world.rank, dest] for dest in range(world.size) for _ in range(rows)]).reshape(-1, 2)
+            want = np.array([[source, world.rank] for source in range(world.size) for _ in range(rows)]).reshape(-1, 2)
+            for name in algorithm_names("alltoall", native=world.transport.native is not None):
+                np.testing.assert_array_equal(mpicoll.alltoall(x, algorithm=name), want)
+
+    ranks(body)
+
+
+def test_transposes_a_matrix_of_counts(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        matrix = [[(3 * i + j * j) % 4 for j in range(world.size)] for i in range(world.size)]
+        send, recv = matrix[world.rank], [row[world.rank] for row in matrix]
+        x = np.repeat(100 * world.rank + np.arange(world.size), send)
+        want = np.repeat(100 * np.arange(world.size) + world.rank, recv)
+        for name in (None, "pairwise", *(["native"] if world.transport.native else [])):
+            np.testing.assert_array_equal(mpicoll.alltoall(x, counts=(send, recv), algorithm=name), want)
+
+    ranks(body)

@@ -1,0 +1,59 @@
+"""scan against the oracle."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from data import DTYPES, HALVES, OPS, expected, make_op, means, numbers, random
+from exercise import algorithm_names, run_rows, serves
+from ranks import Ranks
+
+import mpicoll
+
+
+def test_rows(ranks: Ranks) -> None:
+    ranks(run_rows, "scan")
+
+
+def test_each_dtype_and_op_with_each_algorithm(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for dtype, op in product(DTYPES, OPS):
+            if op == "avg" or not means(op, dtype):
+                continue
+            shape = (2, 2) if op == "user_matmul" else (11,)
+            inputs = [numbers(random(dtype, op, rank), dtype, shape, op) for rank in range(world.size)]
+            want = expected(op, inputs[: world.rank + 1], dtype)
+            for name in algorithm_names("scan", native=world.transport.native is not None):
+                if serves("scan", name, op, dtype):
+                    got = mpicoll.scan(inputs[world.rank], make_op(op, world.rank, dtype), algorithm=name)
+                    want.check(got, (op, name))
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_of_ten_thousand_elements(ranks: Ranks, dtype: str) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        inputs = [numbers(random(dtype, rank), dtype, (10_000,)) for rank in range(world.size)]
+        for name in algorithm_names("scan", native=world.transport.native is not None):
+            got = mpicoll.scan(inputs[world.rank], algorithm=name)
+            expected("sum", inputs[: world.rank + 1], dtype).check(got, name)
+
+    ranks(body)
+
+
+def test_first_rank_gets_its_own_values(ranks: Ranks) -> None:
+    def body() -> None:
+        x = np.array([3.5, -1.0])
+        got = mpicoll.scan(x, "prod")
+        if mpicoll.world().rank == 0:
+            np.testing.assert_array_equal(got, x)
+            assert not np.may_share_memory(got, x)
+        else:
+            assert got[1] == (-1.0) ** (mpicoll.world().rank + 1)
+
+    ranks(body)

@@ -1,0 +1,43 @@
+"""What every test gets. Under ``mpirun -np N python -m pytest --with-mpi`` the ranks agree on each outcome."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import hypothesis
+import pytest
+
+# Shared machines are slow at times: a slow example is no failure.
+hypothesis.settings.register_profile("mpicoll", deadline=None)
+# Every rank has to draw the same examples, so nothing may depend on a clock, on chance or on what was stored.
+hypothesis.settings.register_profile(
+    "mpicoll-mpi", deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with_mpi = config.getoption("--with-mpi")
+    hypothesis.settings.load_profile("mpicoll-mpi" if with_mpi else "mpicoll")
+    if with_mpi:
+        from agree import Agreement
+
+        config.pluginmanager.register(Agreement(config), "agreement")
+
+
+@pytest.fixture(scope="session")
+def together(request: pytest.FixtureRequest) -> Callable[[], AbstractContextManager[None]]:
+    """For a block inside an mpi test that has to fail on all ranks if it fails on one.
+
+    The end of a test is such a point anyway. A hypothesis test needs one in every example, so that the ranks shrink in
+    step, instead of one rank alone, which would hang::
+
+        @pytest.mark.mpi
+        @given(size=integers(0, 100))
+        def test_sum(together, size):
+            with together():
+                assert mpicoll.allreduce(np.ones(size)).sum() == ...
+    """
+    agreement = request.config.pluginmanager.get_plugin("agreement")
+    return agreement.together if agreement else contextlib.nullcontext

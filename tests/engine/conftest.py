@@ -1,0 +1,66 @@
+"""Run a function on every rank of a world, and programs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from launch import ROOT, mpirun
+from ranks import NAMES, Ranks
+
+WORLDS = [pytest.param(name, marks=pytest.mark.mpi if name == "mpi" else []) for name in NAMES]
+
+
+@pytest.fixture(params=WORLDS)
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Worlds of 1 to 4 threads, or that of mpirun."""
+    return Ranks(request.param)
+
+
+@pytest.fixture(params=WORLDS[1:])
+def several(request: pytest.FixtureRequest) -> Ranks:
+    """Worlds of at least two ranks."""
+    world = Ranks(request.param)
+    if world.size < 2:
+        pytest.skip("needs two ranks")
+    return world
+
+
+@pytest.fixture
+def python() -> Callable[..., CompletedProcess[str]]:
+    """Run a program text outside of any MPI job; stdout and stderr are both in ``.stdout``."""
+
+    def run(program: str, seconds: float = 60, **variables: str) -> CompletedProcess[str]:
+        prefixes = ("PMIX_", "PMI_", "OMPI_COMM_", "MPICOLL_", "MV2_")
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(prefixes)}
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", program],
+            cwd=ROOT,
+            env=environ | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+    """Run a program text under mpirun, and wait for it no longer than `seconds`; then its exit status is 124."""
+
+    def run(size: int, program: str, seconds: float = 30, **variables: str) -> CompletedProcess[str]:
+        path = tmp_path / "program.py"
+        path.write_text(f"import numpy as np\nimport mpicoll\n{program}")
+        search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        return mpirun(size, "-W", "error", path, seconds=seconds, PYTHONPATH=search, **variables)
+
+    return run

@@ -1,0 +1,355 @@
+"""The queue of a communicator: order, threads, failures, bounds."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from ranks import Ranks
+
+import mpicoll
+from mpicoll.engine.progress import Job, Progress
+from mpicoll.transport import local
+
+WHAT = ("a test", "of the queue")
+
+
+@pytest.fixture
+def queue() -> Iterator[Progress]:
+    one = Progress("test", None, background=True, explain=lambda error: error)
+    yield one
+    one.stop()
+    if one._worker is not None:
+        one._worker.join(20)
+        assert not one._worker.is_alive()
+
+
+def lazy() -> Progress:
+    """A queue without a worker."""
+    return Progress("test", None, background=False, explain=lambda error: error)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("of the operation")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what happens on another thread."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+# --- order
+
+
+def test_first_in_first_out(queue: Progress) -> None:
+    gate = threading.Event()
+    order: list[int] = []
+    jobs = [queue.submit(lambda: gate.wait(20), WHAT)]
+    jobs += [queue.submit(lambda number=number: order.append(number), WHAT) for number in range(100)]
+    assert order == []
+    gate.set()
+    queue.run(lambda: order.append(-1), WHAT)
+    assert order == [*range(100), -1]
+    assert all(job.done for job in jobs)
+
+
+def test_a_waiting_thread_runs_the_head_and_the_worker_stays_away() -> None:
+    queue = lazy()
+    threads: list[str] = []
+    jobs = [queue.submit(lambda: threads.append(threading.current_thread().name), WHAT) for _ in range(3)]
+    jobs[2].wait(None)
+    assert threads == [threading.current_thread().name] * 3
+
+
+def test_calls_from_many_threads(queue: Progress) -> None:
+    """Each thread's operations run in its order, and never two at once."""
+    busy = threading.Lock()
+    seen: list[tuple[int, int]] = []
+
+    def operation(thread: int, number: int) -> tuple[int, int]:
+        assert busy.acquire(blocking=False), "two operations at once"
+        seen.append((thread, number))
+        busy.release()
+        return thread, number
+
+    def caller(thread: int) -> None:
+        jobs: list[Job] = []
+        for number in range(200):
+            if number % 7 == 0:
+                assert queue.run(operation, WHAT, thread, number) == (thread, number)
+            else:
+                jobs.append(queue.submit(lambda number=number: operation(thread, number), WHAT))
+            if number % 10 == 9:
+                jobs[-1].wait(None if thread % 2 else 20)
+        for job in jobs:
+            thread_of, _ = job.wait(None)
+            assert thread_of == thread
+
+    threads = [threading.Thread(target=caller, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 8 * 200
+    for thread in range(8):
+        assert [number for which, number in seen if which == thread] == list(range(200))
+
+
+def test_order_of_blocking_and_background_calls_is_that_of_the_calls(several: Ranks) -> None:
+    """Which rank blocks for which operation differs; that they match shows in the values."""
+
+    def main() -> None:
+        rank, size = mpicoll.world().rank, mpicoll.world().size
+        pending = []
+        for number in range(60):
+            x = np.full(3, number * (rank + 1))
+            if (number + rank) % 3 == 0:
+                assert mpicoll.allreduce(x)[0] == number * size * (size + 1) // 2
+            else:
+                pending.append((number, mpicoll.iallreduce(x)))
+        for number, request in pending[::-1]:
+            assert request.wait()[0] == number * size * (size + 1) // 2
+
+    several(main)
+
+
+def test_many_threads_of_one_rank() -> None:
+    """Under run_local a rank's own threads use its communicator by name."""
+
+    def main() -> None:
+        world = mpicoll.world()
+        values: list[float] = []
+
+        def caller() -> None:
+            requests = [mpicoll.iallreduce(np.full(5, 2.0), comm=world) for _ in range(25)]
+            values.extend(value[0] for value in mpicoll.waitall(requests))
+
+        threads = [threading.Thread(target=caller) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert values == [2.0 * world.size] * 100
+
+    mpicoll.run_local(main, 3, timeout=20)
+
+
+# --- failures
+
+
+def test_a_failure_is_raised_at_each_wait(queue: Progress) -> None:
+    job = queue.submit(fail, WHAT)
+    after = queue.submit(lambda: "still runs", WHAT)
+    for timeout in (20, None, 0):
+        with pytest.raises(ZeroDivisionError, match="of the operation"):
+            job.wait(timeout)
+    assert after.wait(20) == "still runs"
+    assert job.test()
+
+
+def test_failures_are_explained() -> None:
+    queue = Progress("test", None, background=False, explain=lambda error: mpicoll.CommunicationError(f"so: {error}"))
+    with pytest.raises(mpicoll.CommunicationError, match="so: of the operation"):
+        queue.submit(fail, WHAT).wait(None)
+    with pytest.raises(mpicoll.CommunicationError, match="so: of the operation") as caught:
+        queue.run(fail, WHAT)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_failure_that_nobody_waits_for_is_logged(queue: Progress, caplog: pytest.LogCaptureFixture) -> None:
+    queue.submit(fail, WHAT)
+    assert queue.drain(20)
+    with caplog.at_level(logging.ERROR, logger="mpicoll"):
+        gc.collect()
+        until(lambda: bool(gc.collect() or caplog.records))
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("mpicoll", "ERROR")
+    assert record.getMessage() == "a test of the queue failed, and nobody waited for it"
+    assert record.exc_info is not None
+    assert record.exc_info[0] is ZeroDivisionError
+
+
+def test_a_failure_that_was_waited_for_is_not_logged(queue: Progress, caplog: pytest.LogCaptureFixture) -> None:
+    job = queue.submit(fail, WHAT)
+    with pytest.raises(ZeroDivisionError):
+        job.wait(20)
+    del job
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_a_lost_message_shows_at_wait(caplog: pytest.LogCaptureFixture) -> None:
+    def main() -> None:
+        request = mpicoll.iallreduce(np.ones(3))
+        for _ in range(2):
+            with pytest.raises((mpicoll.Timeout, mpicoll.RankFailed), match=r"^allreduce/") as caught:
+                request.wait()
+            assert f"on rank {mpicoll.world().rank} of 2" in str(caught.value)
+        del request, caught
+
+    mpicoll.run_local(main, 2, faults=[local.Drop(count=100)], timeout=0.2)
+    gc.collect()
+    assert caplog.records == []
+
+
+def test_an_interrupt_reaches_the_thread_that_it_is_meant_for() -> None:
+    queue = lazy()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    job = queue.submit(interrupted, WHAT)
+    with pytest.raises(KeyboardInterrupt):
+        queue.run(lambda: None, WHAT)
+    assert job.done
+    assert queue.run(lambda: "goes on", WHAT) == "goes on"
+    job.reported = True
+
+
+# --- waiting
+
+
+def test_test_becomes_true_by_itself(several: Ranks) -> None:
+    def main() -> None:
+        request = mpicoll.iallreduce(np.ones(1000))
+        until(request.test)
+        assert request.wait(0)[0] == mpicoll.world().size
+
+    several(main)
+
+
+def test_testing_runs_the_head_where_there_is_no_worker() -> None:
+    queue = lazy()
+    ran: list[int] = []
+    first = queue.submit(lambda: ran.append(1), WHAT)
+    second = queue.submit(lambda: ran.append(2), WHAT)
+    assert ran == []
+    assert first.test()
+    assert ran == [1]
+    assert second.test()
+    assert ran == [1, 2]
+    assert queue._worker is None
+
+
+def test_timeout_is_prompt_and_leaves_it_pending(queue: Progress) -> None:
+    gate = threading.Event()
+    job = queue.submit(lambda: gate.wait(20), WHAT)
+    begin = time.monotonic()
+    with pytest.raises(
+        mpicoll.Timeout, match=r"^a test of the queue: not complete within 0\.1 s; it is still pending$"
+    ):
+        job.wait(0.1)
+    assert 0.1 <= time.monotonic() - begin < 1.1
+    assert not job.test()
+    gate.set()
+    assert job.wait(20) is True
+
+
+def test_drain(queue: Progress) -> None:
+    assert queue.drain(0)
+    gate = threading.Event()
+    queue.submit(lambda: gate.wait(20), WHAT)
+    begin = time.monotonic()
+    assert not queue.drain(0.1)
+    assert time.monotonic() - begin < 1.1
+    gate.set()
+    assert queue.drain(20)
+
+
+# --- the end
+
+
+def test_close_runs_what_is_queued() -> None:
+    queue = lazy()
+    ran: list[int] = []
+    jobs = [queue.submit(lambda number=number: ran.append(number), WHAT) for number in range(3)]
+    queue.close()
+    assert ran == [0, 1, 2]
+    assert all(job.done for job in jobs)
+
+
+def test_close_may_abandon_what_is_queued() -> None:
+    queue = lazy()
+    job = queue.submit(lambda: pytest.fail("ran"), WHAT)
+    queue.close(abandon=True)
+    assert not job.done
+
+
+def test_close_goes_on_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    queue = lazy()
+    job, after = queue.submit(fail, WHAT), queue.submit(lambda: "ran", WHAT)
+    queue.close()
+    assert after.value == "ran"
+    with pytest.raises(ZeroDivisionError):
+        job.wait(None)
+
+
+def test_the_worker_ends(queue: Progress) -> None:
+    queue.submit(lambda: None, WHAT).wait(20)
+    worker = queue._worker
+    assert worker is not None
+    assert worker.daemon
+    queue.close()
+    worker.join(20)
+    assert not worker.is_alive()
+
+
+def test_stop_may_be_called_by_the_garbage_collector() -> None:
+    """Which runs on any thread at any time, also on one that is just using the queue."""
+    queue = lazy()
+
+    def collected() -> None:
+        with queue._filled:
+            queue.stop()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mpicoll-")]
+
+
+def test_no_worker_stays_behind() -> None:
+    """Neither those of freed communicators nor those of dropped ones."""
+    gc.collect()
+    before = len(workers())
+
+    def main() -> None:
+        freed, dropped = mpicoll.world().split(0), mpicoll.world().split(0)
+        assert freed is not None
+        mpicoll.waitall(
+            [mpicoll.iallreduce(np.ones(2), comm=comm) for comm in (freed, dropped, None) for _ in range(2)]
+        )
+        mpicoll.allreduce(np.ones(2), comm=dropped)  # leaves a prepared operation
+        freed.free()
+
+    for _ in range(3):
+        mpicoll.run_local(main, 3)
+
+    def gone() -> bool:
+        gc.collect()
+        return len(workers()) <= before
+
+    until(gone)
+
+
+def test_a_dropped_request_does_not_stop_its_operation(several: Ranks) -> None:
+    def main() -> None:
+        target = np.zeros(4)
+        mpicoll.iallreduce(np.ones(4), out=target)
+        gc.collect()
+        mpicoll.barrier()
+        assert target.tolist() == [mpicoll.world().size] * 4
+
+    several(main)

@@ -1,0 +1,266 @@
+"""Nothing waits for ever: the bound on waiting, uncaught exceptions, and the end of the interpreter."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+from mpicoll.engine.watch import Watch, abort_on_uncaught
+
+Job = Callable[..., "CompletedProcess[str]"]
+
+
+class Queue:
+    def __init__(self, current: tuple[Any, ...] | None = None) -> None:
+        self.current = current
+
+    def drain(self, timeout: float) -> bool:
+        return True
+
+
+class Watched:
+    """A watch that tells when it would have ended the job."""
+
+    def __init__(self, timeout: float) -> None:
+        self.ended = threading.Event()
+        self.codes: list[int] = []
+        self.watch = Watch(timeout, self._abort)
+
+    def _abort(self, code: int) -> None:
+        self.codes.append(code)
+        self.ended.set()
+        threading.Event().wait()  # as MPI's abort never returns
+
+
+# --- in one process
+
+
+def test_an_operation_that_waits_too_long(capfd: pytest.CaptureFixture[str]) -> None:
+    watched = Watched(0.2)
+    queue = Queue(("allreduce", "of 8 bytes", "on rank 1 of 2"))
+    watched.watch.add(queue)
+    assert watched.ended.wait(20)
+    assert watched.codes == [1]
+    text = capfd.readouterr().err
+    assert text.startswith(
+        "mpicoll: allreduce of 8 bytes on rank 1 of 2 has been waiting for more than 0.2 s (MPICOLL_TIMEOUT); the"
+        " job is ended. A rank may have died, left early or called another operation. Stacks of this rank:\n"
+    )
+    assert "test_an_operation_that_waits_too_long" in text
+
+
+def test_a_call_outside_of_the_queues(capfd: pytest.CaptureFixture[str]) -> None:
+    watched = Watched(0.2)
+    watched.watch.active[threading.get_ident()] = ("recv from", "rank 0")
+    assert watched.ended.wait(20)
+    assert "mpicoll: recv from rank 0 has been waiting" in capfd.readouterr().err
+
+
+def test_equal_operations_one_after_the_other_are_several() -> None:
+    """The watch looks in between, and sees a call each time; but never the same for long."""
+    watched = Watched(0.4)
+    queue = Queue()
+    watched.watch.add(queue)
+    deadline = time.monotonic() + 1.0
+    number = 0
+    while time.monotonic() < deadline:
+        queue.current = ("allreduce", number * 0)  # equal to the one before, but another object
+        number += 1
+        time.sleep(1e-3)
+    queue.current = None
+    assert not watched.ended.is_set()
+
+
+def test_queues_may_come_while_the_watch_looks() -> None:
+    """The set of queues is walked on the watch's thread, and grows and shrinks on others."""
+    watched = Watched(0.04)
+    others: list[Queue] = []
+
+    class Growing(Queue):
+        @property
+        def current(self) -> None:  # type: ignore[override]
+            if len(others) < 50:
+                others.append(Queue())
+                watched.watch.add(others[-1])
+
+        @current.setter
+        def current(self, value: object) -> None:
+            pass
+
+    growing = Growing()
+    watched.watch.add(growing)
+    while len(others) < 50:
+        time.sleep(1e-3)
+    stuck = Queue(("the last one",))
+    watched.watch.add(stuck)
+    assert watched.ended.wait(20)
+
+
+def test_dropped_queues_are_not_watched() -> None:
+    watched = Watched(0.2)
+    watched.watch.add(Queue(("gone",)))
+    assert watched.watch.queues() == []
+    assert not watched.ended.wait(0.6)
+
+
+def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
+    abort_on_uncaught(calls.append)
+    error = ValueError("uncaught")
+    sys.excepthook(ValueError, error, None)
+    assert calls == [(ValueError, error, None), 1]
+
+
+# --- under mpirun
+
+WAITS = {
+    "native allreduce": ("mpicoll.allreduce(np.ones(5))", "allreduce"),
+    "schedule": ("mpicoll.allreduce(np.ones(5), algorithm='ring')", "allreduce"),
+    "barrier": ("mpicoll.barrier()", "barrier"),
+    "recv": ("mpicoll.recv(np.ones(5), 0)", "recv from rank 0"),
+    "irecv": ("mpicoll.irecv(np.ones(5), 0).wait()", "irecv from rank 0"),
+    "background": ("r = mpicoll.iallreduce(np.ones(5))\nwhile not r.test(): pass", "allreduce"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_rank_that_never_joins(job: Job, name: str) -> None:
+    """Rank 0 does something else for ever; what the others wait for is named, with their stacks."""
+    call, what = WAITS[name]
+    begin = time.monotonic()
+    done = job(
+        2,
+        f"""
+import threading
+def waits_here():
+    {call.replace(chr(10), chr(10) + "    ")}
+if mpicoll.world().rank == 0:
+    threading.Event().wait()
+waits_here()
+""",
+        MPICOLL_TIMEOUT="1",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert time.monotonic() - begin < 10
+    assert f"mpicoll: {what}" in done.stdout
+    assert re.search(r"on rank 1 of 2\b.* has been waiting for more than 1 s \(MPICOLL_TIMEOUT\)", done.stdout)
+    assert "in waits_here" in done.stdout
+
+
+def test_many_short_operations_are_no_long_one(job: Job) -> None:
+    done = job(
+        2,
+        """
+import time
+x, begin = np.ones(2), time.monotonic()
+go_on = True
+while go_on:
+    for _ in range(200):
+        mpicoll.allreduce(x)
+        mpicoll.iallreduce(x).wait()
+        mpicoll.sendrecv(x, 1 - mpicoll.world().rank)
+    go_on = mpicoll.bcast(np.array(time.monotonic() - begin < 2.5))
+print("done")
+""",
+        MPICOLL_TIMEOUT="1",
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2)
+
+
+def test_an_uncaught_exception_ends_the_job(job: Job) -> None:
+    begin = time.monotonic()
+    done = job(
+        3,
+        """
+def breaks():
+    raise ZeroDivisionError("on rank 1 alone")
+if mpicoll.world().rank == 1:
+    breaks()
+mpicoll.allreduce(np.ones(2))
+""",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert time.monotonic() - begin < 10
+    assert "in breaks" in done.stdout
+    assert "ZeroDivisionError: on rank 1 alone" in done.stdout
+
+
+def test_an_interrupt_ends_the_job(job: Job) -> None:
+    done = job(
+        3,
+        """
+import os, signal
+if mpicoll.world().rank == 1:
+    os.kill(os.getpid(), signal.SIGINT)
+mpicoll.barrier()
+""",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert "KeyboardInterrupt" in done.stdout
+
+
+def test_a_killed_rank_ends_the_job(job: Job) -> None:
+    done = job(
+        3,
+        """
+import os, signal
+mpicoll.barrier()
+if mpicoll.world().rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+mpicoll.barrier()
+""",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+
+
+# --- the end of the interpreter
+
+
+def test_pending_operations_complete_at_the_end(job: Job) -> None:
+    """The last rank joins late; the others are at their end by then, with nothing but the operations' own memory."""
+    done = job(
+        3,
+        """
+world = mpicoll.world()
+part = world.split(0)
+for comm in (world, part):
+    for number in range(20):
+        mpicoll.iallreduce(np.full(50_000, number), comm=comm)
+if world.rank == 2:
+    total = mpicoll.iallreduce(np.ones(1)).wait()
+    print(total[0])
+else:
+    mpicoll.iallreduce(np.ones(1))
+""",
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["3.0"])
+
+
+def test_pending_operations_that_can_not_complete(job: Job) -> None:
+    begin = time.monotonic()
+    done = job(
+        2,
+        """
+if mpicoll.world().rank == 0:
+    mpicoll.iallreduce(np.ones(2))
+""",
+        MPICOLL_TIMEOUT="1",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert time.monotonic() - begin < 10
+    assert re.search(
+        r"mpicoll: (this process exits while .*world.* holds operations|allreduce .* has been waiting)", done.stdout
+    )
+
+
+def test_pending_operations_without_mpi(python: Callable[..., CompletedProcess[str]]) -> None:
+    done = python("import numpy, mpicoll\nfor _ in range(50): mpicoll.iallreduce(numpy.ones(10_000))")
+    assert (done.returncode, done.stdout) == (0, "")

@@ -1,0 +1,50 @@
+"""Run one test body on the ranks of either transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mpicoll
+
+NAMES = ("local-1", "local-2", "local-3", "local-4", "mpi")
+
+
+class Ranks:
+    """``ranks(body, *args)`` calls ``body(*args)`` on every rank: on threads here, or in each process of an MPI job."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.local = 0 if name == "mpi" else int(name.removeprefix("local-"))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def size(self) -> int:
+        return self.local or mpicoll.world().size
+
+    def __call__(self, body: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
+        """What the ranks of this process return: all of them, or this one under MPI."""
+        if self.local:
+            return mpicoll.run_local(body, self.local, *args, timeout=timeout)
+        return [body(*args)]
+
+
+class Comms:
+    """The world, a part of it with the order of ranks reversed, and a group that rank 0 is no member of."""
+
+    def __init__(self) -> None:
+        world = mpicoll.world()
+        self._parts = {
+            "split": world.split(world.rank % 2, -world.rank),
+            "group": world.group(range(world.size - 1, 0, -1) if world.size > 1 else [0]),
+        }
+
+    def __getitem__(self, name: str) -> mpicoll.Communicator | None:
+        return mpicoll.world() if name == "world" else self._parts[name]
+
+    def free(self) -> None:
+        for part in self._parts.values():
+            if part is not None:
+                part.free()

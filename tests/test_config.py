@@ -1,0 +1,59 @@
+"""The environment variables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpicoll.config import Config, config
+from mpicoll.errors import SetupError
+
+
+def test_nothing_set() -> None:
+    assert Config.read({}) == Config(algorithms="", timeout=1800.0, transport="auto")
+
+
+def test_everything_set() -> None:
+    environ = {
+        "MPICOLL_ALGORITHMS": "allreduce:ring",
+        "MPICOLL_TIMEOUT": "2.5",
+        "MPICOLL_TRANSPORT": "local",
+        "OTHER": "ignored",
+    }
+    assert Config.read(environ) == Config(algorithms="allreduce:ring", timeout=2.5, transport="local")
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi", "local"], ids="transport-{}".format)
+def test_transports(transport: str) -> None:
+    assert Config.read({"MPICOLL_TRANSPORT": transport}).transport == transport
+
+
+@pytest.mark.parametrize("value", ["", "MPI", "tcp", " local"])
+def test_malformed_transport(value: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        Config.read({"MPICOLL_TRANSPORT": value})
+    assert str(caught.value) == f"MPICOLL_TRANSPORT={value!r}: must be auto, mpi or local"
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "inf", "nan", "1s", "-inf"])
+def test_malformed_timeout(value: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        Config.read({"MPICOLL_TIMEOUT": value})
+    assert str(caught.value) == f"MPICOLL_TIMEOUT={value!r}: must be a positive number of seconds"
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().timeout = 1.0  # type: ignore[misc]
+
+
+def test_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = config()
+    monkeypatch.setenv("MPICOLL_TIMEOUT", str(before.timeout + 1))
+    assert config() is before
+
+
+def test_every_variable_is_documented() -> None:
+    for field in dataclasses.fields(Config):
+        assert f"``MPICOLL_{field.name.upper()}``" in (Config.__doc__ or "")

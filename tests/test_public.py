@@ -1,0 +1,108 @@
+"""The public names, pinned: a change here is a change for every user."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import mpicoll
+from mpicoll import errors
+
+NAMES = re.findall(
+    r"\w+",
+    """
+    AlgorithmError ArgumentError Choice CommunicationError Communicator CommunicatorError DTypeError DeviceError
+    MpicollError Op Plan RankError RankFailed Request ScheduleError SetupError ShapeError Status Timeout
+    TruncationError
+    algorithms allgather allgather_init allreduce allreduce_init alltoall alltoall_init barrier barrier_init bcast
+    bcast_init explain exscan exscan_init gather gather_init iallgather iallreduce ialltoall ibarrier ibcast iexscan
+    igather iprobe irecv ireduce ireduce_scatter iscan iscatter isend premul_sum probe recv reduce reduce_init
+    reduce_scatter reduce_scatter_init run_local scan scan_init scatter scatter_init schedules send sendrecv waitall
+    waitany world
+    """,
+)
+
+COMMUNICATOR = re.findall(r"\w+", "check free group local_rank local_size mpi next_tag node node_comm num_nodes split")
+
+
+def test_names() -> None:
+    assert sorted(mpicoll.__all__) == sorted(NAMES)
+    assert len(set(mpicoll.__all__)) == len(mpicoll.__all__)
+
+
+def test_all_is_all_there_is() -> None:
+    """Apart from the modules, which come along with their imports."""
+    there = {name for name, value in vars(mpicoll).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    assert there == set(NAMES) - {"schedules"}
+
+
+def test_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", mpicoll.__version__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_says_what_it_is(name: str) -> None:
+    value = getattr(mpicoll, name)
+    text = inspect.getdoc(value) if name == "schedules" else value.__doc__
+    assert text
+    assert not text.startswith(f"{name}(")  # what a dataclass gets that has no docstring of its own
+
+
+@pytest.mark.parametrize("name", ["Communicator", "Request", "Plan"])
+def test_methods_say_what_they_do(name: str) -> None:
+    for method, value in vars(getattr(mpicoll, name)).items():
+        if not method.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+            assert value.__doc__, f"{name}.{method}"
+
+
+@pytest.mark.parametrize("collective", mpicoll.schedules.collectives())
+def test_every_collective_has_three_forms_with_the_same_arguments(collective: str) -> None:
+    parameters = [
+        list(inspect.signature(getattr(mpicoll, name)).parameters.values())
+        for name in (collective, f"i{collective}", f"{collective}_init")
+    ]
+    assert parameters[0] == parameters[1] == parameters[2]
+
+
+def test_public_members_of_a_communicator() -> None:
+    assert sorted(name for name in vars(mpicoll.Communicator) if not name.startswith("_")) == sorted(COMMUNICATOR)
+
+
+def drawn() -> dict[str, tuple[str, list[str]]]:
+    """The tree in the docstring of errors: name -> (parent, the built-in classes it names)."""
+    tree: dict[str, tuple[str, list[str]]] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.fullmatch(r"    ([│├└─ ]*)(\w+)(.*)", line)
+        if match is None:
+            continue
+        depth = len(match[1]) // 4
+        path[depth:] = [match[2]]
+        also = re.search(r"\(also an? (\w+)\)", match[3])
+        tree[match[2]] = (path[depth - 1] if depth else "Exception", [also[1]] if also else [])
+    return tree
+
+
+def test_the_tree_of_errors_is_as_drawn() -> None:
+    tree = drawn()
+    assert sorted(tree) == sorted(errors.__all__)
+    for name, (parent, also) in tree.items():
+        assert [base.__name__ for base in getattr(errors, name).__bases__] == [parent, *also], name
+
+
+def test_errors_are_public() -> None:
+    assert set(errors.__all__) <= set(mpicoll.__all__)
+    for name in errors.__all__:
+        assert getattr(mpicoll, name) is getattr(errors, name)
+
+
+def test_a_timeout_can_be_caught_as_pythons_own() -> None:
+    with pytest.raises(TimeoutError):
+        raise mpicoll.Timeout("late")
+
+
+def test_rank_failed_names_the_dead() -> None:
+    assert mpicoll.RankFailed("gone", (1, 3)).ranks == (1, 3)
+    assert mpicoll.RankFailed("somebody is gone").ranks == ()

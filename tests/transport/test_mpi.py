@@ -1,0 +1,349 @@
+"""The MPI transport by itself."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll
+from mpicoll.transport.base import Envelope
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def end() -> Iterator[Any]:
+    """This rank's end of a fresh transport."""
+    from mpi4py import MPI
+
+    from mpicoll.transport.mpi import duplicate
+
+    made = duplicate(MPI.COMM_WORLD)
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages over 64 bytes are large, and made of blocks of 16."""
+    from mpicoll.transport import mpi
+
+    monkeypatch.setattr(mpi, "_INT_MAX", 64)
+    monkeypatch.setattr(mpi, "_BLOCK", 16)
+
+
+def needs_peers() -> None:
+    """Open MPI cuts a message to oneself that is larger than a receive posted before it, and reports no error."""
+    if mpicoll.world().size < 2:
+        pytest.skip("needs two ranks")
+
+
+def neighbours(end: Any) -> tuple[int, int]:
+    return (end.rank - 1) % end.size, (end.rank + 1) % end.size
+
+
+def octets(size: int, seed: int) -> np.ndarray:
+    return ((np.arange(size) * 7 + seed * 31) % 251).astype(np.uint8)
+
+
+def test_world_is_a_duplicate(end: Any) -> None:
+    from mpi4py import MPI
+
+    for comm in (end.mpi, end._collective):
+        assert MPI.Comm.Compare(comm, MPI.COMM_WORLD) == MPI.CONGRUENT
+    assert MPI.Comm.Compare(end.mpi, end._collective) == MPI.CONGRUENT
+
+
+def test_tags_up_to_the_largest(end: Any) -> None:
+    left, right = neighbours(end)
+    assert end.max_tag >= 32767
+    for tag in (0, 32767, end.max_tag):
+        into = np.zeros(1, np.uint8)
+        pending = end.irecv(into, left, tag)
+        end.send(np.full(1, 5, np.uint8), right, tag)
+        assert pending.wait(20) == Envelope(left, tag, 1)
+
+
+def test_parts_have_the_same_largest_tag() -> None:
+    world = mpicoll.world()
+    with world.split(0) as part, world.group(range(world.size)) as group:
+        assert world.transport.max_tag == part.transport.max_tag == group.transport.max_tag
+        largest = world.transport.max_tag
+        for comm in (part, group, world):
+            pending = mpicoll.irecv(np.zeros(1), world.rank, largest, comm=comm)
+            mpicoll.send(np.ones(1), world.rank, largest, comm=comm)
+            assert pending.wait(20)[0] == 1.0
+            with pytest.raises(mpicoll.RankError, match="tag"):
+                mpicoll.isend(np.ones(1), 0, largest + 1, comm=comm)
+
+
+def test_equal_tags_are_matched_in_order(end: Any) -> None:
+    left, right = neighbours(end)
+    rooms = [np.zeros(1, np.uint8) for _ in range(10)]
+    pending = [end.irecv(room, left, 3) for room in rooms]
+    sent = [end.isend(np.full(1, number, np.uint8), right, 3) for number in range(10)]
+    assert [one.wait(20) for one in pending] == [Envelope(left, 3, 1)] * 10
+    assert [room[0] for room in rooms] == list(range(10))
+    for one in sent:
+        one.wait(20)
+
+
+def test_several_messages_of_a_round_to_one_peer(end: Any) -> None:
+    left, right = neighbours(end)
+    rooms = [np.zeros(size, np.uint8) for size in (3, 1, 2)]
+    end.exchange(
+        [(right, np.full(room.size, 10 * room.size + end.rank, np.uint8)) for room in rooms],
+        [(left, room) for room in rooms],
+        5,
+    )
+    assert [room.tolist() for room in rooms] == [[30 + left] * 3, [10 + left], [20 + left] * 2]
+
+
+def test_rounds_with_other_tags_may_be_received_first(end: Any) -> None:
+    left, right = neighbours(end)
+    late, early = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+    end.exchange([(right, np.full(1, 1, np.uint8)), (right, np.full(1, 2, np.uint8))], [], 1)
+    end.exchange([(right, np.full(1, 3, np.uint8))], [(left, early)], 2)
+    end.exchange([], [(left, late)], 1)
+    assert (early[0], late[0]) == (3, 1)
+    end.exchange([], [(left, late)], 1)
+    assert late[0] == 2
+
+
+def test_memory_that_can_not_be_written_may_be_sent(end: Any) -> None:
+    left, right = neighbours(end)
+    x = np.arange(6.0)
+    x.flags.writeable = False
+    got = mpicoll.irecv(np.zeros(6), left)
+    mpicoll.isend(x, right).wait(20)
+    assert got.wait(20).tolist() == x.tolist()
+    assert mpicoll.sendrecv(x, right, left).tolist() == x.tolist()
+    frozen = np.frombuffer(b"abcd", np.uint8)
+    room = np.zeros(4, np.uint8)
+    end.exchange([(right, frozen)], [(left, room)], 0)
+    assert room.tobytes() == b"abcd"
+
+
+# --- large messages
+
+SIZES = [64, 65, 79, 80, 81, 1000]
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("size", SIZES)
+def test_large_messages(end: Any, size: int) -> None:
+    left, right = neighbours(end)
+    mine, theirs = octets(size, end.rank), octets(size, left)
+
+    def room() -> np.ndarray:
+        return np.zeros(size + 8, np.uint8)
+
+    rooms = [room() for _ in range(4)]
+    end.exchange([(right, mine)], [(left, rooms[0][:size])], 0)
+    pending = end.irecv(rooms[1][:size], left, 1)
+    end.isend(mine, right, 1).wait(20)
+    assert pending.wait(20) == Envelope(left, 1, size)
+    assert end.sendrecv(mine, right, 2, rooms[2][:size], left, 2) == Envelope(left, 2, size)
+    sending = end.isend(mine, right, 3)
+    assert end.probe(left, 3, 20) == Envelope(left, 3, size)
+    assert end.recv(rooms[3][:size], None, 3) == Envelope(left, 3, size)
+    sending.wait(20)
+    for one in rooms:
+        assert one[:size].tolist() == theirs.tolist()
+        assert one[size:].tolist() == [0] * 8
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_large_and_small_ends_of_a_message(end: Any) -> None:
+    """A small message into large room arrives, and says how small it is."""
+    left, right = neighbours(end)
+    room = np.zeros(200, np.uint8)
+    pending = end.irecv(room, left, 0)
+    end.isend(octets(30, end.rank), right, 0).wait(20)
+    assert pending.wait(20) == Envelope(left, 0, 30)
+    assert room[:30].tolist() == octets(30, left).tolist()
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "tree"])
+def test_large_collectives(algorithm: str) -> None:
+    x = np.arange(501.0) * (mpicoll.world().rank + 1)
+    total = sum(range(1, mpicoll.world().size + 1))
+    assert mpicoll.allreduce(x, algorithm=algorithm).tolist() == (np.arange(501.0) * total).tolist()
+
+
+# --- messages that don't fit
+
+
+def test_a_message_that_is_too_large(end: Any) -> None:
+    needs_peers()
+    left, right = neighbours(end)
+    pending = end.irecv(np.zeros(2, np.uint8), left, 1)
+    sent = end.isend(np.ones(3, np.uint8), right, 1)
+    for wait in (lambda: pending.wait(20), lambda: pending.wait(None), pending.test):
+        with pytest.raises(mpicoll.TruncationError, match=rf"rank {end.rank}: .*larger than the buffer"):
+            wait()
+    sent.wait(20)
+
+
+def test_a_message_that_is_too_large_on_parts_of_the_world() -> None:
+    """They inherit that errors are returned; by default MPI ends the job."""
+    needs_peers()
+    world = mpicoll.world()
+    with world.split(0) as part, world.group(range(world.size)) as group:
+        for comm in (part, group):
+            left, right = neighbours(comm)
+            pending = mpicoll.irecv(np.zeros(2), left, comm=comm)
+            mpicoll.isend(np.ones(3), right, comm=comm)
+            with pytest.raises(mpicoll.TruncationError):
+                pending.wait(20)
+
+
+def test_a_failed_receive_is_no_other_calls_failure() -> None:
+    needs_peers()
+    world = mpicoll.world()
+    left, right = neighbours(world)
+    with world.split(0) as part:
+        failed = mpicoll.irecv(np.zeros(2), left, 1, comm=part)
+        dropped = mpicoll.irecv(np.zeros(2), left, 1, comm=part)
+        sent = [mpicoll.isend(np.ones(3), right, 1, comm=part) for _ in range(2)]
+        mpicoll.waitall(sent, 20)
+        mpicoll.barrier(comm=part)
+        del dropped
+        for number in range(20):
+            pending = mpicoll.irecv(np.zeros(1), left, 2, comm=part)
+            mpicoll.isend(np.full(1, float(number)), right, 2, comm=part).wait(20)
+            assert pending.wait(20)[0] == number
+        own = mpicoll.irecv(np.zeros(1), part.rank, 3, comm=part)
+        mpicoll.send(np.ones(1), part.rank, 3, comm=part)
+        assert own.wait(20)[0] == 1.0
+        assert failed.test()
+        for _ in range(2):
+            with pytest.raises(mpicoll.TruncationError, match="larger than the buffer"):
+                failed.wait(20)
+
+
+def test_a_message_that_is_too_small() -> None:
+    world = mpicoll.world()
+    left, right = neighbours(world)
+    pending = mpicoll.irecv(np.zeros((2, 2)), left, 4)
+    mpicoll.isend(np.ones(3), right, 4).wait(20)
+    with pytest.raises(mpicoll.TruncationError) as caught:
+        pending.wait(20)
+    assert str(caught.value) == (
+        f"irecv: a message of 24 bytes from rank {left} (tag 4) arrived where 32 bytes, shape (2, 2) of dtype float64,"
+        f" were expected (rank {world.rank} of {world.size})"
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_rounds_that_do_not_fit(end: Any, size: int) -> None:
+    if size > 4:
+        needs_peers()
+    left, right = neighbours(end)
+    message = "larger than the buffer" if size > 4 else rf"expected 4 bytes from rank {left}, got {size}"
+    with pytest.raises(mpicoll.TruncationError, match=message):
+        end.exchange([(right, np.zeros(size, np.uint8))], [(left, np.zeros(4, np.uint8))], 0)
+    room = np.zeros(4, np.uint8)
+    end.exchange([(right, octets(4, end.rank))], [(left, room)], 1)
+    assert room.tolist() == octets(4, left).tolist()
+
+
+# --- memory
+
+
+def test_the_memory_of_dropped_requests_lives_until_they_complete() -> None:
+    """MPI writes and reads it meanwhile."""
+    world = mpicoll.world()
+    left, right = neighbours(world)
+    size = 50_000
+    targets = [np.zeros(size) for _ in range(5)]
+    alive = [weakref.ref(target) for target in targets]
+    while targets:
+        mpicoll.irecv(out=targets.pop(0), source=left, tag=1)
+    gc.collect()
+    assert not any(ref() is None for ref in alive)
+    mpicoll.barrier()
+    for number in range(5):
+        mpicoll.isend(np.full(size, number + 1.0), right, tag=1)
+        gc.collect()
+
+    def arrived(number: int) -> bool:
+        target = alive[number]()
+        return target is None or bool(target[-1] == number + 1.0)
+
+    deadline = time.monotonic() + 20
+    while not all(arrived(number) for number in range(5)):
+        assert time.monotonic() < deadline
+        mpicoll.iprobe()  # lets MPI make progress
+    mpicoll.barrier()
+    # Requests that have completed are let go, a few for each new one.
+    for _ in range(20):
+        pending = mpicoll.irecv(np.zeros(1), left, tag=2)
+        mpicoll.isend(np.ones(1), right, tag=2).wait(20)
+        pending.wait(20)
+    gc.collect()
+    assert [ref() for ref in alive] == [None] * 5
+    assert len(world.transfers) < 20
+
+
+def test_many_messages_leave_nothing_behind() -> None:
+    world = mpicoll.world()
+    left, right = neighbours(world)
+    for number in range(300):
+        pending = mpicoll.irecv(np.zeros(1), left)
+        mpicoll.isend(np.full(1, float(number)), right)
+        assert pending.wait(20)[0] == number
+    assert len(world.transfers) < 20
+
+
+# --- what the engine asks for
+
+
+def test_errors_are_explained(end: Any) -> None:
+    from mpi4py import MPI
+
+    assert type(end.explain(MPI.Exception(MPI.ERR_TRUNCATE))) is mpicoll.TruncationError
+    assert type(end.explain(MPI.Exception(MPI.ERR_OTHER))) is mpicoll.CommunicationError
+    assert str(end.explain(MPI.Exception(MPI.ERR_OTHER))).startswith(f"rank {end.rank}: ")
+    other = ValueError("another")
+    assert end.explain(other) is other
+
+
+def test_background_needs_threads_in_mpi(end: Any) -> None:
+    from mpi4py import MPI
+
+    assert end.background == (MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def test_library_is_named() -> None:
+    from mpicoll.transport import mpi
+
+    name = mpi.library()
+    assert name
+    assert "\n" not in name
+    assert "," not in name
+
+
+def test_errors_are_returned_whatever_the_original_says() -> None:
+    from mpi4py import MPI
+
+    from mpicoll.transport.mpi import duplicate
+
+    theirs = MPI.COMM_WORLD.Dup()
+    theirs.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+    end = duplicate(theirs)
+    part, group = end.split(0, 0), end.group(range(end.size))
+    for one in (end, part, group):
+        for comm in (one.mpi, one._collective):
+            assert comm.Get_errhandler() == MPI.ERRORS_RETURN
+    assert theirs.Get_errhandler() == MPI.ERRORS_ARE_FATAL
+    for one in (part, group, end):
+        one.free()
+    theirs.Free()
