@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from mpicoll.errors import ArgumentError, Timeout
+from mpicoll.errors import ArgumentError
+from mpicoll.transport.base import poll
 
 
 class Handle(Protocol):
@@ -74,16 +74,10 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
     if len(active) == 1:
         index, one = active[0]
         return index, one.wait(timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
-    turns = 0
-    while True:
-        for index, one in active:
-            if one.test():
-                return index, one.wait(None)
-        if deadline is not None and time.monotonic() > deadline:
-            raise Timeout(f"waitany: none of {len(active)} requests completed within {timeout:g} s")
-        turns += 1
-        if turns > 1000:
-            time.sleep(50e-6)
-        elif turns > 20:
-            os.sched_yield()
+
+    def first_complete() -> tuple[int, Request] | None:
+        return next(((index, one) for index, one in active if one.test()), None)
+
+    found = poll(first_complete, timeout, f"waitany on {len(active)} requests")
+    assert found is not None
+    return found[0], found[1].wait(None)

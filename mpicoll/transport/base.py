@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
+
+from mpicoll.errors import Timeout
+
+T = TypeVar("T")
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 """Contiguous flat memory. What travels between ranks is ``uint8``; native reductions get their real dtype."""
@@ -106,6 +112,24 @@ class Transport(Protocol):
         """A group of `ranks` in that order; to be called by those ranks only."""
 
     def free(self) -> None: ...
+
+
+def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
+    """Ask `ready` until it gives something true, and return that: eagerly first, then leaving the core to others.
+
+    Raises Timeout, saying `what` it was, after `timeout` seconds.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    turns = 0
+    while not (value := ready()):
+        if deadline is not None and time.monotonic() > deadline:
+            raise Timeout(f"{what}: not complete within {timeout:g} s")
+        turns += 1
+        if turns > 1000:
+            time.sleep(50e-6)
+        elif turns > 20:
+            os.sched_yield()
+    return value
 
 
 def renumber(nodes: Sequence[int]) -> tuple[int, ...]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from mpi4py import MPI
 
-from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, renumber
+from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, TruncationError
+from mpicoll.transport.base import Envelope, Memory, Message, poll, renumber
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -136,7 +134,7 @@ class MpiPending:
         if timeout is None:
             self._advance(self._request.Wait)
         else:
-            _poll(lambda: self.test() is not None, timeout, f"rank {self.rank}: point-to-point transfer")
+            poll(self.test, timeout, f"rank {self.rank}: point-to-point transfer")
         assert self._done is not None
         return self._done
 
@@ -156,20 +154,6 @@ class MpiPending:
 
 def _envelope(status: MPI.Status) -> Envelope:
     return Envelope(status.Get_source(), status.Get_tag(), status.Get_elements(MPI.BYTE))
-
-
-def _poll(ready: Callable[[], bool], timeout: float, what: str) -> None:
-    """Ask until `ready` or Timeout: eagerly first, then leaving the core to others."""
-    deadline = time.monotonic() + timeout
-    turns = 0
-    while not ready():
-        if time.monotonic() > deadline:
-            raise Timeout(f"{what}: not complete within {timeout:g} s")
-        turns += 1
-        if turns > 1000:
-            time.sleep(50e-6)
-        elif turns > 20:
-            os.sched_yield()
 
 
 class MpiTransport:
@@ -255,7 +239,7 @@ class MpiTransport:
         if timeout is None:
             self._p2p.Probe(_source(source), _tag(tag), status)
         else:
-            _poll(lambda: self._p2p.Iprobe(_source(source), _tag(tag), status), timeout, f"rank {self.rank}: probe")
+            poll(lambda: self._p2p.Iprobe(_source(source), _tag(tag), status), timeout, f"rank {self.rank}: probe")
         return _envelope(status)
 
     @_translated
