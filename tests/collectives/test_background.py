@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from data import LAYOUTS
+from exercise import COLLECTIVES, exercise
+from ranks import Comms, Ranks
 
 import mpicoll
 
@@ -208,5 +210,23 @@ def test_results_of_small_repeated_calls_are_independent(ranks: Ranks) -> None:
                 mpicoll.allreduce(x, algorithm="nonsense")
         base = sum(range(world.size))
         assert [one.tolist() for one in kept] == [[base + n * world.size] * 4 for n in range(6) for _ in range(3)]
+
+    ranks(body)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_small_calls_that_were_prepared_before(ranks: Ranks, collective: str) -> None:
+    """The same call again with other values: right, and the first result stays as it was."""
+
+    def body() -> None:
+        comms = Comms()
+        for layout in LAYOUTS:
+            for dtype in ("float64", "int16", "bfloat16", "complex64"):
+                for shape in ((4, 3), (0, 2), (1,)):
+                    for root in ("first", "last"):
+                        row = {"dtype": dtype, "op": "sum", "library": "numpy", "shape": shape, "layout": layout}
+                        row |= {"out": "none", "form": "call", "algorithm": None, "comm": "world"}
+                        exercise(collective, {**row, "root": root, "counts": "none"}, comms)
+        comms.free()
 
     ranks(body)
