@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 import mpicoll
 
-NAMES = ("local-1", "local-2", "local-3", "local-4", "mpi")
+
+def _worlds(*sizes: int) -> list[Any]:
+    """Worlds of threads, and that of mpirun."""
+    return [*(f"local-{size}" for size in sizes), pytest.param("mpi", marks=pytest.mark.mpi)]
 
 
 class Ranks:
@@ -29,6 +34,36 @@ class Ranks:
         if self.local:
             return mpicoll.run_local(body, self.local, *args, timeout=timeout)
         return [body(*args)]
+
+
+def _at_least_two(world: Ranks) -> Ranks:
+    if world.size < 2:
+        pytest.skip("needs two ranks")
+    return world
+
+
+@pytest.fixture(params=_worlds(1, 2, 3, 4))
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Any number of ranks."""
+    return Ranks(request.param)
+
+
+@pytest.fixture(params=_worlds(2, 3, 4))
+def several(request: pytest.FixtureRequest) -> Ranks:
+    """At least two ranks."""
+    return _at_least_two(Ranks(request.param))
+
+
+@pytest.fixture(params=_worlds(1, 3))
+def some(request: pytest.FixtureRequest) -> Ranks:
+    """One number of ranks or another, for what does not depend on it, such as wrong arguments."""
+    return Ranks(request.param)
+
+
+@pytest.fixture(params=_worlds(3))
+def some_more(request: pytest.FixtureRequest) -> Ranks:
+    """The same, but at least two."""
+    return _at_least_two(Ranks(request.param))
 
 
 class Comms:

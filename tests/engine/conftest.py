@@ -11,24 +11,9 @@ from subprocess import CompletedProcess
 
 import pytest
 from launch import ROOT, mpirun
-from ranks import NAMES, Ranks
+from ranks import ranks, several
 
-WORLDS = [pytest.param(name, marks=pytest.mark.mpi if name == "mpi" else []) for name in NAMES]
-
-
-@pytest.fixture(params=WORLDS)
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Worlds of 1 to 4 threads, or that of mpirun."""
-    return Ranks(request.param)
-
-
-@pytest.fixture(params=WORLDS[1:])
-def several(request: pytest.FixtureRequest) -> Ranks:
-    """Worlds of at least two ranks."""
-    world = Ranks(request.param)
-    if world.size < 2:
-        pytest.skip("needs two ranks")
-    return world
+__all__ = ["job", "python", "ranks", "several"]
 
 
 @pytest.fixture

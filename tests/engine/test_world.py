@@ -123,7 +123,7 @@ def test_a_launcher_of_another_mpi(python: Python) -> None:
 
 def test_malformed_variables_are_told_at_the_first_use(python: Python) -> None:
     for name, value in (("MPICOLL_TIMEOUT", "soon"), ("MPICOLL_TRANSPORT", "tcp")):
-        done = python("import mpicoll\nprint('imported')\nmpicoll.world()", **{name: value})
+        done = python("import mpicoll\nprint('imported', flush=True)\nmpicoll.world()", **{name: value})
         assert done.returncode == 1
         assert done.stdout.startswith("imported")
         assert f"mpicoll.errors.SetupError: {name}={value!r}: must be" in done.stdout
