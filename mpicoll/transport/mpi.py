@@ -185,7 +185,11 @@ class MpiTransport:
         try:
             MPI.Request.Waitall(requests, statuses)
         except MPI.Exception:
-            # Some of them may still be under way: their memory must outlive the failure.
+            # Some may still be under way: nothing may arrive any more, and what leaves must outlive the failure.
+            for request in requests[: len(recvs)]:
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+                    request.Free()
             self._abandoned.append((requests, sends, recvs))
             _raise_first(statuses)
             raise
