@@ -152,7 +152,7 @@ def _divisible(collective: str, library: Any, shape: Any, out: str, counts: str,
     if collective == "alltoall":
         if out == "inplace" and counts in ("uneven", "zeros"):
             return False
-        return algorithm != "bruck" or counts == "none"
+        return algorithm not in ("bruck", "native") or counts == "none"
     return True
 
 

@@ -78,4 +78,6 @@ def output_pair(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) 
     if not isinstance(out, tuple) or len(out) != 2:
         raise DTypeError(f"{operation}: out must be a pair (values, indices), got {type(out).__name__}")
     parts = (output(operation, out[0], library.values, shape), output(operation, out[1], library.indices, shape))
+    if parts[0].overlaps(parts[1]):
+        raise ShapeError(f"{operation}: both arrays of out share memory, so one would overwrite the other")
     return Buffer(parts, np.empty(shape, like.array.dtype), like.dtype, library)

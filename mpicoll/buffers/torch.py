@@ -17,7 +17,7 @@ class TorchLibrary:
     """torch tensors on the CPU."""
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-        created = torch.empty(shape, dtype=like.user.dtype)
+        created = torch.empty(shape, dtype=like.user.dtype, device="cpu")
         return Buffer(created, _view(created, like.dtype), like.dtype, self)
 
     def finish(self, buffer: Buffer) -> Any:
@@ -63,7 +63,7 @@ def _dtype(dtype: torch.dtype) -> DType:
     if dtype is torch.bfloat16:
         return dtypes.BFLOAT16_WORDS
     try:
-        return dtypes.of_numpy(torch.empty((), dtype=dtype).numpy().dtype)
+        return dtypes.of_numpy(torch.empty((), dtype=dtype, device="cpu").numpy().dtype)
     except TypeError:
         return dtypes.opaque(str(dtype).removeprefix("torch."), dtype.itemsize)
 

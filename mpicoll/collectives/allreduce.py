@@ -89,7 +89,7 @@ def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | 
 
     return Operation(
         comm,
-        problem("allreduce", comm, algorithm, nbytes=work.array.nbytes, count=work.array.size, reduction=reduction),
+        problem("allreduce", comm, algorithm, nbytes=buffer.array.nbytes, count=work.array.size, reduction=reduction),
         algorithm,
         native=native,
         regions=lambda schedule: vector(schedule, work.array),

@@ -85,17 +85,14 @@ def _prepare(
         send, recv = send_and_recv_counts("alltoall", shape[0], counts, comm)
     arrived = result("alltoall", out, buffer, (sum(recv), *shape[1:]))
     source, target = Source(buffer, arrived), Target(arrived)
-    row_bytes = row_size(shape) * source.array.itemsize
     leave = extents(count * row_size(shape) for count in send)
     arrive = extents(count * row_size(shape) for count in recv)
 
     raw_source, raw_target = source.raw, target.raw
-    # Both kinds of call never match each other, and a rank knows only its own counts.
-    sizes = (None, None) if counts is None else ([n * row_bytes for n in send], [n * row_bytes for n in recv])
 
     def native(mpi: Native) -> None:
         source.load()
-        mpi.alltoall(raw_source, raw_target, *sizes)
+        mpi.alltoall(raw_source, raw_target)
         target.store()
 
     def regions(schedule: Schedule) -> list[Region]:
@@ -115,8 +112,9 @@ def _prepare(
             comm,
             algorithm,
             nbytes=source.array.nbytes if counts is None else None,
-            count=max(source.array.nbytes, target.array.nbytes) if counts is None else 0,
+            count=source.array.nbytes,
             counts=uneven,
+            refusal=None if counts is None else "a rank can't know whether MPI's counts hold the blocks of the others",
         ),
         algorithm,
         native=native,

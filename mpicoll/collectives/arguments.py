@@ -179,12 +179,14 @@ def problem(
     root: int = 0,
     reduction: Reduction | None = None,
     counts: Counts = (),
+    refusal: str | None = None,
 ) -> Problem:
-    """What selection has to know. `count` elements are the largest number that MPI would have to count.
+    """What selection has to know. `count` elements are the largest number that MPI would have to count; `refusal` is
+    another reason why MPI can't serve it.
 
     Raises AlgorithmError if `algorithm` does not exist or can't serve it.
     """
-    native: str | None = None
+    native = refusal
     if comm.transport.native is None:
         native = "there is no MPI library behind this communicator"
     elif count > comm.transport.native.max_count:

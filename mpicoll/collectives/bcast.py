@@ -31,7 +31,7 @@ def bcast(
     (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray:
+    if type(x) is np.ndarray and type(root) is int:
         key = ("bcast", x.dtype, x.shape, root, algorithm)
         return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, out, algorithm))
     return run(_prepare(communicator, x, root, out, algorithm))

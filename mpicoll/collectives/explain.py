@@ -36,6 +36,9 @@ def explain(
     if collective not in schedules.collectives():
         raise AlgorithmError(f"explain: no collective {collective!r}; there are {', '.join(schedules.collectives())}")
     communicator = resolve(comm)
+    root = arguments.rank("explain", "root", root, communicator)
+    if collective in ("scan", "exscan"):
+        arguments.no_average(collective, op)
     value = np.empty(1, dtype)
     sample = (value, np.zeros(1, int)) if op in ("minloc", "maxloc") else value
     reduction = arguments.operand(collective, sample, op)[1] if collective in _REDUCTIONS else None

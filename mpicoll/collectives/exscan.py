@@ -86,7 +86,7 @@ def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | 
 
     return Operation(
         comm,
-        problem("exscan", comm, algorithm, nbytes=prefix.nbytes, count=prefix.size, reduction=reduction),
+        problem("exscan", comm, algorithm, nbytes=buffer.array.nbytes, count=prefix.size, reduction=reduction),
         algorithm,
         native=native,
         regions=lambda schedule: vector(schedule, mine.array, prefix),

@@ -43,7 +43,7 @@ def gather(
     root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and counts is None:
+    if type(x) is np.ndarray and type(root) is int and counts is None:
         key = ("gather", x.dtype, x.shape, root, algorithm)
         return repeated(
             communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, None, out, algorithm)

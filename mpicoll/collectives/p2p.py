@@ -119,10 +119,7 @@ def irecv(
     def finish(envelope: Envelope) -> Any:
         return _received(communicator, "irecv", filled, target, envelope, status)
 
-    def takes_own(own: int) -> bool:
-        return source in (None, communicator.rank) and tag in (None, own)
-
-    return _request(communicator, pending, finish, _what("irecv from", source, communicator), takes_own)
+    return _request(communicator, pending, finish, _what("irecv from", source, communicator))
 
 
 def probe(
@@ -154,21 +151,15 @@ def _status(envelope: Envelope) -> Status:
 class _Transfer:
     """A point-to-point transfer as a request's handle; waits under the watch."""
 
-    __slots__ = ("_comm", "_envelope", "_finish", "_pending", "_what", "takes_own")
+    __slots__ = ("_comm", "_envelope", "_finish", "_pending", "_what")
 
     def __init__(
-        self,
-        comm: Communicator,
-        pending: Pending,
-        finish: Callable[[Envelope], Any],
-        what: tuple[Any, ...],
-        takes_own: Callable[[int], bool],
+        self, comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], what: tuple[Any, ...]
     ) -> None:
         self._comm = comm
         self._pending = pending
         self._finish = finish
         self._what = what
-        self.takes_own = takes_own
 
     def test(self) -> bool:
         try:
@@ -183,27 +174,8 @@ class _Transfer:
         return self._finish(self._envelope)
 
 
-def _no_own(tag: int) -> bool:
-    return False
-
-
-def _request(
-    comm: Communicator,
-    pending: Pending,
-    finish: Callable[[Envelope], Any],
-    what: tuple[Any, ...],
-    takes_own: Callable[[int], bool] = _no_own,
-) -> Request:
-    """The request for `pending`. `takes_own` says whether it receives a message of this rank's own with a tag."""
-    transfer = _Transfer(comm, pending, finish, what, takes_own)
-    transfers = comm.transfers
-    # MPI goes on reading or writing the memory of a request that the caller drops, so each is kept until it is seen to
-    # be complete; looking at two for each one that is added keeps their number in bounds.
-    for _ in range(min(2, len(transfers))):
-        oldest = transfers.popleft()
-        if not oldest.test():
-            transfers.append(oldest)
-    transfers.append(transfer)
+def _request(comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], what: tuple[Any, ...]) -> Request:
+    transfer = _Transfer(comm, pending, finish, what)
     return Request(transfer, transfer.value)
 
 
@@ -243,7 +215,7 @@ _checked_probe = names_rank(_checked)
 
 @names_rank
 def _need_own_recv(comm: Communicator, tag: int) -> None:
-    if not any(one.takes_own(tag) and not one.test() for one in comm.transfers):
+    if not comm.transport.takes_own(tag):
         raise RankError(
             f"send: rank {comm.rank} sends to itself, and has no irecv pending that takes tag {tag}: that would wait"
             " for ever; post the irecv first, or use isend or sendrecv"

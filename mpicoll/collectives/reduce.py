@@ -32,7 +32,7 @@ def reduce(
     is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str:
+    if type(x) is np.ndarray and type(root) is int and type(op) is str:
         key = ("reduce", x.dtype, x.shape, op, root, algorithm)
         return repeated(
             communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, root, out, algorithm)
@@ -86,7 +86,7 @@ def _prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algori
             "reduce",
             comm,
             algorithm,
-            nbytes=work.array.nbytes,
+            nbytes=buffer.array.nbytes,
             count=work.array.size,
             root=root,
             reduction=reduction,

@@ -121,7 +121,7 @@ def _prepare(
             "reduce_scatter",
             comm,
             algorithm,
-            nbytes=work.array.nbytes,
+            nbytes=buffer.array.nbytes,
             count=work.array.size,
             reduction=reduction,
             counts=rows,

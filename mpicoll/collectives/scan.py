@@ -75,7 +75,7 @@ def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | 
 
     return Operation(
         comm,
-        problem("scan", comm, algorithm, nbytes=work.array.nbytes, count=work.array.size, reduction=reduction),
+        problem("scan", comm, algorithm, nbytes=buffer.array.nbytes, count=work.array.size, reduction=reduction),
         algorithm,
         native=native,
         regions=lambda schedule: vector(schedule, work.array),

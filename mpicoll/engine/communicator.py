@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -41,8 +40,6 @@ class Communicator:
         self.progress = Progress(name, watch, background=transport.background, explain=transport.explain)
         # Small operations that were prepared once, by what tells them apart.
         self.repeated: dict[tuple[Any, ...], Any] = {}
-        # Point-to-point transfers that may be under way, kept for MPI's sake even if the caller drops them.
-        self.transfers: deque[Any] = deque()
         self.watch = watch
         self._tags = itertools.count()
         self._freed = False

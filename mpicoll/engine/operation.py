@@ -79,11 +79,12 @@ def _body(operation: Operation, choice: Choice, *, bound: bool = False) -> Calla
     ready = program() if bound else None
 
     def scheduled() -> None:
+        # Each run draws a tag, so that late messages of one that failed match no other. All ranks draw the same, since
+        # operations run in the same order on all of them; so it comes first, before anything can fail on one rank.
+        tag = comm.next_tag()
         current = ready or program()
         operation.load()
-        # Each run draws a tag, so that late messages of one that failed match no other. All ranks draw the same, since
-        # operations run in the same order on all of them.
-        current.run(comm.transport, comm.next_tag())
+        current.run(comm.transport, tag)
         operation.store()
 
     return scheduled
@@ -107,7 +108,7 @@ def repeated(
     try:
         known = None if forced() else comm.repeated.get(key)
     except TypeError:
-        # An argument that can't be hashed can't be right either: `prepare` says what is wrong with it.
+        # What can't be hashed is no name of an algorithm: `prepare` says so.
         known = None
     if known is not None and (out is None or _is_like(out, known[1])):
         try:

@@ -17,7 +17,7 @@ from threading import get_ident
 from typing import Any
 
 from mpicoll.engine.watch import Watch
-from mpicoll.errors import Timeout
+from mpicoll.errors import CommunicatorError, Timeout
 
 _log = logging.getLogger("mpicoll")
 
@@ -35,6 +35,9 @@ class Job:
         self.reported = False  # whether somebody has learned how it ended
         self.value: Any = None
         self.error: BaseException | None = None
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.what))
 
     def run(self) -> None:
         """Carry it out. The progress lock is held."""
@@ -66,7 +69,7 @@ class Job:
 
     def __del__(self) -> None:
         if self.error is not None and not self.reported:
-            _log.error("%s failed, and nobody waited for it", " ".join(map(str, self.what)), exc_info=self.error)
+            _log.error("%s failed, and nobody waited for it", self, exc_info=self.error)
 
 
 class Progress:
@@ -126,9 +129,9 @@ class Progress:
         with self._filled:
             self._queue.append(job)
             self._filled.notify()
-        if self._background and self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self._name}", daemon=True)
-            self._worker.start()
+            if self._background and self._worker is None:
+                self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self._name}", daemon=True)
+                self._worker.start()
         return job
 
     def poke(self) -> None:
@@ -149,7 +152,7 @@ class Progress:
         deadline = time.monotonic() + timeout
         while not job.done:
             if time.monotonic() > deadline:
-                raise Timeout(f"{' '.join(map(str, job.what))}: not complete within {timeout:g} s; it is still pending")
+                raise Timeout(f"{job}: not complete within {timeout:g} s; it is still pending")
             self.poke()
             time.sleep(20e-6)
 
@@ -166,10 +169,13 @@ class Progress:
     def close(self, *, abandon: bool = False) -> None:
         """End the worker, after what is queued has run or, to `abandon` it, without."""
         with self._lock:
-            if abandon:
-                self._queue.clear()
             while self._queue:
-                self._queue.popleft().run()
+                job = self._queue.popleft()
+                if abandon:
+                    job.error = CommunicatorError(f"{job}: abandoned, since its rank has failed")
+                    job.done = True
+                else:
+                    job.run()
         self.stop()
 
     def stop(self) -> None:

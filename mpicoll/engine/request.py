@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from mpicoll.config import config
 from mpicoll.errors import ArgumentError
 from mpicoll.transport.base import poll
 
@@ -66,7 +67,7 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
     """The index and the result of one of `requests` that has completed, waiting for it if need be.
 
     Requests that were waited for already are passed over, as MPI does. Raises ArgumentError if none is left, the
-    operation's exception, or Timeout after `timeout` seconds.
+    operation's exception, or Timeout after `timeout` seconds (MPICOLL_TIMEOUT if that is None).
     """
     active = [(index, one) for index, one in enumerate(requests) if not one.waited]
     if not active:
@@ -78,6 +79,7 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
     def first_complete() -> tuple[int, Request] | None:
         return next(((index, one) for index, one in active if one.test()), None)
 
-    found = poll(first_complete, timeout, f"waitany on {len(active)} requests")
+    bound = config().timeout if timeout is None else timeout
+    found = poll(first_complete, bound, f"waitany on {len(active)} requests")
     assert found is not None
     return found[0], found[1].wait(None)

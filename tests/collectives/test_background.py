@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
+import torch
 from data import LAYOUTS
 from exercise import COLLECTIVES, exercise
 from ranks import Comms, Ranks
@@ -230,3 +233,64 @@ def test_small_calls_that_were_prepared_before(ranks: Ranks, collective: str) ->
         comms.free()
 
     ranks(body)
+
+
+def test_a_root_that_can_change_is_read_at_each_call(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        root = torch.tensor(0)
+        for number in (0, 1, 0):
+            root.fill_(number)
+            for _ in range(2):
+                assert mpicoll.bcast(np.full(2, world.rank), root)[0] == number
+        assert mpicoll.bcast(np.full(2, world.rank), np.array(1))[0] == 1
+        with pytest.raises(mpicoll.RankError):
+            mpicoll.bcast(np.full(2, world.rank), 1.0)
+
+    several(body)
+
+
+def test_an_operation_that_fails_on_one_rank_is_no_other_ones_partner() -> None:
+    """The tags of the ranks stay equal, so what rank 1 still waits for does not match what rank 0 does next."""
+
+    def body() -> None:
+        first = mpicoll.world().rank == 0
+        x = np.full(2, 1e300 if first else 1.0)
+        with np.errstate(over="raise"):
+            if first:
+                with pytest.raises(FloatingPointError):
+                    mpicoll.allreduce(x, mpicoll.premul_sum(1e300))
+                with pytest.raises(mpicoll.CommunicationError):
+                    mpicoll.allreduce(x, "max")
+            else:
+                with pytest.raises(mpicoll.CommunicationError):
+                    mpicoll.allreduce(x, mpicoll.premul_sum(1.0))
+
+    mpicoll.run_local(body, 2, timeout=0.3)
+
+
+def test_a_receive_that_timed_out_swallows_nothing() -> None:
+    late = threading.Event()
+
+    def body() -> float:
+        if mpicoll.world().rank == 0:
+            late.wait(20)
+            mpicoll.send(np.ones(1), 1)
+            return 1.0
+        with pytest.raises(mpicoll.Timeout):
+            mpicoll.recv(np.zeros(1), 0)
+        late.set()
+        return float(mpicoll.recv(np.zeros(1), 0)[0])
+
+    assert mpicoll.run_local(body, 2, timeout=0.5) == [1.0, 1.0]
+
+
+def test_waitany_and_test_notice_a_rank_that_is_gone() -> None:
+    def body() -> None:
+        if mpicoll.world().rank == 1:
+            pending = [mpicoll.irecv(np.zeros(1), 0, tag) for tag in (1, 2)]
+            with pytest.raises(mpicoll.RankFailed):
+                mpicoll.waitany(pending)
+            assert pending[1].test()
+
+    mpicoll.run_local(body, 2)
