@@ -43,10 +43,6 @@ class Buffer:
         """The filled buffer as an object of its library."""
         return self.library.finish(self)
 
-    def contiguous(self) -> Array:
-        """The elements as a flat array in C order: the memory itself if it is contiguous, else a copy."""
-        return self.array.reshape(-1) if self.array.flags.c_contiguous else self.array.flatten()
-
     def load(self, target: Array) -> None:
         """Write the elements in C order to the flat array `target`, of the storage or the work dtype."""
         shaped = target.reshape(self.array.shape)

@@ -60,11 +60,6 @@ class DType:
     work: np.dtype[Any]
     kind: str
 
-    @property
-    def widened(self) -> bool:
-        """Whether reductions run in another dtype than the memory's."""
-        return self.work != self.storage
-
 
 @lru_cache(maxsize=256)
 def of_numpy(dtype: np.dtype[Any]) -> DType:
