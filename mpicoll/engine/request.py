@@ -48,7 +48,8 @@ class Request:
     def wait(self, timeout: float | None = None) -> Any:
         """The result. Raises what the operation raised, or Timeout after `timeout` seconds, when it is still pending.
 
-        Without `timeout` the bound is the communicator's (``MPICOLL_TIMEOUT``). May be called again.
+        Without `timeout` the bound is ``MPICOLL_TIMEOUT``, past which the job is ended. Without MPI_THREAD_MULTIPLE a
+        collective runs in this call, which may then take longer than `timeout`. May be called again.
         """
         if not self._waited:
             self._handle.wait(timeout)

@@ -120,9 +120,7 @@ class MpiNative:
 class MpiPending:
     """A non-blocking transfer. It remembers how it ended, since MPI tells that only once, and only to one thread."""
 
-    def __init__(
-        self, rank: int, request: MPI.Request, data: Memory, takes: tuple[Any, int | None, int | None]
-    ) -> None:
+    def __init__(self, rank: int, request: MPI.Request, data: Memory, takes: Takes) -> None:
         self.rank = rank
         self.takes = takes
         self._request = request
