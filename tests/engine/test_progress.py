@@ -280,7 +280,8 @@ def test_close_may_abandon_what_is_queued() -> None:
     queue = lazy()
     job = queue.submit(lambda: pytest.fail("ran"), WHAT)
     queue.close(abandon=True)
-    assert not job.done
+    with pytest.raises(mpicoll.CommunicatorError, match="abandoned"):
+        job.wait(None)
 
 
 def test_close_goes_on_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
