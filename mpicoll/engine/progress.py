@@ -173,7 +173,7 @@ class Progress:
                 job = self._queue.popleft()
                 if abandon:
                     job.error = CommunicatorError(f"{job}: abandoned, since its rank has failed")
-                    job.done = job.reported = True
+                    job.done = True
                 else:
                     job.run()
         self.stop()
