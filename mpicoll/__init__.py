@@ -38,9 +38,11 @@ from mpicoll.errors import (
     ScheduleError,
     SetupError,
     ShapeError,
+    SpawnError,
     Timeout,
     TruncationError,
 )
+from mpicoll.launch import spawn
 
 __version__ = "0.1.0"
 
@@ -62,6 +64,7 @@ __all__ = [
     "ScheduleError",
     "SetupError",
     "ShapeError",
+    "SpawnError",
     "Status",
     "Timeout",
     "TruncationError",
@@ -110,6 +113,7 @@ __all__ = [
     "schedules",
     "send",
     "sendrecv",
+    "spawn",
     "waitall",
     "waitany",
     "world",

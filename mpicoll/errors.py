@@ -9,12 +9,13 @@
     │   ├── RankError            (also a ValueError) a rank, a root or a tag is out of range
     │   ├── AlgorithmError       (also a ValueError) an unknown algorithm, or one that can't serve the request
     │   └── DeviceError          (also a TypeError) memory that this version can't reach
-    ├── CommunicatorError        a communicator that was freed, or can't be used at all
-    ├── CommunicationError       the exchange itself failed
+    ├── CommunicatorError        (also a RuntimeError) a communicator that was freed, or can't be used at all
+    ├── CommunicationError       (also a RuntimeError) the exchange itself failed
     │   ├── TruncationError      a message and the buffer that receives it differ in size
     │   ├── RankFailed           a peer is gone; ``ranks`` names it
     │   └── Timeout              (also a TimeoutError) nothing arrived within the bound
-    ├── SetupError               the surroundings are not what they should be: no MPI, two MPIs, a bad variable
+    ├── SetupError               (also a RuntimeError) the surroundings are wrong: no MPI, two of them, a bad variable
+    ├── SpawnError               (also a RuntimeError) a rank of a spawned job failed; ``rank`` and ``status`` say more
     └── ScheduleError            a schedule that does not do what its collective promises (see ``schedules.verify``)
 """
 
@@ -33,6 +34,7 @@ __all__ = [
     "ScheduleError",
     "SetupError",
     "ShapeError",
+    "SpawnError",
     "Timeout",
     "TruncationError",
 ]
@@ -66,11 +68,11 @@ class DeviceError(ArgumentError, TypeError):
     """The memory lies on a device that this version can't reach."""
 
 
-class CommunicatorError(MpicollError):
+class CommunicatorError(MpicollError, RuntimeError):
     """A communicator that was freed, or that can't carry collectives at all."""
 
 
-class CommunicationError(MpicollError):
+class CommunicationError(MpicollError, RuntimeError):
     """The exchange itself failed."""
 
 
@@ -90,8 +92,22 @@ class Timeout(CommunicationError, TimeoutError):
     """Nothing arrived within the bound. The operation is still pending where it waited for a message."""
 
 
-class SetupError(MpicollError):
+class SetupError(MpicollError, RuntimeError):
     """The surroundings are not what they should be: no MPI library, two of them, a malformed variable."""
+
+
+class SpawnError(MpicollError, RuntimeError):
+    """A job that :func:`mpicoll.spawn` started has failed.
+
+    The message contains the traceback of the rank that failed first, ``rank`` is its number (None where that is not
+    known), ``status`` its exit status, or the launcher's where the rank left no word. ``__cause__`` is the rank's
+    exception, if it could be pickled.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.status = status
 
 
 class ScheduleError(MpicollError):

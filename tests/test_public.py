@@ -14,13 +14,13 @@ NAMES = re.findall(
     r"\w+",
     """
     AlgorithmError ArgumentError Choice CommunicationError Communicator CommunicatorError DTypeError DeviceError
-    MpicollError Op Plan RankError RankFailed Request ScheduleError SetupError ShapeError Status Timeout
-    TruncationError
+    MpicollError Op Plan RankError RankFailed Request ScheduleError SetupError ShapeError SpawnError Status
+    Timeout TruncationError
     algorithms allgather allgather_init allreduce allreduce_init alltoall alltoall_init barrier barrier_init bcast
     bcast_init explain exscan exscan_init gather gather_init iallgather iallreduce ialltoall ibarrier ibcast iexscan
     igather iprobe irecv ireduce ireduce_scatter iscan iscatter isend premul_sum probe recv reduce reduce_init
-    reduce_scatter reduce_scatter_init run_local scan scan_init scatter scatter_init schedules send sendrecv waitall
-    waitany world
+    reduce_scatter reduce_scatter_init run_local scan scan_init scatter scatter_init schedules send sendrecv spawn
+    waitall waitany world
     """,
 )
 

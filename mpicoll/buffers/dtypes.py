@@ -85,7 +85,12 @@ def opaque(name: str, itemsize: int) -> DType:
     return DType(name, storage, storage, "opaque")
 
 
+def means(op: str, dtype: DType) -> bool:
+    """Whether the reduction `op` has a meaning for `dtype`."""
+    return op in _MEANING[dtype.kind]
+
+
 def check(operation: str, op: str, dtype: DType) -> None:
     """Raise DTypeError, naming both, if the reduction `op` has no meaning for `dtype`."""
-    if op not in _MEANING[dtype.kind]:
+    if not means(op, dtype):
         raise DTypeError(f"{operation}: op {op!r} has no meaning for dtype {dtype.name}; {_REMEDY[dtype.kind]}")

@@ -44,8 +44,8 @@ def allgather(
     communicator = resolve(comm)
     if type(x) is np.ndarray and counts is None:
         key = ("allgather", x.dtype, x.shape, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, None, out, algorithm))
-    return run(_prepare(communicator, x, counts, out, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
+    return run(prepare(communicator, x, counts, out, algorithm))
 
 
 def iallgather(
@@ -57,7 +57,7 @@ def iallgather(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`allgather` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, counts, out, algorithm))
+    return start(prepare(resolve(comm), x, counts, out, algorithm))
 
 
 def allgather_init(
@@ -69,11 +69,11 @@ def allgather_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`allgather` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, counts, out, algorithm))
+    return Plan(prepare(resolve(comm), x, counts, out, algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
     buffer = recognise("allgather", x)
     shape = block_shape(buffer)
     rows = counts_of_parts("allgather", shape[0], counts, comm)

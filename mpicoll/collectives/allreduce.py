@@ -44,8 +44,8 @@ def allreduce(
     communicator = resolve(comm)
     if type(x) is np.ndarray and type(op) is str:
         key = ("allreduce", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, out, algorithm))
-    return run(_prepare(communicator, x, op, out, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
+    return run(prepare(communicator, x, op, out, algorithm))
 
 
 def iallreduce(
@@ -57,7 +57,7 @@ def iallreduce(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`allreduce` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, op, out, algorithm))
+    return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
 def allreduce_init(
@@ -69,11 +69,11 @@ def allreduce_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`allreduce` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, op, out, algorithm))
+    return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
     buffer, reduction = operand("allreduce", x, op)
     target = result("allreduce", out, buffer, buffer.array.shape)
     work = Work(buffer, reduction, target, comm.size)

@@ -45,8 +45,8 @@ def alltoall(
     communicator = resolve(comm)
     if type(x) is np.ndarray and counts is None:
         key = ("alltoall", x.dtype, x.shape, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, None, out, algorithm))
-    return run(_prepare(communicator, x, counts, out, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
+    return run(prepare(communicator, x, counts, out, algorithm))
 
 
 def ialltoall(
@@ -58,7 +58,7 @@ def ialltoall(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`alltoall` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, counts, out, algorithm))
+    return start(prepare(resolve(comm), x, counts, out, algorithm))
 
 
 def alltoall_init(
@@ -70,11 +70,11 @@ def alltoall_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`alltoall` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, counts, out, algorithm))
+    return Plan(prepare(resolve(comm), x, counts, out, algorithm))
 
 
 @names_rank
-def _prepare(
+def prepare(
     comm: Communicator, x: Any, counts: tuple[Counts, Counts] | None, out: Any, algorithm: str | None
 ) -> Operation:
     buffer = recognise("alltoall", x)

@@ -17,21 +17,21 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None) -> None:
     """Return when all ranks have called it. Raises AlgorithmError before any message leaves."""
     communicator = resolve(comm)
     key = ("barrier", communicator.size, algorithm)
-    repeated(communicator, key, _NOTHING, None, lambda own, out: _prepare(communicator, algorithm))
+    repeated(communicator, key, _NOTHING, None, lambda own, out: prepare(communicator, algorithm))
 
 
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
     """:func:`barrier` in the background: the request completes when all ranks have called it."""
-    return start(_prepare(resolve(comm), algorithm))
+    return start(prepare(resolve(comm), algorithm))
 
 
 def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan:
     """:func:`barrier` as a plan for repeated use."""
-    return Plan(_prepare(resolve(comm), algorithm))
+    return Plan(prepare(resolve(comm), algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, algorithm: str | None) -> Operation:
     return Operation(
         comm,
         problem("barrier", comm, algorithm, nbytes=0, count=0),

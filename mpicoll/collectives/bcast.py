@@ -33,8 +33,8 @@ def bcast(
     communicator = resolve(comm)
     if type(x) is np.ndarray and type(root) is int:
         key = ("bcast", x.dtype, x.shape, root, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, out, algorithm))
-    return run(_prepare(communicator, x, root, out, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, root, out, algorithm))
+    return run(prepare(communicator, x, root, out, algorithm))
 
 
 def ibcast(
@@ -46,7 +46,7 @@ def ibcast(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`bcast` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, root, out, algorithm))
+    return start(prepare(resolve(comm), x, root, out, algorithm))
 
 
 def bcast_init(
@@ -58,11 +58,11 @@ def bcast_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`bcast` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, root, out, algorithm))
+    return Plan(prepare(resolve(comm), x, root, out, algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | None) -> Operation:
     root = arguments.rank("bcast", "root", root, comm)
     buffer = template("bcast", x, out)
     filled = result("bcast", out, buffer, buffer.array.shape)

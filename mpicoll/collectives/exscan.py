@@ -35,8 +35,8 @@ def exscan(
     communicator = resolve(comm)
     if type(x) is np.ndarray and type(op) is str:
         key = ("exscan", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, out, algorithm))
-    return run(_prepare(communicator, x, op, out, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
+    return run(prepare(communicator, x, op, out, algorithm))
 
 
 def iexscan(
@@ -48,7 +48,7 @@ def iexscan(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`exscan` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, op, out, algorithm))
+    return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
 def exscan_init(
@@ -60,11 +60,11 @@ def exscan_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`exscan` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, op, out, algorithm))
+    return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
     no_average("exscan", op)
     buffer, reduction = operand("exscan", x, op)
     target = result("exscan", out, buffer, buffer.array.shape)

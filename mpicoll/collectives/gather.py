@@ -46,9 +46,9 @@ def gather(
     if type(x) is np.ndarray and type(root) is int and counts is None:
         key = ("gather", x.dtype, x.shape, root, algorithm)
         return repeated(
-            communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, None, out, algorithm)
+            communicator, key, x, out, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
         )
-    return run(_prepare(communicator, x, root, counts, out, algorithm))
+    return run(prepare(communicator, x, root, counts, out, algorithm))
 
 
 def igather(
@@ -61,7 +61,7 @@ def igather(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`gather` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, root, counts, out, algorithm))
+    return start(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
 def gather_init(
@@ -74,13 +74,11 @@ def gather_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`gather` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, root, counts, out, algorithm))
+    return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
 @names_rank
-def _prepare(
-    comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None
-) -> Operation:
+def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
     root = arguments.rank("gather", "root", root, comm)
     arguments.only_at_root("gather", out, root, comm)
     buffer = recognise("gather", x)

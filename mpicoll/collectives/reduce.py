@@ -35,9 +35,9 @@ def reduce(
     if type(x) is np.ndarray and type(root) is int and type(op) is str:
         key = ("reduce", x.dtype, x.shape, op, root, algorithm)
         return repeated(
-            communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, root, out, algorithm)
+            communicator, key, x, out, lambda own, out: prepare(communicator, own, op, root, out, algorithm)
         )
-    return run(_prepare(communicator, x, op, root, out, algorithm))
+    return run(prepare(communicator, x, op, root, out, algorithm))
 
 
 def ireduce(
@@ -50,7 +50,7 @@ def ireduce(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`reduce` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, op, root, out, algorithm))
+    return start(prepare(resolve(comm), x, op, root, out, algorithm))
 
 
 def reduce_init(
@@ -63,11 +63,11 @@ def reduce_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`reduce` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, op, root, out, algorithm))
+    return Plan(prepare(resolve(comm), x, op, root, out, algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorithm: str | None) -> Operation:
     root = arguments.rank("reduce", "root", root, comm)
     arguments.only_at_root("reduce", out, root, comm)
     buffer, reduction = operand("reduce", x, op)

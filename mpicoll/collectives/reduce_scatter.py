@@ -48,9 +48,9 @@ def reduce_scatter(
     if type(x) is np.ndarray and type(op) is str and counts is None:
         key = ("reduce_scatter", x.dtype, x.shape, op, algorithm)
         return repeated(
-            communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, None, out, algorithm)
+            communicator, key, x, out, lambda own, out: prepare(communicator, own, op, None, out, algorithm)
         )
-    return run(_prepare(communicator, x, op, counts, out, algorithm))
+    return run(prepare(communicator, x, op, counts, out, algorithm))
 
 
 def ireduce_scatter(
@@ -63,7 +63,7 @@ def ireduce_scatter(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`reduce_scatter` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, op, counts, out, algorithm))
+    return start(prepare(resolve(comm), x, op, counts, out, algorithm))
 
 
 def reduce_scatter_init(
@@ -76,11 +76,11 @@ def reduce_scatter_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`reduce_scatter` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, op, counts, out, algorithm))
+    return Plan(prepare(resolve(comm), x, op, counts, out, algorithm))
 
 
 @names_rank
-def _prepare(
+def prepare(
     comm: Communicator, x: Any, op: OpLike, counts: Counts | None, out: Any, algorithm: str | None
 ) -> Operation:
     buffer, reduction = operand("reduce_scatter", x, op)

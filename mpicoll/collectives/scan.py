@@ -33,8 +33,8 @@ def scan(
     communicator = resolve(comm)
     if type(x) is np.ndarray and type(op) is str:
         key = ("scan", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: _prepare(communicator, own, op, out, algorithm))
-    return run(_prepare(communicator, x, op, out, algorithm))
+        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
+    return run(prepare(communicator, x, op, out, algorithm))
 
 
 def iscan(
@@ -46,7 +46,7 @@ def iscan(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`scan` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, op, out, algorithm))
+    return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
 def scan_init(
@@ -58,11 +58,11 @@ def scan_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`scan` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, op, out, algorithm))
+    return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 
 @names_rank
-def _prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
     no_average("scan", op)
     buffer, reduction = operand("scan", x, op)
     target = result("scan", out, buffer, buffer.array.shape)

@@ -48,9 +48,9 @@ def scatter(
     if type(x) is np.ndarray and type(root) is int and counts is None:
         key = ("scatter", x.dtype, x.shape, root, algorithm)
         return repeated(
-            communicator, key, x, out, lambda own, out: _prepare(communicator, own, root, None, out, algorithm)
+            communicator, key, x, out, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
         )
-    return run(_prepare(communicator, x, root, counts, out, algorithm))
+    return run(prepare(communicator, x, root, counts, out, algorithm))
 
 
 def iscatter(
@@ -63,7 +63,7 @@ def iscatter(
     algorithm: str | None = None,
 ) -> Request:
     """:func:`scatter` in the background, with the same arguments. The request's value is the result."""
-    return start(_prepare(resolve(comm), x, root, counts, out, algorithm))
+    return start(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
 def scatter_init(
@@ -76,13 +76,11 @@ def scatter_init(
     algorithm: str | None = None,
 ) -> Plan:
     """:func:`scatter` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
-    return Plan(_prepare(resolve(comm), x, root, counts, out, algorithm))
+    return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
 @names_rank
-def _prepare(
-    comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None
-) -> Operation:
+def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
     root = arguments.rank("scatter", "root", root, comm)
     mine = comm.rank == root
     buffer = recognise("scatter", x) if mine else template("scatter", x, out)

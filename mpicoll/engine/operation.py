@@ -51,16 +51,19 @@ class Operation:
 
 def run(operation: Operation) -> Any:
     """Carry out `operation` and return its result."""
-    choice = choose(operation.problem, operation.algorithm)
-    operation.comm.progress.run(_body(operation, choice), (operation,))
+    operation.comm.progress.run(body(operation), (operation,))
     return operation.result()
 
 
 def start(operation: Operation) -> Request:
     """Carry out `operation` in the background. The request's value is its result."""
-    choice = choose(operation.problem, operation.algorithm)
-    job = operation.comm.progress.submit(_body(operation, choice), (operation,))
+    job = operation.comm.progress.submit(body(operation), (operation,))
     return Request(job, operation.result)
+
+
+def body(operation: Operation) -> Callable[[], None]:
+    """What carries out `operation`, to be run by the queue of its communicator, alone or as a part of a larger job."""
+    return _body(operation, choose(operation.problem, operation.algorithm))
 
 
 def _body(operation: Operation, choice: Choice, *, bound: bool = False) -> Callable[[], None]:

@@ -21,11 +21,36 @@ from mpicoll.errors import CommunicatorError, Timeout
 
 _log = logging.getLogger("mpicoll")
 
+_ENDING = threading.Lock()
+"""Held for the moment in which a job ends or is asked to say when it does."""
+
+_IDLE = 5.0
+"""Seconds after which a worker with nothing to do ends. A program may have thousands of communicators."""
+
+
+class _Refusal:
+    """What stands in the place of a queue's locks in a process that must not communicate."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _raise(self, *args: Any, **kwargs: Any) -> Any:
+        raise CommunicatorError(
+            f"communicator {self._name}: this process was forked from an MPI rank, and can't communicate; only the rank"
+            " itself can"
+        )
+
+    __enter__ = acquire = _raise
+    active = property(_raise)
+
+    def __exit__(self, *args: object) -> None:
+        """Never reached, but asked for by ``with``."""
+
 
 class Job:
     """An operation in the queue."""
 
-    __slots__ = ("_function", "_progress", "done", "error", "reported", "value", "what")
+    __slots__ = ("_callbacks", "_function", "_progress", "done", "error", "reported", "value", "what")
 
     def __init__(self, progress: Progress, function: Callable[[], Any], what: tuple[Any, ...]) -> None:
         self._progress = progress
@@ -33,6 +58,7 @@ class Job:
         self.what = what
         self.done = False
         self.reported = False  # whether somebody has learned how it ended
+        self._callbacks: list[Callable[[Job], None]] = []
         self.value: Any = None
         self.error: BaseException | None = None
 
@@ -52,7 +78,26 @@ class Job:
             raise
         finally:
             self._progress.current = None
+            self.finish()
+
+    def finish(self) -> None:
+        """It is done: tell who asked for it."""
+        with _ENDING:
             self.done = True
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+    def when_done(self, callback: Callable[[Job], None]) -> None:
+        """Call ``callback(job)`` once it is done, at once if it is already.
+
+        It runs on the thread that happens to finish the job, and holds up the others of its communicator meanwhile; it
+        must not wait or raise."""
+        with _ENDING:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def test(self) -> bool:
         """Whether it has completed."""
@@ -152,7 +197,7 @@ class Progress:
         deadline = time.monotonic() + timeout
         while not job.done:
             if time.monotonic() > deadline:
-                raise Timeout(f"{job}: not complete within {timeout:g} s; it is still pending")
+                raise Timeout(f"{job}: not complete within the timeout of {timeout:g} s; it is still pending")
             self.poke()
             time.sleep(20e-6)
 
@@ -168,15 +213,24 @@ class Progress:
 
     def close(self, *, abandon: bool = False) -> None:
         """End the worker, after what is queued has run or, to `abandon` it, without."""
+        if abandon:
+            self.abandon()
         with self._lock:
             while self._queue:
-                job = self._queue.popleft()
-                if abandon:
-                    job.error = CommunicatorError(f"{job}: abandoned, since its rank has failed")
-                    job.done = True
-                else:
-                    job.run()
+                self._queue.popleft().run()
         self.stop()
+
+    def abandon(self) -> None:
+        """Fail everything that is queued and does not run yet. Waits for nothing."""
+        while self._queue:
+            with suppress(IndexError):  # somebody else has just taken the last one
+                job = self._queue.popleft()
+                job.error = CommunicatorError(f"{job}: abandoned")
+                job.finish()
+
+    def refuse(self) -> None:
+        """Raise CommunicatorError from now on: this process was forked from the one that communicates."""
+        self._lock = self._filled = self._watch = _Refusal(self._name)  # type: ignore[assignment]
 
     def stop(self) -> None:
         """Let the worker end when the queue is empty."""
@@ -193,8 +247,10 @@ class Progress:
         while True:
             with self._filled:
                 while not self._queue and not self._closed:
-                    self._filled.wait()
+                    if not self._filled.wait(_IDLE):
+                        break
                 if not self._queue:
+                    self._worker = None
                     return
             with self._lock, suppress(BaseException):  # the job keeps it for whoever waits
                 self._head()

@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.watch import Watch, abort_on_uncaught
+from mpicoll.engine.poller import poller
+from mpicoll.engine.watch import Watch, abort_on_failure
 from mpicoll.errors import CommunicatorError, RankError, SetupError
 from mpicoll.transport import local, probe
 from mpicoll.transport.base import Transport
@@ -41,12 +42,25 @@ def _make_world() -> Communicator:
     with _world_lock:
         if _world is None:
             kind = config().transport
+            if kind != "local":
+                _refuse_children()
             if kind == "mpi" or (kind == "auto" and probe.launched(os.environ)):
                 _world = _mpi_world()
             else:
                 alone = local.transports(local.World(1, timeout=config().timeout))[0]
                 _world = Communicator(alone, None, name="world")
     return _world
+
+
+def _refuse_children() -> None:
+    """Raise CommunicatorError in a process that multiprocessing has started from a rank: it would pass for it."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    child = multiprocessing is not None and multiprocessing.parent_process() is not None
+    if child and "mpi4py.MPI" not in sys.modules and probe.launched(os.environ):
+        raise CommunicatorError(
+            "this process is a child of an MPI rank, and can't communicate: MPI belongs to the rank itself; exchange"
+            " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"
+        )
 
 
 def _mpi_world() -> Communicator:
@@ -83,13 +97,23 @@ def _guard() -> Watch | None:
     if mpi.world_size() == 1:
         return None
     watch = Watch(config().timeout, mpi.abort)
-    abort_on_uncaught(mpi.abort)
-    atexit.register(_finish_pending, watch, mpi.abort)
+    atexit.register(_finish_pending, watch, mpi.abort, os.getpid())
+    abort_on_failure(mpi.abort)
+    os.register_at_fork(after_in_child=lambda: _refuse_all(watch))
     return watch
 
 
-def _finish_pending(watch: Watch, abort: Callable[[int], None]) -> None:
+def _refuse_all(watch: Watch) -> None:
+    """In a forked child: MPI belongs to its parent alone."""
+    for queue in watch.queues():
+        queue.refuse()
+
+
+def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> None:
     """At exit: MPI must not be finalised under operations that are still running in the background."""
+    if os.getpid() != owner:
+        return
+    poller.stop()
     for queue in watch.queues():
         if not queue.drain(timeout=min(10.0, config().timeout)):
             sys.stderr.write(

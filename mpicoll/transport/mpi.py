@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar, cast
+
+import mpi4py
+import numpy as np
+
+if "mpi4py.MPI" not in sys.modules:
+    # mpi4py would finalise MPI in forked children too, where that hangs; see _finalize.
+    mpi4py.rc.finalize = False
 
 from mpi4py import MPI
 
@@ -38,6 +48,26 @@ _OPS = {
     "lor": MPI.LOR,
     "lxor": MPI.LXOR,
 }
+
+
+def _finalize(owner: int) -> None:
+    if os.getpid() == owner and not mpi4py.rc.finalize and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+atexit.register(_finalize, os.getpid())
+
+
+def _refuse_post(*args: Any) -> Any:
+    raise CommunicatorError("this process was forked from an MPI rank, and can't communicate; only the rank itself can")
+
+
+def _forked() -> None:
+    global _post  # noqa: PLW0603  every transfer goes through it
+    _post = _refuse_post  # type: ignore[assignment]  # it takes whatever it is given
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _explained(rank: int, error: MPI.Exception) -> CommunicationError:
@@ -115,6 +145,13 @@ class MpiNative:
 
     def barrier(self) -> None:
         self._comm.Barrier()
+
+    def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
+        datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
+        buffer = MPI.buffer.fromaddress
+        # mpi4py takes such a specification wherever it takes an array, and reads it faster. A count in it would mean that
+        # of a block where there is one for each rank.
+        return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
 
 
 class MpiPending:

@@ -23,10 +23,11 @@ WHAT = ("a test", "of the queue")
 def queue() -> Iterator[Progress]:
     one = Progress("test", None, background=True, explain=lambda error: error)
     yield one
+    worker = one._worker
     one.stop()
-    if one._worker is not None:
-        one._worker.join(20)
-        assert not one._worker.is_alive()
+    if worker is not None:
+        worker.join(20)
+        assert not worker.is_alive()
 
 
 def lazy() -> Progress:
@@ -244,7 +245,7 @@ def test_timeout_is_prompt_and_leaves_it_pending(queue: Progress) -> None:
     job = queue.submit(lambda: gate.wait(20), WHAT)
     begin = time.monotonic()
     with pytest.raises(
-        mpicoll.Timeout, match=r"^a test of the queue: not complete within 0\.1 s; it is still pending$"
+        mpicoll.Timeout, match=r"^a test of the queue: not complete within the timeout of 0\.1 s; it is still pending$"
     ):
         job.wait(0.1)
     assert 0.1 <= time.monotonic() - begin < 1.1

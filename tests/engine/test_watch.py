@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mpicoll.engine.watch import Watch, abort_on_uncaught
+from mpicoll.engine.watch import Watch, abort_on_failure
 
 Job = Callable[..., "CompletedProcess[str]"]
 
@@ -113,7 +113,7 @@ def test_dropped_queues_are_not_watched() -> None:
 def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
-    abort_on_uncaught(calls.append)
+    abort_on_failure(calls.append)
     error = ValueError("uncaught")
     sys.excepthook(ValueError, error, None)
     assert calls == [(ValueError, error, None), 1]

@@ -1,0 +1,69 @@
+"""Makes torch know mpicoll: torch calls :func:`register` when it is imported, if mpicoll is installed.
+
+Everything that takes time, or could go wrong, waits until a process group is made. Where c10d has no door for a backend
+of others, the functions in ``_DOORS`` are led through ours, which pass on whatever does not concern mpicoll.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+NAMES = ("mpicoll", "mpi")
+"""What the backend is called. "mpi" is ours only in a torch that was built without MPI."""
+
+_DOORS = ("init_process_group", "monitored_barrier", "split_group")
+
+
+def register() -> None:
+    """Register the backend with torch.distributed; instant, imports neither MPI nor numpy, and never raises."""
+    try:
+        enroll()
+    except Exception:
+        logging.getLogger("mpicoll").debug("the backend could not be registered with torch", exc_info=True)
+
+
+def enroll() -> None:
+    """Register the backend, or do nothing if it is registered already, or torch has no torch.distributed."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, "MPICOLL"):
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    for name in _DOORS:
+        door = _door(name, getattr(c10d, name))
+        for module in (c10d, dist):
+            setattr(module, name, door)
+    if not c10d.is_mpi_available():
+        _take_over_mpi(c10d)
+    c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """What torch calls for a new process group."""
+    return import_module("mpicoll.torch.creation").create(options, backend_options)
+
+
+def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def door(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module("mpicoll.torch.doors"), name)(original, *args, **kwargs)
+
+    return door
+
+
+def _take_over_mpi(c10d: ModuleType) -> None:
+    """Let "mpi" mean mpicoll wherever torch reads the name of a backend."""
+    plain = c10d.Backend.__new__
+
+    def named(cls: type[Any], name: Any) -> Any:
+        value = plain(cls, name)
+        return "mpicoll" if value == "mpi" else value
+
+    c10d.Backend.__new__ = staticmethod(named)
+    setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  it is no name that mypy knows

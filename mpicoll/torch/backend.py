@@ -1,0 +1,411 @@
+"""The process group: what torch's c10d calls. The only file that knows how it calls.
+
+C++ reaches a Python process group through some methods, Python through others; the names and arguments here are those.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from mpicoll.collectives import p2p
+from mpicoll.config import config
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import ArgumentError, ShapeError
+from mpicoll.torch import jobs, monitor, sparse
+from mpicoll.torch.jobs import Body
+from mpicoll.torch.quick import Quick
+from mpicoll.torch.tensors import flat_input
+from mpicoll.torch.work import Together, Work, transfer
+
+T = TypeVar("T")
+
+NAME = "mpicoll"
+
+_log = logging.getLogger("mpicoll")
+
+_OURS = timedelta(seconds=config().timeout)
+"""The bound of everything that waits, past which the job is ended."""
+
+_UNSET = timedelta(0)
+"""torch's options hold a negative timeout where none was given."""
+
+
+def untraced(cls: type[T]) -> type[T]:
+    """Keep torch.compile from looking into the methods of `cls`, which it would take for a part of the model.
+
+    The mark is what ``torch.compiler.disable`` sets, which would import the whole compiler.
+    """
+    for value in vars(cls).values():
+        if callable(value) and not isinstance(value, type):
+            value._torchdynamo_disable = True
+    return cls
+
+
+@untraced
+class ProcessGroupMpicoll(dist.ProcessGroup):
+    """A torch process group on an mpicoll communicator.
+
+    Collectives run in the order of their calls, blocking ones and asynchronous ones in one queue for each group. The
+    tensors of an asynchronous operation must not be changed before its Work has completed; its memory is kept until
+    then, even if the Work is dropped.
+    """
+
+    # Where c10d asks for the backend of a device it gets the group itself, and looks at these.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta) -> None:
+        super().__init__(comm.rank, comm.size)
+        self.comm = comm
+        self.quick = Quick(comm)
+        self._store = store
+        self._timeout = timeout
+        self._group_name = self._group_desc = ""
+        self._together: list[Work] | None = None
+        self._barriers = 0
+
+    # How torch gets to know a group.
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._group_name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._group_desc
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        self._group_desc = text
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The group itself: it serves tensors of the devices that it was made for."""
+        return self
+
+    @property
+    def options(self) -> Any:
+        return torch._C._distributed_c10d.Backend.Options(NAME, self._timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Collective: complete what is pending and free the communicator.
+
+        If something is still pending after the group's timeout, other ranks have not joined it; the communicator is
+        left alone then, since MPI is inside it."""
+        if self.comm.progress.drain(self._timeout.total_seconds()):
+            self.comm.free()
+        else:
+            _log.warning("%r is given up with an operation that the other ranks have not joined", self)
+            self.abort()
+
+    def abort(self) -> None:
+        """Give up what is queued and not yet running. What runs inside MPI can't be stopped."""
+        self.comm.progress.abandon()
+
+    def splitGroup(  # noqa: N802
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        devices: Any = None,
+    ) -> ProcessGroupMpicoll | None:
+        """A group of `ranks` of this one; None on other ranks. To be called by all of them."""
+        comm = self.comm.group(ranks)
+        if comm is None:
+            return None
+        store = dist.PrefixStore(f"split/{group_name}/", self._store)
+        part = ProcessGroupMpicoll(comm, store, timeout or self._timeout)
+        part.setGroupName(group_name or f"{self._group_name}:split")
+        part.setGroupDesc(group_desc or f"{self._group_desc}:split")
+        return part
+
+    split_group = splitGroup
+
+    def mergeRemoteGroup(self, *args: Any) -> Any:  # noqa: N802
+        raise NotImplementedError(
+            "merge_remote_group: an mpicoll group can't take in ranks of another MPI job; start all ranks in one job"
+        )
+
+    merge_remote_group = mergeRemoteGroup
+
+    # Collectives. The options are absent where Python calls a method of the group by itself; C++ passes them always.
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        if type(opts) is not AllreduceOptions:
+            tensors, opts = _as_list(tensors), _options(AllreduceOptions, None, timeout, reduceOp=opts)
+        tensor = tensors[0]
+        op = opts.reduceOp
+        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.all_reduce(tensor, op):
+            return None
+        _only("all_reduce", tensors)
+        make = jobs.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
+        return self._do("all_reduce", opts, make(self.comm, tensor, op), tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work | None:
+        opts = opts or AllreduceCoalescedOptions()
+        bodies = [jobs.all_reduce(self.comm, one, opts.reduceOp) for one in tensors]
+        return self._do("all_reduce_coalesced", opts, jobs.in_order(bodies), tensors)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        if type(opts) is not BroadcastOptions:
+            tensors, opts = _as_list(tensors), _options(BroadcastOptions, None, timeout, rootRank=opts)
+        tensor, root = tensors[0], opts.rootRank
+        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.broadcast(tensor, root):
+            return None
+        _only("broadcast", tensors)
+        return self._do("broadcast", opts, jobs.broadcast(self.comm, tensor, root), tensors)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work | None:
+        if type(opts) is not ReduceOptions:
+            tensors, opts = _as_list(tensors), _options(ReduceOptions, None, timeout, rootRank=opts, reduceOp=op)
+        _only("reduce", tensors)
+        return self._do("reduce", opts, jobs.reduce(self.comm, tensors[0], opts.reduceOp, opts.rootRank), tensors)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        opts = _options(AllgatherOptions, opts)
+        _only("all_gather", inputs)
+        return self._do("all_gather", opts, jobs.all_gather(self.comm, outputs[0], inputs[0]), outputs[0])
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
+        # outputs[i][j] gets rank i's inputs[j].
+        opts = _options(AllgatherOptions, opts)
+        if len(outputs) != self.comm.size or any(len(one) != len(inputs) for one in outputs):
+            raise ShapeError(
+                f"all_gather_coalesced: outputs must be a list for each of the {self.comm.size} ranks, each with"
+                f" {len(inputs)} tensors like the inputs, got lists of {[len(one) for one in outputs]}"
+            )
+        bodies = [jobs.all_gather(self.comm, [of[j] for of in outputs], one) for j, one in enumerate(inputs)]
+        return self._do("all_gather_coalesced", opts, jobs.in_order(bodies), [one for of in outputs for one in of])
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
+        opts = _options(AllgatherOptions, opts)
+        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.all_gather_single(output, tensor):
+            return None
+        return self._do("all_gather_single", opts, jobs.all_gather_single(self.comm, output, tensor), [output])
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
+        opts = _options(AllgatherOptions, opts)
+        _pairs("all_gather_single_coalesced", outputs, inputs)
+        bodies = [jobs.all_gather_single(self.comm, *pair) for pair in zip(outputs, inputs, strict=True)]
+        return self._do("all_gather_single_coalesced", opts, jobs.in_order(bodies), outputs)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs, opts = [outputs], [inputs], _options(GatherOptions, None, timeout, rootRank=opts)
+        opts = _options(GatherOptions, opts)
+        _only("gather", inputs)
+        into = outputs[0] if outputs else []
+        return self._do("gather", opts, jobs.gather(self.comm, into, inputs[0], opts.rootRank), into)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs, opts = [outputs], [inputs], _options(ScatterOptions, None, timeout, rootRank=opts)
+        opts = _options(ScatterOptions, opts)
+        _only("scatter", outputs)
+        parts = inputs[0] if inputs else []
+        return self._do("scatter", opts, jobs.scatter(self.comm, outputs[0], parts, opts.rootRank), outputs)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Work | None:
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs, opts = [outputs], [inputs], _options(ReduceScatterOptions, None, timeout, reduceOp=opts)
+        opts = _options(ReduceScatterOptions, opts)
+        _only("reduce_scatter", outputs)
+        return self._do(
+            "reduce_scatter", opts, jobs.reduce_scatter(self.comm, outputs[0], inputs[0], opts.reduceOp), outputs
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
+        opts = _options(ReduceScatterOptions, opts)
+        op = opts.reduceOp
+        quick = not opts.asyncOp and not profiler._is_profiler_enabled
+        if quick and self.quick.reduce_scatter_single(output, tensor, op):
+            return None
+        return self._do(
+            "reduce_scatter_single", opts, jobs.reduce_scatter_single(self.comm, output, tensor, op), [output]
+        )
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
+        opts = _options(ReduceScatterOptions, opts)
+        _pairs("reduce_scatter_single_coalesced", outputs, inputs)
+        bodies = [
+            jobs.reduce_scatter_single(self.comm, *pair, opts.reduceOp) for pair in zip(outputs, inputs, strict=True)
+        ]
+        return self._do("reduce_scatter_single_coalesced", opts, jobs.in_order(bodies), outputs)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
+        return self._do(
+            "all_to_all", _options(AllToAllOptions, opts), jobs.all_to_all(self.comm, outputs, inputs), outputs
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Work | None:
+        opts = _options(AllToAllOptions, opts)
+        even = not output_splits and not input_splits
+        quick = even and not opts.asyncOp and not profiler._is_profiler_enabled
+        if quick and self.quick.all_to_all_single(output, tensor):
+            return None
+        body = jobs.all_to_all_single(self.comm, output, tensor, output_splits, input_splits)
+        return self._do("all_to_all_single", opts, body, [output])
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        opts = _options(BarrierOptions, opts, timeout)
+        bound = opts.timeout if opts.timeout > _UNSET else self._timeout
+        if bound < _OURS and not opts.asyncOp:
+            # A call that blocks inside MPI can't be left any more, so that one runs in the background.
+            self._start("barrier", jobs.barrier(self.comm), []).wait(bound)
+            return None
+        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.barrier():
+            return None
+        return self._do("barrier", opts, jobs.barrier(self.comm), [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; rank 0 says which have not come within `timeout`. See ``monitor.barrier``."""
+        self._barriers += 1
+        store = dist.PrefixStore(f"monitored_barrier/{self._barriers}/", self._store)
+        bound = self._timeout if timeout is None else timeout
+        monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks)
+
+    # Older names, which torch still uses in places.
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # Messages.
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        _only("send", tensors)
+        request = p2p.isend(flat_input(tensors[0]), dst, tag, comm=self.comm)
+        return self._collect(self._recorded("send", lambda: transfer(request, tensors)))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        return self._recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
+        _only("recv", tensors)
+        status = p2p.Status()
+        request = p2p.irecv(None, src, tag, out=tensors[0], status=status, comm=self.comm)
+        return self._collect(self._recorded("recv", lambda: transfer(request, tensors, lambda: status.source)))
+
+    # Several operations as one: c10d's coalescing manager.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._together = self._together or [], None
+        return Work(Together([one.handle for one in works]), [])
+
+    def _collect(self, work: Work) -> Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # How all of them are run.
+
+    def _do(self, name: str, opts: Any, body: Body, outputs: list[torch.Tensor]) -> Work | None:
+        """Run `body` now, or in the background if that is asked for."""
+        if opts.asyncOp:
+            return self._start(name, body, outputs)
+        what = (name, "on", self)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"{NAME}:{name}"):
+                self.comm.progress.run(body, what)
+        else:
+            self.comm.progress.run(body, what)
+        return None
+
+    def _start(self, name: str, body: Body, outputs: list[torch.Tensor]) -> Work:
+        return self._collect(
+            self._recorded(name, lambda: Work(self.comm.progress.submit(body, (name, "on", self)), outputs))
+        )
+
+    def _recorded(self, name: str, start: Callable[[], Work]) -> Work:
+        """The work that `start` makes; a profiler, if there is one, sees it until it has completed."""
+        if not profiler._is_profiler_enabled:
+            return start()
+        with profiler.record_function(f"{NAME}:{name}") as record:
+            work = start()
+            record._call_end_callbacks_on_future(work.get_future())
+        return work
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroupMpicoll {self._group_name}: rank {self.comm.rank} of {self.comm.size}>"
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _options(kind: type[T], given: Any, timeout: timedelta | None = None, **values: Any) -> T:
+    """`given` if it is of this kind, else new ones with `values`; those that are None keep torch's default."""
+    if type(given) is kind:
+        return given
+    made: Any = kind()
+    for name, value in values.items():
+        if value is not None:
+            setattr(made, name, value)
+    if timeout is not None:
+        made.timeout = timeout
+    return made  # type: ignore[no-any-return]
+
+
+def _only(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    if len(tensors) != 1:
+        raise ArgumentError(f"{operation}: takes one tensor on each rank, got {len(tensors)}")
+
+
+def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    if len(outputs) != len(inputs):
+        raise ShapeError(f"{operation}: {len(inputs)} inputs need as many outputs, got {len(outputs)}")

@@ -1,0 +1,109 @@
+"""The common collectives, past c10d where that makes no difference but to the time they take.
+
+Each has the signature and the meaning of its namesake in torch.distributed. A blocking call on a plain CPU tensor and a
+process group of mpicoll goes straight to MPI; everything else goes to torch.distributed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+from torch.distributed import distributed_c10d as c10d
+
+from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.quick import Quick
+
+
+def _quick(group: Any) -> Quick | None:
+    """The quick calls of `group`, if this is no moment that c10d has to know about."""
+    found = c10d._world.default_pg if group is None else group
+    if type(found) is not ProcessGroupMpicoll or profiler._is_profiler_enabled or c10d._world.pg_coalesce_state:
+        return None
+    return None if torch.compiler.is_compiling() else found.quick
+
+
+def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    """As :func:`torch.distributed.all_reduce`."""
+    if not async_op:
+        quick = _quick(group)
+        if quick is not None and quick.all_reduce(tensor, op):
+            return None
+    return dist.all_reduce(tensor, op, group, async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
+    """As :func:`torch.distributed.broadcast`."""
+    # The default group's ranks are the global ones.
+    if not async_op and group is None and group_src is None and src is not None:
+        quick = _quick(None)
+        if quick is not None and quick.broadcast(tensor, src):
+            return None
+    return dist.broadcast(tensor, src, group, async_op, group_src)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> Any:
+    """As :func:`torch.distributed.all_gather_into_tensor`."""
+    if not async_op:
+        quick = _quick(group)
+        if quick is not None and quick.all_gather_single(output_tensor, input_tensor):
+            return None
+    return _all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,  # torch's name
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """As :func:`torch.distributed.reduce_scatter_tensor`."""
+    if not async_op:
+        quick = _quick(group)
+        if quick is not None and quick.reduce_scatter_single(output, input, op):
+            return None
+    return _reduce_scatter_single(output, input, op, group, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """As :func:`torch.distributed.all_to_all_single`."""
+    if not async_op and not output_split_sizes and not input_split_sizes:
+        quick = _quick(group)
+        if quick is not None and quick.all_to_all_single(output, input):
+            return None
+    return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
+    """As :func:`torch.distributed.barrier`."""
+    if not async_op and device_ids is None and timeout is None:
+        quick = _quick(group)
+        if quick is not None and quick.barrier():
+            return None
+    return dist.barrier(group, async_op, device_ids, timeout)
+
+
+# torch 2.13 has renamed these, and warns of the old names.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+all_gather_single = all_gather_into_tensor
+reduce_scatter_single = reduce_scatter_tensor

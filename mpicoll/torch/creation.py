@@ -1,0 +1,79 @@
+"""How a process group comes into being."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import world
+from mpicoll.errors import SetupError
+from mpicoll.torch import meeting
+from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
+from mpicoll.torch.groups import default_group
+from mpicoll.torch.mixed import MixedProcessGroup, others
+
+
+def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:
+    """The process group that torch asks for by `options` (its ``_DistributedBackendOptions``). Collective over it.
+
+    Raises SetupError if MPI has fewer ranks than the group.
+    """
+    comm = _communicator(options)
+    mix = _mix()
+    if set(mix.values()) == {NAME}:
+        return ProcessGroupMpicoll(comm, options.store, options.timeout)
+    return MixedProcessGroup(comm, options.store, options.timeout, others(mix, _unfinished(), options, backend_options))
+
+
+def _communicator(options: Any) -> Communicator:
+    ranks = list(options.global_ranks_in_group)
+    if ranks:
+        parent = default_group()
+        if parent is None:
+            # The default group is another backend's, so nobody has told us yet which of MPI's ranks are meant.
+            ranks = _members(options)
+            made = world().group(ranks)
+        else:
+            made = parent.comm.group(ranks)
+    else:
+        made = world().group(_members(options))
+    assert made is not None
+    return made
+
+
+def _members(options: Any) -> list[int]:
+    size = options.group_size
+    if world().size < size:
+        meeting.refuse_other_launchers(world().size, os.environ)
+        raise SetupError(
+            f"a process group of {size} ranks needs as many in MPI, which has {world().size}: start them by"
+            f" `mpirun -np {size} python script.py`, or by mpicoll.spawn"
+        )
+    return meeting.members(options.store, options.group_rank, size)
+
+
+def _caller() -> dict[str, Any]:
+    """The variables of the function of c10d that makes the group.
+
+    It tells a backend neither for which devices it is wanted nor what serves the others. A Python process group takes
+    the place of the whole mix, so it has to know.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "backend_config" not in frame.f_locals:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
+def _mix() -> Mapping[str, str]:
+    """The backends by device."""
+    config = _caller().get("backend_config")
+    return {"cpu": NAME} if config is None else config.get_device_backend_map()
+
+
+def _unfinished() -> Any:
+    """The group that c10d was about to make, with the backends that come before ours in the mix."""
+    return _caller().get("pg")

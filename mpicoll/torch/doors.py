@@ -1,0 +1,80 @@
+"""What happens to calls of torch.distributed that c10d would not let a backend of others answer.
+
+Each function gets torch's own, and the arguments of the call; calls that don't concern mpicoll go on to it unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mpicoll.autoload import NAMES
+from mpicoll.errors import ArgumentError
+from mpicoll.torch import meeting
+from mpicoll.torch.backend import ProcessGroupMpicoll
+
+Original = Callable[..., Any]
+
+
+def init_process_group(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """With mpicoll or mpi as the backend of any device, rank, size and store come from MPI where nobody gave them."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if names_mpicoll(call.arguments.get("backend")) and not dist.is_initialized():
+        meeting.complete(call.arguments)
+    return original(*call.args, **call.kwargs)
+
+
+def names_mpicoll(backend: Any) -> bool:
+    """Whether a backend string asks for mpicoll: ``mpicoll``, or ``cpu:mpicoll,cuda:nccl``."""
+    parts = [part.rpartition(":")[2] for part in backend.lower().split(",")] if isinstance(backend, str) else []
+    return any(dist.Backend(part) == "mpicoll" for part in parts if part in NAMES)
+
+
+def monitored_barrier(original: Original, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    """c10d's own takes gloo's groups only."""
+    found = c10d._get_default_group() if group is None else group
+    if not isinstance(found, ProcessGroupMpicoll):
+        original(group, timeout, wait_all_ranks)
+        return
+    if isinstance(timeout, float):
+        warnings.warn(f"monitored_barrier: timeout={timeout} is taken for seconds; pass a timedelta", stacklevel=3)
+        timeout = timedelta(seconds=timeout)
+    found.monitored_barrier(timeout, wait_all_ranks)
+
+
+def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """c10d's own wants a GPU."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments
+    parent = given.get("parent_pg") or c10d._get_default_group()
+    if not isinstance(parent, ProcessGroupMpicoll):
+        return original(*args, **kwargs)
+    parts = given.get("split_ranks")
+    if not parts or any(not part for part in parts):
+        raise ArgumentError(f"split_group: split_ranks must be lists of ranks of the parent group, got {parts!r}")
+    flat = [rank for part in parts for rank in part]
+    if len(set(flat)) != len(flat):
+        raise ArgumentError(f"split_group: a rank can be in one group only, got {parts!r}")
+    mine = next((sorted(part) for part in parts if parent.rank() in part), None)
+    # The name is drawn by all ranks, which must go on to draw the same.
+    name = c10d._process_group_name(mine or sorted(parts[0]), use_hashed_name=True)
+    if mine is None:
+        return None
+    group = parent.splitGroup(mine, given.get("timeout"), None, name, given.get("group_desc"))
+    assert group is not None
+    of_parent = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
+    c10d._register_pg_in_world(
+        group,
+        backend_name=c10d._world.pg_map[parent][0],
+        store=group.get_group_store(),
+        group_name=name,
+        backend_config=c10d._world.pg_backend_config[parent],
+        rank_mapping={of_parent[rank]: number for number, rank in enumerate(mine)},
+    )
+    return group

@@ -1,0 +1,38 @@
+"""Which communicator a torch process group means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import resolve
+from mpicoll.errors import CommunicatorError
+from mpicoll.torch.backend import ProcessGroupMpicoll
+
+
+def default_group() -> ProcessGroupMpicoll | None:
+    """torch's default process group, if it is one of mpicoll's."""
+    group = c10d.GroupMember.WORLD
+    return group if isinstance(group, ProcessGroupMpicoll) else None
+
+
+def communicator(group: Any = None) -> Communicator:
+    """The communicator of `group`: a process group of mpicoll, a communicator of mpicoll or mpi4py, or None for torch's
+    default group if that is mpicoll's, and for mpicoll's world if torch has none.
+
+    Raises CommunicatorError for process groups of other backends, and for this process not being a member.
+    """
+    if group is None and dist.is_initialized():
+        group = c10d.GroupMember.WORLD
+    if isinstance(group, ProcessGroupMpicoll):
+        return group.comm
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise CommunicatorError("this process is no member of the process group; only members may call this")
+    if isinstance(group, dist.ProcessGroup):
+        raise CommunicatorError(
+            f"the process group is one of {dist.get_backend(group)}; make one by new_group(backend='mpicoll')"
+        )
+    return resolve(group)

@@ -1,0 +1,249 @@
+"""torch's collectives in terms of the native ones.
+
+Each function checks its arguments, which raises ShapeError, DTypeError, RankError or DeviceError before any message
+leaves, and returns what carries the collective out. Ranks and roots are ranks of the communicator. Whatever differs
+between torch's conventions and MPI's is settled here, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from mpicoll.buffers.ops import OpLike, premul_sum
+from mpicoll.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    bcast,
+)
+from mpicoll.collectives import (
+    barrier as barriers,
+)
+from mpicoll.collectives import (
+    gather as gathers,
+)
+from mpicoll.collectives import (
+    reduce as reduces,
+)
+from mpicoll.collectives import (
+    reduce_scatter as reduce_scatters,
+)
+from mpicoll.collectives import (
+    scatter as scatters,
+)
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import body
+from mpicoll.errors import DTypeError, ShapeError
+from mpicoll.torch.tensors import (
+    Restore,
+    check_list,
+    check_numel,
+    check_same_dtype,
+    flat_input,
+    flat_output,
+    joined_input,
+    joined_output,
+)
+
+Body: TypeAlias = "Callable[[], None]"
+
+# By hash, which is the number of the operation: a ReduceOp and the member of its enumeration that it stands for are no
+# equal keys, and to ask the one for the other takes longer than to reduce a small tensor.
+_OPS = {
+    hash(dist.ReduceOp.SUM): "sum",
+    hash(dist.ReduceOp.AVG): "avg",
+    hash(dist.ReduceOp.PRODUCT): "prod",
+    hash(dist.ReduceOp.MIN): "min",
+    hash(dist.ReduceOp.MAX): "max",
+    hash(dist.ReduceOp.BAND): "band",
+    hash(dist.ReduceOp.BOR): "bor",
+    hash(dist.ReduceOp.BXOR): "bxor",
+    hash(dist.ReduceOp.PREMUL_SUM): "premul_sum",
+}
+
+# torch's sums and products of truth values are truth values.
+_BOOL_OPS = {"sum": "lor", "prod": "land"}
+
+
+def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
+    """The native operation that torch's `op` (a ReduceOp, or one of its members) means for `dtype`."""
+    name = _OPS.get(hash(op)) if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)) else None
+    if name is None:
+        raise DTypeError(
+            f"{operation}: {op!r} is no reduction that mpicoll knows; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR,"
+            " BXOR and PREMUL_SUM of torch.distributed.ReduceOp"
+        )
+    if name == "premul_sum":
+        # The factor is nowhere else to be had.
+        factor = op.__getstate__()[1]
+        number = factor.item() if isinstance(factor, torch.Tensor) else factor
+        # torch takes no int for a factor.
+        whole = not (dtype.is_floating_point or dtype.is_complex) and isinstance(number, float) and number.is_integer()
+        return premul_sum(int(number) if whole else number)
+    return _BOOL_OPS.get(name, name) if dtype is torch.bool else name
+
+
+def in_order(bodies: Sequence[Body]) -> Body:
+    """One job of several."""
+
+    def run() -> None:
+        for one in bodies:
+            one()
+
+    return run
+
+
+def _then(run: Body, restore: Restore) -> Body:
+    return run if restore is None else in_order([run, restore])
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Body:
+    """In place."""
+    return body(allreduce.prepare(comm, tensor, op_of("all_reduce", op, tensor.dtype), tensor, None))
+
+
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Body:
+    """In place at the root; nothing changes elsewhere."""
+    out = tensor if comm.rank == root else None
+    return body(reduces.prepare(comm, tensor, op_of("reduce", op, tensor.dtype), root, out, None))
+
+
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Body:
+    """In place."""
+    return body(bcast.prepare(comm, tensor, root, tensor, None))
+
+
+def barrier(comm: Communicator) -> Body:
+    return body(barriers.prepare(comm, None))
+
+
+def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Body:
+    """``outputs[i]`` gets rank i's tensor. Tensors may differ in size from rank to rank, if all ranks say so."""
+    check_list("all_gather", "the output list", outputs, comm.size, comm.rank)
+    check_same_dtype("all_gather", tensor, outputs[0], comm.rank)
+    sizes = [one.numel() for one in outputs]
+    check_numel("all_gather", "the input", tensor.numel(), sizes[comm.rank], comm.rank)
+    whole, restore = joined_output("all_gather", outputs)
+    counts = sizes if len(set(sizes)) > 1 else None
+    return _then(body(allgather.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+
+
+def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Body:
+    """`output` gets the tensors of all ranks, one after the other."""
+    check_same_dtype("all_gather_single", tensor, output, comm.rank)
+    check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size, comm.rank)
+    whole, restore = flat_output("all_gather_single", output)
+    return _then(body(allgather.prepare(comm, flat_input(tensor), None, whole, None)), restore)
+
+
+def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Body:
+    """At the root, ``outputs[i]`` gets rank i's tensor; all are of the same size."""
+    whole, restore = None, None
+    if comm.rank == root:
+        check_list("gather", "the output list", outputs, comm.size, comm.rank)
+        check_same_dtype("gather", tensor, outputs[0], comm.rank)
+        for i, one in enumerate(outputs):
+            check_numel("gather", f"output {i}", one.numel(), tensor.numel(), comm.rank)
+        whole, restore = joined_output("gather", outputs)
+    return _then(body(gathers.prepare(comm, flat_input(tensor), root, None, whole, None)), restore)
+
+
+def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Body:
+    """Rank i's `output` gets the root's ``tensors[i]``; all are of the same size."""
+    whole = None
+    if comm.rank == root:
+        check_list("scatter", "the input list", tensors, comm.size, comm.rank)
+        check_same_dtype("scatter", tensors[0], output, comm.rank)
+        for i, one in enumerate(tensors):
+            check_numel("scatter", f"input {i}", one.numel(), output.numel(), comm.rank)
+        whole = joined_input(tensors)
+    target, restore = flat_output("scatter", output)
+    return _then(body(scatters.prepare(comm, whole, root, None, target, None)), restore)
+
+
+def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Body:
+    """Rank i's `output` gets the reduction of all ranks' ``tensors[i]``. Sizes may differ from i to i."""
+    check_list("reduce_scatter", "the input list", tensors, comm.size, comm.rank)
+    check_same_dtype("reduce_scatter", tensors[0], output, comm.rank)
+    sizes = [one.numel() for one in tensors]
+    check_numel("reduce_scatter", "the output", output.numel(), sizes[comm.rank], comm.rank)
+    native = op_of("reduce_scatter", op, output.dtype)
+    target, restore = flat_output("reduce_scatter", output)
+    counts = sizes if len(set(sizes)) > 1 else None
+    prepared = reduce_scatters.prepare(comm, joined_input(tensors), native, counts, target, None)
+    return _then(body(prepared), restore)
+
+
+def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Body:
+    """Rank i's `output` gets the reduction of the i-th part of all ranks' tensors."""
+    check_same_dtype("reduce_scatter_single", tensor, output, comm.rank)
+    check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size, comm.rank)
+    native = op_of("reduce_scatter_single", op, output.dtype)
+    target, restore = flat_output("reduce_scatter_single", output)
+    return _then(body(reduce_scatters.prepare(comm, flat_input(tensor), native, None, target, None)), restore)
+
+
+def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Body:
+    """``outputs[j]`` gets the tensor that rank j has for this rank; ``tensors[i]`` goes to rank i. Any sizes."""
+    check_list("all_to_all", "the output list", outputs, comm.size, comm.rank)
+    check_list("all_to_all", "the input list", tensors, comm.size, comm.rank)
+    check_same_dtype("all_to_all", tensors[0], outputs[0], comm.rank)
+    # Even where this rank's sizes are all equal, those of the others may not be; they must choose alike.
+    counts = [one.numel() for one in tensors], [one.numel() for one in outputs]
+    whole, restore = joined_output("all_to_all", outputs)
+    return _then(body(alltoall.prepare(comm, joined_input(tensors), counts, whole, None)), restore)
+
+
+def all_to_all_single(
+    comm: Communicator,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+) -> Body:
+    """Rows of `tensor` go to the ranks, ``input_splits[i]`` of them to rank i; ``output_splits[j]`` come from rank j.
+
+    Without splits the rows are divided evenly, on all ranks.
+    """
+    operation = "all_to_all_single"
+    check_same_dtype(operation, tensor, output, comm.rank)
+    counts = None
+    if output_splits or input_splits:
+        counts = (
+            _elements(operation, "input", tensor, input_splits, comm),
+            _elements(operation, "output", output, output_splits, comm),
+        )
+    else:
+        check_numel(operation, "the output", output.numel(), tensor.numel(), comm.rank)
+        for name, one in (("input", tensor), ("output", output)):
+            if one.ndim and one.shape[0] % comm.size:
+                raise ShapeError(
+                    f"{operation}: the {one.shape[0]} rows of the {name} can't be divided evenly among"
+                    f" {comm.size} ranks (rank {comm.rank}); pass split sizes"
+                )
+    whole, restore = flat_output(operation, output)
+    return _then(body(alltoall.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+
+
+def _elements(operation: str, name: str, tensor: torch.Tensor, splits: Sequence[int], comm: Communicator) -> list[int]:
+    """`splits` of rows in elements; an even division if there are none."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    row = prod(tensor.shape[1:])
+    if not splits:
+        if rows % comm.size:
+            raise ShapeError(
+                f"{operation}: the {rows} rows of the {name} can't be divided evenly among {comm.size} ranks (rank"
+                f" {comm.rank}); pass {name}_split_sizes"
+            )
+        return [rows // comm.size * row] * comm.size
+    if len(splits) != comm.size or min(splits) < 0 or sum(splits) != rows:
+        raise ShapeError(
+            f"{operation}: {name}_split_sizes={list(splits)} must be {comm.size} numbers >= 0 that add up to the"
+            f" {rows} rows of the {name} (rank {comm.rank})"
+        )
+    return [count * row for count in splits]

@@ -1,0 +1,163 @@
+"""Where the ranks of a process group meet: rank, size and store from MPI."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from mpicoll.collectives.bcast import bcast
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import world
+from mpicoll.errors import ArgumentError, SetupError
+
+_ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+_PATIENCE = timedelta(minutes=5)
+
+_rounds = 0
+
+
+def complete(arguments: MutableMapping[str, Any]) -> None:
+    """Fill in store, rank and world_size among the `arguments` of init_process_group, unless the caller has given a
+    store, an address to meet at, or all that ``env://`` needs.
+
+    Collective over all ranks of the MPI job, where it does. Raises SetupError if another launcher started this process,
+    ArgumentError if the caller's rank or size is not MPI's.
+    """
+    global _rounds  # noqa: PLW0603  process groups are numbered by process
+    elsewhere = arguments.get("init_method") not in (None, "env://")
+    if arguments.get("store") is not None or elsewhere or _environment_complete(arguments, os.environ):
+        return
+    comm = world()
+    refuse_other_launchers(comm.size, os.environ)
+    for name, value in (("rank", comm.rank), ("world_size", comm.size)):
+        if arguments.get(name, -1) not in (-1, value):
+            raise ArgumentError(
+                f"init_process_group: {name}={arguments[name]}, but MPI says {value} (rank {comm.rank} of {comm.size});"
+                " leave rank and world_size out, they come from MPI"
+            )
+    _rounds += 1
+    arguments.pop("init_method", None)
+    arguments["store"] = dist.PrefixStore(f"mpicoll/{_rounds}", _store())
+    arguments["rank"], arguments["world_size"] = comm.rank, comm.size
+
+
+def _environment_complete(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether ``env://`` finds all that it needs, and not because a process group of ours has put it there."""
+    if environ.get("MASTER_PORT") == _published.get("MASTER_PORT", ""):
+        return False
+    given = {"RANK": arguments.get("rank", -1) >= 0, "WORLD_SIZE": arguments.get("world_size", -1) > 0}
+    return all(environ.get(name) or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+
+
+def refuse_other_launchers(size: int, environ: Mapping[str, str]) -> None:
+    """Raise SetupError where a launcher that is not MPI's has started several processes, each a world of one."""
+    if size > 1:
+        return
+    for name, launcher in (("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun")):
+        text = environ.get(name, "")
+        if text.isdigit() and int(text) > 1 and name not in _published:
+            raise SetupError(
+                f"init_process_group: {launcher} started {text} processes ({name}={text}), but MPI sees a world of one:"
+                f" {_REMEDIES[launcher]}"
+            )
+
+
+_REMEDIES = {
+    "torchrun": "start them by `mpirun -np N python script.py` (or mpicoll.spawn) instead of torchrun",
+    "srun": "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI that Slurm knows, or by mpirun",
+}
+
+_published: dict[str, str] = {}
+"""What this module has put into the environment."""
+
+
+@lru_cache(maxsize=1)
+def _store() -> dist.Store:
+    """The store of this job, made by the first process group and kept for all later ones. Collective."""
+    comm = world()
+    if comm.size == 1:
+        store: dist.Store = dist.HashStore()
+        address, port = "localhost", 0
+    else:
+        store, address, port = _tcp_store(comm)
+    values = (address, port, comm.rank, comm.size, comm.local_rank, comm.local_size)
+    for name, value in zip(_ENVIRONMENT, values, strict=True):
+        # For torch's own functions that look there, get_node_local_rank among them. What the user has set stays.
+        if name not in os.environ:
+            os.environ[name] = _published[name] = str(value)
+    return store
+
+
+def _tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
+    """A store that rank 0 serves at a free port."""
+    if comm.rank == 0:
+        server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+        addresses = ["localhost"] if comm.num_nodes == 1 else _addresses()
+        _tell(comm, f"{server.port} {' '.join(addresses)}")
+        return server, addresses[0], server.port
+    port, *addresses = _tell(comm, "").split()
+    # Those on rank 0's node may take the short way.
+    if comm.node == comm.nodes[0]:
+        addresses.insert(0, "localhost")
+    address = next((one for one in addresses if _reachable(one, int(port))), None)
+    if address is None:
+        raise SetupError(
+            f"init_process_group: rank {comm.rank} ({socket.gethostname()}) reaches none of the addresses of rank 0,"
+            f" {', '.join(addresses)}, at port {port}; open it in the firewall, or set MASTER_ADDR and MASTER_PORT,"
+            " RANK and WORLD_SIZE, to have torch's own env:// make the store"
+        )
+    return dist.TCPStore(address, int(port), None, is_master=False, timeout=_PATIENCE), address, int(port)
+
+
+def _tell(comm: Communicator, text: str) -> str:
+    """Rank 0's text, on every rank."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    size = int(bcast(np.array(data.size), comm=comm))
+    filled = np.empty(size, np.uint8)
+    bcast(data if comm.rank == 0 else filled, out=filled, comm=comm)
+    return filled.tobytes().decode()
+
+
+def _addresses() -> list[str]:
+    """The addresses of this host, the likelier ones first."""
+    found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: this asks which of our addresses leads to the outside.
+        probe.connect(("192.0.2.1", 9))
+        found.append(probe.getsockname()[0])
+    with suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    with suppress(OSError):
+        found += [socket.gethostbyname(socket.getfqdn())]
+    unique = list(dict.fromkeys(found))
+    return sorted(unique, key=lambda one: one.startswith("127.")) or ["localhost"]
+
+
+def _reachable(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def members(store: dist.Store, rank: int, size: int) -> list[int]:
+    """The ranks, in mpicoll's world, of the `size` processes that meet at `store`, in the order of their `rank` there.
+
+    Raises ArgumentError if two of them are one process of the world.
+    """
+    mine = world().rank
+    store.set(f"world_rank/{rank}", str(mine))
+    ranks = [int(store.get(f"world_rank/{other}")) for other in range(size)]
+    if len(set(ranks)) != size:
+        raise ArgumentError(f"init_process_group: ranks of the group share a rank of the MPI job: {ranks}")
+    return ranks

@@ -1,0 +1,156 @@
+"""Process groups whose devices are served by different backends, as in ``cpu:mpicoll,cuda:nccl``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import DeviceError, SetupError
+from mpicoll.torch.backend import NAME, ProcessGroupMpicoll, untraced
+
+
+def others(mix: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any) -> dict[str, Any]:
+    """The backends of the `mix` that are not mpicoll, by device: those that c10d has put into the `unfinished` group
+    already, and new ones for the devices that it did not come to. Raises SetupError for one that is not there."""
+    found: dict[str, Any] = {}
+    reached = True
+    for device, name in mix.items():
+        if name == NAME:
+            reached = False  # c10d takes the mix in order, and stops at the first one that is ours
+        elif reached:
+            found[device] = unfinished._get_backend(torch.device(device))
+        else:
+            found[device] = _make(device, name, options, backend_options)
+    return found
+
+
+def _make(device: str, name: str, options: Any, backend_options: Any) -> Any:
+    store = dist.PrefixStore(f"beside/{device}/", options.store)
+    rank, size = options.group_rank, options.group_size
+    if name == dist.Backend.GLOO and dist.is_gloo_available():
+        made: Any = c10d.ProcessGroupGloo(store, rank, size, timeout=options.timeout)
+    elif name == dist.Backend.NCCL and dist.is_nccl_available():
+        settings = backend_options or c10d.ProcessGroupNCCL.Options()
+        settings._timeout = options.timeout
+        settings.global_ranks_in_group = options.global_ranks_in_group
+        settings.group_name = options.group_id
+        made = c10d.ProcessGroupNCCL(store, rank, size, settings)
+    elif name.upper() in dist.Backend._plugins:
+        plugin = dist.Backend._plugins[name.upper()]
+        if plugin.extended_api:
+            made = plugin.creator_fn(options, backend_options)
+        else:
+            made = plugin.creator_fn(store, rank, size, options.timeout)
+    else:
+        raise SetupError(f"{device}:{name}: this torch has no backend {name!r}; take another one for {device}")
+    if name in (dist.Backend.GLOO, dist.Backend.NCCL):
+        made._set_sequence_number_for_group()
+    return made
+
+
+_COLLECTIVES = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+"""Methods whose first tensor says which device is meant."""
+
+
+class MixedProcessGroup(ProcessGroupMpicoll):
+    """A process group that hands calls on to the backend of the tensors' device."""
+
+    def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta, others: Mapping[str, Any]) -> None:
+        super().__init__(comm, store, timeout)
+        self._others = dict(others)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu"), *(torch.device(name) for name in self._others if name != "cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._others.get(device.type, self)
+
+    def _serving(self, device: torch.device, method: str) -> Callable[..., Any] | None:
+        """The method of the backend that serves `device`; None if that is mpicoll."""
+        other = self._others.get(device.type)
+        if other is None:
+            return None
+        found: Callable[..., Any] | None = getattr(other, method, None) or getattr(other, _OLD.get(method, ""), None)
+        if found is None:
+            raise DeviceError(f"{method}: the backend of {device.type} tensors ({other.name()}) does not have it")
+        return found
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        device = getattr(opts, "device", None)
+        serving = None if device is None else self._serving(device, "barrier")
+        return super().barrier(opts, timeout) if serving is None else serving(opts)
+
+    def shutdown(self) -> None:
+        for other in self._others.values():
+            other.shutdown()
+        super().shutdown()
+
+    def abort(self) -> None:
+        for other in self._others.values():
+            other.abort()
+        super().abort()
+
+
+_OLD = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""What backends call methods that have a newer name on process groups."""
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    ours = getattr(ProcessGroupMpicoll, name)
+
+    @functools.wraps(ours)
+    def method(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor(args)
+        serving = None if tensor is None else self._serving(tensor.device, name)
+        return ours(self, *args, **kwargs) if serving is None else serving(*args, **kwargs)
+
+    return method
+
+
+for _name in _COLLECTIVES:
+    _method = _by_device(_name)
+    setattr(MixedProcessGroup, _name, _method)
+    if _name in _OLD:
+        setattr(MixedProcessGroup, _OLD[_name], _method)
+untraced(MixedProcessGroup)
+
+
+def _first_tensor(args: Any) -> torch.Tensor | None:
+    for one in args:
+        found = one if isinstance(one, torch.Tensor) else _first_tensor(one) if isinstance(one, (list, tuple)) else None
+        if found is not None:
+            return found
+    return None

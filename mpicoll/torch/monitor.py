@@ -1,0 +1,59 @@
+"""A barrier that can say who is missing. It goes over the store, so it works even where MPI is stuck."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from mpicoll.errors import Timeout
+
+_GRACE = timedelta(seconds=10)
+"""How much longer than rank 0 the others wait, so that they hear from it who was missing."""
+
+
+def barrier(store: dist.Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool) -> None:
+    """Return when all ranks have called it.
+
+    If some have not within `timeout`, rank 0 raises Timeout that names the first one, or, with `wait_all_ranks`, all
+    of them; the other ranks raise the same. `store` must be new for each barrier, and the same on all ranks.
+    """
+    if rank == 0:
+        verdict = _collect(store, size, timeout, wait_all_ranks)
+        store.set("verdict", verdict)
+        if verdict:
+            raise Timeout(f"monitored_barrier: [Rank 0]: {verdict}")
+        return
+    store.set(f"here/{rank}", "")
+    try:
+        store.wait(["verdict"], timeout + _GRACE)
+        verdict = store.get("verdict").decode()
+    except RuntimeError:
+        verdict = f"it has not come within {timeout.total_seconds():g} s"
+    if verdict:
+        raise Timeout(
+            f"monitored_barrier: [Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors"
+            f" while waiting for send/recv from rank 0: {verdict}"
+        )
+
+
+def _collect(store: dist.Store, size: int, timeout: timedelta, wait_all_ranks: bool) -> str:
+    """What went wrong; empty if all have come. The words are torch's, for those who look for them."""
+    milliseconds = int(timeout.total_seconds() * 1000)
+    if milliseconds <= 0:
+        return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms"
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing: list[int] = []
+    for other in range(1, size):
+        left = max(deadline - time.monotonic(), 1e-3)
+        try:
+            store.wait([f"here/{other}"], timedelta(seconds=left))
+        except RuntimeError:
+            missing.append(other)
+            if not wait_all_ranks:
+                break
+    if not missing:
+        return ""
+    names = ("Ranks " if wait_all_ranks else "Rank ") + ", ".join(map(str, missing))
+    return f"{names} failed to pass monitoredBarrier in {milliseconds} ms"

@@ -1,0 +1,192 @@
+"""Blocking collectives on plain CPU tensors, handed to MPI with nothing in between.
+
+What the general path finds out for each call is found out here once for each kind of call, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from mpicoll.buffers import dtypes
+from mpicoll.buffers.ops import reduction
+from mpicoll.collectives.arguments import problem
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.select import choose, forced
+from mpicoll.torch.jobs import op_of
+from mpicoll.transport.base import Native
+
+Memory: TypeAlias = "Callable[[int, int], Any]"
+
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.int8: np.dtype(np.int8),
+    torch.uint8: np.dtype(np.uint8),
+    torch.int16: np.dtype(np.int16),
+    torch.int32: np.dtype(np.int32),
+    torch.int64: np.dtype(np.int64),
+}
+"""Dtypes that MPI has, and that torch never hands out lazily conjugated."""
+
+_BYTES: np.dtype[Any] = np.dtype(np.uint8)
+
+_MAX = 1024
+"""How many kinds of calls are kept."""
+
+
+class Quick:
+    """The quick calls of one communicator.
+
+    Each method says whether it has carried the call out; if not, nothing has happened, and the general path has to.
+    Which it is depends on nothing in which ranks may differ, but for what makes no difference to the messages.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._run = comm.progress.run
+        self._native = comm.transport.native
+        self._kept: dict[tuple[Any, ...], Any] = {}
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
+        """In place; see :func:`mpicoll.torch.jobs.all_reduce`."""
+        count = tensor.numel()
+        key = ("all_reduce", tensor.dtype, hash(op), count)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._keep(key, self._reduction(tensor, op, count))
+        if kept is False or not _plain(tensor) or forced():
+            return False
+        memory, name, reduce = kept
+        place = memory(tensor.data_ptr(), count)
+        self._run(reduce, ("all_reduce of", count, "elements"), place, place, name)
+        return True
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
+        """In place; see :func:`mpicoll.torch.jobs.broadcast`."""
+        nbytes = tensor.nbytes
+        key = ("broadcast", nbytes, root)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._keep(key, self._move("bcast", nbytes, root))
+        if kept is False or not _plain(tensor) or tensor.is_conj() or forced():
+            return False
+        memory, native = kept
+        place = memory(tensor.data_ptr(), nbytes)
+        self._run(native.bcast, ("broadcast of", nbytes, "bytes"), place, root)
+        return True
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """See :func:`mpicoll.torch.jobs.all_gather_single`."""
+        nbytes = output.nbytes
+        key = ("all_gather_single", nbytes)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._keep(key, self._move("allgather", nbytes, 0))
+        if kept is False or not self._pair(output, tensor) or nbytes != tensor.nbytes * self._comm.size or forced():
+            return False
+        memory, native = kept
+        source = memory(tensor.data_ptr(), tensor.nbytes)
+        target = memory(output.data_ptr(), nbytes)
+        self._run(native.allgather, ("all_gather of", nbytes, "bytes"), source, target, None)
+        return True
+
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """With even splits; see :func:`mpicoll.torch.jobs.all_to_all_single`."""
+        nbytes = tensor.nbytes
+        key = ("all_to_all_single", nbytes)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._keep(key, self._move("alltoall", nbytes, 0))
+        if kept is False or not self._pair(output, tensor) or nbytes != output.nbytes or forced():
+            return False
+        size = self._comm.size
+        if not tensor.ndim or tensor.shape[0] % size or not output.ndim or output.shape[0] % size:
+            return False
+        memory, native = kept
+        source, target = memory(tensor.data_ptr(), nbytes), memory(output.data_ptr(), nbytes)
+        self._run(native.alltoall, ("all_to_all of", nbytes, "bytes"), source, target)
+        return True
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
+        """See :func:`mpicoll.torch.jobs.reduce_scatter_single`."""
+        count = tensor.numel()
+        key = ("reduce_scatter_single", tensor.dtype, hash(op), count)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._keep(key, self._reduction(tensor, op, count, "reduce_scatter"))
+        part = output.numel()
+        if kept is False or not self._pair(output, tensor) or count != part * self._comm.size or forced():
+            return False
+        memory, name, reduce = kept
+        source, target = memory(tensor.data_ptr(), count), memory(output.data_ptr(), part)
+        self._run(reduce, ("reduce_scatter of", count, "elements"), source, target, None, name)
+        return True
+
+    def barrier(self) -> bool:
+        """See :func:`mpicoll.torch.jobs.barrier`."""
+        kept = self._kept.get(("barrier",))
+        if kept is None:
+            kept = self._keep(("barrier",), self._move("barrier", 0, 0))
+        if kept is False or forced():
+            return False
+        self._run(kept[1].barrier, ("barrier of", self._comm.size, "ranks"))
+        return True
+
+    def _keep(self, key: tuple[Any, ...], value: Any) -> Any:
+        if len(self._kept) >= _MAX:
+            self._kept.clear()
+        self._kept[key] = value
+        return value
+
+    def _pair(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Whether both are plain, of one dtype, and apart from each other in memory."""
+        if not _plain(tensor) or not _plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
+            return False
+        first, second = tensor.data_ptr(), output.data_ptr()
+        return not output.is_conj() and (first + tensor.nbytes <= second or second + output.nbytes <= first)
+
+    def _reduction(
+        self, tensor: torch.Tensor, op: Any, count: int, collective: str = "allreduce"
+    ) -> tuple[Memory, str, Callable[..., None]] | bool:
+        dtype = _NUMPY.get(tensor.dtype)
+        if dtype is None or not count:
+            return False
+        name = op_of(collective, op, tensor.dtype)
+        policy = dtypes.of_numpy(dtype)
+        if not isinstance(name, str) or name == "avg" or not dtypes.means(name, policy):
+            return False
+        ready = reduction(collective, name, policy, lambda view: view, (count,))
+        native = self._chosen(collective, tensor.nbytes, count, reduction=ready)
+        if native is None or ready.native is None:
+            return False
+        reduce = native.allreduce if collective == "allreduce" else native.reduce_scatter
+        return native.typed(dtype), ready.native, reduce
+
+    def _move(self, collective: str, nbytes: int, root: int) -> tuple[Memory, Native] | bool:
+        if not nbytes and collective != "barrier":
+            return False
+        native = self._chosen(collective, nbytes, nbytes, root=root)
+        return False if native is None else (native.typed(_BYTES), native)
+
+    def _chosen(self, collective: str, nbytes: int, count: int, **details: Any) -> Native | None:
+        """MPI's own collectives, if the choice falls on them where nothing is forced for the moment."""
+        if self._native is None or forced():
+            return None
+        wanted = problem(collective, self._comm, None, nbytes=nbytes, count=count, **details)
+        return self._native if choose(wanted, None).algorithm is None else None
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie at its address, one after the other."""
+    return (
+        (tensor.__class__ is torch.Tensor or tensor.__class__ is torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )

@@ -1,0 +1,55 @@
+"""all_reduce of sparse tensors: what an embedding with sparse gradients needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
+
+import torch
+
+from mpicoll.collectives import allgather
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import body
+from mpicoll.errors import DTypeError
+from mpicoll.torch.jobs import op_of
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+    """Reduce sparse COO tensors of one shape elementwise, in place; ``tensor`` gets the coalesced result.
+
+    `op` is SUM or AVG; half types are added up in float32. The ranks' numbers of entries may differ. Two exchanges: of
+    the numbers of entries, then of the entries; each rank gets those of all. Raises DTypeError for other ops and
+    layouts.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise DTypeError(f"all_reduce: {tensor.layout} tensors can't be reduced; convert with to_sparse_coo()")
+    name = op_of("all_reduce", op, tensor.dtype)
+    if name not in ("sum", "avg") or (name == "avg" and not (tensor.is_floating_point() or tensor.is_complex())):
+        raise DTypeError(
+            f"all_reduce: op {op} is not there for sparse tensors of {tensor.dtype}; there are SUM and AVG"
+        )
+    own = tensor.detach()
+    # What the exchanges are made of is chosen when they run, perhaps on another thread, but as it is here.
+    context = copy_context()
+
+    def exchange() -> None:
+        mine = own.coalesce()
+        entries = torch.tensor([mine._nnz()])
+        everyone = torch.empty(comm.size, dtype=torch.int64)
+        body(allgather.prepare(comm, entries, None, everyone, None))()
+        counts = everyone.tolist()
+        indices = mine.indices().t().contiguous()
+        values = mine.values().contiguous()
+        all_indices = torch.empty((sum(counts), *indices.shape[1:]), dtype=indices.dtype)
+        all_values = torch.empty((sum(counts), *values.shape[1:]), dtype=values.dtype)
+        body(allgather.prepare(comm, indices, counts, all_indices, None))()
+        body(allgather.prepare(comm, values, counts, all_values, None))()
+        half = own.dtype in (torch.float16, torch.bfloat16)
+        wide = all_values.float() if half else all_values
+        total = torch.sparse_coo_tensor(all_indices.t(), wide, own.shape, check_invariants=False).coalesce()
+        if name == "avg":
+            total = total / comm.size
+        own.copy_(total.to(own.dtype))
+
+    return lambda: context.run(exchange)

@@ -1,0 +1,97 @@
+"""Tensors as the flat memory that the native operations take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from mpicoll.errors import DTypeError, ShapeError
+
+Restore: TypeAlias = "Callable[[], None] | None"
+"""What copies results to where the caller wants them; None if they are there already."""
+
+
+def flat_input(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in C order: the tensor's own memory where that is possible."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
+    """Flat memory to be filled, and what moves it to `tensor`. Raises ShapeError if `tensor` can't be written to."""
+    own = tensor.detach()
+    if own.is_contiguous() and not own.is_conj() and not own.is_neg():
+        return own.view(-1), None
+    # The private name is the only one under which torch tells this; 1 means that elements are sure to share memory.
+    if torch._debug_has_internal_overlap(own) == 1:
+        raise ShapeError(f"{operation}: elements of an output share memory (an expanded tensor); pass a copy")
+    filled = torch.empty(own.numel(), dtype=own.dtype)
+    return filled, lambda: _copy(own, filled.view(own.shape))
+
+
+def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all `tensors`, one after the other."""
+    whole = _side_by_side(tensors)
+    return torch.cat([flat_input(one) for one in tensors]) if whole is None else whole
+
+
+def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Restore]:
+    """Flat memory to be filled with the elements of all `tensors`, and what moves them there."""
+    whole = _side_by_side(tensors)
+    if whole is not None:
+        return whole, None
+    filled = torch.empty(sum(one.numel() for one in tensors), dtype=tensors[0].dtype)
+    parts = filled.split([one.numel() for one in tensors])
+    targets = [flat_output(operation, one) for one in tensors]
+
+    def restore() -> None:
+        for (target, back), part in zip(targets, parts, strict=True):
+            _copy(target, part)
+            if back is not None:
+                back()
+
+    return filled, restore
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat view of `tensors`, if they lie in one piece of memory in this order, as chunks of a tensor do."""
+    first = tensors[0].detach()
+    storage = first.untyped_storage().data_ptr()
+    end = first.data_ptr()
+    for one in tensors:
+        plain = one.is_contiguous() and not one.is_conj() and not one.is_neg()
+        if not plain or one.data_ptr() != end or one.untyped_storage().data_ptr() != storage:
+            return None
+        end += one.nbytes
+    return first.as_strided((sum(one.numel() for one in tensors),), (1,))
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    # A tensor made in inference mode takes writes in that mode only, which is a property of the thread.
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(source)
+
+
+def check_list(operation: str, name: str, tensors: Sequence[torch.Tensor], size: int, rank: int) -> None:
+    """Raise ShapeError or DTypeError unless `tensors` are `size` tensors of one dtype."""
+    if len(tensors) != size:
+        raise ShapeError(
+            f"{operation}: {name} must hold a tensor for each of the {size} ranks, got {len(tensors)} (rank {rank})"
+        )
+    found = {one.dtype for one in tensors}
+    if len(found) > 1:
+        names = ", ".join(sorted(map(str, found)))
+        raise DTypeError(f"{operation}: {name} mixes the dtypes {names} (rank {rank}); pass tensors of one dtype")
+
+
+def check_same_dtype(operation: str, one: torch.Tensor, other: torch.Tensor, rank: int) -> None:
+    """Raise DTypeError if input and output differ in dtype."""
+    if one.dtype != other.dtype:
+        raise DTypeError(f"{operation}: the input is {one.dtype}, the output {other.dtype} (rank {rank})")
+
+
+def check_numel(operation: str, what: str, got: int, wanted: int, rank: int) -> None:
+    """Raise ShapeError if a tensor has another number of elements than it must have."""
+    if got != wanted:
+        raise ShapeError(f"{operation}: {what} has {got} elements, but must have {wanted} (rank {rank})")
