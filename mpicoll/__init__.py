@@ -5,44 +5,48 @@ never. See the README for a tour, :mod:`mpicoll.errors` for what can be raised, 
 environment variables, and :mod:`mpicoll.schedules` for the algorithms.
 """
 
-from mpicoll import schedules
-from mpicoll.buffers.ops import Op, premul_sum
-from mpicoll.collectives.allgather import allgather, allgather_init, iallgather
-from mpicoll.collectives.allreduce import allreduce, allreduce_init, iallreduce
-from mpicoll.collectives.alltoall import alltoall, alltoall_init, ialltoall
-from mpicoll.collectives.barrier import barrier, barrier_init, ibarrier
-from mpicoll.collectives.bcast import bcast, bcast_init, ibcast
-from mpicoll.collectives.explain import explain
-from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
-from mpicoll.collectives.gather import gather, gather_init, igather
-from mpicoll.collectives.p2p import Status, iprobe, irecv, isend, probe, recv, send, sendrecv
-from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
-from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
-from mpicoll.collectives.scan import iscan, scan, scan_init
-from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Plan
-from mpicoll.engine.request import Request, waitall, waitany
-from mpicoll.engine.select import Choice, algorithms
-from mpicoll.engine.world import run_local, world
-from mpicoll.errors import (
-    AlgorithmError,
-    ArgumentError,
-    CommunicationError,
-    CommunicatorError,
-    DeviceError,
-    DTypeError,
-    MpicollError,
-    RankError,
-    RankFailed,
-    ScheduleError,
-    SetupError,
-    ShapeError,
-    SpawnError,
-    Timeout,
-    TruncationError,
-)
-from mpicoll.launch import spawn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicoll import schedules
+    from mpicoll.buffers.ops import Op, premul_sum
+    from mpicoll.collectives.allgather import allgather, allgather_init, iallgather
+    from mpicoll.collectives.allreduce import allreduce, allreduce_init, iallreduce
+    from mpicoll.collectives.alltoall import alltoall, alltoall_init, ialltoall
+    from mpicoll.collectives.barrier import barrier, barrier_init, ibarrier
+    from mpicoll.collectives.bcast import bcast, bcast_init, ibcast
+    from mpicoll.collectives.explain import explain
+    from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
+    from mpicoll.collectives.gather import gather, gather_init, igather
+    from mpicoll.collectives.p2p import Status, iprobe, irecv, isend, probe, recv, send, sendrecv
+    from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
+    from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
+    from mpicoll.collectives.scan import iscan, scan, scan_init
+    from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
+    from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.operation import Plan
+    from mpicoll.engine.request import Request, waitall, waitany
+    from mpicoll.engine.select import Choice, algorithms
+    from mpicoll.engine.world import run_local, world
+    from mpicoll.errors import (
+        AlgorithmError,
+        ArgumentError,
+        CommunicationError,
+        CommunicatorError,
+        DeviceError,
+        DTypeError,
+        MpicollError,
+        RankError,
+        RankFailed,
+        ScheduleError,
+        SetupError,
+        ShapeError,
+        SpawnError,
+        Timeout,
+        TruncationError,
+    )
+    from mpicoll.launch import spawn
 
 __version__ = "0.1.0"
 
@@ -118,3 +122,48 @@ __all__ = [
     "waitany",
     "world",
 ]
+
+# Resolved at first use: torch imports this package when it is imported itself, and must not have to wait for it.
+_HOMES = {
+    "buffers.ops": "Op premul_sum",
+    "collectives.allgather": "allgather allgather_init iallgather",
+    "collectives.allreduce": "allreduce allreduce_init iallreduce",
+    "collectives.alltoall": "alltoall alltoall_init ialltoall",
+    "collectives.barrier": "barrier barrier_init ibarrier",
+    "collectives.bcast": "bcast bcast_init ibcast",
+    "collectives.explain": "explain",
+    "collectives.exscan": "exscan exscan_init iexscan",
+    "collectives.gather": "gather gather_init igather",
+    "collectives.p2p": "Status iprobe irecv isend probe recv send sendrecv",
+    "collectives.reduce": "ireduce reduce reduce_init",
+    "collectives.reduce_scatter": "ireduce_scatter reduce_scatter reduce_scatter_init",
+    "collectives.scan": "iscan scan scan_init",
+    "collectives.scatter": "iscatter scatter scatter_init",
+    "engine.communicator": "Communicator",
+    "engine.operation": "Plan",
+    "engine.request": "Request waitall waitany",
+    "engine.select": "Choice algorithms",
+    "engine.world": "run_local world",
+    "errors": (
+        "AlgorithmError ArgumentError CommunicationError CommunicatorError DeviceError DTypeError MpicollError RankError"
+        " RankFailed ScheduleError SetupError ShapeError SpawnError Timeout TruncationError"
+    ),
+    "launch": "spawn",
+}
+
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "schedules":
+        return import_module("mpicoll.schedules")
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
+    value = getattr(import_module(f"mpicoll.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 
@@ -32,10 +33,24 @@ def test_names() -> None:
     assert len(set(mpicoll.__all__)) == len(mpicoll.__all__)
 
 
-def test_all_is_all_there_is() -> None:
-    """Apart from the modules, which come along with their imports."""
-    there = {name for name, value in vars(mpicoll).items() if not name.startswith("_") and not inspect.ismodule(value)}
-    assert there == set(NAMES) - {"schedules"}
+def test_names_are_found_where_the_type_checker_finds_them() -> None:
+    tree = ast.parse(inspect.getsource(mpicoll))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        name.name: node.module.removeprefix("mpicoll.")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for name in node.names
+    }
+    assert seen.pop("schedules") == "mpicoll"
+    assert seen == mpicoll._HOME
+    assert set(seen) == set(NAMES) - {"schedules"}
+    assert set(NAMES) <= set(dir(mpicoll))
+
+
+def test_no_other_name() -> None:
+    with pytest.raises(AttributeError, match="module 'mpicoll' has no attribute 'allreduc'"):
+        mpicoll.allreduc  # noqa: B018
 
 
 def test_version() -> None:

@@ -149,8 +149,8 @@ class MpiNative:
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
         buffer = MPI.buffer.fromaddress
-        # mpi4py takes such a specification wherever it takes an array, and reads it faster. A count in it would mean that
-        # of a block where there is one for each rank.
+        # mpi4py takes such a specification wherever it takes an array, and reads it faster. A count in it would mean
+        # that of a block where there is one for each rank.
         return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
 
 
