@@ -145,8 +145,8 @@ _HOMES = {
     "engine.select": "Choice algorithms",
     "engine.world": "run_local world",
     "errors": (
-        "AlgorithmError ArgumentError CommunicationError CommunicatorError DeviceError DTypeError MpicollError RankError"
-        " RankFailed ScheduleError SetupError ShapeError SpawnError Timeout TruncationError"
+        "AlgorithmError ArgumentError CommunicationError CommunicatorError DeviceError DTypeError MpicollError"
+        " RankError RankFailed ScheduleError SetupError ShapeError SpawnError Timeout TruncationError"
     ),
     "launch": "spawn",
 }

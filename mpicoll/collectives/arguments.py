@@ -31,7 +31,9 @@ def names_rank(prepare: Callable[P, R]) -> Callable[P, R]:
             return prepare(*args, **kwargs)
         except ArgumentError as error:
             comm: Any = args[0]
-            error.args = (f"{error} (rank {comm.rank} of {comm.size})",)
+            who = f"(rank {comm.rank} of {comm.size})"
+            if not str(error).endswith(who):
+                error.args = (f"{error} {who}",)
             raise
 
     return call

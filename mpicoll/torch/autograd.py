@@ -96,7 +96,7 @@ def all_reduce(tensor: Tensor, op: Any = "sum", group: Any = None) -> Tensor:
     if op not in ("prod", "min", "max"):
         raise _no_gradient("all_reduce", op, comm, "pass tensor.detach()")
     function = _Product if op == "prod" else _Extreme
-    return _tensor(function.apply(tensor, op, comm)[0])  # type: ignore[no-untyped-call]
+    return _tensor(function.apply(tensor, op, comm)[0])
 
 
 def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tensor:
@@ -373,7 +373,7 @@ class _Extreme(Function):
 
 
 def _linear(tensor: Tensor, there: _Map, back: _Map) -> Tensor:
-    return _tensor(_Linear.apply(tensor, there, back)[0])  # type: ignore[no-untyped-call]
+    return _tensor(_Linear.apply(tensor, there, back)[0])
 
 
 def _tied(grad: Tensor, token: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from mpicoll.errors import ArgumentError, ShapeError
 from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.jobs import Body
 from mpicoll.torch.quick import Quick
-from mpicoll.torch.tensors import flat_input
+from mpicoll.torch.tensors import check_plain, flat_input
 from mpicoll.torch.work import Together, Work, transfer
 
 T = TypeVar("T")
@@ -323,6 +323,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         _only("send", tensors)
+        check_plain("send", tensors[0])
         request = p2p.isend(flat_input(tensors[0]), dst, tag, comm=self.comm)
         return self._collect(self._recorded("send", lambda: transfer(request, tensors)))
 

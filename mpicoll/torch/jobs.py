@@ -36,6 +36,7 @@ from mpicoll.collectives import (
 from mpicoll.collectives import (
     scatter as scatters,
 )
+from mpicoll.collectives.arguments import names_rank
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import body
 from mpicoll.errors import DTypeError, ShapeError
@@ -43,7 +44,8 @@ from mpicoll.torch.tensors import (
     Restore,
     check_list,
     check_numel,
-    check_same_dtype,
+    check_pair,
+    check_plain,
     flat_input,
     flat_output,
     joined_input,
@@ -102,17 +104,20 @@ def _then(run: Body, restore: Restore) -> Body:
     return run if restore is None else in_order([run, restore])
 
 
+@names_rank
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Body:
     """In place."""
     return body(allreduce.prepare(comm, tensor, op_of("all_reduce", op, tensor.dtype), tensor, None))
 
 
+@names_rank
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Body:
     """In place at the root; nothing changes elsewhere."""
     out = tensor if comm.rank == root else None
     return body(reduces.prepare(comm, tensor, op_of("reduce", op, tensor.dtype), root, out, None))
 
 
+@names_rank
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Body:
     """In place."""
     return body(bcast.prepare(comm, tensor, root, tensor, None))
@@ -122,56 +127,63 @@ def barrier(comm: Communicator) -> Body:
     return body(barriers.prepare(comm, None))
 
 
+@names_rank
 def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Body:
     """``outputs[i]`` gets rank i's tensor. Tensors may differ in size from rank to rank, if all ranks say so."""
-    check_list("all_gather", "the output list", outputs, comm.size, comm.rank)
-    check_same_dtype("all_gather", tensor, outputs[0], comm.rank)
+    check_list("all_gather", "the output list", outputs, comm.size)
+    check_pair("all_gather", tensor, outputs[0])
     sizes = [one.numel() for one in outputs]
-    check_numel("all_gather", "the input", tensor.numel(), sizes[comm.rank], comm.rank)
+    check_numel("all_gather", "the input", tensor.numel(), sizes[comm.rank])
     whole, restore = joined_output("all_gather", outputs)
     counts = sizes if len(set(sizes)) > 1 else None
     return _then(body(allgather.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
 
 
+@names_rank
 def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Body:
     """`output` gets the tensors of all ranks, one after the other."""
-    check_same_dtype("all_gather_single", tensor, output, comm.rank)
-    check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size, comm.rank)
+    check_pair("all_gather_single", tensor, output)
+    check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size)
     whole, restore = flat_output("all_gather_single", output)
     return _then(body(allgather.prepare(comm, flat_input(tensor), None, whole, None)), restore)
 
 
+@names_rank
 def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Body:
     """At the root, ``outputs[i]`` gets rank i's tensor; all are of the same size."""
+    check_plain("gather", tensor)
     whole, restore = None, None
     if comm.rank == root:
-        check_list("gather", "the output list", outputs, comm.size, comm.rank)
-        check_same_dtype("gather", tensor, outputs[0], comm.rank)
+        check_list("gather", "the output list", outputs, comm.size)
+        check_pair("gather", tensor, outputs[0])
         for i, one in enumerate(outputs):
-            check_numel("gather", f"output {i}", one.numel(), tensor.numel(), comm.rank)
+            check_numel("gather", f"output {i}", one.numel(), tensor.numel())
         whole, restore = joined_output("gather", outputs)
     return _then(body(gathers.prepare(comm, flat_input(tensor), root, None, whole, None)), restore)
 
 
+@names_rank
 def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Body:
     """Rank i's `output` gets the root's ``tensors[i]``; all are of the same size."""
+    check_plain("scatter", output)
     whole = None
     if comm.rank == root:
-        check_list("scatter", "the input list", tensors, comm.size, comm.rank)
-        check_same_dtype("scatter", tensors[0], output, comm.rank)
+        check_list("scatter", "the input list", tensors, comm.size)
+        check_pair("scatter", tensors[0], output)
         for i, one in enumerate(tensors):
-            check_numel("scatter", f"input {i}", one.numel(), output.numel(), comm.rank)
+            check_numel("scatter", f"input {i}", one.numel(), output.numel())
         whole = joined_input(tensors)
     target, restore = flat_output("scatter", output)
     return _then(body(scatters.prepare(comm, whole, root, None, target, None)), restore)
 
 
+@names_rank
 def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Body:
     """Rank i's `output` gets the reduction of all ranks' ``tensors[i]``. Sizes may differ from i to i."""
-    check_list("reduce_scatter", "the input list", tensors, comm.size, comm.rank)
-    check_same_dtype("reduce_scatter", tensors[0], output, comm.rank)
+    check_list("reduce_scatter", "the input list", tensors, comm.size)
+    check_pair("reduce_scatter", tensors[0], output)
     sizes = [one.numel() for one in tensors]
-    check_numel("reduce_scatter", "the output", output.numel(), sizes[comm.rank], comm.rank)
+    check_numel("reduce_scatter", "the output", output.numel(), sizes[comm.rank])
     native = op_of("reduce_scatter", op, output.dtype)
     target, restore = flat_output("reduce_scatter", output)
     counts = sizes if len(set(sizes)) > 1 else None
@@ -179,26 +191,29 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[t
     return _then(body(prepared), restore)
 
 
+@names_rank
 def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Body:
     """Rank i's `output` gets the reduction of the i-th part of all ranks' tensors."""
-    check_same_dtype("reduce_scatter_single", tensor, output, comm.rank)
-    check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size, comm.rank)
+    check_pair("reduce_scatter_single", tensor, output)
+    check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size)
     native = op_of("reduce_scatter_single", op, output.dtype)
     target, restore = flat_output("reduce_scatter_single", output)
     return _then(body(reduce_scatters.prepare(comm, flat_input(tensor), native, None, target, None)), restore)
 
 
+@names_rank
 def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Body:
     """``outputs[j]`` gets the tensor that rank j has for this rank; ``tensors[i]`` goes to rank i. Any sizes."""
-    check_list("all_to_all", "the output list", outputs, comm.size, comm.rank)
-    check_list("all_to_all", "the input list", tensors, comm.size, comm.rank)
-    check_same_dtype("all_to_all", tensors[0], outputs[0], comm.rank)
+    check_list("all_to_all", "the output list", outputs, comm.size)
+    check_list("all_to_all", "the input list", tensors, comm.size)
+    check_pair("all_to_all", tensors[0], outputs[0])
     # Even where this rank's sizes are all equal, those of the others may not be; they must choose alike.
     counts = [one.numel() for one in tensors], [one.numel() for one in outputs]
     whole, restore = joined_output("all_to_all", outputs)
     return _then(body(alltoall.prepare(comm, joined_input(tensors), counts, whole, None)), restore)
 
 
+@names_rank
 def all_to_all_single(
     comm: Communicator,
     output: torch.Tensor,
@@ -211,7 +226,7 @@ def all_to_all_single(
     Without splits the rows are divided evenly, on all ranks.
     """
     operation = "all_to_all_single"
-    check_same_dtype(operation, tensor, output, comm.rank)
+    check_pair(operation, tensor, output)
     counts = None
     if output_splits or input_splits:
         counts = (
@@ -219,12 +234,12 @@ def all_to_all_single(
             _elements(operation, "output", output, output_splits, comm),
         )
     else:
-        check_numel(operation, "the output", output.numel(), tensor.numel(), comm.rank)
+        check_numel(operation, "the output", output.numel(), tensor.numel())
         for name, one in (("input", tensor), ("output", output)):
             if one.ndim and one.shape[0] % comm.size:
                 raise ShapeError(
                     f"{operation}: the {one.shape[0]} rows of the {name} can't be divided evenly among"
-                    f" {comm.size} ranks (rank {comm.rank}); pass split sizes"
+                    f" {comm.size} ranks; pass split sizes"
                 )
     whole, restore = flat_output(operation, output)
     return _then(body(alltoall.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
@@ -237,13 +252,13 @@ def _elements(operation: str, name: str, tensor: torch.Tensor, splits: Sequence[
     if not splits:
         if rows % comm.size:
             raise ShapeError(
-                f"{operation}: the {rows} rows of the {name} can't be divided evenly among {comm.size} ranks (rank"
-                f" {comm.rank}); pass {name}_split_sizes"
+                f"{operation}: the {rows} rows of the {name} can't be divided evenly among {comm.size} ranks;"
+                f" pass {name}_split_sizes"
             )
         return [rows // comm.size * row] * comm.size
     if len(splits) != comm.size or min(splits) < 0 or sum(splits) != rows:
         raise ShapeError(
             f"{operation}: {name}_split_sizes={list(splits)} must be {comm.size} numbers >= 0 that add up to the"
-            f" {rows} rows of the {name} (rank {comm.rank})"
+            f" {rows} rows of the {name}"
         )
     return [count * row for count in splits]

@@ -53,12 +53,14 @@ class Quick:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
         """In place; see :func:`mpicoll.torch.jobs.all_reduce`."""
+        if not _plain(tensor) or forced():
+            return False
         count = tensor.numel()
         key = ("all_reduce", tensor.dtype, hash(op), count)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._keep(key, self._reduction(tensor, op, count))
-        if kept is False or not _plain(tensor) or forced():
+        if kept is False:
             return False
         memory, name, reduce = kept
         place = memory(tensor.data_ptr(), count)
@@ -67,12 +69,14 @@ class Quick:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """In place; see :func:`mpicoll.torch.jobs.broadcast`."""
+        if not _plain(tensor) or tensor.is_conj() or forced():
+            return False
         nbytes = tensor.nbytes
         key = ("broadcast", nbytes, root)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._keep(key, self._move("bcast", nbytes, root))
-        if kept is False or not _plain(tensor) or tensor.is_conj() or forced():
+        if kept is False:
             return False
         memory, native = kept
         place = memory(tensor.data_ptr(), nbytes)
@@ -81,12 +85,14 @@ class Quick:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """See :func:`mpicoll.torch.jobs.all_gather_single`."""
+        if not _apart(output, tensor) or forced():
+            return False
         nbytes = output.nbytes
         key = ("all_gather_single", nbytes)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._keep(key, self._move("allgather", nbytes, 0))
-        if kept is False or not self._pair(output, tensor) or nbytes != tensor.nbytes * self._comm.size or forced():
+        if kept is False or nbytes != tensor.nbytes * self._comm.size:
             return False
         memory, native = kept
         source = memory(tensor.data_ptr(), tensor.nbytes)
@@ -96,12 +102,14 @@ class Quick:
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """With even splits; see :func:`mpicoll.torch.jobs.all_to_all_single`."""
+        if not _apart(output, tensor) or forced():
+            return False
         nbytes = tensor.nbytes
         key = ("all_to_all_single", nbytes)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._keep(key, self._move("alltoall", nbytes, 0))
-        if kept is False or not self._pair(output, tensor) or nbytes != output.nbytes or forced():
+        if kept is False or nbytes != output.nbytes:
             return False
         size = self._comm.size
         if not tensor.ndim or tensor.shape[0] % size or not output.ndim or output.shape[0] % size:
@@ -113,13 +121,15 @@ class Quick:
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
         """See :func:`mpicoll.torch.jobs.reduce_scatter_single`."""
+        if not _apart(output, tensor) or forced():
+            return False
         count = tensor.numel()
         key = ("reduce_scatter_single", tensor.dtype, hash(op), count)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._keep(key, self._reduction(tensor, op, count, "reduce_scatter"))
         part = output.numel()
-        if kept is False or not self._pair(output, tensor) or count != part * self._comm.size or forced():
+        if kept is False or count != part * self._comm.size:
             return False
         memory, name, reduce = kept
         source, target = memory(tensor.data_ptr(), count), memory(output.data_ptr(), part)
@@ -142,13 +152,6 @@ class Quick:
         self._kept[key] = value
         return value
 
-    def _pair(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """Whether both are plain, of one dtype, and apart from each other in memory."""
-        if not _plain(tensor) or not _plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
-            return False
-        first, second = tensor.data_ptr(), output.data_ptr()
-        return not output.is_conj() and (first + tensor.nbytes <= second or second + output.nbytes <= first)
-
     def _reduction(
         self, tensor: torch.Tensor, op: Any, count: int, collective: str = "allreduce"
     ) -> tuple[Memory, str, Callable[..., None]] | bool:
@@ -167,7 +170,7 @@ class Quick:
         return native.typed(dtype), ready.native, reduce
 
     def _move(self, collective: str, nbytes: int, root: int) -> tuple[Memory, Native] | bool:
-        if not nbytes and collective != "barrier":
+        if (not nbytes and collective != "barrier") or not 0 <= root < self._comm.size:
             return False
         native = self._chosen(collective, nbytes, nbytes, root=root)
         return False if native is None else (native.typed(_BYTES), native)
@@ -190,3 +193,11 @@ def _plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_quantized
     )
+
+
+def _apart(output: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether both are plain, of one dtype, and apart from each other in memory."""
+    if not _plain(tensor) or not _plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
+        return False
+    first, second = tensor.data_ptr(), output.data_ptr()
+    return not output.is_conj() and (first + tensor.nbytes <= second or second + output.nbytes <= first)

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from mpicoll.collectives import allgather
+from mpicoll.collectives.arguments import names_rank
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import body
 from mpicoll.errors import DTypeError
 from mpicoll.torch.jobs import op_of
 
 
+@names_rank
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
     """Reduce sparse COO tensors of one shape elementwise, in place; ``tensor`` gets the coalesced result.
 
@@ -23,7 +25,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[]
     layouts.
     """
     if tensor.layout is not torch.sparse_coo:
-        raise DTypeError(f"all_reduce: {tensor.layout} tensors can't be reduced; convert with to_sparse_coo()")
+        raise DTypeError(f"all_reduce: {tensor.layout} tensors can't be reduced; pass to_dense() or to_sparse_coo()")
     name = op_of("all_reduce", op, tensor.dtype)
     if name not in ("sum", "avg") or (name == "avg" and not (tensor.is_floating_point() or tensor.is_complex())):
         raise DTypeError(
@@ -50,6 +52,8 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[]
         total = torch.sparse_coo_tensor(all_indices.t(), wide, own.shape, check_invariants=False).coalesce()
         if name == "avg":
             total = total / comm.size
-        own.copy_(total.to(own.dtype))
+        # Into the tensor itself: one detached from it has indices and values of its own.
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.copy_(total.to(own.dtype))
 
     return lambda: context.run(exchange)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from mpicoll.errors import DTypeError, ShapeError
+from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 Restore: TypeAlias = "Callable[[], None] | None"
 """What copies results to where the caller wants them; None if they are there already."""
@@ -73,25 +73,37 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def check_list(operation: str, name: str, tensors: Sequence[torch.Tensor], size: int, rank: int) -> None:
-    """Raise ShapeError or DTypeError unless `tensors` are `size` tensors of one dtype."""
+def check_plain(operation: str, *tensors: torch.Tensor) -> None:
+    """Raise DTypeError or DeviceError unless all are dense tensors on the CPU."""
+    for one in tensors:
+        if one.layout is not torch.strided or one.is_quantized:
+            kind = "quantized" if one.is_quantized else one.layout
+            raise DTypeError(f"{operation}: takes dense tensors, got a {kind} one; pass to_dense() or dequantize()")
+        if not one.is_cpu:
+            raise DeviceError(
+                f"{operation}: a tensor is on {one.device}; device memory is not supported yet: pass cpu()"
+            )
+
+
+def check_list(operation: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Raise ShapeError or DTypeError unless `tensors` are `size` plain tensors of one dtype."""
     if len(tensors) != size:
-        raise ShapeError(
-            f"{operation}: {name} must hold a tensor for each of the {size} ranks, got {len(tensors)} (rank {rank})"
-        )
+        raise ShapeError(f"{operation}: {name} must hold a tensor for each of the {size} ranks, got {len(tensors)}")
+    check_plain(operation, *tensors)
     found = {one.dtype for one in tensors}
     if len(found) > 1:
         names = ", ".join(sorted(map(str, found)))
-        raise DTypeError(f"{operation}: {name} mixes the dtypes {names} (rank {rank}); pass tensors of one dtype")
+        raise DTypeError(f"{operation}: {name} mixes the dtypes {names}; pass tensors of one dtype")
 
 
-def check_same_dtype(operation: str, one: torch.Tensor, other: torch.Tensor, rank: int) -> None:
-    """Raise DTypeError if input and output differ in dtype."""
-    if one.dtype != other.dtype:
-        raise DTypeError(f"{operation}: the input is {one.dtype}, the output {other.dtype} (rank {rank})")
+def check_pair(operation: str, source: torch.Tensor, output: torch.Tensor) -> None:
+    """Raise DTypeError or DeviceError unless input and output are plain tensors of one dtype."""
+    check_plain(operation, source, output)
+    if source.dtype != output.dtype:
+        raise DTypeError(f"{operation}: the input is {source.dtype}, the output {output.dtype}; they must agree")
 
 
-def check_numel(operation: str, what: str, got: int, wanted: int, rank: int) -> None:
+def check_numel(operation: str, what: str, got: int, wanted: int) -> None:
     """Raise ShapeError if a tensor has another number of elements than it must have."""
     if got != wanted:
-        raise ShapeError(f"{operation}: {what} has {got} elements, but must have {wanted} (rank {rank})")
+        raise ShapeError(f"{operation}: {what} has {got} elements, but must have {wanted}")

@@ -1,0 +1,41 @@
+"""The ranks that a test body runs on, and torch's default process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks, several, some, some_more
+
+__all__ = ["default_group", "groups", "ranks", "several", "some", "some_more"]
+
+
+@pytest.fixture(scope="module")
+def default_group() -> Iterator[None]:
+    """The process group that the tests of a file run in: torch's own call and nothing else."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("mpicoll")
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def groups(default_group: None) -> dict[str, Any]:
+    """Groups by name, as a caller passes them; NON_GROUP_MEMBER on ranks that are not in them.
+
+    ``part`` lacks rank 0, ``reversed`` has all ranks in reversed order, ``one`` is each rank for itself.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = list(range(size))
+    alone = [dist.new_group([other]) for other in everyone]
+    return {
+        "world": None,
+        "part": dist.new_group(everyone[1:] or [0]),
+        "reversed": dist.new_group(everyone[::-1], sort_ranks=False),
+        "one": alone[rank],
+    }
