@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Every check of the project: ci/test.sh
-# One of them:                ci/test.sh lint|types|layers|unit|mpi [ranks]
+# One of them:                ci/test.sh lint|types|layers|unit|suite|mpi [ranks]
 # Makes .venv first, if it is absent. pytest also reads PYTEST_ADDOPTS.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: $0 [lint|types|layers|unit|mpi [ranks]]"
+usage="usage: $0 [lint|types|layers|unit|suite|mpi [ranks]]"
 only=${1:-all}
 case $#,$only in
     0,*) ;;
-    1,lint | 1,types | 1,layers | 1,unit | 1,mpi) ;;
+    1,lint | 1,types | 1,layers | 1,unit | 1,suite | 1,mpi) ;;
     2,mpi) [[ $2 =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; } ;;
     *) echo "$usage" >&2; exit 2 ;;
 esac
@@ -82,6 +82,9 @@ if wanted layers; then
 fi
 if wanted unit; then
     tests unit 420 python -m pytest -m "not mpi" -q "$color" --durations=5
+fi
+if wanted suite; then
+    tests suite 300 python ci/torch_suite.py
 fi
 if wanted mpi; then
     for np in $ranks; do
