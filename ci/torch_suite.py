@@ -62,7 +62,7 @@ def load(size: int) -> tuple[Any, Any]:
     module.__file__ = spec.origin
     module.__dict__["_Answers"] = Answers
     sys.modules[NAME] = module
-    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    exec(compile(source, spec.origin, "exec", dont_inherit=True), module.__dict__)
 
     class Suite(TestCase, module.DistributedTest._DistTestBase):  # type: ignore[misc, name-defined]
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))

@@ -29,6 +29,7 @@ def register() -> None:
 
 def enroll() -> None:
     """Register the backend, or do nothing if it is registered already, or torch has no torch.distributed."""
+    import torch
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, "MPICOLL"):
@@ -39,6 +40,9 @@ def enroll() -> None:
         door = _door(name, getattr(c10d, name))
         for module in (c10d, dist):
             setattr(module, name, door)
+    method = "_register_builtin_comm_hook"
+    ddp = torch.nn.parallel.DistributedDataParallel
+    setattr(ddp, method, _door(method, getattr(ddp, method)))
     if not c10d.is_mpi_available():
         _take_over_mpi(c10d)
     c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -109,6 +109,14 @@ class Communicator:
             return None
         return self._child(lambda: self.transport.group(ranks), f"{self.name}/group({','.join(map(str, ranks))})")
 
+    def duplicate(self) -> Communicator:
+        """Collective over all ranks: another communicator of the same ranks. It takes no turn among the collectives of
+        this one; all ranks must make their duplicates in the same order."""
+        self.check()
+        what = (f"duplicating {self.name}", f"on rank {self.rank} of {self.size}")
+        transport: Transport = self.progress.guarded(self.transport.duplicate, what)
+        return Communicator(transport, self.watch, name=f"{self.name}/duplicate", world=False)
+
     def node_comm(self) -> Communicator:
         """Collective over all ranks: the communicator of the ranks on this rank's node, in the order of rank."""
         comm = self.split(self.node)

@@ -22,6 +22,9 @@ from mpicoll.transport.base import Transport
 CommLike: TypeAlias = "Communicator | Any | None"
 """What users may pass as ``comm``: a Communicator, an mpi4py communicator, or None for the world."""
 
+_FAREWELL = 5.0
+"""Seconds that a process which ends gives to its pending operations."""
+
 _default: ContextVar[Communicator | None] = ContextVar("mpicoll_default", default=None)
 _world: Communicator | None = None
 _world_lock = threading.Lock()
@@ -115,7 +118,7 @@ def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> N
         return
     poller.stop()
     for queue in watch.queues():
-        if not queue.drain(timeout=min(10.0, config().timeout)):
+        if not queue.drain(timeout=min(_FAREWELL, config().timeout)):
             sys.stderr.write(
                 f"mpicoll: this process exits while {queue!r} holds operations that the other ranks did not join;"
                 " the job is ended\n"

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,15 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, ShapeError
 from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.jobs import Body
+from mpicoll.torch.lanes import Lane, here
 from mpicoll.torch.quick import Quick
 from mpicoll.torch.tensors import check_plain, flat_input
 from mpicoll.torch.work import Together, Work, transfer
 
 T = TypeVar("T")
+
+Make: TypeAlias = "Callable[[Communicator], Body]"
+"""What checks the arguments of a collective, and makes of them what carries it out on a communicator."""
 
 NAME = "mpicoll"
 
@@ -77,7 +82,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
-        self.quick = Quick(comm)
+        self.quick: Quick | None = Quick(comm)
+        self._lane = Lane(comm)
         self._store = store
         self._timeout = timeout
         self._group_name = self._group_desc = ""
@@ -126,8 +132,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
         If something is still pending after the group's timeout, other ranks have not joined it; the communicator is
         left alone then, since MPI is inside it."""
+        self.quick = None
         if self.comm.progress.drain(self._timeout.total_seconds()):
-            self.comm.free()
+            self._lane.free()
         else:
             _log.warning("%r is given up with an operation that the other ranks have not joined", self)
             self.abort()
@@ -171,38 +178,45 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             tensors, opts = _as_list(tensors), _options(AllreduceOptions, None, timeout, reduceOp=opts)
         tensor = tensors[0]
         op = opts.reduceOp
-        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.all_reduce(tensor, op):
+        quick = self.quick
+        if _at_once(opts) and quick is not None and quick.all_reduce(tensor, op):
             return None
         _only("all_reduce", tensors)
         make = jobs.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
-        return self._do("all_reduce", opts, make(self.comm, tensor, op), tensors)
+        return self._do("all_reduce", opts, lambda comm: make(comm, tensor, op), tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work | None:
         opts = opts or AllreduceCoalescedOptions()
-        bodies = [jobs.all_reduce(self.comm, one, opts.reduceOp) for one in tensors]
-        return self._do("all_reduce_coalesced", opts, jobs.in_order(bodies), tensors)
+
+        def make(comm: Communicator) -> Body:
+            return jobs.in_order([jobs.all_reduce(comm, one, opts.reduceOp) for one in tensors])
+
+        return self._do("all_reduce_coalesced", opts, make, tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         if type(opts) is not BroadcastOptions:
             tensors, opts = _as_list(tensors), _options(BroadcastOptions, None, timeout, rootRank=opts)
         tensor, root = tensors[0], opts.rootRank
-        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.broadcast(tensor, root):
+        quick = self.quick
+        if _at_once(opts) and quick is not None and quick.broadcast(tensor, root):
             return None
         _only("broadcast", tensors)
-        return self._do("broadcast", opts, jobs.broadcast(self.comm, tensor, root), tensors)
+        return self._do("broadcast", opts, lambda comm: jobs.broadcast(comm, tensor, root), tensors)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work | None:
         if type(opts) is not ReduceOptions:
             tensors, opts = _as_list(tensors), _options(ReduceOptions, None, timeout, rootRank=opts, reduceOp=op)
         _only("reduce", tensors)
-        return self._do("reduce", opts, jobs.reduce(self.comm, tensors[0], opts.reduceOp, opts.rootRank), tensors)
+        return self._do(
+            "reduce", opts, lambda comm: jobs.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank), tensors
+        )
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
         opts = _options(AllgatherOptions, opts)
         _only("all_gather", inputs)
-        return self._do("all_gather", opts, jobs.all_gather(self.comm, outputs[0], inputs[0]), outputs[0])
+        return self._do("all_gather", opts, lambda comm: jobs.all_gather(comm, outputs[0], inputs[0]), outputs[0])
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         # outputs[i][j] gets rank i's inputs[j].
@@ -212,20 +226,29 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
                 f"all_gather_coalesced: outputs must be a list for each of the {self.comm.size} ranks, each with"
                 f" {len(inputs)} tensors like the inputs, got lists of {[len(one) for one in outputs]}"
             )
-        bodies = [jobs.all_gather(self.comm, [of[j] for of in outputs], one) for j, one in enumerate(inputs)]
-        return self._do("all_gather_coalesced", opts, jobs.in_order(bodies), [one for of in outputs for one in of])
+
+        def make(comm: Communicator) -> Body:
+            return jobs.in_order(
+                [jobs.all_gather(comm, [of[j] for of in outputs], one) for j, one in enumerate(inputs)]
+            )
+
+        return self._do("all_gather_coalesced", opts, make, [one for of in outputs for one in of])
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         opts = _options(AllgatherOptions, opts)
-        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.all_gather_single(output, tensor):
+        quick = self.quick
+        if _at_once(opts) and quick is not None and quick.all_gather_single(output, tensor):
             return None
-        return self._do("all_gather_single", opts, jobs.all_gather_single(self.comm, output, tensor), [output])
+        return self._do("all_gather_single", opts, lambda comm: jobs.all_gather_single(comm, output, tensor), [output])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         opts = _options(AllgatherOptions, opts)
         _pairs("all_gather_single_coalesced", outputs, inputs)
-        bodies = [jobs.all_gather_single(self.comm, *pair) for pair in zip(outputs, inputs, strict=True)]
-        return self._do("all_gather_single_coalesced", opts, jobs.in_order(bodies), outputs)
+
+        def make(comm: Communicator) -> Body:
+            return jobs.in_order([jobs.all_gather_single(comm, *pair) for pair in zip(outputs, inputs, strict=True)])
+
+        return self._do("all_gather_single_coalesced", opts, make, outputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         if isinstance(inputs, torch.Tensor):
@@ -233,7 +256,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         opts = _options(GatherOptions, opts)
         _only("gather", inputs)
         into = outputs[0] if outputs else []
-        return self._do("gather", opts, jobs.gather(self.comm, into, inputs[0], opts.rootRank), into)
+        return self._do("gather", opts, lambda comm: jobs.gather(comm, into, inputs[0], opts.rootRank), into)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         if isinstance(outputs, torch.Tensor):
@@ -241,7 +264,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         opts = _options(ScatterOptions, opts)
         _only("scatter", outputs)
         parts = inputs[0] if inputs else []
-        return self._do("scatter", opts, jobs.scatter(self.comm, outputs[0], parts, opts.rootRank), outputs)
+        return self._do("scatter", opts, lambda comm: jobs.scatter(comm, outputs[0], parts, opts.rootRank), outputs)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
@@ -251,30 +274,37 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         opts = _options(ReduceScatterOptions, opts)
         _only("reduce_scatter", outputs)
         return self._do(
-            "reduce_scatter", opts, jobs.reduce_scatter(self.comm, outputs[0], inputs[0], opts.reduceOp), outputs
+            "reduce_scatter",
+            opts,
+            lambda comm: jobs.reduce_scatter(comm, outputs[0], inputs[0], opts.reduceOp),
+            outputs,
         )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         opts = _options(ReduceScatterOptions, opts)
         op = opts.reduceOp
-        quick = not opts.asyncOp and not profiler._is_profiler_enabled
-        if quick and self.quick.reduce_scatter_single(output, tensor, op):
+        quick = self.quick
+        if _at_once(opts) and quick is not None and quick.reduce_scatter_single(output, tensor, op):
             return None
         return self._do(
-            "reduce_scatter_single", opts, jobs.reduce_scatter_single(self.comm, output, tensor, op), [output]
+            "reduce_scatter_single", opts, lambda comm: jobs.reduce_scatter_single(comm, output, tensor, op), [output]
         )
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         opts = _options(ReduceScatterOptions, opts)
         _pairs("reduce_scatter_single_coalesced", outputs, inputs)
-        bodies = [
-            jobs.reduce_scatter_single(self.comm, *pair, opts.reduceOp) for pair in zip(outputs, inputs, strict=True)
-        ]
-        return self._do("reduce_scatter_single_coalesced", opts, jobs.in_order(bodies), outputs)
+        op = opts.reduceOp
+
+        def make(comm: Communicator) -> Body:
+            return jobs.in_order(
+                [jobs.reduce_scatter_single(comm, *pair, op) for pair in zip(outputs, inputs, strict=True)]
+            )
+
+        return self._do("reduce_scatter_single_coalesced", opts, make, outputs)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         return self._do(
-            "all_to_all", _options(AllToAllOptions, opts), jobs.all_to_all(self.comm, outputs, inputs), outputs
+            "all_to_all", _options(AllToAllOptions, opts), lambda comm: jobs.all_to_all(comm, outputs, inputs), outputs
         )
 
     def all_to_all_single(
@@ -287,22 +317,27 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     ) -> Work | None:
         opts = _options(AllToAllOptions, opts)
         even = not output_splits and not input_splits
-        quick = even and not opts.asyncOp and not profiler._is_profiler_enabled
-        if quick and self.quick.all_to_all_single(output, tensor):
+        quick = self.quick
+        if even and _at_once(opts) and quick is not None and quick.all_to_all_single(output, tensor):
             return None
-        body = jobs.all_to_all_single(self.comm, output, tensor, output_splits, input_splits)
-        return self._do("all_to_all_single", opts, body, [output])
+        return self._do(
+            "all_to_all_single",
+            opts,
+            lambda comm: jobs.all_to_all_single(comm, output, tensor, output_splits, input_splits),
+            [output],
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         opts = _options(BarrierOptions, opts, timeout)
         bound = opts.timeout if opts.timeout > _UNSET else self._timeout
         if bound < _OURS and not opts.asyncOp:
             # A call that blocks inside MPI can't be left any more, so that one runs in the background.
-            self._start("barrier", jobs.barrier(self.comm), []).wait(bound)
+            self._start("barrier", jobs.barrier, []).wait(bound)
             return None
-        if not opts.asyncOp and not profiler._is_profiler_enabled and self.quick.barrier():
+        quick = self.quick
+        if _at_once(opts) and quick is not None and quick.barrier():
             return None
-        return self._do("barrier", opts, jobs.barrier(self.comm), [])
+        return self._do("barrier", opts, jobs.barrier, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 says which have not come within `timeout`. See ``monitor.barrier``."""
@@ -324,8 +359,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         _only("send", tensors)
         check_plain("send", tensors[0])
-        request = p2p.isend(flat_input(tensors[0]), dst, tag, comm=self.comm)
-        return self._collect(self._recorded("send", lambda: transfer(request, tensors)))
+        with _recorded("send"):
+            request = p2p.isend(flat_input(tensors[0]), dst, tag, comm=self.comm)
+        return self._collect(transfer(request, tensors))
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         return self._recv(tensors, src, tag)
@@ -336,8 +372,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
         _only("recv", tensors)
         status = p2p.Status()
-        request = p2p.irecv(None, src, tag, out=tensors[0], status=status, comm=self.comm)
-        return self._collect(self._recorded("recv", lambda: transfer(request, tensors, lambda: status.source)))
+        with _recorded("recv"):
+            request = p2p.irecv(None, src, tag, out=tensors[0], status=status, comm=self.comm)
+        return self._collect(transfer(request, tensors, lambda: status.source))
 
     # Several operations as one: c10d's coalescing manager.
 
@@ -355,34 +392,44 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     # How all of them are run.
 
-    def _do(self, name: str, opts: Any, body: Body, outputs: list[torch.Tensor]) -> Work | None:
-        """Run `body` now, or in the background if that is asked for."""
+    def _do(self, name: str, opts: Any, make: Make, outputs: list[torch.Tensor]) -> Work | None:
+        """Run what `make` makes now, or in the background if that is asked for."""
         if opts.asyncOp:
-            return self._start(name, body, outputs)
-        what = (name, "on", self)
+            return self._start(name, make, outputs)
+        comm = self._lane.current().comm
+        comm.check()
+        body, what = make(comm), (name, "on", self)
         if profiler._is_profiler_enabled:
             with profiler.record_function(f"{NAME}:{name}"):
-                self.comm.progress.run(body, what)
+                comm.progress.run(body, what)
         else:
-            self.comm.progress.run(body, what)
+            comm.progress.run(body, what)
         return None
 
-    def _start(self, name: str, body: Body, outputs: list[torch.Tensor]) -> Work:
-        return self._collect(
-            self._recorded(name, lambda: Work(self.comm.progress.submit(body, (name, "on", self)), outputs))
-        )
-
-    def _recorded(self, name: str, start: Callable[[], Work]) -> Work:
-        """The work that `start` makes; a profiler, if there is one, sees it until it has completed."""
-        if not profiler._is_profiler_enabled:
-            return start()
-        with profiler.record_function(f"{NAME}:{name}") as record:
-            work = start()
-            record._call_end_callbacks_on_future(work.get_future())
-        return work
+    def _start(self, name: str, make: Make, outputs: list[torch.Tensor]) -> Work:
+        lane = self._lane.current()
+        lane.comm.check()
+        body = make(lane.comm)
+        with _recorded(name):
+            job = lane.comm.progress.submit(body, (name, "on", self))
+        return self._collect(Work(job, outputs, lane.call))
 
     def __repr__(self) -> str:
         return f"<ProcessGroupMpicoll {self._group_name}: rank {self.comm.rank} of {self.comm.size}>"
+
+
+def _at_once(opts: Any) -> bool:
+    """Whether a call may take the quick way: it blocks, nobody profiles it, and it is the program's own."""
+    return not (opts.asyncOp or profiler._is_profiler_enabled or here.depth)
+
+
+def _recorded(name: str) -> AbstractContextManager[Any]:
+    """Show a profiler, if there is one, that an operation is started.
+
+    It sees the start only: an event that ends after the profiler has, on another thread, would be written to memory
+    that the profiler has given back.
+    """
+    return profiler.record_function(f"{NAME}:{name}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:

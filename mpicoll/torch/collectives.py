@@ -14,15 +14,18 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.lanes import here
 from mpicoll.torch.quick import Quick
 
 
 def _quick(group: Any) -> Quick | None:
     """The quick calls of `group`, if this is no moment that c10d has to know about."""
     found = c10d._world.default_pg if group is None else group
-    if type(found) is not ProcessGroupMpicoll or profiler._is_profiler_enabled or c10d._world.pg_coalesce_state:
+    if type(found) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state:
         return None
-    return None if torch.compiler.is_compiling() else found.quick
+    if profiler._is_profiler_enabled or here.depth or torch.compiler.is_compiling():
+        return None
+    return found.quick
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:

@@ -78,3 +78,13 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
         rank_mapping={of_parent[rank]: number for number, rank in enumerate(mine)},
     )
     return group
+
+
+def _register_builtin_comm_hook(original: Original, model: Any, kind: Any) -> None:
+    """The built-in hook for float16 takes apart what only a future made in C++ can hold; torch has the same in Python."""
+    if kind == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(model.process_group, ProcessGroupMpicoll):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model.register_comm_hook(model.process_group, fp16_compress_hook)
+    else:
+        original(model, kind)

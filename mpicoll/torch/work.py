@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,79 +16,66 @@ from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
 from mpicoll.errors import MpicollError
 
-_IDLE = 5.0
-"""Seconds after which a thread for callbacks ends if it has nothing to do."""
+Later: TypeAlias = "Callable[[Callable[[], None]], None]"
+"""What runs a callback, at its time and on a thread on which it may wait."""
 
 
-class _Callbacks:
-    """Threads that complete futures whose callbacks are Python's.
-
-    Such a callback may wait for another operation (PowerSGD's do), so it must hold up neither the operations' own
-    threads nor another callback: each finds a thread that is idle, or gets a new one.
-    """
-
-    def __init__(self) -> None:
-        self._filled = threading.Condition()
-        self._queue: deque[Callable[[], None]] = deque()
-        self._idle = 0
-
-    def run(self, function: Callable[[], None]) -> None:
-        with self._filled:
-            self._queue.append(function)
-            if self._idle >= len(self._queue):
-                self._filled.notify()
-            else:
-                threading.Thread(target=self._work, name="mpicoll-callback", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            with self._filled:
-                self._idle += 1
-                if not self._queue:
-                    self._filled.wait(_IDLE)
-                self._idle -= 1
-                if not self._queue:
-                    return
-                function = self._queue.popleft()
-            function()
-
-
-_callbacks = _Callbacks()
+def in_a_thread(callback: Callable[[], None]) -> None:
+    """Run `callback` on a thread of its own."""
+    threading.Thread(target=callback, name="mpicoll-callback", daemon=True).start()
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stubs only
-    """A future that knows whether somebody in Python waits to be called."""
+    """A future whose callbacks run where `later` runs them.
 
-    def __init__(self) -> None:
+    torch would run them on the thread that completes the future, which is the one that runs the operations; or, if it
+    is complete already, at once, so that nobody could tell in which order they come.
+    """
+
+    def __init__(self, later: Later, help_out: Callable[[], object] | None = None) -> None:
         super().__init__()
-        self._lock = threading.Lock()
-        self._called = False
+        self._later = later
+        self._help_out = help_out
+        self._ended = threading.Event()
+
+    def wait(self) -> Any:
+        """The value. Raises what went wrong."""
+        if self._help_out is not None:
+            self._help_out()
+        return super().wait()
 
     def then(self, callback: Callable[..., Any]) -> Any:
-        with self._lock:
-            self._called = True
-        return super().then(callback)
+        """A future of ``callback(self)``, which runs when this future is complete."""
+        result = _Future(self._later)
+
+        def call() -> None:
+            self._ended.wait()
+            try:
+                value = callback(self)
+            except Exception as error:  # noqa: BLE001  whoever waits for the result gets it
+                result.complete(None, error)
+            else:
+                result.complete(value, None)
+
+        self._later(call)
+        return result
 
     def add_done_callback(self, callback: Callable[..., Any]) -> None:
-        with self._lock:
-            self._called = True
-        super().add_done_callback(callback)
+        """Call ``callback(self)`` when this future is complete."""
+
+        def call() -> None:
+            self._ended.wait()
+            callback(self)
+
+        self._later(call)
 
     def complete(self, value: Any, error: BaseException | None) -> None:
-        """Hand out `value`, or `error`. Returns at once."""
-
-        def now() -> None:
-            if error is None:
-                self.set_result(value)
-            else:
-                self.set_exception(error)
-
-        with self._lock:
-            if not self._called:
-                # Whoever comes now waits for the lock, and finds it complete.
-                now()
-                return
-        _callbacks.run(now)
+        """Hand out `value`, or `error`."""
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
+        self._ended.set()
 
 
 class Handle(Protocol):
@@ -110,10 +96,17 @@ class Work(dist.Work):
     operation.
     """
 
-    def __init__(self, handle: Handle, outputs: list[torch.Tensor], source: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        outputs: list[torch.Tensor],
+        later: Later = in_a_thread,
+        source: Callable[[], int] | None = None,
+    ) -> None:
         super().__init__()
         self.handle = handle
         self._outputs = outputs
+        self._later = later
         self._source = source
         self._future: _Future | None = None
         self._error: BaseException | None = None
@@ -160,9 +153,12 @@ class Work(dist.Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of :meth:`result`."""
+        """A ``torch.futures.Future`` of :meth:`result`.
+
+        Callbacks of collectives run one after the other, in the order in which they were attached, and may start
+        collectives of their own."""
         if self._future is None:
-            self._future = _Future()
+            self._future = _Future(self._later, self.wait)
             if isinstance(self.handle, Job):
                 self.handle.when_done(self._complete)
             else:
@@ -194,4 +190,4 @@ class Together:
 def transfer(request: Request, tensors: list[torch.Tensor], source: Callable[[], int] | None = None) -> Work:
     """The work of a point-to-point transfer, which goes on in the background."""
     poller.watch(request)
-    return Work(request, tensors, source)
+    return Work(request, tensors, source=source)

@@ -370,6 +370,9 @@ class LocalTransport:
         table = self.world.meet(("group", self._collective, members, number), members, self._me, None)
         return self._child(members, table[-1])
 
+    def duplicate(self) -> LocalTransport:
+        return self.group(range(self.size))
+
     def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
         nodes = [self.nodes[self._members.index(member)] for member in members]
         return LocalTransport(self.world, members, self._me, contexts, renumber(nodes))

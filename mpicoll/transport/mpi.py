@@ -356,10 +356,16 @@ class MpiTransport:
         part = whole.Incl(list(ranks))
         try:
             child = self._collective.Create_group(part, 0)
-            return self._child(child, self._collective.Create_group(part, 1))
+            # To make a group takes Open MPI far longer than to duplicate it.
+            return self._child(child, child.Dup())
         finally:
             part.Free()
             whole.Free()
+
+    @_translated
+    def duplicate(self) -> MpiTransport:
+        # Of the communicator for messages, on which there are no other collectives that this could get in the way of.
+        return MpiTransport(self._p2p.Dup(), self._p2p.Dup(), self.nodes)
 
     def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm) -> MpiTransport:
         part, whole = collective.Get_group(), self._collective.Get_group()
