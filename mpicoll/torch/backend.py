@@ -54,18 +54,6 @@ _UNSET = timedelta(0)
 """torch's options hold a negative timeout where none was given."""
 
 
-def untraced(cls: type[T]) -> type[T]:
-    """Keep torch.compile from looking into the methods of `cls`, which it would take for a part of the model.
-
-    The mark is what ``torch.compiler.disable`` sets, which would import the whole compiler.
-    """
-    for value in vars(cls).values():
-        if callable(value) and not isinstance(value, type):
-            value._torchdynamo_disable = True
-    return cls
-
-
-@untraced
 class ProcessGroupMpicoll(dist.ProcessGroup):
     """A torch process group on an mpicoll communicator.
 
@@ -372,6 +360,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
         _only("recv", tensors)
         status = p2p.Status()
+        if tensors[0].is_conj() or tensors[0].is_neg():
+            raise ArgumentError("recv: can't receive into a lazily conjugated or negated tensor; pass a plain one")
         with _recorded("recv"):
             request = p2p.irecv(None, src, tag, out=tensors[0], status=status, comm=self.comm)
         return self._collect(transfer(request, tensors, lambda: status.source))

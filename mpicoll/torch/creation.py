@@ -5,16 +5,43 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
+
+import torch
 
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import SetupError
-from mpicoll.torch import meeting
+from mpicoll.torch import backend, jobs, lanes, meeting, mixed, quick, sparse, work
 from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
 from mpicoll.torch.groups import default_group
 from mpicoll.torch.mixed import MixedProcessGroup, others
+
+
+def _hide_from_the_compiler() -> None:
+    """Keep torch.compile from looking into the process group, which it would take for a part of the model.
+
+    These are the marks that ``torch.compiler.disable`` leaves, which would import the whole compiler.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+
+        def skip(code: CodeType) -> None:
+            frames.set_code_exec_strategy(code, never)
+
+    else:  # before torch 2.7
+        skip = frames.skip_code
+    for module in (backend, jobs, lanes, mixed, quick, sparse, work):
+        for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
+            for value in vars(holder).values():
+                if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                    skip(value.__code__)
+                    value._torchdynamo_disable = True
+
+
+_hide_from_the_compiler()
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:

@@ -81,7 +81,7 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_builtin_comm_hook(original: Original, model: Any, kind: Any) -> None:
-    """The built-in hook for float16 takes apart what only a future made in C++ can hold; torch has the same in Python."""
+    """The built-in hook for float16 takes apart what only C++'s futures hold; torch has the same hook in Python."""
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(model.process_group, ProcessGroupMpicoll):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

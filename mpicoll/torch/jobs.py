@@ -48,6 +48,7 @@ from mpicoll.torch.tensors import (
     check_plain,
     flat_input,
     flat_output,
+    in_place,
     joined_input,
     joined_output,
 )
@@ -107,20 +108,25 @@ def _then(run: Body, restore: Restore) -> Body:
 @names_rank
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Body:
     """In place."""
-    return body(allreduce.prepare(comm, tensor, op_of("all_reduce", op, tensor.dtype), tensor, None))
+    plain, restore = in_place(tensor)
+    native = op_of("all_reduce", op, tensor.dtype)
+    return _then(body(allreduce.prepare(comm, plain, native, plain, None)), restore)
 
 
 @names_rank
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Body:
     """In place at the root; nothing changes elsewhere."""
-    out = tensor if comm.rank == root else None
-    return body(reduces.prepare(comm, tensor, op_of("reduce", op, tensor.dtype), root, out, None))
+    plain, restore = in_place(tensor)
+    out = plain if comm.rank == root else None
+    native = op_of("reduce", op, tensor.dtype)
+    return _then(body(reduces.prepare(comm, plain, native, root, out, None)), restore)
 
 
 @names_rank
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Body:
     """In place."""
-    return body(bcast.prepare(comm, tensor, root, tensor, None))
+    plain, restore = in_place(tensor)
+    return _then(body(bcast.prepare(comm, plain, root, plain, None)), restore)
 
 
 def barrier(comm: Communicator) -> Body:

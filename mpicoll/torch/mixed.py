@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
-from mpicoll.torch.backend import NAME, ProcessGroupMpicoll, untraced
+from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
 
 
 def others(mix: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any) -> dict[str, Any]:
@@ -145,7 +145,6 @@ for _name in _COLLECTIVES:
     setattr(MixedProcessGroup, _name, _method)
     if _name in _OLD:
         setattr(MixedProcessGroup, _OLD[_name], _method)
-untraced(MixedProcessGroup)
 
 
 def _first_tensor(args: Any) -> torch.Tensor | None:

@@ -30,6 +30,15 @@ def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Res
     return filled, lambda: _copy(own, filled.view(own.shape))
 
 
+def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
+    """A tensor to be changed in the place of `tensor`, and what moves its values there: `tensor` itself, unless it is
+    lazily conjugated or negated."""
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor, None
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain, lambda: _copy(tensor.detach(), plain)
+
+
 def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of all `tensors`, one after the other."""
     whole = _side_by_side(tensors)
