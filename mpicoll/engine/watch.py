@@ -33,11 +33,13 @@ class Watch:
 
     Who waits says so in ``current`` (a queue of collectives) or in ``active``, by thread: a tuple made for this call,
     whose parts say what it is. The tuples are compared by identity, so to be watched costs two assignments.
+
+    `interrupts`, from :func:`listen_for_signals`, lets it end the job when Ctrl-C can't interrupt who waits.
     """
 
-    def __init__(self, timeout: float, abort: Callable[[int], None]) -> None:
+    def __init__(self, timeout: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
         self.active: dict[int, tuple[Any, ...]] = {}
-        self._interrupts = _interrupts()
+        self._interrupts = interrupts
         self._interrupted: tuple[float, set[int]] | None = None
         self._queues: WeakSet[Watched] = WeakSet()
         self._lock = threading.Lock()
@@ -102,7 +104,7 @@ def _text(what: tuple[Any, ...]) -> str:
     return " ".join(map(str, what))
 
 
-def _interrupts() -> int | None:
+def listen_for_signals() -> int | None:
     """Where the numbers of signals can be read as they come, even while the main thread is blocked outside Python; None
     if somebody else listens there, or this is not the main thread."""
     if threading.current_thread() is not threading.main_thread():

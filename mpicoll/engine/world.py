@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.poller import poller
-from mpicoll.engine.watch import Watch, abort_on_failure
+from mpicoll.engine.watch import Watch, abort_on_failure, listen_for_signals
 from mpicoll.errors import CommunicatorError, RankError, SetupError
 from mpicoll.transport import local, probe
 from mpicoll.transport.base import Transport
@@ -99,7 +99,7 @@ def _guard() -> Watch | None:
 
     if mpi.world_size() == 1:
         return None
-    watch = Watch(config().timeout, mpi.abort)
+    watch = Watch(config().timeout, mpi.abort, listen_for_signals())
     atexit.register(_finish_pending, watch, mpi.abort, os.getpid())
     abort_on_failure(mpi.abort)
     os.register_at_fork(after_in_child=lambda: _refuse_all(watch))

@@ -149,6 +149,20 @@ def test_split_of_a_split(ranks: Ranks) -> None:
     ranks(main)
 
 
+def test_duplicate(ranks: Ranks) -> None:
+    """It has the same ranks, and takes no turn among the collectives of the other."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        pending = mpicoll.iallreduce(np.full(3, world.rank))
+        with world.duplicate() as other:
+            assert (other.rank, other.size) == (world.rank, world.size)
+            assert mpicoll.allreduce(1, comm=other) == world.size
+        assert pending.wait(20).tolist() == [sum(range(world.size))] * 3
+
+    ranks(body)
+
+
 def test_negative_color(ranks: Ranks) -> None:
     def main() -> None:
         world = mpicoll.world()

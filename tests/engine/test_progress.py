@@ -13,6 +13,7 @@ import pytest
 from ranks import Ranks
 
 import mpicoll
+from mpicoll.engine import progress
 from mpicoll.engine.progress import Job, Progress
 from mpicoll.transport import local
 
@@ -355,3 +356,69 @@ def test_a_dropped_request_does_not_stop_its_operation(several: Ranks) -> None:
         assert target.tolist() == [mpicoll.world().size] * 4
 
     several(main)
+
+
+# --- ends
+
+
+def test_callbacks_are_called_once_whether_they_come_before_the_end_or_after(queue: Progress) -> None:
+    gate, seen = threading.Event(), list[Job]()
+    job = queue.submit(lambda: gate.wait(20), WHAT)
+    job.when_done(seen.append)
+    assert seen == []
+    gate.set()
+    job.wait(20)
+    until(lambda: seen == [job])
+    job.when_done(seen.append)
+    assert seen == [job, job]
+
+
+def test_callbacks_of_a_failed_job(queue: Progress) -> None:
+    job = queue.submit(fail, WHAT)
+    errors: list[BaseException | None] = []
+    job.when_done(lambda job: errors.append(job.error))
+    with pytest.raises(ZeroDivisionError):
+        job.wait(20)
+    until(lambda: bool(errors))
+    assert isinstance(errors[0], ZeroDivisionError)
+
+
+def test_an_idle_worker_ends_and_another_one_takes_over(queue: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_IDLE", 0.05)
+    queue.submit(lambda: None, WHAT).wait(20)
+    first = queue._worker
+    until(lambda: queue._worker is None)
+    if first is not None:
+        first.join(20)
+    job = queue.submit(lambda: "again", WHAT)
+    until(lambda: job.done)
+    assert job.value == "again"
+
+
+def test_what_is_abandoned_fails_and_what_runs_goes_on(queue: Progress) -> None:
+    gate, running = threading.Event(), threading.Event()
+
+    def operation() -> str:
+        running.set()
+        gate.wait(20)
+        return "done"
+
+    first, second = queue.submit(operation, WHAT), queue.submit(lambda: "never", WHAT)
+    assert running.wait(20)
+    queue.abandon()
+    with pytest.raises(mpicoll.CommunicatorError, match="a test of the queue: abandoned"):
+        second.wait(20)
+    gate.set()
+    assert first.wait(20) == "done"
+
+
+def test_a_queue_that_refuses() -> None:
+    queue = lazy()
+    queue.refuse()
+    for call in (
+        lambda: queue.run(fail, WHAT),
+        lambda: queue.submit(fail, WHAT),
+        lambda: queue.guarded(fail, WHAT),
+    ):
+        with pytest.raises(mpicoll.CommunicatorError, match="communicator test: this process was forked"):
+            call()

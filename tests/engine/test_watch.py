@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 import threading
@@ -113,10 +114,28 @@ def test_dropped_queues_are_not_watched() -> None:
 def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
+    monkeypatch.setattr(sys, "exit", sys.exit)
     abort_on_failure(calls.append)
     error = ValueError("uncaught")
     sys.excepthook(ValueError, error, None)
     assert calls == [(ValueError, error, None), 1]
+    with pytest.raises(SystemExit) as leaving:
+        sys.exit(3)
+    assert leaving.value.code == 3
+
+
+def test_what_a_hook_of_others_swallows_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.distributed lets the hooks before its own write to a string."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", shown)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: sys.stderr.write("the traceback"))
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    abort_on_failure(lambda code: None)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.excepthook(ValueError, ValueError(), None)
+    assert shown.getvalue() == "the traceback"
 
 
 # --- under mpirun
