@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-NAMES = ("mpicoll", "mpi")
+_NAMES = ("mpicoll", "mpi")
 """What the backend is called. "mpi" is ours only in a torch that was built without MPI."""
 
 _DOORS = ("init_process_group", "monitored_barrier", "split_group")
@@ -56,9 +57,21 @@ def _create(options: Any, backend_options: Any) -> Any:
 def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def door(*args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module("mpicoll.torch.doors"), name)(original, *args, **kwargs)
+        backend = args[0] if args else kwargs.get("backend")
+        # Unless a process group of ours has been made or is asked for, mpicoll must not even be in the way.
+        if "mpicoll.torch.backend" in sys.modules or (name == "init_process_group" and names_mpicoll(backend)):
+            return getattr(import_module("mpicoll.torch.doors"), name)(original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     return door
+
+
+def names_mpicoll(backend: Any) -> bool:
+    """Whether the name of a backend asks for mpicoll: ``mpicoll``, ``mpi``, or ``cpu:mpicoll,cuda:nccl``."""
+    import torch.distributed as dist
+
+    parts = [part.rpartition(":")[2] for part in backend.lower().split(",")] if isinstance(backend, str) else []
+    return any(part in _NAMES and dist.Backend(part) == "mpicoll" for part in parts)
 
 
 def _take_over_mpi(c10d: ModuleType) -> None:

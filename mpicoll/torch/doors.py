@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.autoload import NAMES
+from mpicoll.autoload import names_mpicoll
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import meeting
 from mpicoll.torch.backend import ProcessGroupMpicoll
@@ -28,12 +28,6 @@ def init_process_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     if names_mpicoll(call.arguments.get("backend")) and not dist.is_initialized():
         meeting.complete(call.arguments)
     return original(*call.args, **call.kwargs)
-
-
-def names_mpicoll(backend: Any) -> bool:
-    """Whether a backend string asks for mpicoll: ``mpicoll``, or ``cpu:mpicoll,cuda:nccl``."""
-    parts = [part.rpartition(":")[2] for part in backend.lower().split(",")] if isinstance(backend, str) else []
-    return any(dist.Backend(part) == "mpicoll" for part in parts if part in NAMES)
 
 
 def monitored_barrier(original: Original, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
