@@ -14,7 +14,6 @@ import torch.distributed as dist
 from mpicoll.engine.poller import poller
 from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
-from mpicoll.errors import MpicollError
 
 Later: TypeAlias = "Callable[[Callable[[], None]], None]"
 """What runs a callback, at its time and on a thread on which it may wait."""
@@ -112,9 +111,10 @@ class Work(dist.Work):
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        bound = timeout.total_seconds() if timeout else 0.0
         try:
-            self.handle.wait(timeout.total_seconds() if timeout else None)
-        except MpicollError as error:
+            self.handle.wait(bound if bound > 0 else None)
+        except Exception as error:
             if self.handle.test():
                 self._error = error
             raise
@@ -134,7 +134,7 @@ class Work(dist.Work):
         """What went wrong, if it has completed; else None."""
         if self._error is None and self.is_completed():
             # Since it has completed, this returns at once; what it raises is kept for those who ask.
-            with suppress(MpicollError):
+            with suppress(Exception):
                 self.wait()
         return self._error
 
