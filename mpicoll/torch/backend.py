@@ -35,8 +35,8 @@ from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.jobs import Body
 from mpicoll.torch.lanes import Lane, here
 from mpicoll.torch.quick import Quick
-from mpicoll.torch.tensors import check_plain, flat_input
-from mpicoll.torch.work import Together, Work, transfer
+from mpicoll.torch.tensors import check_plain, flat_input, in_place
+from mpicoll.torch.work import Restored, Together, Work, transfer
 
 T = TypeVar("T")
 
@@ -360,11 +360,11 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
         _only("recv", tensors)
         status = p2p.Status()
-        if tensors[0].is_conj() or tensors[0].is_neg():
-            raise ArgumentError("recv: can't receive into a lazily conjugated or negated tensor; pass a plain one")
+        plain, restore = in_place(tensors[0])
         with _recorded("recv"):
-            request = p2p.irecv(None, src, tag, out=tensors[0], status=status, comm=self.comm)
-        return self._collect(transfer(request, tensors, lambda: status.source))
+            request = p2p.irecv(None, src, tag, out=plain, status=status, comm=self.comm)
+        handle = request if restore is None else Restored(request, restore)
+        return self._collect(transfer(handle, tensors, lambda: status.source))
 
     # Several operations as one: c10d's coalescing manager.
 

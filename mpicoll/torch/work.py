@@ -187,7 +187,24 @@ class Together:
             one.wait(timeout)
 
 
-def transfer(request: Request, tensors: list[torch.Tensor], source: Callable[[], int] | None = None) -> Work:
+class Restored:
+    """A transfer whose result has to be moved to where the caller wants it, which waiting for it does."""
+
+    def __init__(self, request: Request, restore: Callable[[], None]) -> None:
+        self._request = request
+        self._restore: Callable[[], None] | None = restore
+
+    def test(self) -> bool:
+        return self._request.test()
+
+    def wait(self, timeout: float | None) -> None:
+        self._request.wait(timeout)
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+
+
+def transfer(handle: Handle, tensors: list[torch.Tensor], source: Callable[[], int] | None = None) -> Work:
     """The work of a point-to-point transfer, which goes on in the background."""
-    poller.watch(request)
-    return Work(request, tensors, source=source)
+    poller.watch(handle)
+    return Work(handle, tensors, source=source)
