@@ -1,0 +1,31 @@
+"""Gather: rank 0 collects a tensor of each rank.
+
+    mpirun -np 3 python examples/torch/gather.py              # torch.distributed, with mpicoll as its backend
+    mpirun -np 3 python examples/torch/gather.py --drop-in    # mpicoll.torch in place of torch.distributed
+
+Both print:
+
+    rank 0: [0, 0] -> [[0, 0], [1, 1], [2, 4]]
+    rank 1: [1, 1]
+    rank 2: [2, 4]
+"""
+
+import sys
+
+import torch
+from say import say
+
+if "--drop-in" in sys.argv:
+    import mpicoll.torch as dist
+else:
+    import torch.distributed as dist
+
+dist.init_process_group("mpicoll")
+rank, size = dist.get_rank(), dist.get_world_size()
+
+mine = torch.tensor([rank, rank**2])
+everyone = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else None  # the others pass no list
+dist.gather(mine, everyone, dst=0)
+say(f"{mine.tolist()} -> {[tensor.tolist() for tensor in everyone]}" if rank == 0 else mine.tolist())
+
+dist.destroy_process_group()

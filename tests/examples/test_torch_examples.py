@@ -1,0 +1,244 @@
+"""The examples for torch run without a warning, on torch.distributed and on the drop-in, and print what they should.
+
+What they should print is worked out here from the numbers that each rank passes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, mpirun
+
+EXAMPLES = ROOT / "examples"
+BASIC = EXAMPLES / "torch"
+
+
+def run(size: int, script: Path, *arguments: str | Path, **variables: str) -> str:
+    """What `script` prints on `size` ranks; 0 stands for plain Python, without mpirun."""
+    strict = ("-W", "error", script, *arguments)
+    if size:
+        done = mpirun(size, *strict, **variables)
+    else:
+        done = subprocess.run(
+            [sys.executable, *strict],
+            cwd=ROOT,
+            timeout=60,
+            check=False,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+# The scripts for the basic operations.
+
+
+def process_group(rank: int, size: int) -> str:
+    even = f"{rank // 2} of {(size + 1) // 2} among the even ones"
+    return f"{rank} of {size} in the world, {'not among the even ones' if rank % 2 else even}"
+
+
+def send_recv(rank: int, size: int) -> str:
+    return str([10 + other if other <= rank else 0 for other in range(size)])
+
+
+def isend_irecv(rank: int, size: int) -> str:
+    sums = [other + other**2 for other in range(size)]
+    return f"own sum {sums[rank]}, of the neighbours {sums[:rank][-1:] + sums[rank + 1 :][:1]}"
+
+
+def broadcast(rank: int, size: int) -> str:
+    return f"{[0, 0, 0] if rank else [5, 6, 7]} -> [5, 6, 7]"
+
+
+def all_reduce(rank: int, size: int) -> str:
+    first = float(sum(range(1, size + 1)))
+    return f"{[rank + 1.0, 2 * rank + 2.0]} -> sum {[first, 2 * first]}, max {[float(size), 2.0 * size]}"
+
+
+def reduce(rank: int, size: int) -> str:
+    return all_reduce(rank, size) if rank == 0 else str([rank + 1.0, 2 * rank + 2.0])
+
+
+def scatter(rank: int, size: int) -> str:
+    return str([2 * rank, 2 * rank + 1])
+
+
+def all_gather(rank: int, size: int) -> str:
+    return f"{[rank, rank**2]} -> {[[other, other**2] for other in range(size)]}"
+
+
+def gather(rank: int, size: int) -> str:
+    return all_gather(rank, size) if rank == 0 else str([rank, rank**2])
+
+
+def reduce_scatter(rank: int, size: int) -> str:
+    rows = [[place + 100 * other for place in range(2 * size)] for other in range(size)]
+    return f"{rows[rank]} -> {[sum(column) for column in zip(*rows, strict=True)][2 * rank : 2 * rank + 2]}"
+
+
+LINES: dict[str, Callable[[int, int], str]] = {
+    function.__name__: function
+    for function in (
+        process_group,
+        send_recv,
+        isend_irecv,
+        broadcast,
+        reduce,
+        scatter,
+        gather,
+        all_reduce,
+        all_gather,
+        reduce_scatter,
+    )
+}
+
+
+def expected(name: str, size: int) -> list[str]:
+    if name == "barrier":
+        return [f"the first of {size} left after the last had come: True"]
+    return [f"rank {rank}: {LINES[name](rank, size)}" for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "drop_in"),
+    [
+        ("process_group", 3, False),
+        ("send_recv", 4, True),
+        ("isend_irecv", 3, False),
+        ("broadcast", 2, True),
+        ("reduce", 2, False),
+        ("scatter", 2, True),
+        ("gather", 2, False),
+        ("all_reduce", 2, True),
+        ("all_gather", 2, False),
+        ("reduce_scatter", 3, True),
+        ("barrier", 3, False),
+        ("isend_irecv", 1, True),
+        ("process_group", 0, True),
+        ("all_reduce", 0, False),
+    ],
+)
+def test_basic(name: str, size: int, drop_in: bool) -> None:
+    output = run(size, BASIC / f"{name}.py", *(["--drop-in"] if drop_in else []))
+    assert output.splitlines() == expected(name, size or 1)
+
+
+@pytest.mark.parametrize("name", [*LINES, "barrier"])
+def test_docstring_shows_commands_and_output(name: str) -> None:
+    text = ast.get_docstring(ast.parse((BASIC / f"{name}.py").read_text()))
+    assert text is not None
+    shown = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    commands = [line.partition("#")[0].split() for line in shown if line.startswith("mpirun")]
+    command = ["mpirun", "-np", "3", "python", f"examples/torch/{name}.py"]
+    assert commands == [command, [*command, "--drop-in"]]
+    assert [line for line in shown if not line.startswith("mpirun")] == expected(name, 3)
+
+
+def test_every_script_is_run() -> None:
+    assert {path.stem for path in BASIC.glob("*.py")} == {*LINES, "barrier", "say"}
+
+
+# DistributedDataParallel
+
+
+DIGITS = EXAMPLES / "ddp_digits.py"
+
+
+def accuracy(output: str) -> float:
+    match = re.search(r"test accuracy ([\d.]+)% of 450 samples, from the checkpoint", output)
+    assert match is not None, output
+    return float(match[1]) / 100
+
+
+def test_ddp_digits(tmp_path: Path) -> None:
+    """Two ranks reach the accuracy, and the parameters, of one rank that sees whole batches."""
+    outputs, parameters = {}, {}
+    for size in (0, 2):
+        path = tmp_path / f"{size}.pt"
+        outputs[size] = run(size, DIGITS, "--checkpoint", path)
+        parameters[size] = torch.load(path, weights_only=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.pt", "2.pt"}, "nothing half-written is left"
+    assert outputs[2].startswith("2 ranks, mpicoll on cpu, 20 epochs of 1347 samples")
+    assert "\x1b" not in outputs[2], "no progress bar where nobody watches"
+    assert accuracy(outputs[2]) > 0.95
+    # Weights are of the order of 0.1, in float32; gradients are added up in another order, 420 times.
+    torch.testing.assert_close(parameters[2], parameters[0], rtol=0, atol=1e-4)
+
+
+def test_ddp_digits_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
+    output = run(3, DIGITS, "--epochs", "2", TMPDIR=str(tmp_path))
+    assert accuracy(output) > 0.5, "parameters that nobody trained recognise every tenth sample"
+    assert not list(tmp_path.rglob("*.pt*"))
+
+
+def test_ddp_digits_refuses_a_batch_that_would_train_nothing() -> None:
+    command = [sys.executable, DIGITS, "--batch", "1348"]
+    done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--epochs must be at least 1, --batch between 1 and 1347" in done.stderr
+
+
+# FSDP2
+
+
+GPT = EXAMPLES / "fsdp_gpt.py"
+# With 4 sequences rank 0 of 3 has twice as much to do as the others: means that count ranks alike would be far off.
+SHORT = ("--steps", "20", "--batch", "4", "--length", "30")
+
+
+def losses(output: str) -> tuple[float, float]:
+    match = re.search(r"loss ([\d.]+) -> ([\d.]+)\n", output)
+    assert match is not None, output
+    return float(match[1]), float(match[2])
+
+
+def held(output: str) -> tuple[int, list[int]]:
+    """All parameters, and how many of them each rank holds."""
+    match = re.match(r"(\d+) parameters, of which the ranks hold ([\d, ]+)\n", output)
+    assert match is not None, output
+    return int(match[1]), [int(part) for part in match[2].split(",")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run(0, GPT, *SHORT)
+
+
+def test_fsdp_gpt_does_the_same_on_three_ranks(one_rank: str, tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    three = run(3, GPT, *SHORT, "--plot", picture)
+    # Five decimals are printed; ranks add up gradients in another order, in float32.
+    assert losses(three) == pytest.approx(losses(one_rank), rel=0, abs=1e-4)
+    assert "\n\nThe " in three
+    assert three.partition("\n\n")[2] == one_rank.partition("\n\n")[2], "both write the same text"
+    assert "\x1b" not in three, "no progress bar where nobody watches"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_fsdp_gpt_learns(one_rank: str) -> None:
+    """From a guess among 256 bytes, of which the logarithm is 5.55, to the frequencies of letters and a bit more."""
+    first, last = losses(one_rank)
+    assert first == pytest.approx(5.55, abs=0.2)
+    assert last < 3.8
+
+
+def test_fsdp_gpt_in_bfloat16_shares_out_the_parameters(one_rank: str) -> None:
+    output = run(2, GPT, *SHORT, "--bf16")
+    assert losses(output) != losses(one_rank)
+    # bfloat16 has three digits.
+    assert losses(output) == pytest.approx(losses(one_rank), rel=0.01)
+    total, parts = held(output)
+    assert held(one_rank) == (total, [total])
+    assert len(parts) == 2
+    assert sum(parts) == total
+    assert max(parts) < 0.51 * total
