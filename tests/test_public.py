@@ -25,7 +25,9 @@ NAMES = re.findall(
     """,
 )
 
-COMMUNICATOR = re.findall(r"\w+", "check duplicate free group local_rank local_size mpi next_tag node node_comm num_nodes split")
+COMMUNICATOR = re.findall(
+    r"\w+", "check duplicate free group local_rank local_size mpi next_tag node node_comm num_nodes split"
+)
 
 
 def test_names() -> None:

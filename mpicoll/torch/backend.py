@@ -167,8 +167,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         tensor = tensors[0]
         op = opts.reduceOp
         quick = self.quick
-        if _at_once(opts) and quick is not None and quick.all_reduce(tensor, op):
-            return None
+        # _at_once, written out for the call that is made most.
+        if not (opts.asyncOp or profiler._is_profiler_enabled or here.depth or quick is None):  # noqa: SIM102
+            if quick.all_reduce(tensor, op):
+                return None
         _only("all_reduce", tensors)
         make = jobs.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
         return self._do("all_reduce", opts, lambda comm: make(comm, tensor, op), tensors)

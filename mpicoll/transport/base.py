@@ -61,6 +61,10 @@ class Native(Protocol):
     def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None: ...
     def alltoall(self, source: Memory, target: Memory) -> None: ...
     def barrier(self) -> None: ...
+    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
+        """What reduces `count` elements of `dtype` at an address in place, for calls in which each tenth of a
+        microsecond counts."""
+
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         """What makes of an address and a number of elements of `dtype` the memory that these methods take, for calls
         in which each microsecond counts. The memory must outlive its use."""

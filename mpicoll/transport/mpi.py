@@ -146,6 +146,11 @@ class MpiNative:
     def barrier(self) -> None:
         self._comm.Barrier()
 
+    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
+        allreduce, reduction, datatype = self._comm.Allreduce, _OPS[op], MPI.Datatype.fromcode(dtype.char)
+        buffer, nbytes, in_place = MPI.buffer.fromaddress, count * dtype.itemsize, MPI.IN_PLACE
+        return lambda address: allreduce(in_place, (buffer(address, nbytes), datatype), reduction)
+
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
         buffer = MPI.buffer.fromaddress
