@@ -81,15 +81,15 @@ if wanted layers; then
     check layers 60 env PYTHONPATH=. lint-imports
 fi
 if wanted unit; then
-    tests unit 420 python -m pytest -m "not mpi" -q "$color" --durations=5
+    tests unit 900 python -m pytest -m "not mpi" -q "$color" --durations=5
 fi
 if wanted suite; then
-    tests suite 300 python ci/torch_suite.py
+    tests suite 400 python ci/torch_suite.py
 fi
 if wanted mpi; then
     for np in $ranks; do
         # Ranks share no cache directory: they would write to it at once.
-        tests "mpi-$np" 240 mpirun -np "$np" python -m pytest --with-mpi -m mpi -q "$color" -p no:cacheprovider
+        tests "mpi-$np" 480 mpirun -np "$np" python -m pytest --with-mpi -m mpi -q "$color" -p no:cacheprovider
     done
 fi
 

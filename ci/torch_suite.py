@@ -248,7 +248,7 @@ def main() -> int:
     kinds = [status for status, _ in outcomes.values()]
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in ("passed", "failed", "skipped"))
     print(f"PyTorch's own tests at {options.np} ranks: {counts} in {time.monotonic() - begin:.0f} s")
-    return 1 if "failed" in kinds else 0
+    return 1 if "failed" in kinds or "passed" not in kinds else 0
 
 
 if __name__ == "__main__":

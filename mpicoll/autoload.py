@@ -17,7 +17,10 @@ from typing import Any
 _NAMES = ("mpicoll", "mpi")
 """What the backend is called. "mpi" is ours only in a torch that was built without MPI."""
 
-_DOORS = ("init_process_group", "monitored_barrier", "split_group")
+_DOORS = ("init_process_group", "new_group", "monitored_barrier", "split_group")
+
+_BACKEND = {"init_process_group": 0, "new_group": 2}
+"""Functions that are told a backend, and as which of their arguments."""
 
 
 def register() -> None:
@@ -57,9 +60,10 @@ def _create(options: Any, backend_options: Any) -> Any:
 def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def door(*args: Any, **kwargs: Any) -> Any:
-        backend = args[0] if args else kwargs.get("backend")
-        # Unless a process group of ours has been made or is asked for, mpicoll must not even be in the way.
-        if "mpicoll.torch.backend" in sys.modules or (name == "init_process_group" and names_mpicoll(backend)):
+        place = _BACKEND.get(name)
+        backend = None if place is None else args[place] if len(args) > place else kwargs.get("backend")
+        # Unless a process group of ours is asked for, or there may be one, mpicoll must not even be in the way.
+        if names_mpicoll(backend) or (place is None and "mpicoll.torch.backend" in sys.modules):
             return getattr(import_module("mpicoll.torch.doors"), name)(original, *args, **kwargs)
         return original(*args, **kwargs)
 

@@ -109,12 +109,14 @@ class Communicator:
             return None
         return self._child(lambda: self.transport.group(ranks), f"{self.name}/group({','.join(map(str, ranks))})")
 
-    def duplicate(self) -> Communicator:
-        """Collective over all ranks: another communicator of the same ranks. It takes no turn among the collectives of
-        this one; all ranks must make their duplicates in the same order."""
+    def duplicate(self, tag: int = 0) -> Communicator:
+        """Collective over all ranks: another communicator of the same ranks.
+
+        It takes no turn among the collectives of this one. All ranks must make their duplicates of one `tag` (in
+        [0, 32767]) in the same order; those of different tags may be under way at once."""
         self.check()
         what = (f"duplicating {self.name}", f"on rank {self.rank} of {self.size}")
-        transport: Transport = self.progress.guarded(self.transport.duplicate, what)
+        transport: Transport = self.progress.guarded(self.transport.duplicate, what, tag)
         return Communicator(transport, self.watch, name=f"{self.name}/duplicate", world=False)
 
     def node_comm(self) -> Communicator:

@@ -164,6 +164,8 @@ class _Exit(SystemExit):
         try:
             sys._getframe(1)  # noqa: SLF001  there is no other way to ask
         except ValueError:
+            if threading.current_thread() is not threading.main_thread():
+                return
             _Exit.status = self.code if isinstance(self.code, int) else int(self.code is not None)
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.poller import poller
 from mpicoll.engine.watch import Watch, abort_on_failure, listen_for_signals
 from mpicoll.errors import CommunicatorError, RankError, SetupError
 from mpicoll.transport import local, probe
@@ -107,7 +108,9 @@ def _guard() -> Watch | None:
 
 
 def _refuse_all(watch: Watch) -> None:
-    """In a forked child: MPI belongs to its parent alone."""
+    """In a forked child: MPI belongs to its parent alone, and so do the signals that it listens to."""
+    with suppress(ValueError):  # if no main thread is left
+        signal.set_wakeup_fd(-1)
     for queue in watch.queues():
         queue.refuse()
 
@@ -116,7 +119,6 @@ def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> N
     """At exit: MPI must not be finalised under operations that are still running in the background."""
     if os.getpid() != owner:
         return
-    poller.stop()
     for queue in watch.queues():
         if not queue.drain(timeout=min(_FAREWELL, config().timeout)):
             sys.stderr.write(

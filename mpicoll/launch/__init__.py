@@ -298,6 +298,10 @@ def _launcher() -> str:
     )
 
 
+_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, or a process group of this program, has set: its ranks are not those of the new job."""
+
+
 def _environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
     needs on a small machine, in a container and as root, where it isn't set."""
@@ -308,6 +312,7 @@ def _environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
         if (not name.startswith(_OF_A_JOB) or name.startswith(_SETTINGS))
         and not (inside and name.startswith(_MCA_OF_A_JOB))
         and name != "MPICOLL_TRANSPORT"  # the ranks are MPI's, whatever this program is
+        and name not in _OF_TORCH
     }
     # Ranks are the parallelism; a thread pool in each of them would only fight over the same cores.
     defaults = {"OMP_NUM_THREADS": "1"}

@@ -33,10 +33,10 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, ShapeError
 from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.jobs import Body
-from mpicoll.torch.lanes import Lane, here
+from mpicoll.torch.lanes import Lanes, here
 from mpicoll.torch.quick import Quick
 from mpicoll.torch.tensors import check_plain, flat_input, in_place
-from mpicoll.torch.work import Restored, Together, Work, transfer
+from mpicoll.torch.work import Received, Together, Work, transfer
 
 T = TypeVar("T")
 
@@ -71,10 +71,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         super().__init__(comm.rank, comm.size)
         self.comm = comm
         self.quick: Quick | None = Quick(comm)
-        self._lane = Lane(comm)
         self._store = store
         self._timeout = timeout
         self._group_name = self._group_desc = ""
+        self._lanes = Lanes(comm, "")
         self._together: list[Work] | None = None
         self._barriers = 0
 
@@ -88,6 +88,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
+        # torch names a group right after it was made, before anything can be started on it.
+        self._lanes = Lanes(self.comm, name)
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._group_desc
@@ -116,20 +118,20 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Collective: complete what is pending and free the communicator.
+        """Collective: complete what is pending, callbacks too, and free the communicator.
 
         If something is still pending after the group's timeout, other ranks have not joined it; the communicator is
         left alone then, since MPI is inside it."""
         self.quick = None
-        if self.comm.progress.drain(self._timeout.total_seconds()):
-            self._lane.free()
+        if self._lanes.drain(self._timeout.total_seconds()):
+            self._lanes.free()
         else:
             _log.warning("%r is given up with an operation that the other ranks have not joined", self)
             self.abort()
 
     def abort(self) -> None:
         """Give up what is queued and not yet running. What runs inside MPI can't be stopped."""
-        self.comm.progress.abandon()
+        self._lanes.abandon()
 
     def splitGroup(  # noqa: N802
         self,
@@ -168,7 +170,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         op = opts.reduceOp
         quick = self.quick
         # _at_once, written out for the call that is made most.
-        if not (opts.asyncOp or profiler._is_profiler_enabled or here.depth or quick is None):  # noqa: SIM102
+        if not (opts.asyncOp or profiler._is_profiler_enabled or here.path or quick is None):  # noqa: SIM102
             if quick.all_reduce(tensor, op):
                 return None
         _only("all_reduce", tensors)
@@ -365,8 +367,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         plain, restore = in_place(tensors[0])
         with _recorded("recv"):
             request = p2p.irecv(None, src, tag, out=plain, status=status, comm=self.comm)
-        handle = request if restore is None else Restored(request, restore)
-        return self._collect(transfer(handle, tensors, lambda: status.source))
+        return self._collect(transfer(Received(request, restore), tensors, lambda: status.source))
 
     # Several operations as one: c10d's coalescing manager.
 
@@ -375,7 +376,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._together = self._together or [], None
-        return Work(Together([one.handle for one in works]), [])
+        outputs = [tensor for one in works for tensor in one.outputs]
+        return Work(Together([one.handle for one in works]), outputs, self._lanes.current().callbacks.call)
 
     def _collect(self, work: Work) -> Work:
         if self._together is not None:
@@ -388,7 +390,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         """Run what `make` makes now, or in the background if that is asked for."""
         if opts.asyncOp:
             return self._start(name, make, outputs)
-        comm = self._lane.current().comm
+        comm = self._lanes.current().comm
         comm.check()
         body, what = make(comm), (name, "on", self)
         if profiler._is_profiler_enabled:
@@ -399,12 +401,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return None
 
     def _start(self, name: str, make: Make, outputs: list[torch.Tensor]) -> Work:
-        lane = self._lane.current()
+        lane = self._lanes.current()
         lane.comm.check()
         body = make(lane.comm)
         with _recorded(name):
             job = lane.comm.progress.submit(body, (name, "on", self))
-        return self._collect(Work(job, outputs, lane.call))
+        return self._collect(Work(job, outputs, lane.callbacks.call))
 
     def __repr__(self) -> str:
         return f"<ProcessGroupMpicoll {self._group_name}: rank {self.comm.rank} of {self.comm.size}>"
@@ -412,7 +414,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
 def _at_once(opts: Any) -> bool:
     """Whether a call may take the quick way: it blocks, nobody profiles it, and it is the program's own."""
-    return not (opts.asyncOp or profiler._is_profiler_enabled or here.depth)
+    return not (opts.asyncOp or profiler._is_profiler_enabled or here.path)
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:

@@ -23,7 +23,7 @@ def _quick(group: Any) -> Quick | None:
     found = c10d._world.default_pg if group is None else group
     if type(found) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state:
         return None
-    if profiler._is_profiler_enabled or here.depth or torch.compiler.is_compiling():
+    if profiler._is_profiler_enabled or here.path or torch.compiler.is_compiling():
         return None
     return found.quick
 

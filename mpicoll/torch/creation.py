@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -25,19 +25,12 @@ def _hide_from_the_compiler() -> None:
     These are the marks that ``torch.compiler.disable`` leaves, which would import the whole compiler.
     """
     frames = torch._C._dynamo.eval_frame
-    if hasattr(frames, "set_code_exec_strategy"):
-        never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-
-        def skip(code: CodeType) -> None:
-            frames.set_code_exec_strategy(code, never)
-
-    else:  # before torch 2.7
-        skip = frames.skip_code
+    never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for module in (backend, jobs, lanes, mixed, quick, sparse, work):
         for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
             for value in vars(holder).values():
                 if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                    skip(value.__code__)
+                    frames.set_code_exec_strategy(value.__code__, never)
                     value._torchdynamo_disable = True
 
 
@@ -49,6 +42,11 @@ def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:
 
     Raises SetupError if MPI has fewer ranks than the group.
     """
+    if world().transport.native is not None and not world().transport.background:
+        raise SetupError(
+            "a process group of mpicoll needs MPI_THREAD_MULTIPLE, which this MPI does not give, or the program has not"
+            " asked for (mpi4py.rc.thread_level): torch waits for operations in ways that can't carry them on"
+        )
     comm = _communicator(options)
     mix = _mix()
     if set(mix.values()) == {NAME}:
@@ -90,7 +88,7 @@ def _caller() -> dict[str, Any]:
     the place of the whole mix, so it has to know.
     """
     frame: FrameType | None = sys._getframe()
-    while frame is not None and "backend_config" not in frame.f_locals:
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back
     return {} if frame is None else dict(frame.f_locals)
 

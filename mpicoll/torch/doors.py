@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.autoload import names_mpicoll
+from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import meeting
 from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.mixed import MixedProcessGroup
 
 Original = Callable[..., Any]
 
@@ -28,6 +30,14 @@ def init_process_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     if names_mpicoll(call.arguments.get("backend")) and not dist.is_initialized():
         meeting.complete(call.arguments)
     return original(*call.args, **call.kwargs)
+
+
+def new_group(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """c10d lets only the members make a group; but MPI is started by all ranks, or by none."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if not given.get("use_local_synchronization"):
+        world()
+    return original(*args, **kwargs)
 
 
 def monitored_barrier(original: Original, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -49,6 +59,12 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     parent = given.get("parent_pg") or c10d._get_default_group()
     if not isinstance(parent, ProcessGroupMpicoll):
         return original(*args, **kwargs)
+    wanted = given.get("backend")
+    if isinstance(parent, MixedProcessGroup) or (wanted is not None and not names_mpicoll(str(wanted))):
+        raise ArgumentError(
+            f"split_group: can't split off a part of {c10d._world.pg_backend_config[parent]} with backend"
+            f" {wanted or 'of each device'}; make it by new_group(ranks, backend=...)"
+        )
     parts = given.get("split_ranks")
     if not parts or any(not part for part in parts):
         raise ArgumentError(f"split_group: split_ranks must be lists of ranks of the parent group, got {parts!r}")

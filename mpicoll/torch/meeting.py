@@ -22,6 +22,9 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 
 _PATIENCE = timedelta(minutes=5)
 
+# So that torch's own env:// may use the same server: its address is where env:// looks.
+_SHARED = {"wait_for_workers": False, "multi_tenant": True}
+
 _rounds = 0
 
 
@@ -52,10 +55,9 @@ def complete(arguments: MutableMapping[str, Any]) -> None:
 
 def _environment_complete(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
     """Whether ``env://`` finds all that it needs, and not because a process group of ours has put it there."""
-    if environ.get("MASTER_PORT") == _published.get("MASTER_PORT", ""):
-        return False
+    theirs = {name for name in _ENVIRONMENT if environ.get(name, "") != _published.get(name, "")}
     given = {"RANK": arguments.get("rank", -1) >= 0, "WORLD_SIZE": arguments.get("world_size", -1) > 0}
-    return all(environ.get(name) or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return all(name in theirs or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
 
 
 def refuse_other_launchers(size: int, environ: Mapping[str, str]) -> None:
@@ -100,7 +102,7 @@ def _store() -> dist.Store:
 def _tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
     """A store that rank 0 serves at a free port."""
     if comm.rank == 0:
-        server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+        server = dist.TCPStore("localhost", 0, None, is_master=True, timeout=_PATIENCE, **_SHARED)
         addresses = ["localhost"] if comm.num_nodes == 1 else _addresses()
         _tell(comm, f"{server.port} {' '.join(addresses)}")
         return server, addresses[0], server.port
@@ -115,7 +117,7 @@ def _tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
             f" {', '.join(addresses)}, at port {port}; open it in the firewall, or set MASTER_ADDR and MASTER_PORT,"
             " RANK and WORLD_SIZE, to have torch's own env:// make the store"
         )
-    return dist.TCPStore(address, int(port), None, is_master=False, timeout=_PATIENCE), address, int(port)
+    return dist.TCPStore(address, int(port), None, is_master=False, timeout=_PATIENCE, **_SHARED), address, int(port)
 
 
 def _tell(comm: Communicator, text: str) -> str:

@@ -107,6 +107,17 @@ class MixedProcessGroup(ProcessGroupMpicoll):
         serving = None if device is None else self._serving(device, "barrier")
         return super().barrier(opts, timeout) if serving is None else serving(opts)
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        serving = self._serving(device, "_start_coalescing")
+        if serving is None:
+            super()._start_coalescing(device)
+        else:
+            serving()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        serving = self._serving(device, "_end_coalescing")
+        return super()._end_coalescing(device) if serving is None else serving()
+
     def shutdown(self) -> None:
         for other in self._others.values():
             other.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from mpicoll.engine.poller import poller
 from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
+from mpicoll.errors import CommunicationError, MpicollError
+from mpicoll.torch.tensors import Restore
 
 Later: TypeAlias = "Callable[[Callable[[], None]], None]"
 """What runs a callback, at its time and on a thread on which it may wait."""
@@ -39,8 +42,9 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
 
     def wait(self) -> Any:
         """The value. Raises what went wrong."""
-        if self._help_out is not None:
-            self._help_out()
+        help_out = self._help_out
+        if help_out is not None:
+            help_out()
         return super().wait()
 
     def then(self, callback: Callable[..., Any]) -> Any:
@@ -51,7 +55,7 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
             self._ended.wait()
             try:
                 value = callback(self)
-            except Exception as error:  # noqa: BLE001  whoever waits for the result gets it
+            except BaseException as error:  # noqa: BLE001  whoever waits for the result gets it
                 result.complete(None, error)
             else:
                 result.complete(value, None)
@@ -70,11 +74,18 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
 
     def complete(self, value: Any, error: BaseException | None) -> None:
         """Hand out `value`, or `error`."""
-        if error is None:
-            self.set_result(value)
-        else:
-            self.set_exception(error)
-        self._ended.set()
+        # It holds the work, which holds this future.
+        self._help_out = None
+        try:
+            if error is None:
+                self.set_result(value)
+            elif isinstance(error, Exception):
+                self.set_exception(error)
+            else:
+                # torch takes no other kind. An interrupt has reached the thread for which it was meant already.
+                self.set_exception(CommunicationError(f"the operation was cut short by {error!r}"))
+        finally:
+            self._ended.set()
 
 
 class Handle(Protocol):
@@ -104,7 +115,7 @@ class Work(dist.Work):
     ) -> None:
         super().__init__()
         self.handle = handle
-        self._outputs = outputs
+        self.outputs = outputs
         self._later = later
         self._source = source
         self._future: _Future | None = None
@@ -114,7 +125,7 @@ class Work(dist.Work):
         bound = timeout.total_seconds() if timeout else 0.0
         try:
             self.handle.wait(bound if bound > 0 else None)
-        except Exception as error:
+        except BaseException as error:
             if self.handle.test():
                 self._error = error
             raise
@@ -134,14 +145,14 @@ class Work(dist.Work):
         """What went wrong, if it has completed; else None."""
         if self._error is None and self.is_completed():
             # Since it has completed, this returns at once; what it raises is kept for those who ask.
-            with suppress(Exception):
+            with suppress(BaseException):
                 self.wait()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that it fills. Waits for them."""
         self.wait()
-        return self._outputs
+        return self.outputs
 
     def source_rank(self) -> int:
         """The rank, in the group, from which a completed receive got its message."""
@@ -170,7 +181,7 @@ class Work(dist.Work):
         if job is not None:
             job.reported = job.reported or job.error is not None
         error = self.exception() if job is None else job.error
-        self._future.complete(self._outputs, error)
+        self._future.complete(self.outputs, error)
 
 
 class Together:
@@ -183,21 +194,39 @@ class Together:
         return all(one.test() for one in self._handles)
 
     def wait(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
         for one in self._handles:
-            one.wait(timeout)
+            one.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
-class Restored:
-    """A transfer whose result has to be moved to where the caller wants it, which waiting for it does."""
+class Received:
+    """A receive, complete when what came is where the caller wants it: whoever notices first moves it there."""
 
-    def __init__(self, request: Request, restore: Callable[[], None]) -> None:
+    def __init__(self, request: Request, restore: Restore) -> None:
         self._request = request
-        self._restore: Callable[[], None] | None = restore
+        self._restore = restore
+        self._lock = threading.Lock()
+        self._ended = False
 
     def test(self) -> bool:
-        return self._request.test()
+        # Who waits holds the lock, and will see the end by itself.
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._ended and self._request.test():
+                    with suppress(MpicollError):  # for its own wait to say
+                        self._finish(None)
+                    self._ended = True
+            finally:
+                self._lock.release()
+        return self._ended
 
     def wait(self, timeout: float | None) -> None:
+        with self._lock:
+            self._finish(timeout)
+            self._ended = True
+
+    def _finish(self, timeout: float | None) -> None:
+        """Wait for it and move what came, once; of a receive that failed, say so each time."""
         self._request.wait(timeout)
         restore, self._restore = self._restore, None
         if restore is not None:

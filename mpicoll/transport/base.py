@@ -118,8 +118,8 @@ class Transport(Protocol):
     def group(self, ranks: Sequence[int]) -> Transport | None:
         """A group of `ranks` in that order; to be called by those ranks only."""
 
-    def duplicate(self) -> Transport:
-        """Collective, but apart from the other collectives: a group of the same ranks."""
+    def duplicate(self, tag: int) -> Transport:
+        """Collective, but apart from the other collectives, and from that of another tag: a group of the same ranks."""
 
     def free(self) -> None: ...
 

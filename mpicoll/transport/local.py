@@ -254,6 +254,7 @@ class LocalTransport:
         self._collective, self._p2p = contexts
         self._splits = itertools.count()
         self._groups: dict[tuple[int, ...], int] = {}
+        self._duplicates: dict[int, int] = {}
 
     def needed(self, source: int | None) -> set[int]:
         """World ranks whose death means that nothing from `source` will come."""
@@ -370,8 +371,10 @@ class LocalTransport:
         table = self.world.meet(("group", self._collective, members, number), members, self._me, None)
         return self._child(members, table[-1])
 
-    def duplicate(self) -> LocalTransport:
-        return self.group(range(self.size))
+    def duplicate(self, tag: int) -> LocalTransport:
+        number = self._duplicates[tag] = self._duplicates.get(tag, -1) + 1
+        table = self.world.meet(("duplicate", self._collective, tag, number), self._members, self._me, None)
+        return self._child(self._members, table[-1])
 
     def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
         nodes = [self.nodes[self._members.index(member)] for member in members]

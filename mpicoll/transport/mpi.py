@@ -368,9 +368,13 @@ class MpiTransport:
             whole.Free()
 
     @_translated
-    def duplicate(self) -> MpiTransport:
-        # Of the communicator for messages, on which there are no other collectives that this could get in the way of.
-        return MpiTransport(self._p2p.Dup(), self._p2p.Dup(), self.nodes)
+    def duplicate(self, tag: int) -> MpiTransport:
+        everybody = self._p2p.Get_group()
+        try:
+            child = self._p2p.Create_group(everybody, tag)
+            return MpiTransport(child, child.Dup(), self.nodes)
+        finally:
+            everybody.Free()
 
     def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm) -> MpiTransport:
         part, whole = collective.Get_group(), self._collective.Get_group()
