@@ -384,3 +384,10 @@ def test_the_environment_of_a_new_job() -> None:
 def test_an_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(mpicoll.SpawnError("text", rank=2, status=137)))
     assert (str(error), error.rank, error.status) == ("text", 2, 137)
+
+
+def test_what_a_process_group_of_this_program_has_set_is_not_for_the_ranks() -> None:
+    mine = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    passed = launch._environment({**mine, "MASTER_PORT": "0", "HOME": "/home/me"}, root=False)
+    assert passed["HOME"] == "/home/me"
+    assert not {*mine, "MASTER_PORT"} & set(passed)

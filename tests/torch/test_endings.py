@@ -181,3 +181,57 @@ def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> N
     status, output = end(tmp_path, "if rank == 0: dist.all_reduce(t, async_op=True)\n")
     assert status != 0
     assert "holds operations that the other ranks did not join; the job is ended" in output
+
+
+def test_a_signal_to_a_child_is_the_childs_affair(tmp_path: Path) -> None:
+    program = """
+if rank == 0:
+    child = os.fork()
+    if child == 0:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass
+        os._exit(0)
+else:
+    time.sleep(4)  # rank 0 waits for longer than an interrupt would let it
+dist.barrier()
+"""
+    status, output = end(tmp_path, program + GO_ON, size=2)
+    assert status == 0, output
+    assert output.count("reached the end") == 2
+
+
+def test_the_end_of_a_single_rank_with_a_receive_pending(tmp_path: Path) -> None:
+    status, output = end(tmp_path, "dist.irecv(torch.zeros(3), 0)\nprint('reached the end')\n", size=1)
+    assert status == 0, output
+    assert "reached the end" in output
+
+
+def test_without_threads_in_mpi(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text("import mpi4py; mpi4py.rc.thread_level = 'serialized'\n" + BEGIN)
+    done = mpirun(2, script, seconds=40)
+    assert done.returncode != 0
+    assert "SetupError: a process group of mpicoll needs MPI_THREAD_MULTIPLE" in done.stdout
+
+
+def test_gloo_and_mpicoll_one_after_the_other_and_side_by_side(tmp_path: Path) -> None:
+    """gloo finds its way by what mpicoll has put into the environment; and members alone may ask for a group of
+    mpicoll."""
+    program = """
+dist.destroy_process_group()
+dist.init_process_group("gloo")
+t = torch.ones(1)
+dist.all_reduce(t)
+assert t.item() == size
+dist.new_group([0], backend="mpicoll")
+both = dist.new_group(backend="mpicoll")
+dist.all_reduce(t, group=both)
+assert t.item() == size * size
+print("reached the end")
+"""
+    status, output = end(tmp_path, program)
+    assert status == 0, output
+    assert output.count("reached the end") == 3
