@@ -63,11 +63,13 @@ class Quick:
             count, address = tensor.numel(), tensor.data_ptr()
         except RuntimeError:
             return False
+        if forced():
+            return False
         key = (tensor.dtype, hash(op), count)
         reduce = self._kept.get(key)
         if reduce is None:
             reduce = self._keep(key, self._in_place(tensor, op, count))
-        if reduce is False or forced():
+        if reduce is False:
             return False
         self._run(reduce, ("all_reduce of", count, "elements"), address)
         return True
@@ -143,10 +145,12 @@ class Quick:
 
     def barrier(self) -> bool:
         """See :func:`mpicoll.torch.jobs.barrier`."""
+        if forced():
+            return False
         kept = self._kept.get(("barrier",))
         if kept is None:
             kept = self._keep(("barrier",), self._move("barrier", 0, 0))
-        if kept is False or forced():
+        if kept is False:
             return False
         self._run(kept[1].barrier, ("barrier of", self._comm.size, "ranks"))
         return True
@@ -195,8 +199,8 @@ class Quick:
         return False if native is None else (native.typed(_BYTES), native)
 
     def _chosen(self, collective: str, nbytes: int, count: int, **details: Any) -> Native | None:
-        """MPI's own collectives, if the choice falls on them where nothing is forced for the moment."""
-        if self._native is None or forced():
+        """MPI's own collectives, if the choice falls on them. To be asked where nothing is forced for the moment."""
+        if self._native is None:
             return None
         wanted = problem(collective, self._comm, None, nbytes=nbytes, count=count, **details)
         return self._native if choose(wanted, None).algorithm is None else None

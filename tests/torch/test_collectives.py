@@ -1016,3 +1016,14 @@ def test_errors_come_before_messages(name: str, dist: Any) -> None:
         with pytest.raises(wrong.error):
             wrong.call(dist, rank, size)
     _still_works()
+
+
+def test_what_is_forced_for_a_moment_is_not_remembered() -> None:
+    group: Any = stock.group.WORLD
+    t = torch.ones(4321)
+    with mpicoll.algorithms(allreduce="ring", barrier="dissemination"):
+        stock.all_reduce(t)
+        stock.barrier()
+    assert t[0].item() == stock.get_world_size()
+    assert group.quick.all_reduce(t, stock.ReduceOp.SUM)
+    assert group.quick.barrier()
