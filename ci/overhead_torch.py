@@ -13,7 +13,6 @@ Printed are medians over the blocks of rank 0, in microseconds.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as stock
 from mpi4py import MPI
+from overhead import block
 
 import mpicoll
 import mpicoll.torch as dist
@@ -48,15 +48,6 @@ class Minimal(stock.ProcessGroup):
 
 def create(options: Any, backend_options: Any) -> Minimal:
     return Minimal(options.group_rank, options.group_size)
-
-
-def block(call: Callable[[], object], calls: int) -> float:
-    """Microseconds per call."""
-    MPI.COMM_WORLD.Barrier()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - begin) / calls * 1e6
 
 
 def main() -> None:

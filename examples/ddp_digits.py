@@ -18,7 +18,6 @@ What saved them may be another kind of device than what loads them, hence the ma
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from screen import on_screen
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
@@ -111,14 +111,6 @@ def choose_device(options):
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
-
-
-def on_screen():
-    """Whether somebody watches. mpirun gives each rank a terminal, wherever its own output goes, so look at both."""
-    try:
-        return sys.stdout.isatty() and Path(f"/proc/{os.getppid()}/fd/1").is_char_device()
-    except OSError:
-        return False
 
 
 def main():

@@ -14,13 +14,11 @@ so small that a message takes longer than the work it saves.
 """
 
 import argparse
-import os
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from screen import on_screen
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -111,14 +109,6 @@ def accuracy(world, parameters, images, digits):
     mine = share(np.arange(len(digits)), world)
     guesses = forward(parameters, images[mine])[1].argmax(axis=1)
     return mpicoll.allreduce(int((guesses == digits[mine]).sum()), "sum") / len(digits)
-
-
-def on_screen():
-    """Whether somebody watches. mpirun gives each rank a terminal, wherever its own output goes, so look at both."""
-    try:
-        return sys.stdout.isatty() and Path(f"/proc/{os.getppid()}/fd/1").is_char_device()
-    except OSError:
-        return False
 
 
 def main():

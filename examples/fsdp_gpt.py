@@ -28,15 +28,13 @@ takes the same steps, but for rounding.
 
 import argparse
 import math
-import os
-import sys
 import time
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from screen import on_screen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -157,14 +155,6 @@ def plot(losses, path):
     axes.set(xlabel="step", ylabel="loss", title="A small GPT on Python's help texts")
     axes.legend()
     figure.savefig(path, dpi=150)
-
-
-def on_screen():
-    """Whether somebody watches. mpirun gives each rank a terminal, wherever its own output goes, so look at both."""
-    try:
-        return sys.stdout.isatty() and Path(f"/proc/{os.getppid()}/fd/1").is_char_device()
-    except OSError:
-        return False
 
 
 def main():

@@ -59,13 +59,13 @@ class Poller:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """Look after nothing any more: MPI is about to end. Returns when the thread has."""
+        """Look after nothing any more: MPI is about to end. Returns when the thread has, or after seconds."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
             thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join(_IDLE)
 
     def _run(self) -> None:
         while not self._stopped:

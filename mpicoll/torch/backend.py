@@ -70,7 +70,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
-        self.quick: Quick | None = Quick(comm)
+        self._quick: Quick | None = Quick(comm)
         self._store = store
         self._timeout = timeout
         self._group_name = self._group_desc = ""
@@ -117,12 +117,17 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
+    def quick(self) -> Quick | None:
+        """The quick calls, where a blocking call may take them: nobody profiles it, it is the program's own and no
+        callback's, and the group is still there."""
+        return None if profiler._is_profiler_enabled or here.path else self._quick
+
     def shutdown(self) -> None:
         """Collective: complete what is pending, callbacks too, and free the communicator.
 
         If something is still pending after the group's timeout, other ranks have not joined it; the communicator is
         left alone then, since MPI is inside it."""
-        self.quick = None
+        self._quick = None
         if self._lanes.drain(self._timeout.total_seconds()):
             self._lanes.free()
         else:
@@ -168,11 +173,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             tensors, opts = _as_list(tensors), _options(AllreduceOptions, None, timeout, reduceOp=opts)
         tensor = tensors[0]
         op = opts.reduceOp
-        quick = self.quick
-        # _at_once, written out for the call that is made most.
-        if not (opts.asyncOp or profiler._is_profiler_enabled or here.path or quick is None):  # noqa: SIM102
-            if quick.all_reduce(tensor, op):
-                return None
+        # self.quick(), written out for the call that is made most.
+        quick = None if opts.asyncOp or profiler._is_profiler_enabled or here.path else self._quick
+        if quick is not None and quick.all_reduce(tensor, op):
+            return None
         _only("all_reduce", tensors)
         make = jobs.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
         return self._do("all_reduce", opts, lambda comm: make(comm, tensor, op), tensors)
@@ -189,8 +193,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         if type(opts) is not BroadcastOptions:
             tensors, opts = _as_list(tensors), _options(BroadcastOptions, None, timeout, rootRank=opts)
         tensor, root = tensors[0], opts.rootRank
-        quick = self.quick
-        if _at_once(opts) and quick is not None and quick.broadcast(tensor, root):
+        quick = None if opts.asyncOp else self.quick()
+        if quick is not None and quick.broadcast(tensor, root):
             return None
         _only("broadcast", tensors)
         return self._do("broadcast", opts, lambda comm: jobs.broadcast(comm, tensor, root), tensors)
@@ -228,8 +232,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         opts = _options(AllgatherOptions, opts)
-        quick = self.quick
-        if _at_once(opts) and quick is not None and quick.all_gather_single(output, tensor):
+        quick = None if opts.asyncOp else self.quick()
+        if quick is not None and quick.all_gather_single(output, tensor):
             return None
         return self._do("all_gather_single", opts, lambda comm: jobs.all_gather_single(comm, output, tensor), [output])
 
@@ -275,8 +279,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         opts = _options(ReduceScatterOptions, opts)
         op = opts.reduceOp
-        quick = self.quick
-        if _at_once(opts) and quick is not None and quick.reduce_scatter_single(output, tensor, op):
+        quick = None if opts.asyncOp else self.quick()
+        if quick is not None and quick.reduce_scatter_single(output, tensor, op):
             return None
         return self._do(
             "reduce_scatter_single", opts, lambda comm: jobs.reduce_scatter_single(comm, output, tensor, op), [output]
@@ -309,8 +313,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     ) -> Work | None:
         opts = _options(AllToAllOptions, opts)
         even = not output_splits and not input_splits
-        quick = self.quick
-        if even and _at_once(opts) and quick is not None and quick.all_to_all_single(output, tensor):
+        quick = None if opts.asyncOp else self.quick()
+        if even and quick is not None and quick.all_to_all_single(output, tensor):
             return None
         return self._do(
             "all_to_all_single",
@@ -326,8 +330,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             # A call that blocks inside MPI can't be left any more, so that one runs in the background.
             self._start("barrier", jobs.barrier, []).wait(bound)
             return None
-        quick = self.quick
-        if _at_once(opts) and quick is not None and quick.barrier():
+        quick = None if opts.asyncOp else self.quick()
+        if quick is not None and quick.barrier():
             return None
         return self._do("barrier", opts, jobs.barrier, [])
 
@@ -410,11 +414,6 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def __repr__(self) -> str:
         return f"<ProcessGroupMpicoll {self._group_name}: rank {self.comm.rank} of {self.comm.size}>"
-
-
-def _at_once(opts: Any) -> bool:
-    """Whether a call may take the quick way: it blocks, nobody profiles it, and it is the program's own."""
-    return not (opts.asyncOp or profiler._is_profiler_enabled or here.path)
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:

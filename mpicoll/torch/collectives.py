@@ -10,22 +10,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.torch.backend import ProcessGroupMpicoll
-from mpicoll.torch.lanes import here
 from mpicoll.torch.quick import Quick
 
 
 def _quick(group: Any) -> Quick | None:
     """The quick calls of `group`, if this is no moment that c10d has to know about."""
     found = c10d._world.default_pg if group is None else group
-    if type(found) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state:
+    if type(found) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
         return None
-    if profiler._is_profiler_enabled or here.path or torch.compiler.is_compiling():
-        return None
-    return found.quick
+    return found.quick()
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
