@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpicoll.collectives.alltoall import alltoall, alltoall_init, ialltoall
     from mpicoll.collectives.barrier import barrier, barrier_init, ibarrier
     from mpicoll.collectives.bcast import bcast, bcast_init, ibcast
+    from mpicoll.collectives.empty import empty
     from mpicoll.collectives.explain import explain
     from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
     from mpicoll.collectives.gather import gather, gather_init, igather
@@ -83,6 +84,7 @@ __all__ = [
     "barrier_init",
     "bcast",
     "bcast_init",
+    "empty",
     "explain",
     "exscan",
     "exscan_init",
@@ -131,6 +133,7 @@ _HOMES = {
     "collectives.alltoall": "alltoall alltoall_init ialltoall",
     "collectives.barrier": "barrier barrier_init ibarrier",
     "collectives.bcast": "bcast bcast_init ibcast",
+    "collectives.empty": "empty",
     "collectives.explain": "explain",
     "collectives.exscan": "exscan exscan_init iexscan",
     "collectives.gather": "gather gather_init igather",

@@ -11,6 +11,7 @@ from typing import Literal, cast
 from mpicoll.errors import SetupError
 
 Transport = Literal["auto", "mpi", "local"]
+SharedMemory = Literal["auto", "named", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Config:
     ========================  =======================================================================  ========
     ``MPICOLL_ALGORITHMS``    which algorithm to take, such as ``allreduce:0-64k:native,64k-inf:ring``  (empty)
                               or ``bcast:chain/8``; several collectives are separated by ``;``
+    ``MPICOLL_SHARED_MEMORY`` ``auto``; ``named``: files in /dev/shm, where nameless memory can't be passed  auto
+                              on; ``off``: none
     ``MPICOLL_TIMEOUT``       seconds after which a call that waits is given up                         1800
     ``MPICOLL_TRANSPORT``     ``mpi``, ``local`` (a world of one), or ``auto``: MPI under a launcher,    auto
                               a world of one otherwise
@@ -29,6 +32,7 @@ class Config:
     """
 
     algorithms: str = ""
+    shared_memory: SharedMemory = "auto"
     timeout: float = 1800.0
     transport: Transport = "auto"
 
@@ -38,6 +42,9 @@ class Config:
         transport = environ.get("MPICOLL_TRANSPORT", "auto")
         if transport not in ("auto", "mpi", "local"):
             raise SetupError(f"MPICOLL_TRANSPORT={transport!r}: must be auto, mpi or local")
+        shared = environ.get("MPICOLL_SHARED_MEMORY", "auto")
+        if shared not in ("auto", "named", "off"):
+            raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
         text = environ.get("MPICOLL_TIMEOUT", "1800")
         try:
             timeout = float(text)
@@ -47,6 +54,7 @@ class Config:
             raise SetupError(f"MPICOLL_TIMEOUT={text!r}: must be a positive number of seconds")
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
+            shared_memory=cast(SharedMemory, shared),
             timeout=timeout,
             transport=cast(Transport, transport),
         )

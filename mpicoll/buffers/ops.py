@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.buffer import Buffer, recognise
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DTypeError
 
@@ -240,6 +240,64 @@ def _location(op: str, pair: np.dtype[Any]) -> Reduction:
         np.copyto(out, other, where=better | (equal & (other["index"] < out["index"])))
 
     return Reduction(name=op, work=pair, combine=combine)
+
+
+class Fold:
+    """Combines operands of the caller's dtype in the order of ranks, rounding once.
+
+    For reductions that need no preparation of the operands. The part of a vector may be folded on its own, so the
+    operation must be elementwise. Not for several threads at once: it keeps its scratch memory.
+    """
+
+    __slots__ = ("_combine", "_convert", "_dtype", "_finish", "_scratch", "_ufunc", "_work")
+
+    def __init__(self, reduction: Reduction, buffer: Buffer | None = None) -> None:
+        """For operands of `buffer`'s dtype; without one they are of the dtype in which they are reduced, and the caller
+        finishes the result."""
+        self._combine = reduction.combine
+        self._ufunc = _UFUNCS.get(reduction.name)
+        self._work = reduction.work
+        self._scratch = np.empty(0, reduction.work)
+        self._finish = self._dtype = self._convert = None
+        if buffer is not None:
+            self._finish = reduction.finish
+            if reduction.work != buffer.array.dtype:
+                self._dtype, self._convert = buffer.dtype, buffer.library.convert
+
+    def __call__(self, parts: Sequence[Array], out: Array) -> None:
+        """Write the combination of `parts` to `out`, which none of them overlaps, but for the same memory as one of the
+        first two."""
+        if self._convert is not None:
+            self._wide(parts, out)
+        else:
+            if len(parts) == 1:
+                np.copyto(out, parts[0])
+            elif self._ufunc is not None:
+                self._ufunc(parts[0], parts[1], out)
+            else:
+                # Such functions want one of their operands for the result.
+                second = parts[1].copy() if np.may_share_memory(parts[1], out) else parts[1]
+                np.copyto(out, parts[0])
+                self._combine(out, second, out)
+            for part in parts[2:]:
+                self._combine(out, part, out)
+            if self._finish is not None:
+                self._finish(out, len(parts))
+
+    def _wide(self, parts: Sequence[Array], out: Array) -> None:
+        assert self._convert is not None
+        assert self._dtype is not None
+        count = out.size
+        if self._scratch.size < 2 * count:
+            self._scratch = np.empty(2 * count, self._work)
+        total, operand = self._scratch[:count], self._scratch[count : 2 * count]
+        self._convert(parts[0], total, self._dtype)
+        for part in parts[1:]:
+            self._convert(part, operand, self._dtype)
+            self._combine(total, operand, total)
+        if self._finish is not None:
+            self._finish(total, len(parts))
+        self._convert(total, out, self._dtype)
 
 
 def identity(reduction: Reduction, dtype: DType) -> Any:

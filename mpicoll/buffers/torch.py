@@ -59,6 +59,21 @@ def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
     return Buffer(dense, view, dtype, _BFLOAT16 if x.dtype is torch.bfloat16 else _TORCH)
 
 
+def itemsize_of(operation: str, dtype: Any) -> int:
+    """The bytes of an element of a torch dtype. Raises DTypeError if `dtype` is none."""
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if not isinstance(dtype, torch.dtype):
+        raise DTypeError(f"{operation}: {dtype!r} is no dtype of torch")
+    return dtype.itemsize
+
+
+def from_bytes(memory: Array, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor whose elements lie in `memory`, bytes that begin where an element may."""
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return torch.from_numpy(memory).view(dtype).reshape(shape)
+
+
 def _dtype(dtype: torch.dtype) -> DType:
     if dtype is torch.bfloat16:
         return dtypes.BFLOAT16_WORDS

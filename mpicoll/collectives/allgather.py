@@ -20,7 +20,7 @@ from mpicoll.collectives.arguments import (
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -100,6 +100,9 @@ def prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorit
         native=native,
         regions=lambda schedule: [Region(target.array, offsets)],
         result=whole.result,
+        flat=lambda: Flat(
+            raw_source, raw_target, tuple(count * row_bytes for count in rows), load=source.load, store=target.store
+        ),
         load=load,
         store=target.store,
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, operand, problem, result
-from mpicoll.collectives.memory import Work, vector
+from mpicoll.collectives.memory import Work, flat_reduction, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
@@ -94,6 +94,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         native=native,
         regions=lambda schedule: vector(schedule, work.array),
         result=target.result,
+        flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),
         combine=reduction.combine,
         load=work.load,
         store=work.store,

@@ -20,7 +20,7 @@ from mpicoll.collectives.arguments import (
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.schedules import Schedule
@@ -120,6 +120,13 @@ def prepare(
         native=native,
         regions=regions,
         result=arrived.result,
+        flat=lambda: Flat(
+            raw_source,
+            raw_target,
+            tuple(count * row_size(shape) * source.array.itemsize for count in send),
+            load=source.load,
+            store=target.store,
+        ),
         load=source.load,
         store=target.store,
     )

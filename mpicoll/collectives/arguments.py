@@ -204,6 +204,8 @@ def problem(
         elementwise=reduction is None or reduction.elementwise,
         uneven=len(set(counts)) > 1,
         native=native,
+        unshared=comm.unshared,
+        unread=comm.unread,
     )
     if algorithm is not None:
         choose(wanted, algorithm)  # now, so that a wrong choice is found together with the other arguments

@@ -6,7 +6,7 @@ import numpy as np
 
 from mpicoll.collectives.arguments import names_rank, problem
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, repeated, start
+from mpicoll.engine.operation import Flat, Operation, Plan, repeated, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 
@@ -39,4 +39,5 @@ def prepare(comm: Communicator, algorithm: str | None) -> Operation:
         native=lambda mpi: mpi.barrier(),
         regions=lambda schedule: [],
         result=lambda: None,
+        flat=Flat,
     )

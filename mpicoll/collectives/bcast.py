@@ -8,9 +8,9 @@ import numpy as np
 
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template
-from mpicoll.collectives.memory import Target, vector
+from mpicoll.collectives.memory import Source, Target, vector
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -79,6 +79,13 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         mpi.bcast(raw, root)
         target.store()
 
+    def flat() -> Flat:
+        count = (raw.size,)
+        if comm.rank != root:
+            return Flat(None, raw, count, store=target.store)
+        source = Source(buffer, None if in_place else filled)
+        return Flat(source.raw, raw, count, load=source.load, store=target.store)
+
     return Operation(
         comm,
         problem("bcast", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, root=root),
@@ -86,6 +93,7 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         native=native,
         regions=lambda schedule: vector(schedule, target.array),
         result=filled.result,
+        flat=flat,
         load=load,
         store=target.store,
     )

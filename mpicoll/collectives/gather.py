@@ -20,7 +20,7 @@ from mpicoll.collectives.arguments import (
 )
 from mpicoll.collectives.memory import Blocks, Source, Target
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
@@ -106,7 +106,8 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
         if target is not None:
             target.store()
 
-    nbytes = sum(elements) * buffer.array.itemsize
+    nbytes_of = tuple(count * buffer.array.itemsize for count in elements)
+    nbytes = sum(nbytes_of)
     return Operation(
         comm,
         problem("gather", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
@@ -114,6 +115,7 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
         native=native,
         regions=blocks.regions,
         result=lambda: None if whole is None else whole.result(),
+        flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=source.load, store=store),
         load=load,
         store=store,
     )

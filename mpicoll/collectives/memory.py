@@ -11,8 +11,9 @@ import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.ops import Reduction
+from mpicoll.buffers.ops import Fold, Reduction
 from mpicoll.engine.execute import Region, cut, extents
+from mpicoll.engine.operation import Flat
 from mpicoll.schedules import Schedule
 
 
@@ -119,6 +120,37 @@ class Work:
             self.finish(self.array)
             if not self.own:
                 self._out.store(self.array)
+
+
+def flat_reduction(
+    buffer: Buffer,
+    reduction: Reduction,
+    out: Buffer | None,
+    counts: Sequence[int],
+    work: Work,
+    part: Array | None = None,
+) -> Flat:
+    """A reduction through shared memory: of the caller's dtype, unless operands have to be prepared first; `work` and
+    `part` (where this rank's part of the result goes, in that dtype) serve then.
+    """
+    if reduction.prepare is None and buffer.dtype.kind != "opaque":
+        same = out is not None and out.same_memory(buffer)
+        source, target = Source(buffer, None if same else out), None if out is None else Target(out)
+        return Flat(
+            source.array,
+            None if target is None else target.array,
+            tuple(counts),
+            Fold(reduction, buffer),
+            source.load,
+            _nothing if target is None else target.store,
+        )
+    if part is not None:
+        return Flat(work.array, part, tuple(counts), Fold(reduction), work.load)
+    return Flat(work.array, None if out is None else work.array, tuple(counts), Fold(reduction), work.load, work.store)
+
+
+def _nothing() -> None:
+    return None
 
 
 def vector(schedule: Schedule, array: Array, *scratch: Array) -> list[Region]:

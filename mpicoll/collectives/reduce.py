@@ -9,7 +9,7 @@ import numpy as np
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, operand, problem
-from mpicoll.collectives.memory import Work, vector
+from mpicoll.collectives.memory import Work, flat_reduction, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
@@ -95,6 +95,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorit
         native=native,
         regions=lambda schedule: vector(schedule, work.array),
         result=lambda: None if target is None else target.result(),
+        flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),
         combine=reduction.combine,
         load=work.load,
         store=work.store,

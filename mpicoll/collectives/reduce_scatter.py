@@ -18,10 +18,10 @@ from mpicoll.collectives.arguments import (
     result,
     row_size,
 )
-from mpicoll.collectives.memory import Target, Work
+from mpicoll.collectives.memory import Target, Work, flat_reduction
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError
@@ -115,6 +115,12 @@ def prepare(
         else:
             block.store(part)
 
+    def flat() -> Flat:
+        made = flat_reduction(buffer, reduction, block, elements, work, part)
+        if made.source is work.array:
+            made.store = store
+        return made
+
     return Operation(
         comm,
         problem(
@@ -130,6 +136,7 @@ def prepare(
         native=native,
         regions=lambda schedule: [Region(work.array, offsets)],
         result=block.result,
+        flat=flat,
         combine=reduction.combine,
         load=work.load,
         store=scheduled_store,

@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+from mpicoll.engine.arena import Arena
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.watch import Watch
-from mpicoll.errors import CommunicatorError, RankError
+from mpicoll.errors import CommunicationError, CommunicatorError, RankError
 from mpicoll.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Communicator:
         # Small operations that were prepared once, by what tells them apart.
         self.repeated: dict[tuple[Any, ...], Any] = {}
         self.watch = watch
+        # Why no memory can be shared, or read directly, among all ranks; the same on all of them.
+        self.unshared, self.unread = _apart(transport)
+        self._arena: Arena | None = None
         self._tags = itertools.count()
         self._freed = False
         self._is_world = world
@@ -119,6 +123,16 @@ class Communicator:
         transport: Transport = self.progress.guarded(self.transport.duplicate, what, tag)
         return Communicator(transport, self.watch, name=f"{self.name}/duplicate", world=False)
 
+    def arena(self) -> Arena | None:
+        """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
+        otherwise ``unshared`` says from now on why not."""
+        if self._arena is None and self.unshared is None:
+            try:
+                self._arena = Arena(self.transport)
+            except CommunicationError as error:
+                self.unshared = str(error)
+        return self._arena
+
     def node_comm(self) -> Communicator:
         """Collective over all ranks: the communicator of the ranks on this rank's node, in the order of rank."""
         comm = self.split(self.node)
@@ -144,6 +158,7 @@ class Communicator:
             self.progress.close()
             self._freed = True
             self.repeated.clear()
+            self._arena = None
             self.progress.run(self.transport.free, (f"freeing {self.name}", f"on rank {self.rank} of {self.size}"))
 
     def __enter__(self) -> Self:
@@ -156,3 +171,12 @@ class Communicator:
         # Freeing is collective: after an error on this rank alone it would wait for ranks that don't come.
         if kind is None:
             self.free()
+
+
+def _apart(transport: Transport) -> tuple[str | None, str | None]:
+    """Why the ranks of `transport` can't share memory, and why they can't read each other's."""
+    if transport.size == 1:
+        return ("there is a single rank",) * 2
+    if len(set(transport.nodes)) > 1:
+        return ("the ranks are on several nodes",) * 2
+    return transport.unshared, transport.unread

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.ops import Combine
+from mpicoll.buffers.ops import Combine, Fold
+from mpicoll.engine import shared
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, bind, scratch
 from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
-from mpicoll.engine.select import Choice, Problem, choose, forced
+from mpicoll.engine.select import Choice, Method, Problem, choose, forced
 from mpicoll.errors import ArgumentError, ScheduleError
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
@@ -26,12 +27,28 @@ def _nothing() -> None:
 
 
 @dataclass(slots=True)
+class Flat:
+    """What a collective through shared memory works on: this rank's input and output as flat contiguous arrays (None
+    where the collective has none here) of one dtype, which are alike or apart.
+
+    `counts` are the elements of all ranks' blocks, or of the vector alone. `load` brings the caller's data to `source`,
+    `store` takes it from `target`."""
+
+    source: Array | None = None
+    target: Array | None = None
+    counts: tuple[int, ...] = ()
+    fold: Fold | None = None
+    load: Callable[[], None] = _nothing
+    store: Callable[[], None] = _nothing
+
+
+@dataclass(slots=True)
 class Operation:
     """What a collective's file prepares.
 
-    `native` runs the MPI library's own collective. For a schedule, `regions` lays its chunks out in memory; then `load`
-    fills that memory from the caller's arrays, and `store` moves what arrived to the caller's arrays. `result` is what
-    the call returns.
+    `flat` is what it works on through shared memory. `native` runs the MPI library's own collective. For a schedule,
+    `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` moves
+    what arrived to the caller's arrays. `result` is what the call returns.
     """
 
     comm: Communicator
@@ -40,6 +57,7 @@ class Operation:
     native: Callable[[Native], None]
     regions: Callable[[Schedule], Sequence[Region]]
     result: Callable[[], Any]
+    flat: Callable[[], Flat] | None = None
     combine: Combine | None = None
     load: Callable[[], None] = _nothing
     store: Callable[[], None] = _nothing
@@ -74,6 +92,8 @@ def _body(operation: Operation, choice: Choice, *, bound: bool = False) -> Calla
         if native is None:
             raise ScheduleError(f"{problem.collective}: native was chosen where there is no MPI library")
         return partial(operation.native, native)
+    if isinstance(choice.algorithm, Method):
+        return _shared(operation, choice, choice.algorithm.name)
     schedule = choice.algorithm.schedule(comm.rank, comm.size, problem.root, choice.segments)
 
     def program() -> Program:
@@ -91,6 +111,39 @@ def _body(operation: Operation, choice: Choice, *, bound: bool = False) -> Calla
         operation.store()
 
     return scheduled
+
+
+def _shared(operation: Operation, choice: Choice, method: str) -> Callable[[], None]:
+    """What carries out `operation` through shared memory; in another way, if it turns out that there is none."""
+    comm, problem = operation.comm, operation.problem
+    assert operation.flat is not None
+    flat = operation.flat()
+    some = flat.target if flat.source is None else flat.source
+    spec = shared.Spec(
+        problem.collective,
+        method,
+        np.dtype(np.uint8) if some is None else some.dtype,
+        flat.counts,
+        problem.root,
+        flat.fold,
+        choice.segment,
+    )
+    ready: shared.Body | None = None
+
+    def run() -> None:
+        nonlocal ready
+        arena = comm.arena()
+        if arena is None:
+            operation.problem = replace(problem, unshared=comm.unshared)
+            _body(operation, choose(operation.problem, None))()
+            return
+        if ready is None:
+            ready = shared.bind(arena, spec)
+        flat.load()
+        arena.run(ready, flat.source, flat.target)
+        flat.store()
+
+    return run
 
 
 _REPEATED_BYTES = 16 * 1024

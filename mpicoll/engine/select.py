@@ -18,6 +18,8 @@ from typing import TypeAlias
 
 from mpicoll import schedules
 from mpicoll.config import config
+from mpicoll.engine.arena import SLOT
+from mpicoll.engine.shared import METHODS, SLOTS
 from mpicoll.errors import AlgorithmError, SetupError
 from mpicoll.schedules import Algorithm
 
@@ -72,16 +74,29 @@ class Problem:
     elementwise: bool = True
     uneven: bool = False
     native: str | None = None
+    unshared: str | None = "there is no shared memory"
+    unread: str | None = "there is no shared memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way through shared memory (see :mod:`mpicoll.engine.shared`)."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm (None: the MPI library's own) and the reason why it was taken."""
+    """An algorithm (None: the MPI library's own) and the reason why it was taken.
+
+    `segments` is the number of pieces of a pipelined schedule; `segment`, if it was asked for, the bytes of the pieces
+    of a method."""
 
     name: str
-    algorithm: Algorithm | None
+    algorithm: Algorithm | Method | None
     segments: int
     reason: str
+    segment: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: {self.reason}"
@@ -153,20 +168,45 @@ def _bytes(text: str) -> float:
 
 
 @lru_cache(maxsize=256)
-def resolve(collective: str, text: str) -> tuple[Algorithm | None, int | None]:
-    """The algorithm that `text` (``name`` or ``name/segments``) means: None for native; and its segments, if given."""
-    name, slash, count = text.partition("/")
+def resolve(collective: str, text: str) -> tuple[Algorithm | Method | None, int | None]:
+    """What `text` means: None for ``native``; a schedule's algorithm, and the number of segments behind the slash, if
+    there is one; a method, and the bytes of its pieces."""
+    name, slash, detail = text.partition("/")
     if name == NATIVE and not slash:
         return None, None
+    if name in METHODS.get(collective, ()):
+        return Method(name), _piece(collective, name, detail) if slash else None
+    if name not in schedules.algorithms_of(collective):
+        raise AlgorithmError(
+            f"{collective} has no algorithm {name!r}; there are {', '.join(algorithms_of(collective))}"
+        )
     algorithm = schedules.get(collective, name)
     if not slash:
         return algorithm, None
-    if not count.isdigit() or int(count) < 1 or not algorithm.segmented:
+    if not detail.isdigit() or int(detail) < 1 or not algorithm.segmented:
         raise AlgorithmError(
             f"{collective} algorithm {text!r}: "
             + ("the part behind / must be a number of segments" if algorithm.segmented else f"{name} has no segments")
         )
-    return algorithm, int(count)
+    return algorithm, int(detail)
+
+
+def _piece(collective: str, name: str, text: str) -> int:
+    """The bytes of the pieces of a method."""
+    if name == "slots":
+        raise AlgorithmError(f"{collective} algorithm {name}/{text}: {name} has no pieces")
+    nbytes = _bytes(text)
+    if not 4096 <= nbytes <= SLOT:
+        raise AlgorithmError(
+            f"{collective} algorithm {name}/{text}: the part behind / must be the bytes of a piece, from 4k to"
+            f" {SLOT >> 10}k"
+        )
+    return int(nbytes)
+
+
+def algorithms_of(collective: str) -> tuple[str, ...]:
+    """All algorithms of a collective: native, the methods and the schedules."""
+    return (NATIVE, *METHODS.get(collective, ()), *schedules.algorithms_of(collective))
 
 
 def choose(problem: Problem, argument: str | None) -> Choice:
@@ -219,10 +259,12 @@ def _environment() -> Rules:
         raise SetupError(f"MPICOLL_ALGORITHMS={config().algorithms!r}: {error}") from error
 
 
-def _refusal(problem: Problem, algorithm: Algorithm | None) -> str | None:
+def _refusal(problem: Problem, algorithm: Algorithm | Method | None) -> str | None:
     """Why `algorithm` can't serve `problem`, or None if it can."""
     if algorithm is None:
         return problem.native
+    if isinstance(algorithm, Method):
+        return _refusal_of_method(problem, algorithm.name)
     if not problem.commutative and not algorithm.keeps_order(problem.root):
         return "the operation does not commute, and this algorithm changes the order of ranks"
     if not problem.elementwise and algorithm.schedule(0, problem.size, problem.root).chunks > 1:
@@ -232,7 +274,25 @@ def _refusal(problem: Problem, algorithm: Algorithm | None) -> str | None:
     return None
 
 
-def _choice(problem: Problem, text: str, algorithm: Algorithm | None, segments: int | None, reason: str) -> Choice:
+def _refusal_of_method(problem: Problem, name: str) -> str | None:
+    if problem.unshared is not None:
+        return problem.unshared
+    if name == "cma" and problem.unread is not None:
+        return problem.unread
+    if problem.nbytes is None:
+        return "the ranks don't know the sizes of each other's blocks" if problem.collective != "barrier" else None
+    if name == "slots":
+        return f"{problem.nbytes} bytes are more than the {SLOTS} of slots" if problem.nbytes > SLOTS else None
+    if not problem.elementwise:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    return None
+
+
+def _choice(
+    problem: Problem, text: str, algorithm: Algorithm | Method | None, segments: int | None, reason: str
+) -> Choice:
+    if isinstance(algorithm, Method):
+        return Choice(text, algorithm, 1, reason, segments)
     if segments is None:
         # A pipeline of whole-array operations has a single segment.
         wanted = (problem.nbytes or 0) // _SEGMENT if problem.elementwise else 1

@@ -20,6 +20,9 @@ Memory: TypeAlias = np.ndarray[Any, Any]
 Message: TypeAlias = tuple[int, Memory]
 """A peer and the bytes that go to it or come from it."""
 
+Read: TypeAlias = Callable[[int, int, int], object]
+"""``read(source, target, nbytes)`` copies from an address of another rank to an address of this one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -76,6 +79,8 @@ class Transport(Protocol):
     `nodes` gives for each rank the number of its node, counted from 0 in the order of first appearance. `native` is
     None where there is no MPI library; `mpi` is the mpi4py communicator for the caller's own use, or None. Tags of
     messages lie in [0, max_tag]. `background` says whether another thread may communicate beside the caller's.
+    `unshared` says why the ranks of a node can't share memory, and `unread` why they can't read each other's private
+    memory; None if they can. Both are the same on all ranks.
     """
 
     @property
@@ -92,6 +97,25 @@ class Transport(Protocol):
     def max_tag(self) -> int: ...
     @property
     def background(self) -> bool: ...
+    @property
+    def unshared(self) -> str | None: ...
+    @property
+    def unread(self) -> str | None: ...
+
+    def share(self, nbytes: int) -> Sequence[Memory]:
+        """Collective, on a group of one node: fresh memory of each rank as this one sees it, zeroed; of `nbytes`, which
+        may differ. Raises CommunicationError on all ranks if it can't be had on one of them."""
+
+    def readers(self) -> Sequence[Read]:
+        """Collective, on a group of one node: what reads each rank's private memory."""
+
+    @property
+    def fence(self) -> Callable[[], object] | None:
+        """What keeps this rank's accesses to shared memory in their order; None where the hardware does."""
+
+    def check_peers(self, waited: float) -> None:
+        """For who has been waiting for `waited` seconds in shared memory: raise RankFailed if a rank of the group is
+        known to be gone, or Timeout."""
 
     def explain(self, error: Exception) -> Exception:
         """The library's exception for what a native collective raised."""

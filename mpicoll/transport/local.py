@@ -6,6 +6,7 @@ receives as MPI does: in the order of posting.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import time
@@ -13,8 +14,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from mpicoll.errors import RankFailed, Timeout, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, renumber
+from mpicoll.transport.base import Envelope, Memory, Message, Read, renumber
 
 T = TypeVar("T")
 
@@ -109,6 +112,7 @@ class World:
         self.timeout = timeout
         self.changed = threading.Condition()
         self.dead: set[int] = set()
+        self.faulty = bool(faults)
         self._faults = tuple(faults)
         self._delays = any(isinstance(fault, Delay) for fault in faults)
         self._boxes: dict[tuple[int, int], _Mailbox] = {}
@@ -234,6 +238,11 @@ class LocalPending:
         return self._done
 
 
+def _read(source: int, target: int, nbytes: int) -> None:
+    """Threads have their private memory in common."""
+    ctypes.memmove(target, source, nbytes)
+
+
 class LocalTransport:
     """One thread's end."""
 
@@ -241,6 +250,8 @@ class LocalTransport:
     mpi = None
     max_tag = 2**31 - 1
     background = True
+    unread = None
+    fence = None
 
     def __init__(
         self, world: World, members: tuple[int, ...], me: int, contexts: tuple[int, int], nodes: tuple[int, ...]
@@ -249,6 +260,9 @@ class LocalTransport:
         self.rank = members.index(me)
         self.size = len(members)
         self.nodes = nodes
+        # What is done to messages would be lost on those who need none.
+        self.unshared = "faults are injected into messages" if world.faulty else None
+        self._shares = itertools.count()
         self._members = members
         self._me = me
         self._collective, self._p2p = contexts
@@ -276,6 +290,21 @@ class LocalTransport:
 
     def explain(self, error: Exception) -> Exception:
         return error
+
+    def share(self, nbytes: int) -> list[Memory]:
+        name = ("share", self._collective, self._members, next(self._shares))
+        table = self.world.meet(name, self._members, self._me, np.zeros(nbytes, np.uint8))
+        return [table[member] for member in self._members]
+
+    def readers(self) -> list[Read]:
+        return [_read] * self.size
+
+    def check_peers(self, waited: float) -> None:
+        lost = self.world.dead & set(self._members)
+        if lost:
+            raise RankFailed(f"rank {self.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
+        if waited > self.world.timeout:
+            raise Timeout(f"rank {self.rank}: not all ranks came within {self.world.timeout:g} s")
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         pending = [self._post(self._collective, data, source, tag) for source, data in recvs]

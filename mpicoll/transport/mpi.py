@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import platform
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -21,11 +23,16 @@ if "mpi4py.MPI" not in sys.modules:
 
 from mpi4py import MPI
 
+from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, poll, renumber
+from mpicoll.transport import shm
+from mpicoll.transport.base import Envelope, Memory, Message, Read, poll, renumber
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+
+Access: TypeAlias = "tuple[str | None, str | None]"
+"""Why the ranks of a node can't share memory, and why they can't read each other's."""
 
 Takes: TypeAlias = tuple[Any, int | None, int | None]
 """What a transfer receives: communicator, source and tag; no communicator if it sends."""
@@ -250,9 +257,13 @@ def _envelope(status: MPI.Status) -> Envelope:
 
 
 class MpiTransport:
-    """One process' end of an MPI communicator, on two duplicates of it: one for collectives, one for messages."""
+    """One process' end of an MPI communicator, on two duplicates of it: one for collectives, one for messages.
 
-    def __init__(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, nodes: tuple[int, ...]) -> None:
+    `unshared` and `unread` are those of the communicator that it was made of; without one it finds out."""
+
+    def __init__(
+        self, collective: MPI.Intracomm, p2p: MPI.Intracomm, nodes: tuple[int, ...], access: Access | None = None
+    ) -> None:
         self.rank = collective.rank
         self.size = collective.size
         self.nodes = nodes
@@ -264,6 +275,24 @@ class MpiTransport:
         self._collective = collective
         self._p2p = p2p
         self._abandoned: list[Any] = []
+        self._access = _probe_access(collective, nodes) if access is None else access
+        self.unshared, self.unread = self._access
+
+    def share(self, nbytes: int) -> list[Memory]:
+        memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=_named())
+        if memories is None:
+            raise CommunicationError(f"{failure}; set MPICOLL_SHARED_MEMORY=off to do without")
+        return memories
+
+    def readers(self) -> list[Read]:
+        return [shm.reader(pid) for pid in self._collective.allgather(os.getpid())]
+
+    @property
+    def fence(self) -> Callable[[], object] | None:
+        return _fence()
+
+    def check_peers(self, waited: float) -> None:
+        """The launcher ends a job in which a process has died, and the watch one that waits for too long."""
 
     def explain(self, error: Exception) -> Exception:
         """This library's exception for one of MPI's; any other as it is."""
@@ -372,7 +401,7 @@ class MpiTransport:
         everybody = self._p2p.Get_group()
         try:
             child = self._p2p.Create_group(everybody, tag)
-            return MpiTransport(child, child.Dup(), self.nodes)
+            return MpiTransport(child, child.Dup(), self.nodes, self._access)
         finally:
             everybody.Free()
 
@@ -381,7 +410,7 @@ class MpiTransport:
         ranks = MPI.Group.Translate_ranks(part, range(part.size), whole)
         part.Free()
         whole.Free()
-        return MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]))
+        return MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]), self._access)
 
     @_translated
     def free(self) -> None:
@@ -389,6 +418,58 @@ class MpiTransport:
         if not MPI.Is_finalized():
             self._collective.Free()
             self._p2p.Free()
+
+
+def _named() -> bool:
+    return config().shared_memory == "named"
+
+
+def _probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> Access:
+    """Collective: why the ranks of a node can't share memory or read each other's, found out by doing it."""
+    node = cast(MPI.Intracomm, comm.Split(nodes[comm.rank], comm.rank))
+    unshared = unread = None
+    try:
+        if config().shared_memory == "off":
+            unshared = unread = "MPICOLL_SHARED_MEMORY=off"
+        else:
+            unshared = shm.share(8, node.allgather, comm.rank, named=_named())[1] or None
+            unread = _unread(node, comm.rank)
+    finally:
+        node.Free()
+    told = comm.allgather((unshared, unread))
+    return next((one for one, _ in told if one), None), next((one for _, one in told if one), None)
+
+
+def _unread(node: MPI.Intracomm, rank: int) -> str | None:
+    """Collective over a node: why this rank can't read the memory of another one."""
+    word, copy = np.array([secrets.randbits(63)]), np.zeros(1, np.int64)
+    seen: str | None = None
+    for pid, address, value in node.allgather((os.getpid(), word.ctypes.data, int(word[0]))):
+        try:
+            shm.reader(pid)(address, copy.ctypes.data, 8)
+            if copy[0] != value:
+                seen = f"rank {rank} sees other processes by the numbers of its peers"
+        except OSError as error:
+            seen = f"rank {rank} may not read its peers: {error.strerror}"
+    node.Barrier()  # nobody's word goes before all have read it
+    return seen
+
+
+@lru_cache(maxsize=1)
+def _fence() -> Callable[[], object] | None:
+    if platform.machine() in ("x86_64", "AMD64"):
+        return None  # these processors keep stores in order, and loads too
+    # What orders accesses to windows orders all of a process' accesses.
+    window = MPI.Win.Allocate_shared(8, comm=MPI.COMM_SELF)
+    window.Lock_all(MPI.MODE_NOCHECK)
+    atexit.register(_free_window, window, os.getpid())
+    return window.Sync
+
+
+def _free_window(window: MPI.Win, owner: int) -> None:
+    if os.getpid() == owner and not MPI.Is_finalized():
+        window.Unlock_all()
+        window.Free()
 
 
 def _raise_first(statuses: Sequence[MPI.Status]) -> None:

@@ -1,0 +1,71 @@
+"""empty: arrays in memory that all ranks of a node reach."""
+
+from __future__ import annotations
+
+from math import prod
+from operator import index
+from typing import Any, Literal
+
+import numpy as np
+
+from mpicoll.buffers import dtypes
+from mpicoll.buffers.dtypes import Array
+from mpicoll.collectives.arguments import names_rank
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.errors import DTypeError, ShapeError
+
+
+def empty(
+    shape: int | tuple[int, ...],
+    dtype: Any = "float32",
+    *,
+    like: Literal["numpy", "torch"] = "numpy",
+    comm: CommLike = None,
+) -> Any:
+    """An array in memory that all ranks of `comm` reach, if they are on one node; collectives of `comm` on such arrays
+    work in them, without copies in between.
+
+    Collective: every rank passes a `shape` and a `dtype` (numpy's, or torch's with ``like="torch"``), which need not be
+    the same, and gets an array of its own. A collective skips the copies if the buffers of all ranks, or slices of
+    them, come from the same call of this function: input and output for allreduce (``out=x`` is one buffer), bcast and
+    scatter, the input for all others. It gives the same results with any buffers.
+
+    The contents are undefined. The memory is private to the user, has no name, and goes with the last array that lies
+    in it. Where ranks can't share memory (:func:`mpicoll.explain` says why) the array is an ordinary one. Raises
+    ShapeError or DTypeError for what can't be an array, and CommunicationError on all ranks if the node has not that
+    much shared memory.
+    """
+    communicator = resolve(comm)
+    made: Any = _prepare(communicator, shape, dtype, like)
+    return made
+
+
+@names_rank
+def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like: str) -> Any:
+    try:
+        extents = tuple(index(n) for n in shape) if isinstance(shape, (tuple, list)) else (index(shape),)
+    except TypeError:
+        extents = (-1,)
+    if min(extents, default=0) < 0:
+        raise ShapeError(f"empty: shape must be numbers >= 0, got {shape!r}")
+    if like == "torch":
+        from mpicoll.buffers.torch import from_bytes, itemsize_of
+
+        return from_bytes(_memory(comm, prod(extents) * itemsize_of("empty", dtype)), dtype, extents)
+    if like != "numpy":
+        raise DTypeError(f"empty: like must be 'numpy' or 'torch', got {like!r}")
+    try:
+        numpy = dtypes.of_numpy(np.dtype(dtype)).storage
+    except (TypeError, DTypeError) as error:
+        raise DTypeError(f"empty: {error}") from None
+    return _memory(comm, prod(extents) * numpy.itemsize).view(numpy).reshape(extents)
+
+
+def _memory(comm: Communicator, nbytes: int) -> Array:
+    def allocate() -> Array:
+        arena = comm.arena()
+        return np.empty(nbytes, np.uint8) if arena is None else arena.allocate(nbytes)[:nbytes]
+
+    memory: Array = comm.progress.run(allocate, ("empty of", nbytes, "bytes on", comm))
+    return memory

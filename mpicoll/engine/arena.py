@@ -1,0 +1,210 @@
+"""The shared memory of one communicator on one node, and how its ranks keep in step there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import finalize
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.errors import CommunicationError
+from mpicoll.transport.base import Memory, Read, Transport
+from mpicoll.transport.shm import give_way
+
+SLOT = 1 << 20
+"""Bytes of a slot."""
+
+_WORDS = 32
+"""Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
+
+_STEP, _ENDED, _TOLD = 0, 1, (8, 16)
+"""Which of a rank's words hold its step, its last ended operation, and what it tells the others at an even or an odd
+step."""
+
+_SPINS = 20
+"""Looks at a flag before the core is left to others; more is poison where ranks share cores."""
+
+_PATIENCE = 3000
+"""Looks at a flag after which whoever is late is not just late."""
+
+_NAP = 50e-6
+
+_FAILED = 1
+"""The bit of a step that says that the rank has failed. Steps count by two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory of each rank that all ranks of the node reach: where this rank's own lies, and that of the others."""
+
+    address: int
+    nbytes: int
+    others: dict[int, Memory]
+
+
+class Arena:
+    """Slots of all ranks of a node, and flags to keep in step.
+
+    Every rank has two slots to write its data to, and there are two more of the whole arena for results: ``slots[w]``
+    and ``results[w]`` with ``w = parity``. An operation is a sequence of steps that end with :meth:`sync`. In one step
+    a rank writes to the slots and results of its parity, and reads what was written in the step before. That is why
+    two of each suffice: whoever writes to one of them has seen the end of the step in which it was last read. What is
+    read after an operation's last ``sync`` belongs to the next step, and needs no other.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        rank, size = transport.rank, transport.size
+        header = size * _WORDS * 8
+        header += -header % 4096
+        common = header + 2 * SLOT
+        memories = transport.share(2 * SLOT + (common if rank == 0 else 0))
+        first = memories[0]
+        self.rank, self.size = rank, size
+        self.slots = tuple(
+            tuple(memory[at + w * SLOT : at + (w + 1) * SLOT] for at, memory in _starts(memories, common))
+            for w in (0, 1)
+        )
+        self.results = tuple(first[header + w * SLOT : header + (w + 1) * SLOT] for w in (0, 1))
+        self.parity = 0
+        self.segments: dict[int, Segment] = {}
+        self._allocated = 0
+        self.readers: Sequence[Read] = () if transport.unread else transport.readers()
+        self._transport = transport
+        self._words = memoryview(first[:header].data).cast("B").cast("q")
+        self._step = 0
+        self._operation = 0
+        self._mine = rank * _WORDS
+        self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
+        self._fence = transport.fence
+        self._troubled = False
+
+    def sync(self) -> None:
+        """End a step: what all ranks wrote before is there for all to read afterwards."""
+        self._step = step = self._step + 2
+        self.parity = step >> 1 & 1
+        words = self._words
+        if self._fence is not None:
+            self._fence()
+        words[self._mine] = step
+        for at in self._others:
+            seen = words[at]
+            if seen < step:
+                seen = self._wait(at, step)
+            if seen & _FAILED:
+                self._troubled = True
+        if self._fence is not None:
+            self._fence()
+
+    def _wait(self, at: int, step: int) -> int:
+        words, pause = self._words, _Pause(self._transport)
+        while (seen := words[at]) < step:
+            pause()
+        return seen
+
+    def tell(self, *values: int) -> None:
+        """Leave up to 8 numbers for the others, who read them by :meth:`told` after the next ``sync``."""
+        at = self._mine + _TOLD[self.parity]
+        for i, value in enumerate(values):
+            self._words[at + i] = value
+
+    def told(self, count: int) -> list[tuple[int, ...]]:
+        """The first `count` numbers that each rank left in the step that has just ended."""
+        first = _TOLD[1 - self.parity]
+        words = self._words
+        return [tuple(words[peer * _WORDS + first + i] for i in range(count)) for peer in range(self.size)]
+
+    def run(
+        self, body: Callable[[Array | None, Array | None], None], source: Array | None, target: Array | None
+    ) -> None:
+        """Carry out an operation: ``body(source, target)``.
+
+        If it fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they
+        need already. The ranks are in step again afterwards."""
+        begin = self._step
+        self._operation = operation = self._operation + 1
+        try:
+            body(source, target)
+        except BaseException:
+            self._let_through(begin)
+            raise
+        self._words[self._mine + _ENDED] = operation << 32 | self._step - begin
+        if self._troubled:
+            self._troubled = False
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size} (of this node): another rank failed in this operation; its own error"
+                " says why"
+            )
+
+    def _let_through(self, begin: int) -> None:
+        """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
+        them."""
+        words, pause = self._words, _Pause(self._transport)
+        words[self._mine + _ENDED] = self._operation << 32 | self._step - begin
+        while True:
+            reached = [self._reached(at, begin) for at in self._others]
+            words[self._mine] = max(self._step, *(step for step, _ in reached)) | _FAILED
+            if all(ended for _, ended in reached):
+                break
+            pause()
+        self._step = max(self._step, *(step for step, _ in reached))
+        self.parity = self._step >> 1 & 1
+        self._troubled = False
+        # Who waits for this rank in the next operation must not take this failure for one there.
+        words[self._mine] = self._step
+
+    def _reached(self, at: int, begin: int) -> tuple[int, bool]:
+        """Which step of this operation another rank has reached, and whether it has ended it."""
+        # In this order: its step is one of the next operation only if the end of this one is there to be seen.
+        step = self._words[at] & ~_FAILED
+        ended = self._words[at + _ENDED]
+        if ended >> 32 == self._operation:
+            return begin + (ended & 0xFFFFFFFF), True
+        return step, False
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Collective: memory of `nbytes` that all ranks of the node reach, for as long as what is returned lives."""
+        self._allocated += 1
+        number = self._allocated
+        memories = self._transport.share(max(nbytes, 1))
+        own = memories[self.rank]
+        others = {peer: memory for peer, memory in enumerate(memories) if peer != self.rank}
+        self.segments[number] = Segment(own.__array_interface__["data"][0], own.nbytes, others)
+        # What the caller's arrays keep alive is what the memory belongs to, not the array that is returned here.
+        finalize(own if own.base is None else own.base, self.segments.pop, number, None).atexit = False
+        return own
+
+    def find(self, array: Array | None) -> tuple[int, int]:
+        """The segment in which `array` lies, and where; (0, 0) if it lies in none."""
+        if array is not None:
+            address = array.__array_interface__["data"][0]
+            for number, segment in self.segments.items():
+                offset = address - segment.address
+                if 0 <= offset < segment.nbytes:
+                    return number, offset
+        return 0, 0
+
+
+class _Pause:
+    """What to do between two looks at a flag."""
+
+    __slots__ = ("_begin", "_transport", "_turns")
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._turns = 0
+
+    def __call__(self) -> None:
+        self._turns += 1
+        if self._turns > _SPINS:
+            give_way()
+        if self._turns == _PATIENCE:
+            self._begin = time.monotonic()
+        if self._turns >= _PATIENCE:
+            self._transport.check_peers(time.monotonic() - self._begin)
+            time.sleep(_NAP)
+
+
+def _starts(memories: Sequence[Memory], common: int) -> Iterator[tuple[int, Memory]]:
+    for peer, memory in enumerate(memories):
+        yield (0 if peer else common), memory

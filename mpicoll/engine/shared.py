@@ -1,0 +1,483 @@
+"""Collectives of the ranks of one node through the memory that they share.
+
+Three methods, which are algorithms to those who choose:
+
+* ``slots``: every rank writes its vector to a slot, and reads those of all others after one synchronisation;
+* ``pieces``: the vector goes through the slots in pieces that stay in the caches, double-buffered, so that one
+  synchronisation a piece is enough; for reductions each rank reduces its share of every piece;
+* ``cma``: ranks read each other's private memory (cross-memory attach) and write to their own.
+
+Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all three read and write the buffers themselves.
+
+Operands are combined in the order of ranks by every method, each element by one rank or by all alike: results have the
+same bits on every rank, with each method, and in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.ops import Fold
+from mpicoll.engine.arena import SLOT, Arena
+from mpicoll.engine.execute import cut, extents
+
+Body: TypeAlias = "Callable[[Any, Any], None]"
+"""``body(source, target)`` on this rank's flat input and output; None where the collective has none here."""
+
+METHODS = {
+    "allreduce": ("slots", "pieces", "cma"),
+    "reduce": ("slots", "pieces"),
+    "reduce_scatter": ("pieces", "cma"),
+    "bcast": ("pieces", "cma"),
+    "allgather": ("pieces", "cma"),
+    "gather": ("pieces", "cma"),
+    "scatter": ("pieces", "cma"),
+    "alltoall": ("pieces", "cma"),
+    "barrier": ("slots",),
+}
+"""The methods of each collective."""
+
+SLOTS = SLOT // 4
+"""The largest vectors for ``slots``: in the dtype in which they are reduced they may be larger than in the caller's."""
+
+_LINE = 64
+"""Ranks write to parts that begin at multiples of this many bytes, so that they share no cache line."""
+
+_DIRECT = 256 * 1024
+"""Bytes of the pieces in which buffers of other ranks are reduced: what is written is still in the cache when it is
+copied on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What is to be done. `counts` are the elements of each rank's block, or of the vector alone."""
+
+    collective: str
+    method: str
+    dtype: np.dtype[Any]
+    counts: tuple[int, ...] = ()
+    root: int = 0
+    fold: Fold | None = None
+    segment: int | None = None
+    """Bytes of a piece."""
+
+
+def piece_bytes(size: int) -> int:
+    """The default size of a piece: all slots in use stay in the caches that cores share."""
+    return max(64 * 1024, min(512 * 1024, 4 * 1024 * 1024 // size))
+
+
+def bind(arena: Arena, spec: Spec) -> Body:
+    """What carries `spec` out on `arena`, by :meth:`Arena.run`, as often as it is called."""
+    if spec.collective == "barrier":
+        return lambda source, target: arena.sync()
+    staged = None if spec.method == "cma" else _STAGED[spec.collective](arena, spec)
+    direct = _Direct(arena, spec)
+
+    def body(source: Any, target: Any) -> None:
+        # Memory for all is made by all, so that all come by here alike.
+        if (staged is None or arena.segments) and direct.run(source, target):
+            return
+        if staged is not None:
+            staged(source, target)
+
+    return body
+
+
+class _Pieces:
+    """Cuts `count` elements into the pieces that go through slots, each of which has room for `parts` such pieces."""
+
+    __slots__ = ("cuts", "width")
+
+    def __init__(self, arena: Arena, spec: Spec, count: int, parts: int = 1) -> None:
+        itemsize = spec.dtype.itemsize
+        room = min(SLOT, spec.segment or piece_bytes(arena.size))
+        self.width = max(1, room // parts // itemsize)
+        line = max(1, _LINE // itemsize)
+        if self.width > line:
+            self.width -= self.width % line
+        pieces = max(1, -(-count // self.width))
+        if pieces == 1:
+            self.width = max(1, count)
+        self.cuts = [(min(i * self.width, count), min((i + 1) * self.width, count)) for i in range(pieces)]
+
+
+def _typed(memory: Array, spec: Spec) -> Array:
+    itemsize = spec.dtype.itemsize
+    return memory[: memory.nbytes // itemsize * itemsize].view(spec.dtype)
+
+
+def _slots(arena: Arena, spec: Spec) -> tuple[list[Array], list[Array]]:
+    even, odd = ([_typed(slot, spec) for slot in slots] for slots in arena.slots)
+    return even, odd
+
+
+def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
+    """One synchronisation, then everyone reduces everything: n bytes written and n P read per rank."""
+    (count,), fold = spec.counts, spec.fold
+    assert fold is not None
+    slots = [[slot[:count] for slot in both] for both in _slots(arena, spec)]
+    mine = [both[arena.rank] for both in slots]
+    wanted = spec.collective == "allreduce" or arena.rank == spec.root
+
+    def body(source: Array, target: Array) -> None:
+        w = arena.parity
+        mine[w][...] = source
+        arena.sync()
+        if wanted:
+            fold(slots[w], target)
+
+    return body
+
+
+def _shares(count: int, size: int, itemsize: int) -> list[int]:
+    """Offsets of each rank's share of a piece, at cache lines."""
+    line = max(1, _LINE // itemsize)
+    lines = cut(-(-count // line), size)
+    return [min(count, at * line) for at in lines]
+
+
+def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
+    """In each step: write a piece, reduce this rank's share of the one before, and fetch the result of the one before
+    that. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one
+    synchronisation a piece and one more."""
+    (count,), fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
+    assert fold is not None
+    cuts = _Pieces(arena, spec, count).cuts
+    slots = _slots(arena, spec)
+    results = [_typed(result, spec) for result in arena.results]
+    wanted = spec.collective == "allreduce" or rank == spec.root
+    shares = {stop - start: _shares(stop - start, size, spec.dtype.itemsize) for start, stop in cuts}
+
+    def write(piece: tuple[int, int], source: Array) -> None:
+        start, stop = piece
+        low, high = shares[stop - start][rank : rank + 2]
+        slot = slots[arena.parity][rank]
+        # Nobody else reads this rank's own share.
+        slot[:low] = source[start : start + low]
+        slot[high : stop - start] = source[start + high : stop]
+
+    def reduce(piece: tuple[int, int], source: Array) -> None:
+        start, stop = piece
+        low, high = shares[stop - start][rank : rank + 2]
+        parts = [slot[low:high] for slot in slots[1 - arena.parity]]
+        parts[rank] = source[start + low : start + high]
+        fold(parts, results[arena.parity][low:high])
+
+    def fetch(piece: tuple[int, int], target: Array) -> None:
+        start, stop = piece
+        target[start:stop] = results[1 - arena.parity][: stop - start]
+
+    def body(source: Array, target: Array) -> None:
+        last = len(cuts)
+        for i in range(last + 2):
+            # The oldest piece first: where target is source, that piece has been read by now.
+            if i > 1 and wanted:
+                fetch(cuts[i - 2], target)
+            if 0 < i <= last:
+                reduce(cuts[i - 1], source)
+            if i < last:
+                write(cuts[i], source)
+            if i <= last:
+                arena.sync()
+
+    return body
+
+
+def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
+    """In each step: write a piece of every block, and reduce those of this rank's block of the step before. Per rank
+    n(P-1)/P bytes written to slots, and n read in reducing; one synchronisation a piece."""
+    counts, fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
+    assert fold is not None
+    offsets = extents(counts)
+    pieces = _Pieces(arena, spec, max(counts), size)
+    width, slots = pieces.width, _slots(arena, spec)
+
+    def body(source: Array, target: Array) -> None:
+        previous: tuple[int, int] | None = None
+        for piece in [*pieces.cuts, None]:
+            if previous is not None:
+                start, stop = previous[0], min(previous[1], counts[rank])
+                if start < stop:
+                    at = rank * width
+                    parts = [slot[at : at + stop - start] for slot in slots[1 - arena.parity]]
+                    parts[rank] = source[offsets[rank] + start : offsets[rank] + stop]
+                    fold(parts, target[start:stop])
+            if piece is not None:
+                slot = slots[arena.parity][rank]
+                for peer in range(size):
+                    start, stop = piece[0], min(piece[1], counts[peer])
+                    if peer != rank and start < stop:
+                        at = peer * width
+                        slot[at : at + stop - start] = source[offsets[peer] + start : offsets[peer] + stop]
+                arena.sync()
+            previous = piece
+
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Data from a rank's input to another rank's output: `count` elements, from `start` on there, from `to` on here."""
+
+    peer: int
+    start: int
+    to: int
+    count: int
+
+
+def _moves(spec: Spec, rank: int, size: int) -> list[_Move]:
+    """What `rank` takes from all ranks, itself among them."""
+    counts, offsets = spec.counts, extents(spec.counts)
+    if spec.collective == "bcast":
+        return [_Move(spec.root, 0, 0, counts[0])]
+    if spec.collective == "allgather":
+        return [_Move(peer, 0, offsets[peer], counts[peer]) for peer in range(size)]
+    if spec.collective == "gather":
+        return [_Move(peer, 0, offsets[peer], counts[peer]) for peer in range(size)] if rank == spec.root else []
+    if spec.collective == "scatter":
+        return [_Move(spec.root, offsets[rank], 0, counts[rank])]
+    assert spec.collective == "alltoall"
+    return [_Move(peer, offsets[rank], offsets[peer], counts[peer]) for peer in range(size)]
+
+
+def _own(moves: Sequence[_Move], rank: int) -> Callable[[Any, Any], None]:
+    """What copies a rank's own data to itself."""
+    mine = [move for move in moves if move.peer == rank and move.count]
+
+    def copy(source: Array, target: Array) -> None:
+        for move in mine:
+            there = source[move.start : move.start + move.count]
+            here = target[move.to : move.to + move.count]
+            if _address(there) != _address(here):
+                here[...] = there
+
+    return copy
+
+
+def _move_pieces(arena: Arena, spec: Spec) -> Body:
+    """In each step: write a piece of what others want, and copy what they wrote in the step before. Whoever has the
+    same for all writes it once. One synchronisation a piece."""
+    rank, size = arena.rank, arena.size
+    wants = [_moves(spec, peer, size) for peer in range(size)]
+    same = spec.collective in ("bcast", "allgather", "gather")
+    pieces = _Pieces(arena, spec, max(spec.counts), 1 if same else size)
+    width, slots = pieces.width, _slots(arena, spec)
+    fetched = [move for move in wants[rank] if move.peer != rank]
+    given = [(peer, move) for peer in range(size) for move in wants[peer] if move.peer == rank and peer != rank]
+    if same:
+        given = given[:1]
+    copy_own = _own(wants[rank], rank)
+
+    def body(source: Array, target: Array) -> None:
+        previous: tuple[int, int] | None = None
+        for piece in [*pieces.cuts, None]:
+            if previous is not None:
+                for move in fetched:
+                    start, stop = previous[0], min(previous[1], move.count)
+                    if start < stop:
+                        at = 0 if same else rank * width
+                        slot = slots[1 - arena.parity][move.peer]
+                        target[move.to + start : move.to + stop] = slot[at : at + stop - start]
+            if piece is not None:
+                slot = slots[arena.parity][rank]
+                for peer, move in given:
+                    start, stop = piece[0], min(piece[1], move.count)
+                    if start < stop:
+                        at = 0 if same else peer * width
+                        slot[at : at + stop - start] = source[move.start + start : move.start + stop]
+                arena.sync()
+            previous = piece
+        copy_own(source, target)
+
+    return body
+
+
+def _reduction(arena: Arena, spec: Spec) -> Body:
+    return (_allreduce_slots if spec.method == "slots" else _allreduce_pieces)(arena, spec)
+
+
+_STAGED: dict[str, Callable[[Arena, Spec], Body]] = {
+    "allreduce": _reduction,
+    "reduce": _reduction,
+    "reduce_scatter": _reduce_scatter_pieces,
+    **dict.fromkeys(("bcast", "allgather", "gather", "scatter", "alltoall"), _move_pieces),
+}
+
+
+class _Direct:
+    """An operation on the buffers of the other ranks themselves.
+
+    First all tell each other where their buffers are; where these lie in memory that all reach, or the method is to
+    read the private memory of others, it is carried out, else nothing has happened but that.
+    """
+
+    def __init__(self, arena: Arena, spec: Spec) -> None:
+        self._arena = arena
+        self._spec = spec
+        self._reads = spec.method == "cma"
+        self._moves = _moves(spec, arena.rank, arena.size) if spec.fold is None else []
+        self._copy_own = _own(self._moves, arena.rank)
+        self._scratch: list[Array] = []
+
+    def run(self, source: Any, target: Any) -> bool:
+        """Carry it out, if it can be; whether it was."""
+        arena = self._arena
+        segments = bool(arena.segments)
+        where = (*arena.find(source), *arena.find(target)) if segments else (0, 0, 0, 0)
+        arena.tell(*where, _address(source), _address(target))
+        arena.sync()
+        told = arena.told(6)
+        if segments and self._registered(told, source, target):
+            arena.sync()
+            return True
+        if not self._reads:
+            return False
+        self._read(told, source, target)
+        arena.sync()
+        return True
+
+    def _registered(self, told: list[tuple[int, ...]], source: Any, target: Any) -> bool:
+        """Work in memory that all reach, if all their buffers lie there."""
+        collective, root, rank = self._spec.collective, self._spec.root, self._arena.rank
+        sources, targets = ({one[i] for one in told} for i in (0, 2))
+        sources_known = len(sources) == 1 and 0 not in sources
+        targets_known = len(targets) == 1 and 0 not in targets
+        if collective == "allreduce":
+            if not sources_known or not targets_known:
+                return False
+            self._reduce_everywhere(told, source, target)
+        elif collective == "reduce_scatter":
+            if not sources_known:
+                return False
+            self._reduce_mine(self._views(told, 0, source), source, target)
+        elif collective == "reduce":
+            if not sources_known:
+                return False
+            if rank == root:
+                self._reduce_range(self._views(told, 0, source), target, 0, self._spec.counts[0])
+        elif collective in ("bcast", "scatter"):
+            # Only the root has data; that another rank knows its memory shows in its own buffer being of the same.
+            numbers = {one[0] if peer == root else one[2] for peer, one in enumerate(told)}
+            if len(numbers) != 1 or 0 in numbers:
+                return False
+            self._move(told, source, target)
+        else:
+            if not sources_known:
+                return False
+            self._move(told, source, target)
+        return True
+
+    def _view(self, told: list[tuple[int, ...]], which: int, peer: int) -> Array:
+        """The buffer of another rank, from its beginning on."""
+        number, offset = told[peer][which : which + 2]
+        memory = self._arena.segments[number].others[peer][offset:]
+        return _typed(memory, self._spec)
+
+    def _views(self, told: list[tuple[int, ...]], which: int, own: Array) -> list[Array]:
+        rank = self._arena.rank
+        return [own if peer == rank else self._view(told, which, peer) for peer in range(self._arena.size)]
+
+    def _move(self, told: list[tuple[int, ...]], source: Any, target: Any) -> None:
+        rank = self._arena.rank
+        for move in self._moves:
+            if move.peer != rank and move.count:
+                there = self._view(told, 0, move.peer)
+                target[move.to : move.to + move.count] = there[move.start : move.start + move.count]
+        self._copy_own(source, target)
+
+    def _reduce_everywhere(self, told: list[tuple[int, ...]], source: Array, target: Array) -> None:
+        """Reduce this rank's share, and write it to the buffers of all."""
+        arena, spec = self._arena, self._spec
+        shares = _shares(spec.counts[0], arena.size, spec.dtype.itemsize)
+        sources, targets = self._views(told, 0, source), self._views(told, 2, target)
+        others = [one for peer, one in enumerate(targets) if peer != arena.rank]
+        assert spec.fold is not None
+        for start, stop in self._pieces(shares[arena.rank], shares[arena.rank + 1]):
+            mine = target[start:stop]
+            # The fold may write to its first or second operand only.
+            into = mine if arena.rank < 2 else self._scratches(1)[0][: stop - start]
+            spec.fold([one[start:stop] for one in sources], into)
+            if into is not mine:
+                mine[...] = into
+            for one in others:
+                one[start:stop] = mine
+
+    def _reduce_mine(self, sources: list[Array], source: Array, target: Array) -> None:
+        counts, rank = self._spec.counts, self._arena.rank
+        begin = sum(counts[:rank])
+        self._reduce_range(sources, target, begin, begin + counts[rank])
+
+    def _reduce_range(self, sources: list[Array], target: Array, begin: int, end: int) -> None:
+        assert self._spec.fold is not None
+        for start, stop in self._pieces(begin, end):
+            self._spec.fold([one[start:stop] for one in sources], target[start - begin : stop - begin])
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        width = max(1, (self._spec.segment or _DIRECT) // self._spec.dtype.itemsize)
+        for start in range(begin, end, width):
+            yield start, min(start + width, end)
+
+    def _scratches(self, count: int) -> list[Array]:
+        while len(self._scratch) < count:
+            width = max(1, (self._spec.segment or _DIRECT) // self._spec.dtype.itemsize)
+            self._scratch.append(np.empty(width, self._spec.dtype))
+        return self._scratch
+
+    def _read(self, told: list[tuple[int, ...]], source: Any, target: Any) -> None:
+        """Work in private memory, reading that of others."""
+        arena, spec = self._arena, self._spec
+        if spec.fold is None:
+            itemsize, here = spec.dtype.itemsize, told[arena.rank][5]
+            for move in self._moves:
+                if move.peer != arena.rank and move.count:
+                    arena.readers[move.peer](
+                        told[move.peer][4] + move.start * itemsize, here + move.to * itemsize, move.count * itemsize
+                    )
+            self._copy_own(source, target)
+        elif spec.collective == "reduce_scatter":
+            begin = sum(spec.counts[: arena.rank])
+            self._read_and_reduce(told, source, target, begin, begin + spec.counts[arena.rank], begin)
+        else:
+            shares = _shares(spec.counts[0], arena.size, spec.dtype.itemsize)
+            self._read_and_reduce(told, source, target, shares[arena.rank], shares[arena.rank + 1], 0)
+            arena.sync()
+            itemsize, here = spec.dtype.itemsize, told[arena.rank][5]
+            for peer in self._others():
+                start, stop = shares[peer] * itemsize, shares[peer + 1] * itemsize
+                arena.readers[peer](told[peer][5] + start, here + start, stop - start)
+
+    def _others(self) -> list[int]:
+        """The other ranks, the next one first, so that not all ask the same one."""
+        rank, size = self._arena.rank, self._arena.size
+        return [(rank + i) % size for i in range(1, size)]
+
+    def _read_and_reduce(
+        self, told: list[tuple[int, ...]], source: Array, target: Array, begin: int, end: int, origin: int
+    ) -> None:
+        """Reduce the elements from `begin` to `end`; the first one of `target` is element `origin`."""
+        arena, spec = self._arena, self._spec
+        itemsize = spec.dtype.itemsize
+        scratches = self._scratches(arena.size)
+        assert spec.fold is not None
+        for start, stop in self._pieces(begin, end):
+            parts = [scratch[: stop - start] for scratch in scratches]
+            for peer in self._others():
+                arena.readers[peer](told[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize)
+            into = target[start - origin : stop - origin]
+            own = source[start:stop]
+            if arena.rank > 1:
+                # The fold may write to its first or second operand only.
+                parts[arena.rank][...] = own
+            else:
+                parts[arena.rank] = own
+            spec.fold(parts, into)
+
+
+def _address(array: Array | None) -> int:
+    return 0 if array is None else int(array.__array_interface__["data"][0])
