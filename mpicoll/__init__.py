@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpicoll.collectives.scan import iscan, scan, scan_init
     from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
     from mpicoll.engine.communicator import Communicator
-    from mpicoll.engine.operation import Plan
+    from mpicoll.engine.plan import Plan
     from mpicoll.engine.request import Request, waitall, waitany
     from mpicoll.engine.select import Choice, algorithms
     from mpicoll.engine.world import run_local, world
@@ -143,7 +143,7 @@ _HOMES = {
     "collectives.scan": "iscan scan scan_init",
     "collectives.scatter": "iscatter scatter scatter_init",
     "engine.communicator": "Communicator",
-    "engine.operation": "Plan",
+    "engine.plan": "Plan",
     "engine.request": "Request waitall waitany",
     "engine.select": "Choice algorithms",
     "engine.world": "run_local world",

@@ -273,7 +273,7 @@ class Fold:
             if len(parts) == 1:
                 np.copyto(out, parts[0])
             elif self._ufunc is not None:
-                self._ufunc(parts[0], parts[1], out)
+                self._ufunc(parts[0], parts[1], out=out)
             else:
                 # Such functions want one of their operands for the result.
                 second = parts[1].copy() if np.may_share_memory(parts[1], out) else parts[1]

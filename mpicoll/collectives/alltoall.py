@@ -20,7 +20,9 @@ from mpicoll.collectives.arguments import (
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.plan import Plan
+from mpicoll.engine.repeat import repeated
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.schedules import Schedule

@@ -183,8 +183,8 @@ def problem(
     counts: Counts = (),
     refusal: str | None = None,
 ) -> Problem:
-    """What selection has to know. `count` elements are the largest number that MPI would have to count; `refusal` is
-    another reason why MPI can't serve it.
+    """What selection has to know. `count` elements are the largest number that MPI would have to count, and with a
+    `reduction` those of `nbytes`; `refusal` is another reason why MPI can't serve it.
 
     Raises AlgorithmError if `algorithm` does not exist or can't serve it.
     """
@@ -198,7 +198,8 @@ def problem(
     wanted = Problem(
         operation,
         nbytes,
-        comm.size,
+        comm.site,
+        "moved" if reduction is None else _kind(reduction, nbytes, count),
         root,
         commutative=reduction is None or reduction.commutative,
         elementwise=reduction is None or reduction.elementwise,
@@ -210,6 +211,15 @@ def problem(
     if algorithm is not None:
         choose(wanted, algorithm)  # now, so that a wrong choice is found together with the other arguments
     return wanted
+
+
+def _kind(reduction: Reduction, nbytes: int | None, count: int) -> str:
+    """The class of dtypes for which a reduction is tuned."""
+    if nbytes is not None and nbytes < count * reduction.work.itemsize:
+        return "half"  # it is reduced in a wider dtype
+    return {"f": "float", "c": "complex", "i": "integer", "u": "integer", "b": "integer"}.get(
+        reduction.work.kind, "other"
+    )
 
 
 def row_size(shape: tuple[int, ...]) -> int:

@@ -6,7 +6,9 @@ import numpy as np
 
 from mpicoll.collectives.arguments import names_rank, problem
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Flat, Operation, Plan, repeated, start
+from mpicoll.engine.operation import Flat, Operation, start
+from mpicoll.engine.plan import Plan
+from mpicoll.engine.repeat import repeated
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 

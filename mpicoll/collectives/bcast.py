@@ -10,7 +10,9 @@ from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template
 from mpicoll.collectives.memory import Source, Target, vector
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Flat, Operation, Plan, repeated, run, start
+from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.plan import Plan
+from mpicoll.engine.repeat import repeated
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from mpicoll import schedules
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import problem
-from mpicoll.engine.select import Choice, choose
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.select import Choice, Problem, choose, refusals
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import AlgorithmError
 
@@ -27,28 +29,46 @@ def explain(
     algorithm: str | None = None,
     comm: CommLike = None,
 ) -> Choice:
-    """The algorithm that a call of `collective` would take, with the reason; printing it shows both.
+    """The algorithm that a call of `collective` would take, with the reason, and why others can't serve; printing it
+    shows all of that.
 
     `nbytes` is the size of the vector, or of all blocks together for gather, scatter, allgather, reduce_scatter and
     alltoall. `op` and `dtype` (numpy's) matter for reductions. Sends nothing. Raises AlgorithmError if `collective` is
     unknown or nothing can serve the call, DTypeError if `op` has no meaning for `dtype`.
     """
+    communicator = resolve(comm)
+    wanted = problem_of(collective, nbytes, op, dtype, root, algorithm, communicator)
+    choice = choose(wanted, algorithm)
+    if communicator.size == 1:
+        return choice  # nothing can be shared with others, and nobody would choose it
+    refused = (f"not {name}: {why}" for name, why in refusals(wanted).items() if why is not None)
+    return replace(choice, refused=tuple(refused))
+
+
+def problem_of(
+    collective: str,
+    nbytes: int,
+    op: OpLike,
+    dtype: Any,
+    root: int,
+    algorithm: str | None,
+    communicator: Communicator,
+) -> Problem:
+    """What such a call asks of an algorithm. Raises what :func:`explain` raises."""
     if collective not in schedules.collectives():
         raise AlgorithmError(f"explain: no collective {collective!r}; there are {', '.join(schedules.collectives())}")
-    communicator = resolve(comm)
     root = arguments.rank("explain", "root", root, communicator)
     if collective in ("scan", "exscan"):
         arguments.no_average(collective, op)
     value = np.empty(1, dtype)
     sample = (value, np.zeros(1, int)) if op in ("minloc", "maxloc") else value
-    reduction = arguments.operand(collective, sample, op)[1] if collective in _REDUCTIONS else None
-    wanted = problem(
+    buffer, reduction = arguments.operand(collective, sample, op) if collective in _REDUCTIONS else (None, None)
+    return problem(
         collective,
         communicator,
         algorithm,
         nbytes=nbytes,
-        count=nbytes if reduction is None else nbytes // reduction.work.itemsize,
+        count=nbytes if buffer is None else nbytes // buffer.array.itemsize,
         root=root,
         reduction=reduction,
     )
-    return choose(wanted, algorithm)

@@ -1,4 +1,4 @@
-"""Blocking collectives on plain CPU tensors, handed to MPI with nothing in between.
+"""Blocking collectives on plain CPU tensors, handed to MPI or to shared memory with nothing in between.
 
 What the general path finds out for each call is found out here once for each kind of call, and kept.
 """
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.ops import reduction
+from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.select import choose, forced
+from mpicoll.engine.operation import Shared, Unshared
+from mpicoll.engine.select import Method, choose, forced
 from mpicoll.torch.jobs import op_of
 from mpicoll.transport.base import Native
 
@@ -71,6 +73,9 @@ class Quick:
             reduce = self._keep(key, self._in_place(tensor, op, count))
         if reduce is False:
             return False
+        if reduce.__class__ is Shared:
+            flat = _flat(tensor)
+            return self._through(reduce, ("all_reduce of", count, "elements"), flat, flat)
         self._run(reduce, ("all_reduce of", count, "elements"), address)
         return True
 
@@ -85,6 +90,9 @@ class Quick:
             kept = self._keep(key, self._move("bcast", nbytes, root))
         if kept is False:
             return False
+        if kept.__class__ is Shared:
+            flat = _bytes(tensor)
+            return self._through(kept, ("broadcast of", nbytes, "bytes"), flat, flat)
         memory, native = kept
         place = memory(tensor.data_ptr(), nbytes)
         self._run(native.bcast, ("broadcast of", nbytes, "bytes"), place, root)
@@ -101,6 +109,8 @@ class Quick:
             kept = self._keep(key, self._move("allgather", nbytes, 0))
         if kept is False or nbytes != tensor.nbytes * self._comm.size:
             return False
+        if kept.__class__ is Shared:
+            return self._through(kept, ("all_gather of", nbytes, "bytes"), _bytes(tensor), _bytes(output))
         memory, native = kept
         source = memory(tensor.data_ptr(), tensor.nbytes)
         target = memory(output.data_ptr(), nbytes)
@@ -121,6 +131,8 @@ class Quick:
         size = self._comm.size
         if not tensor.ndim or tensor.shape[0] % size or not output.ndim or output.shape[0] % size:
             return False
+        if kept.__class__ is Shared:
+            return self._through(kept, ("all_to_all of", nbytes, "bytes"), _bytes(tensor), _bytes(output))
         memory, native = kept
         source, target = memory(tensor.data_ptr(), nbytes), memory(output.data_ptr(), nbytes)
         self._run(native.alltoall, ("all_to_all of", nbytes, "bytes"), source, target)
@@ -138,6 +150,8 @@ class Quick:
         part = output.numel()
         if kept is False or count != part * self._comm.size:
             return False
+        if kept.__class__ is Shared:
+            return self._through(kept, ("reduce_scatter of", count, "elements"), _flat(tensor), _flat(output))
         memory, name, native = kept
         source, target = memory(tensor.data_ptr(), count), memory(output.data_ptr(), part)
         self._run(native.reduce_scatter, ("reduce_scatter of", count, "elements"), source, target, None, name)
@@ -152,6 +166,8 @@ class Quick:
             kept = self._keep(("barrier",), self._move("barrier", 0, 0))
         if kept is False:
             return False
+        if kept.__class__ is Shared:
+            return self._through(kept, ("barrier of", self._comm.size, "ranks"), None, None)
         self._run(kept[1].barrier, ("barrier of", self._comm.size, "ranks"))
         return True
 
@@ -161,49 +177,74 @@ class Quick:
         self._kept[key] = value
         return value
 
-    def _in_place(self, tensor: torch.Tensor, op: Any, count: int) -> Callable[[int], None] | bool:
-        """What reduces `count` elements at an address, if MPI's allreduce does it."""
-        found = self._reduction("allreduce", tensor, op, count)
-        if found is None:
+    def _through(self, shared: Shared, what: tuple[Any, ...], source: Any, target: Any) -> bool:
+        try:
+            self._run(shared, what, source, target)
+        except Unshared:
+            # The same on all ranks: it is chosen anew, now that this is known.
+            self._kept.clear()
             return False
+        return True
+
+    def _in_place(self, tensor: torch.Tensor, op: Any, count: int) -> Callable[[int], None] | Shared | bool:
+        """What reduces `count` elements in place: at an address, or through shared memory."""
+        found = self._reduction("allreduce", tensor, op, (count,))
+        if not isinstance(found, tuple):
+            return found
         dtype, name, native = found
         return native.allreduce_in_place(dtype, count, name)
 
-    def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> tuple[Memory, str, Native] | bool:
-        """What reduces `count` elements and scatters them, if MPI's reduce_scatter does it."""
-        found = self._reduction("reduce_scatter", tensor, op, count)
-        if found is None:
-            return False
+    def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> tuple[Memory, str, Native] | Shared | bool:
+        """What reduces `count` elements and scatters them."""
+        size = self._comm.size
+        found = False if count % size else self._reduction("reduce_scatter", tensor, op, (count // size,) * size)
+        if not isinstance(found, tuple):
+            return found
         dtype, name, native = found
         return native.typed(dtype), name, native
 
     def _reduction(
-        self, collective: str, tensor: torch.Tensor, op: Any, count: int
-    ) -> tuple[np.dtype[Any], str, Native] | None:
-        """The dtype and MPI's name of the reduction, if the choice falls on MPI's own."""
-        dtype = _NUMPY.get(tensor.dtype)
-        if dtype is None or not count:
-            return None
-        name = op_of(collective, op, tensor.dtype)
-        policy = dtypes.of_numpy(dtype)
-        if not isinstance(name, str) or name == "avg" or not dtypes.means(name, policy):
-            return None
-        ready = reduction(collective, name, policy, lambda view: view, (count,))
-        native = self._chosen(collective, tensor.nbytes, count, reduction=ready)
-        return None if native is None or ready.native is None else (dtype, ready.native, native)
-
-    def _move(self, collective: str, nbytes: int, root: int) -> tuple[Memory, Native] | bool:
-        if (not nbytes and collective != "barrier") or not 0 <= root < self._comm.size:
+        self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]
+    ) -> tuple[np.dtype[Any], str, Native] | Shared | bool:
+        """For MPI's own: the dtype and MPI's name of the reduction."""
+        name, count = op_of(collective, op, tensor.dtype), sum(counts)
+        if not count or not isinstance(name, str) or tensor.dtype.is_complex:
             return False
-        native = self._chosen(collective, nbytes, nbytes, root=root)
-        return False if native is None else (native.typed(_BYTES), native)
+        buffer = recognise(collective, tensor)
+        if not dtypes.means(name, buffer.dtype):
+            return False
+        ready = reduction(collective, name, buffer.dtype, buffer.library.wrap, (count,))
+        wanted = problem(collective, self._comm, None, nbytes=tensor.nbytes, count=count, reduction=ready)
+        choice = choose(wanted, None)
+        if isinstance(choice.algorithm, Method) and ready.prepare is None:
+            return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, Fold(ready, buffer))
+        dtype = _NUMPY.get(tensor.dtype)
+        if choice.algorithm is not None or self._native is None or dtype is None:
+            return False
+        return False if ready.finish is not None or ready.native is None else (dtype, ready.native, self._native)
 
-    def _chosen(self, collective: str, nbytes: int, count: int, **details: Any) -> Native | None:
-        """MPI's own collectives, if the choice falls on them. To be asked where nothing is forced for the moment."""
-        if self._native is None:
-            return None
-        wanted = problem(collective, self._comm, None, nbytes=nbytes, count=count, **details)
-        return self._native if choose(wanted, None).algorithm is None else None
+    def _move(self, collective: str, nbytes: int, root: int) -> tuple[Memory, Native] | Shared | bool:
+        size = self._comm.size
+        one = collective in ("bcast", "barrier")
+        if (not nbytes and collective != "barrier") or not 0 <= root < size or (not one and nbytes % size):
+            return False
+        wanted = problem(collective, self._comm, None, nbytes=nbytes, count=nbytes, root=root)
+        choice = choose(wanted, None)
+        if isinstance(choice.algorithm, Method):
+            return Shared(self._comm, wanted, choice, _BYTES, (nbytes,) if one else (nbytes // size,) * size)
+        if choice.algorithm is not None or self._native is None:
+            return False
+        return self._native.typed(_BYTES), self._native
+
+
+def _flat(tensor: torch.Tensor) -> Any:
+    """The elements as numpy sees them."""
+    own = tensor.detach()
+    return (own.view(torch.uint16) if own.dtype is torch.bfloat16 else own).numpy().reshape(-1)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,66 @@
+"""Plans: collectives bound to their arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpicoll.engine.operation import Operation, body_of
+from mpicoll.engine.progress import Job
+from mpicoll.engine.select import choose
+from mpicoll.errors import ArgumentError
+
+
+class Plan:
+    """A collective bound to its arrays, to be repeated.
+
+    The algorithm, the memory and the schedule are bound once, when the plan is made. Each run reads the arrays that
+    were passed to ``…_init`` as they are then, and gives the same result array each time, filled anew. All ranks must
+    make the plan and run it alike.
+    """
+
+    __slots__ = ("_body", "_job", "_operation", "choice")
+
+    def __init__(self, operation: Operation) -> None:
+        self.choice = choose(operation.problem, operation.algorithm)
+        self._operation = operation
+        self._job: Job | None = None
+        self._body = body_of(operation, self.choice, bound=True)
+
+    def __call__(self) -> Any:
+        """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
+        self._idle("call")
+        self._operation.comm.progress.run(self._body, (self._operation,))
+        return self._operation.result()
+
+    def start(self) -> None:
+        """Begin a run in the background. Raises ArgumentError while another one has not been waited for."""
+        self._idle("start")
+        self._job = self._operation.comm.progress.submit(self._body, (self._operation,))
+
+    def test(self) -> bool:
+        """Whether the started run has completed."""
+        return self._started("test").test()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the started run and return the result. Raises what the run raised, or Timeout after `timeout`
+        seconds, when it is still pending.
+        """
+        job = self._started("wait")
+        try:
+            job.wait(timeout)
+        finally:
+            if job.reported:
+                self._job = None
+        return self._operation.result()
+
+    def _idle(self, verb: str) -> None:
+        self._operation.comm.check()
+        if self._job is not None:
+            raise ArgumentError(
+                f"{self._operation.problem.collective}_init: {verb}() while a run is pending; wait() for it first"
+            )
+
+    def _started(self, verb: str) -> Job:
+        if self._job is None:
+            raise ArgumentError(f"{self._operation.problem.collective}_init: {verb}() without start()")
+        return self._job

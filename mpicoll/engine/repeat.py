@@ -1,0 +1,140 @@
+"""Calls that come again and again: what was prepared for the first one serves the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, run
+from mpicoll.engine.select import Choice, Method, choose, forced
+
+Kept: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool]]"
+"""What carries out a call ``(x, out)`` and returns its result, and whether it can do so for these."""
+
+_BYTES = 16 * 1024
+"""Up to here, two copies cost less than to prepare an operation anew."""
+
+_MAX = 256
+"""How many kinds of calls a communicator keeps."""
+
+_IN_PLACE = ("allreduce", "reduce", "bcast")
+"""Collectives whose output may be their input."""
+
+
+def repeated(
+    comm: Communicator, key: tuple[Any, ...], x: Array, out: Any, prepare: Callable[[Array, Any], Operation]
+) -> Any:
+    """Carry out ``prepare(x, out)`` for a numpy array `x`, and keep what was prepared for later calls.
+
+    Those are the calls of equal `key`, which must hold all that `prepare` depends on, but for `out` and the contents of
+    `x`, and must be made anew for each call: the watch tells calls apart by it.
+    """
+    try:
+        known = None if forced() else comm.repeated.get(key)
+    except TypeError:
+        # What can't be hashed is no name of an algorithm: `prepare` says so.
+        known = None
+    if known is not None and known[1](x, out):
+        try:
+            return comm.progress.run(known[0], key, x, out)
+        except Unshared:
+            comm.repeated.clear()
+        except BaseException:
+            # Late messages may still find their way into its memory.
+            comm.repeated.pop(key, None)
+            raise
+    operation = prepare(x, out)
+    if known is None and not forced():
+        kept = _kept(operation, x, prepare)
+        if kept is not None:
+            if len(comm.repeated) >= _MAX:
+                comm.repeated.clear()
+            comm.repeated[key] = kept
+    return run(operation)
+
+
+def _kept(operation: Operation, x: Array, prepare: Callable[[Array, Any], Operation]) -> Kept | None:
+    """What to keep of a call like `operation`; None if such are better prepared anew."""
+    choice = choose(operation.problem, operation.algorithm)
+    shared = isinstance(choice.algorithm, Method)
+    nbytes = operation.problem.nbytes
+    if not shared and (nbytes is None or nbytes > _BYTES):
+        return None
+    own = np.empty(x.shape, x.dtype)
+    prepared = prepare(own, None)
+    return _through_memory(own, prepared, choice) if shared else _by_copies(own, prepared)
+
+
+def _by_copies(own: Array, operation: Operation) -> Kept:
+    """Prepared on arrays of its own, between which and the caller's it copies."""
+    body = body_of(operation, choose(operation.problem, operation.algorithm), bound=True)
+    value = operation.result()
+
+    # Closures: this is the innermost of the short path, and slots of an object take longer to reach.
+    def again(x: Array, out: Any) -> Any:
+        own[...] = x
+        body()
+        if out is None:
+            return None if value is None else value.copy()
+        out[...] = value
+        return out
+
+    return again, _like(value)
+
+
+def _like(value: Any) -> Callable[[Array, Any], bool]:
+    """Whether a result like `value` can go to ``out``."""
+    if value is None:
+        return lambda x, out: out is None
+    dtype, shape = value.dtype, value.shape
+
+    def fits(x: Array, out: Any) -> bool:
+        if out is None:
+            return True
+        return type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and bool(out.flags.carray)
+
+    return fits
+
+
+def _through_memory(own: Array, operation: Operation, choice: Choice) -> Kept | None:
+    """Through shared memory, from the caller's arrays to the caller's arrays."""
+    assert operation.flat is not None
+    flat, value = operation.flat(), operation.result()
+    if not _lies_in(flat.source, own) or not _lies_in(flat.target, value):
+        return None
+    carry_out = Shared.of(operation, choice, flat)
+    read, write = _flattener(flat.source, own), _flattener(flat.target, value)
+    in_place, like = operation.problem.collective in _IN_PLACE, _like(value)
+    # What is large must not be kept.
+    shape, dtype = (None, None) if value is None else (value.shape, value.dtype)
+
+    def again(x: Array, out: Any) -> Any:
+        if out is None and shape is not None:
+            out = np.empty(shape, dtype)
+        carry_out(read(x), write(out))
+        return out
+
+    def fits(x: Array, out: Any) -> bool:
+        if not x.flags.c_contiguous or not like(x, out):
+            return False
+        return out is None or (out is x and in_place) or not np.may_share_memory(out, x)
+
+    return again, fits
+
+
+def _lies_in(flat: Array | None, array: Array) -> bool:
+    return flat is None or np.may_share_memory(flat, array)
+
+
+def _flattener(flat: Array | None, like: Any) -> Callable[[Any], Any]:
+    """What makes of an array like `like` one like `flat`."""
+    if flat is None:
+        return lambda array: None
+    if flat.dtype == like.dtype:
+        return lambda array: array.reshape(-1)
+    dtype = flat.dtype
+    return lambda array: array.reshape(-1).view(dtype)
