@@ -265,11 +265,12 @@ class Fold:
                 self._dtype, self._convert = buffer.dtype, buffer.library.convert
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:
-        """Write the combination of `parts` to `out`, which none of them overlaps, but for the same memory as one of the
-        first two."""
+        """Write the combination of `parts` to `out`, which may be the memory of one of them, and overlaps no other."""
         if self._convert is not None:
             self._wide(parts, out)
         else:
+            # What would be overwritten before its turn.
+            later = [part.copy() if np.may_share_memory(part, out) else part for part in parts[2:]]
             if len(parts) == 1:
                 np.copyto(out, parts[0])
             elif self._ufunc is not None:
@@ -279,7 +280,7 @@ class Fold:
                 second = parts[1].copy() if np.may_share_memory(parts[1], out) else parts[1]
                 np.copyto(out, parts[0])
                 self._combine(out, second, out)
-            for part in parts[2:]:
+            for part in later:
                 self._combine(out, part, out)
             if self._finish is not None:
                 self._finish(out, len(parts))

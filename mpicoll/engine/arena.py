@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 from weakref import finalize
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.errors import CommunicationError
+from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import give_way
 
@@ -32,6 +33,15 @@ _NAP = 50e-6
 
 _FAILED = 1
 """The bit of a step that says that the rank has failed. Steps count by two."""
+
+_GONE = 1 << 62
+"""The step of a rank that will never be in step again."""
+
+_OPERATIONS = (1 << 31) - 1
+"""Operations are counted modulo one more than this."""
+
+Body: TypeAlias = "Callable[[Any, Any], None]"
+"""``body(source, target)`` on this rank's flat input and output; None where the collective has none here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Arena:
         self.results = tuple(first[header + w * SLOT : header + (w + 1) * SLOT] for w in (0, 1))
         self.parity = 0
         self.segments: dict[int, Segment] = {}
-        self._allocated = 0
+        self.allocated = 0
         self.readers: Sequence[Read] = () if transport.unread else transport.readers()
         self._transport = transport
         self._words = memoryview(first[:header].data).cast("B").cast("q")
@@ -77,10 +87,10 @@ class Arena:
         self._mine = rank * _WORDS
         self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
         self._fence = transport.fence
-        self._troubled = False
 
     def sync(self) -> None:
-        """End a step: what all ranks wrote before is there for all to read afterwards."""
+        """End a step: what all ranks wrote before is there for all to read afterwards. Raises CommunicationError if
+        another rank has failed in this operation."""
         self._step = step = self._step + 2
         self.parity = step >> 1 & 1
         words = self._words
@@ -92,14 +102,21 @@ class Arena:
             if seen < step:
                 seen = self._wait(at, step)
             if seen & _FAILED:
-                self._troubled = True
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} failed in this operation; its"
+                    " own error says why"
+                )
         if self._fence is not None:
             self._fence()
 
     def _wait(self, at: int, step: int) -> int:
         words, pause = self._words, _Pause(self._transport)
         while (seen := words[at]) < step:
-            pause()
+            try:
+                pause([at // _WORDS])
+            except RankFailed:
+                if words[at] < step:  # it may have come, and gone since
+                    raise
         return seen
 
     def tell(self, *values: int) -> None:
@@ -115,26 +132,31 @@ class Arena:
         return [tuple(words[peer * _WORDS + first + i] for i in range(count)) for peer in range(self.size)]
 
     def run(
-        self, body: Callable[[Array | None, Array | None], None], source: Array | None, target: Array | None
+        self, body: Body, source: Array | None, target: Array | None, load: Callable[[], None] | None = None
     ) -> None:
-        """Carry out an operation: ``body(source, target)``.
+        """Carry out an operation: ``body(source, target)``, after `load`.
 
         If it fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they
         need already. The ranks are in step again afterwards."""
+        if self._step >= _GONE:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size} (of this node): an operation was given up, and the ranks are out of"
+                " step since; make another communicator"
+            )
         begin = self._step
-        self._operation = operation = self._operation + 1
+        self._operation = operation = self._operation + 1 & _OPERATIONS
         try:
+            if load is not None:
+                load()
             body(source, target)
         except BaseException:
-            self._let_through(begin)
+            try:
+                self._let_through(begin)
+            except BaseException:
+                self._step = self._words[self._mine] = _GONE | _FAILED
+                raise
             raise
         self._words[self._mine + _ENDED] = operation << 32 | self._step - begin
-        if self._troubled:
-            self._troubled = False
-            raise CommunicationError(
-                f"rank {self.rank} of {self.size} (of this node): another rank failed in this operation; its own error"
-                " says why"
-            )
 
     def _let_through(self, begin: int) -> None:
         """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
@@ -143,13 +165,18 @@ class Arena:
         words[self._mine + _ENDED] = self._operation << 32 | self._step - begin
         while True:
             reached = [self._reached(at, begin) for at in self._others]
+            self._barrier()
             words[self._mine] = max(self._step, *(step for step, _ in reached)) | _FAILED
-            if all(ended for _, ended in reached):
+            late = [at // _WORDS for at, (_, ended) in zip(self._others, reached, strict=True) if not ended]
+            if not late:
                 break
-            pause()
+            try:
+                pause(late)
+            except RankFailed:
+                if not all(self._reached(peer * _WORDS, begin)[1] for peer in late):
+                    raise
         self._step = max(self._step, *(step for step, _ in reached))
         self.parity = self._step >> 1 & 1
-        self._troubled = False
         # Who waits for this rank in the next operation must not take this failure for one there.
         words[self._mine] = self._step
 
@@ -157,16 +184,25 @@ class Arena:
         """Which step of this operation another rank has reached, and whether it has ended it."""
         # In this order: its step is one of the next operation only if the end of this one is there to be seen.
         step = self._words[at] & ~_FAILED
+        self._barrier()
         ended = self._words[at + _ENDED]
+        if step >= _GONE:
+            raise CommunicationError(
+                f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has given up an operation"
+            )
         if ended >> 32 == self._operation:
             return begin + (ended & 0xFFFFFFFF), True
         return step, False
 
+    def _barrier(self) -> None:
+        if self._fence is not None:
+            self._fence()
+
     def allocate(self, nbytes: int) -> Memory:
         """Collective: memory of `nbytes` that all ranks of the node reach, for as long as what is returned lives."""
-        self._allocated += 1
-        number = self._allocated
         memories = self._transport.share(max(nbytes, 1))
+        self.allocated += 1
+        number = self.allocated
         own = memories[self.rank]
         others = {peer: memory for peer, memory in enumerate(memories) if peer != self.rank}
         self.segments[number] = Segment(own.__array_interface__["data"][0], own.nbytes, others)
@@ -178,7 +214,7 @@ class Arena:
         """The segment in which `array` lies, and where; (0, 0) if it lies in none."""
         if array is not None:
             address = array.__array_interface__["data"][0]
-            for number, segment in self.segments.items():
+            for number, segment in tuple(self.segments.items()):  # an array may die meanwhile
                 offset = address - segment.address
                 if 0 <= offset < segment.nbytes:
                     return number, offset
@@ -194,14 +230,14 @@ class _Pause:
         self._transport = transport
         self._turns = 0
 
-    def __call__(self) -> None:
+    def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
         if self._turns > _SPINS:
             give_way()
         if self._turns == _PATIENCE:
             self._begin = time.monotonic()
         if self._turns >= _PATIENCE:
-            self._transport.check_peers(time.monotonic() - self._begin)
+            self._transport.check_peers(time.monotonic() - self._begin, peers)
             time.sleep(_NAP)
 
 

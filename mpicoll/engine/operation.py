@@ -12,7 +12,7 @@ import numpy as np
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine, Fold
 from mpicoll.engine import shared
-from mpicoll.engine.arena import Arena
+from mpicoll.engine.arena import Arena, Body
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, bind, scratch
 from mpicoll.engine.request import Request
@@ -137,7 +137,7 @@ class Shared:
             problem.collective, choice.algorithm.name, dtype, counts, problem.root, fold, choice.segment
         )
         self._arena: Arena | None = None
-        self._body: shared.Body | None = None
+        self._body: Body | None = None
 
     @classmethod
     def of(cls, operation: Operation, choice: Choice, flat: Flat) -> Shared:
@@ -146,15 +146,15 @@ class Shared:
         dtype = np.dtype(np.uint8) if some is None else some.dtype
         return cls(operation.comm, operation.problem, choice, dtype, flat.counts, flat.fold)
 
-    def __call__(self, source: Array | None, target: Array | None) -> None:
-        """Carry it out, in turn. Raises Unshared."""
+    def __call__(self, source: Array | None, target: Array | None, load: Callable[[], None] | None = None) -> None:
+        """Carry it out, in turn, after `load`. Raises Unshared before anything has happened."""
         arena = self._arena
         if arena is None:
             arena = self._arena = self._comm.arena()
             if arena is None:
                 raise Unshared
             self._body = shared.bind(arena, self._spec)
-        arena.run(self._body, source, target)  # type: ignore[arg-type]  # bound together with the arena
+        arena.run(self._body, source, target, load)  # type: ignore[arg-type]  # bound together with the arena
 
 
 def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:
@@ -163,9 +163,8 @@ def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:
     carry_out = Shared.of(operation, choice, flat)
 
     def run() -> None:
-        flat.load()
         try:
-            carry_out(flat.source, flat.target)
+            carry_out(flat.source, flat.target, flat.load)
         except Unshared:
             operation.problem = replace(operation.problem, unshared=operation.comm.unshared)
             body_of(operation, choose(operation.problem, None))()

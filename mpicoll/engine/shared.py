@@ -17,17 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.arena import SLOT, Arena
+from mpicoll.engine.arena import SLOT, Arena, Body
 from mpicoll.engine.execute import cut, extents
-
-Body: TypeAlias = "Callable[[Any, Any], None]"
-"""``body(source, target)`` on this rank's flat input and output; None where the collective has none here."""
 
 METHODS = {
     "allreduce": ("slots", "pieces", "cma"),
@@ -81,7 +78,7 @@ def bind(arena: Arena, spec: Spec) -> Body:
 
     def body(source: Any, target: Any) -> None:
         # Memory for all is made by all, so that all come by here alike.
-        if (staged is None or arena.segments) and direct.run(source, target):
+        if (staged is None or arena.allocated) and direct.run(source, target):
             return
         if staged is not None:
             staged(source, target)
@@ -328,12 +325,13 @@ class _Direct:
     def run(self, source: Any, target: Any) -> bool:
         """Carry it out, if it can be; whether it was."""
         arena = self._arena
-        segments = bool(arena.segments)
-        where = (*arena.find(source), *arena.find(target)) if segments else (0, 0, 0, 0)
+        # What this rank still has of it may differ from rank to rank; what was ever allocated does not.
+        allocated = arena.allocated > 0
+        where = (*arena.find(source), *arena.find(target)) if allocated else (0, 0, 0, 0)
         arena.tell(*where, _address(source), _address(target))
         arena.sync()
         told = arena.told(6)
-        if segments and self._registered(told, source, target):
+        if allocated and self._registered(told, source, target):
             arena.sync()
             return True
         if not self._reads:
@@ -400,11 +398,7 @@ class _Direct:
         assert spec.fold is not None
         for start, stop in self._pieces(shares[arena.rank], shares[arena.rank + 1]):
             mine = target[start:stop]
-            # The fold may write to its first or second operand only.
-            into = mine if arena.rank < 2 else self._scratches(1)[0][: stop - start]
-            spec.fold([one[start:stop] for one in sources], into)
-            if into is not mine:
-                mine[...] = into
+            spec.fold([one[start:stop] for one in sources], mine)
             for one in others:
                 one[start:stop] = mine
 
@@ -422,12 +416,6 @@ class _Direct:
         width = max(1, (self._spec.segment or _DIRECT) // self._spec.dtype.itemsize)
         for start in range(begin, end, width):
             yield start, min(start + width, end)
-
-    def _scratches(self, count: int) -> list[Array]:
-        while len(self._scratch) < count:
-            width = max(1, (self._spec.segment or _DIRECT) // self._spec.dtype.itemsize)
-            self._scratch.append(np.empty(width, self._spec.dtype))
-        return self._scratch
 
     def _read(self, told: list[tuple[int, ...]], source: Any, target: Any) -> None:
         """Work in private memory, reading that of others."""
@@ -463,20 +451,16 @@ class _Direct:
         """Reduce the elements from `begin` to `end`; the first one of `target` is element `origin`."""
         arena, spec = self._arena, self._spec
         itemsize = spec.dtype.itemsize
-        scratches = self._scratches(arena.size)
+        width = max(1, (spec.segment or _DIRECT) // itemsize)
+        while len(self._scratch) < arena.size:
+            self._scratch.append(np.empty(width, spec.dtype))
         assert spec.fold is not None
         for start, stop in self._pieces(begin, end):
-            parts = [scratch[: stop - start] for scratch in scratches]
+            parts = [scratch[: stop - start] for scratch in self._scratch]
             for peer in self._others():
                 arena.readers[peer](told[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize)
-            into = target[start - origin : stop - origin]
-            own = source[start:stop]
-            if arena.rank > 1:
-                # The fold may write to its first or second operand only.
-                parts[arena.rank][...] = own
-            else:
-                parts[arena.rank] = own
-            spec.fold(parts, into)
+            parts[arena.rank] = source[start:stop]
+            spec.fold(parts, target[start - origin : stop - origin])
 
 
 def _address(array: Array | None) -> int:

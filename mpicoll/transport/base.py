@@ -113,9 +113,9 @@ class Transport(Protocol):
     def fence(self) -> Callable[[], object] | None:
         """What keeps this rank's accesses to shared memory in their order; None where the hardware does."""
 
-    def check_peers(self, waited: float) -> None:
-        """For who has been waiting for `waited` seconds in shared memory: raise RankFailed if a rank of the group is
-        known to be gone, or Timeout."""
+    def check_peers(self, waited: float, peers: Sequence[int]) -> None:
+        """For who has been waiting in shared memory, for `peers`, for `waited` seconds: raise RankFailed if one of them
+        is known to be gone, or Timeout."""
 
     def explain(self, error: Exception) -> Exception:
         """The library's exception for what a native collective raised."""

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpicoll.errors import RankFailed, Timeout, TruncationError
+from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Memory, Message, Read, renumber
 
 T = TypeVar("T")
@@ -238,6 +238,14 @@ class LocalPending:
         return self._done
 
 
+class _Reach:
+    """One rank's hold on memory, which lets go of it apart from those of the others."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.__array_interface__ = memory.__array_interface__
+
+
 def _read(source: int, target: int, nbytes: int) -> None:
     """Threads have their private memory in common."""
     ctypes.memmove(target, source, nbytes)
@@ -293,14 +301,23 @@ class LocalTransport:
 
     def share(self, nbytes: int) -> list[Memory]:
         name = ("share", self._collective, self._members, next(self._shares))
-        table = self.world.meet(name, self._members, self._me, np.zeros(nbytes, np.uint8))
-        return [table[member] for member in self._members]
+        own: Any
+        try:
+            own = np.zeros(nbytes, np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            own = f"rank {self.rank} can't allocate {nbytes} bytes of shared memory: {error}"
+        table = self.world.meet(name, self._members, self._me, own)
+        memories = [table[member] for member in self._members]
+        failure = next((one for one in memories if isinstance(one, str)), None)
+        if failure is not None:
+            raise CommunicationError(failure)
+        return [np.asarray(_Reach(memory)) for memory in memories]
 
     def readers(self) -> list[Read]:
         return [_read] * self.size
 
-    def check_peers(self, waited: float) -> None:
-        lost = self.world.dead & set(self._members)
+    def check_peers(self, waited: float, peers: Sequence[int]) -> None:
+        lost = self.world.dead & {self._members[peer] for peer in peers}
         if lost:
             raise RankFailed(f"rank {self.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
         if waited > self.world.timeout:

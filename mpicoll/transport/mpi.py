@@ -291,7 +291,7 @@ class MpiTransport:
     def fence(self) -> Callable[[], object] | None:
         return _fence()
 
-    def check_peers(self, waited: float) -> None:
+    def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         """The launcher ends a job in which a process has died, and the watch one that waits for too long."""
 
     def explain(self, error: Exception) -> Exception:

@@ -49,6 +49,7 @@ class Shared:
             self._fd = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         else:
             self._fd = os.memfd_create(_NAME)
+            os.fchmod(self._fd, 0o600)
         try:
             os.ftruncate(self._fd, total)
             if named:
@@ -136,6 +137,16 @@ give_way = _yielder()
 """Let other processes and threads have this core."""
 
 
+def _check_free(nbytes: int) -> None:
+    """Raise MemoryError if the machine has less memory than that: a page is taken when it is first touched, and then it
+    is too late for an error."""
+    with suppress(OSError, ValueError, IndexError):
+        text = Path("/proc/meminfo").read_text()
+        free = 1024 * int(text.partition("MemAvailable:")[2].split()[0])
+        if nbytes > free:
+            raise MemoryError(f"the ranks need {nbytes} bytes, and {free} are free")
+
+
 def share(
     nbytes: int, exchange: Callable[[object], Sequence[object]], rank: int, *, named: bool
 ) -> tuple[list[Memory] | None, str]:
@@ -148,8 +159,8 @@ def share(
     try:
         own = Shared(nbytes, named=named)
         told = own.handle
-    except OSError as error:
-        told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error.strerror}"
+    except (OSError, OverflowError, ValueError, MemoryError) as error:
+        told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
     memories: list[Memory] = []
     failure = ""
     try:
@@ -157,13 +168,14 @@ def share(
         failure = next((one for one in handles if isinstance(one, str)), "")
         if not failure:
             try:
+                _check_free(sum(one.nbytes for one in handles if isinstance(one, Handle)))
                 memories = [
                     own.memory if peer == rank and own is not None else attach(one)
                     for peer, one in enumerate(handles)
                     if isinstance(one, Handle)
                 ]
-            except (OSError, ValueError) as error:
-                failure = f"rank {rank} can't map the memory of another rank: {error}"
+            except (OSError, OverflowError, ValueError, MemoryError) as error:
+                failure = f"rank {rank} can't map the memory of all ranks: {error}"
             failure = next((str(one) for one in exchange(failure) if one), "")
     finally:
         if own is not None:
