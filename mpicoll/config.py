@@ -28,6 +28,8 @@ class Config:
     ``MPICOLL_TIMEOUT``       seconds after which a call that waits is given up                         1800
     ``MPICOLL_TRANSPORT``     ``mpi``, ``local`` (a world of one), or ``auto``: MPI under a launcher,    auto
                               a world of one otherwise
+    ``MPICOLL_TUNED``         the table of ``mpicoll tune`` to go by, or ``off``; rank 0's counts for    (found)
+                              all. By default the one in ``~/.cache/mpicoll``, if there is one
     ========================  =======================================================================  ========
     """
 
@@ -35,6 +37,7 @@ class Config:
     shared_memory: SharedMemory = "auto"
     timeout: float = 1800.0
     transport: Transport = "auto"
+    tuned: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Config:
@@ -57,6 +60,7 @@ class Config:
             shared_memory=cast(SharedMemory, shared),
             timeout=timeout,
             transport=cast(Transport, transport),
+            tuned=environ.get("MPICOLL_TUNED", ""),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array as _array
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -127,6 +128,26 @@ class ArrayApi:
 NUMPY = NumpyLibrary()
 _PYTHON = PythonScalars()
 _NUMPY_SCALARS = NumpyScalars()
+
+
+VIEWS: dict[type, tuple[Callable[[Any], Array | None], Callable[[Array], Any]]] = {}
+"""For types of other libraries: numpy's view of such an array, if numpy can name its dtype and its memory is what it
+shows; and the array on the memory of one of numpy's. Libraries enter themselves when they are first met."""
+
+
+def numpy_views(x: Any, out: Any) -> tuple[Array, Any, Callable[[Array], Any]] | None:
+    """numpy's views of `x` and `out`, and what makes of a result the caller's; None if there is more to it."""
+    known = VIEWS.get(type(x))
+    if known is None:
+        return None
+    view, wrap = known
+    first = view(x)
+    if first is None or out is None:
+        return None if first is None else (first, None, wrap)
+    if out is x:
+        return first, first, lambda result: out
+    second = view(out) if type(out) is type(x) else None
+    return None if second is None else (first, second, lambda result: out)
 
 
 def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:

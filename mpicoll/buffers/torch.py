@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.buffer import VIEWS, Buffer
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
 
@@ -59,6 +59,17 @@ def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
     return Buffer(dense, view, dtype, _BFLOAT16 if x.dtype is torch.bfloat16 else _TORCH)
 
 
+def _numpy(x: torch.Tensor) -> Array | None:
+    """numpy's view of a tensor, if it has one."""
+    try:
+        return x.numpy()
+    except (RuntimeError, TypeError):
+        return None
+
+
+VIEWS[torch.Tensor] = _numpy, torch.from_numpy
+
+
 def itemsize_of(operation: str, dtype: Any) -> int:
     """The bytes of an element of a torch dtype. Raises DTypeError if `dtype` is none."""
     if isinstance(dtype, str):
@@ -71,6 +82,8 @@ def itemsize_of(operation: str, dtype: Any) -> int:
 def from_bytes(memory: Array, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor whose elements lie in `memory`, bytes that begin where an element may."""
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if not memory.size:
+        return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(memory).view(dtype).reshape(shape)
 
 

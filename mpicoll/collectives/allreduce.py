@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, operand, problem, result
 from mpicoll.collectives.memory import Work, flat_reduction, vector
@@ -44,9 +45,15 @@ def allreduce(
     Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str:
-        key = ("allreduce", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
+    if type(op) is str:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("allreduce", array.dtype, array.shape, op, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, op, out, algorithm))
 
 
@@ -98,6 +105,9 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         result=target.result,
         flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),
         combine=reduction.combine,
+        reduction=reduction,
+        work=work.array,
         load=work.load,
         store=work.store,
+        bare=direct is not None and reduction.native is not None,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.buffer import numpy_views, recognise
 from mpicoll.collectives.arguments import (
     Counts,
     block_shape,
@@ -45,9 +45,15 @@ def alltoall(
     of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and counts is None:
-        key = ("alltoall", x.dtype, x.shape, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
+    if counts is None:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("alltoall", array.dtype, array.shape, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, None, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, counts, out, algorithm))
 
 
@@ -131,4 +137,5 @@ def prepare(
         ),
         load=source.load,
         store=target.store,
+        bare=source.own and target.own,
     )

@@ -42,4 +42,5 @@ def prepare(comm: Communicator, algorithm: str | None) -> Operation:
         regions=lambda schedule: [],
         result=lambda: None,
         flat=Flat,
+        bare=True,
     )

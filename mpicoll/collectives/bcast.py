@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.buffers.buffer import numpy_views
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template
 from mpicoll.collectives.memory import Source, Target, vector
@@ -33,9 +34,15 @@ def bcast(
     (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(root) is int:
-        key = ("bcast", x.dtype, x.shape, root, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, root, out, algorithm))
+    if type(root) is int:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("bcast", array.dtype, array.shape, root, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, root, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, root, out, algorithm))
 
 
@@ -98,4 +105,5 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         flat=flat,
         load=load,
         store=target.store,
+        bare=in_place,
     )

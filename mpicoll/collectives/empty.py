@@ -56,10 +56,11 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
     if like != "numpy":
         raise DTypeError(f"empty: like must be 'numpy' or 'torch', got {like!r}")
     try:
-        numpy = dtypes.of_numpy(np.dtype(dtype)).storage
+        # numpy gives a dtype without a size, such as 'S', one.
+        numpy = dtypes.of_numpy(np.empty(0, dtype).dtype).storage
     except (TypeError, DTypeError) as error:
         raise DTypeError(f"empty: {error}") from None
-    return _memory(comm, prod(extents) * numpy.itemsize).view(numpy).reshape(extents)
+    return np.ndarray(extents, numpy, _memory(comm, prod(extents) * numpy.itemsize).data)
 
 
 def _memory(comm: Communicator, nbytes: int) -> Array:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers import ops
+from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
 from mpicoll.collectives.memory import Work, vector
@@ -35,9 +36,15 @@ def exscan(
     and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str:
-        key = ("exscan", x.dtype, x.shape, op, algorithm)
-        return repeated(communicator, key, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
+    if type(op) is str:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("exscan", array.dtype, array.shape, op, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, op, out, algorithm))
 
 

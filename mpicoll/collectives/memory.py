@@ -20,12 +20,12 @@ from mpicoll.schedules import Schedule
 class Source:
     """An input, apart from the memory of the output: it is only read."""
 
-    __slots__ = ("_buffer", "_own", "array")
+    __slots__ = ("_buffer", "array", "own")
 
     def __init__(self, buffer: Buffer, out: Buffer | None = None) -> None:
         self._buffer = buffer
-        self._own = buffer.array.flags.c_contiguous and not (out is not None and buffer.overlaps(out))
-        self.array: Array = buffer.array.reshape(-1) if self._own else np.empty(buffer.array.size, buffer.array.dtype)
+        self.own = buffer.array.flags.c_contiguous and not (out is not None and buffer.overlaps(out))
+        self.array: Array = buffer.array.reshape(-1) if self.own else np.empty(buffer.array.size, buffer.array.dtype)
 
     @property
     def raw(self) -> Array:
@@ -34,7 +34,7 @@ class Source:
 
     def load(self) -> None:
         """Fetch the input."""
-        if not self._own:
+        if not self.own:
             self._buffer.load(self.array)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, operand, problem
@@ -34,11 +35,15 @@ def reduce(
     is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(root) is int and type(op) is str:
-        key = ("reduce", x.dtype, x.shape, op, root, algorithm)
-        return repeated(
-            communicator, key, x, out, lambda own, out: prepare(communicator, own, op, root, out, algorithm)
-        )
+    if type(root) is int and type(op) is str:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("reduce", array.dtype, array.shape, op, root, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, root, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, op, root, out, algorithm))
 
 
@@ -99,6 +104,8 @@ def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorit
         result=lambda: None if target is None else target.result(),
         flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),
         combine=reduction.combine,
+        reduction=reduction,
+        work=work.array,
         load=work.load,
         store=work.store,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
@@ -47,11 +48,15 @@ def reduce_scatter(
     DTypeError, ShapeError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(op) is str and counts is None:
-        key = ("reduce_scatter", x.dtype, x.shape, op, algorithm)
-        return repeated(
-            communicator, key, x, out, lambda own, out: prepare(communicator, own, op, None, out, algorithm)
-        )
+    if type(op) is str and counts is None:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("reduce_scatter", array.dtype, array.shape, op, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, None, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, op, counts, out, algorithm))
 
 
@@ -140,6 +145,8 @@ def prepare(
         result=block.result,
         flat=flat,
         combine=reduction.combine,
+        reduction=reduction,
+        work=work.array,
         load=work.load,
         store=scheduled_store,
     )

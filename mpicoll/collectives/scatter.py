@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.buffer import numpy_views, recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
     Counts,
@@ -47,11 +47,15 @@ def scatter(
     `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
     """
     communicator = resolve(comm)
-    if type(x) is np.ndarray and type(root) is int and counts is None:
-        key = ("scatter", x.dtype, x.shape, root, algorithm)
-        return repeated(
-            communicator, key, x, out, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
-        )
+    if type(root) is int and counts is None:
+        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
+        if views is not None:
+            array, into, back = views
+            key = ("scatter", array.dtype, array.shape, root, algorithm)
+            value = repeated(
+                communicator, key, array, into, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
+            )
+            return value if back is None or value is None else back(value)
     return run(prepare(communicator, x, root, counts, out, algorithm))
 
 

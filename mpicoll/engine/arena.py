@@ -19,9 +19,9 @@ SLOT = 1 << 20
 _WORDS = 32
 """Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
 
-_STEP, _ENDED, _TOLD = 0, 1, (8, 16)
-"""Which of a rank's words hold its step, its last ended operation, and what it tells the others at an even or an odd
-step."""
+_ENDED, _TOLD = (1, 2), (8, 16)
+"""Which of a rank's words hold the ends of its last two operations, and what it tells the others at even and odd steps.
+The first one holds its step. A rank can be ahead of another by one operation, no more."""
 
 _SPINS = 20
 """Looks at a flag before the core is left to others; more is poison where ranks share cores."""
@@ -36,6 +36,9 @@ _FAILED = 1
 
 _GONE = 1 << 62
 """The step of a rank that will never be in step again."""
+
+_BADLY = 1 << 31
+"""The bit of an operation's end that says that it was a failure."""
 
 _OPERATIONS = (1 << 31) - 1
 """Operations are counted modulo one more than this."""
@@ -101,13 +104,19 @@ class Arena:
             seen = words[at]
             if seen < step:
                 seen = self._wait(at, step)
-            if seen & _FAILED:
+            if seen & _FAILED and self._failed_here(at):
                 raise CommunicationError(
                     f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} failed in this operation; its"
                     " own error says why"
                 )
         if self._fence is not None:
             self._fence()
+
+    def _failed_here(self, at: int) -> bool:
+        """Whether another rank that has failed did so in this operation, and not at the beginning of the next one."""
+        self._barrier()
+        ended = self._words[at + _ENDED[self._operation & 1]]
+        return ended >> 32 != self._operation or bool(ended & _BADLY)
 
     def _wait(self, at: int, step: int) -> int:
         words, pause = self._words, _Pause(self._transport)
@@ -156,13 +165,13 @@ class Arena:
                 self._step = self._words[self._mine] = _GONE | _FAILED
                 raise
             raise
-        self._words[self._mine + _ENDED] = operation << 32 | self._step - begin
+        self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
 
     def _let_through(self, begin: int) -> None:
         """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
         them."""
         words, pause = self._words, _Pause(self._transport)
-        words[self._mine + _ENDED] = self._operation << 32 | self._step - begin
+        words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _BADLY | self._step - begin
         while True:
             reached = [self._reached(at, begin) for at in self._others]
             self._barrier()
@@ -185,13 +194,13 @@ class Arena:
         # In this order: its step is one of the next operation only if the end of this one is there to be seen.
         step = self._words[at] & ~_FAILED
         self._barrier()
-        ended = self._words[at + _ENDED]
+        ended = self._words[at + _ENDED[self._operation & 1]]
         if step >= _GONE:
             raise CommunicationError(
                 f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has given up an operation"
             )
         if ended >> 32 == self._operation:
-            return begin + (ended & 0xFFFFFFFF), True
+            return begin + (ended & _BADLY - 1), True
         return step, False
 
     def _barrier(self) -> None:
@@ -201,14 +210,26 @@ class Arena:
     def allocate(self, nbytes: int) -> Memory:
         """Collective: memory of `nbytes` that all ranks of the node reach, for as long as what is returned lives."""
         memories = self._transport.share(max(nbytes, 1))
-        self.allocated += 1
-        number = self.allocated
-        own = memories[self.rank]
-        others = {peer: memory for peer, memory in enumerate(memories) if peer != self.rank}
-        self.segments[number] = Segment(own.__array_interface__["data"][0], own.nbytes, others)
+        number, own = self._enter(memories), memories[self.rank]
         # What the caller's arrays keep alive is what the memory belongs to, not the array that is returned here.
         finalize(own if own.base is None else own.base, self.segments.pop, number, None).atexit = False
         return own
+
+    def adopt(self, memory: Memory, fd: int) -> int:
+        """Collective: let all ranks of the node reach `memory`, the beginning of the file behind `fd`, until
+        :meth:`forget` is called with the number that is returned."""
+        return self._enter(self._transport.adopt(memory, fd))
+
+    def forget(self, number: int) -> None:
+        """Memory that was adopted is about to go."""
+        self.segments.pop(number, None)
+
+    def _enter(self, memories: Sequence[Memory]) -> int:
+        self.allocated += 1
+        own = memories[self.rank]
+        others = {peer: memory for peer, memory in enumerate(memories) if peer != self.rank}
+        self.segments[self.allocated] = Segment(own.__array_interface__["data"][0], own.nbytes, others)
+        return self.allocated
 
     def find(self, array: Array | None) -> tuple[int, int]:
         """The segment in which `array` lies, and where; (0, 0) if it lies in none."""

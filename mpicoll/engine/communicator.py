@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from mpicoll.engine.arena import Arena
+from mpicoll.engine.model import UNTUNED, Table, shape_of, site
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, RankError
@@ -32,12 +33,15 @@ class Communicator:
     communicator on which this one's point-to-point messages travel (None without MPI).
     """
 
-    def __init__(self, transport: Transport, watch: Watch | None, *, name: str, world: bool = True) -> None:
+    def __init__(
+        self, transport: Transport, watch: Watch | None, *, name: str, world: bool = True, table: Table = UNTUNED
+    ) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
         self.nodes = transport.nodes
         self.name = name
+        self.site = site(shape_of(transport.nodes), table)
         self.progress = Progress(name, watch, background=transport.background, explain=transport.explain)
         # Small operations that were prepared once, by what tells them apart.
         self.repeated: dict[tuple[Any, ...], Any] = {}
@@ -45,14 +49,15 @@ class Communicator:
         # Why no memory can be shared, or read directly, among all ranks; the same on all of them.
         self.unshared, self.unread = _apart(transport)
         self._arena: Arena | None = None
+        self._levels: tuple[Communicator, Communicator] | None = None
         self._tags = itertools.count()
-        self._freed = False
+        self.freed = False
         self._is_world = world
         # A communicator that is dropped without being freed must not leave its worker behind.
         finalize(self, self.progress.stop).atexit = False
 
     def __repr__(self) -> str:
-        return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self._freed else ''}>"
+        return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self.freed else ''}>"
 
     @property
     def node(self) -> int:
@@ -85,7 +90,7 @@ class Communicator:
 
     def check(self) -> None:
         """Raise CommunicatorError if it was freed."""
-        if self._freed:
+        if self.freed:
             raise CommunicatorError(f"{self!r} can't be used any more: it was freed")
 
     def next_tag(self) -> int:
@@ -121,7 +126,7 @@ class Communicator:
         self.check()
         what = (f"duplicating {self.name}", f"on rank {self.rank} of {self.size}")
         transport: Transport = self.progress.guarded(self.transport.duplicate, what, tag)
-        return Communicator(transport, self.watch, name=f"{self.name}/duplicate", world=False)
+        return Communicator(transport, self.watch, name=f"{self.name}/duplicate", world=False, table=self.site.table)
 
     def arena(self) -> Arena | None:
         """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
@@ -133,6 +138,21 @@ class Communicator:
                 self.unshared = str(error)
         return self._arena
 
+    def levels(self) -> tuple[Communicator, Communicator]:
+        """Collective at first use, and to be called by operations: private communicators of the ranks of this node, and
+        of the ranks of equal local rank on all nodes, in the order of nodes."""
+        if self._levels is None:
+            node = self.transport.split(self.node, self.rank)
+            lane = self.transport.split(self.local_rank, self.node)
+            assert node is not None
+            assert lane is not None
+            name, table = self.name, self.site.table
+            self._levels = (
+                Communicator(node, self.watch, name=f"{name}/node", world=False, table=table),
+                Communicator(lane, self.watch, name=f"{name}/lane", world=False, table=table),
+            )
+        return self._levels
+
     def node_comm(self) -> Communicator:
         """Collective over all ranks: the communicator of the ranks on this rank's node, in the order of rank."""
         comm = self.split(self.node)
@@ -142,7 +162,9 @@ class Communicator:
     def _child(self, make: Callable[[], Transport | None], name: str) -> Communicator | None:
         # Making a communicator communicates, so it takes its turn among the collectives.
         transport: Transport | None = self.progress.run(make, (f"making {name}", f"on rank {self.rank} of {self.size}"))
-        return None if transport is None else Communicator(transport, self.watch, name=name, world=False)
+        if transport is None:
+            return None
+        return Communicator(transport, self.watch, name=name, world=False, table=self.site.table)
 
     def free(self) -> None:
         """Collective: give the communicator back, after what is pending on it has completed. Freeing it twice does
@@ -154,11 +176,14 @@ class Communicator:
         self._release()
 
     def _release(self) -> None:
-        if not self._freed:
+        if not self.freed:
             self.progress.close()
-            self._freed = True
+            self.freed = True
             self.repeated.clear()
             self._arena = None
+            for level in self._levels or ():
+                level.free()
+            self._levels = None
             self.progress.run(self.transport.free, (f"freeing {self.name}", f"on rank {self.rank} of {self.size}"))
 
     def __enter__(self) -> Self:

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.ops import Combine, Fold
+from mpicoll.buffers.ops import Combine, Fold, Reduction
 from mpicoll.engine import shared
 from mpicoll.engine.arena import Arena, Body
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, bind, scratch
 from mpicoll.engine.request import Request
-from mpicoll.engine.select import Choice, Method, Problem, choose
+from mpicoll.engine.select import Choice, Hierarchy, Method, Problem, choose
 from mpicoll.errors import ScheduleError
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
@@ -48,7 +48,9 @@ class Operation:
 
     `flat` is what it works on through shared memory. `native` runs the MPI library's own collective. For a schedule,
     `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` moves
-    what arrived to the caller's arrays. `result` is what the call returns.
+    what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but to
+    call one of MPI's collectives on memory that stays the same. Reductions have a `reduction`, and `work`, the whole
+    vector between `load` and `store`.
     """
 
     comm: Communicator
@@ -61,6 +63,9 @@ class Operation:
     combine: Combine | None = None
     load: Callable[[], None] = _nothing
     store: Callable[[], None] = _nothing
+    bare: bool = False
+    reduction: Reduction | None = None
+    work: Array | None = None
 
     def __str__(self) -> str:
         nbytes = "" if self.problem.nbytes is None else f" of {self.problem.nbytes} bytes"
@@ -84,16 +89,28 @@ def body(operation: Operation) -> Callable[[], None]:
     return body_of(operation, choose(operation.problem, operation.algorithm))
 
 
-def body_of(operation: Operation, choice: Choice, *, bound: bool = False) -> Callable[[], None]:
-    """What carries out `operation`, as often as it is called. Memory is bound now (`bound`), or at each call."""
+def body_of(
+    operation: Operation, choice: Choice, *, bound: bool = False, persistent: bool = False
+) -> Callable[[], None]:
+    """What carries out `operation`, as often as it is called. Memory is bound now (`bound`), or at each call. With
+    `persistent` all ranks do this together, and call it together."""
     comm, problem = operation.comm, operation.problem
     if choice.algorithm is None:
         native = comm.transport.native
         if native is None:
             raise ScheduleError(f"{problem.collective}: native was chosen where there is no MPI library")
-        return partial(operation.native, native)
+        return (
+            native.bind(operation.native, persistent=persistent)
+            if bound and operation.bare
+            else partial(operation.native, native)
+        )
     if isinstance(choice.algorithm, Method):
         return _shared(operation, choice)
+    if isinstance(choice.algorithm, Hierarchy):
+        # Not above: its phases are operations too.
+        from mpicoll.engine.hierarchy import hierarchical
+
+        return hierarchical(operation)
     schedule = choice.algorithm.schedule(comm.rank, comm.size, problem.root, choice.segments)
 
     def program() -> Program:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpicoll.engine.operation import Operation, body_of
 from mpicoll.engine.progress import Job
 from mpicoll.engine.select import choose
@@ -18,19 +20,41 @@ class Plan:
     make the plan and run it alike.
     """
 
-    __slots__ = ("_body", "_job", "_operation", "choice")
+    __slots__ = ("_body", "_comm", "_job", "_operation", "_progress", "_result", "_same", "choice")
 
     def __init__(self, operation: Operation) -> None:
         self.choice = choose(operation.problem, operation.algorithm)
         self._operation = operation
         self._job: Job | None = None
-        self._body = body_of(operation, self.choice, bound=True)
+        self._comm = comm = operation.comm
+        self._progress = comm.progress
+        # Persistent requests are made by all ranks together, so this takes its turn among the collectives.
+        what = ("making a plan of", operation)
+        self._body = comm.progress.run(lambda: body_of(operation, self.choice, bound=True, persistent=True), what)
+        # Where MPI itself writes the result, it is the same array each time, unless it is a number.
+        self._result = operation.result() if operation.bare else None
+        self._same = operation.bare and not isinstance(self._result, (bool, int, float, complex, np.generic))
 
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
-        self._idle("call")
-        self._operation.comm.progress.run(self._body, (self._operation,))
-        return self._operation.result()
+        progress = self._progress
+        if self._job is not None or self._comm.freed or progress.queue:
+            self._idle("call")
+            progress.run(self._body, (self._operation,))
+            return self._operation.result()
+        # progress.run, written out for the call that is made most.
+        with progress.lock:
+            progress.current = (self._operation,)
+            try:
+                self._body()
+            except Exception as error:
+                explained = progress.explain(error)
+                if explained is error:
+                    raise
+                raise explained from error
+            finally:
+                progress.current = None
+        return self._result if self._same else self._operation.result()
 
     def start(self) -> None:
         """Begin a run in the background. Raises ArgumentError while another one has not been waited for."""

@@ -130,8 +130,8 @@ class Progress:
         self._watch = watch
         self._background = background
         self.explain = explain
-        self._lock = threading.Lock()
-        self._queue: deque[Job] = deque()
+        self.lock = threading.Lock()
+        self.queue: deque[Job] = deque()
         self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -154,9 +154,9 @@ class Progress:
 
     def run(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
         """Run a blocking operation after everything that was submitted before it."""
-        with self._lock:
-            while self._queue:
-                self._queue.popleft().run()
+        with self.lock:
+            while self.queue:
+                self.queue.popleft().run()
             self.current = what
             try:
                 return function(*args)
@@ -172,7 +172,7 @@ class Progress:
         """Queue an operation for the background."""
         job = Job(self, function, what)
         with self._filled:
-            self._queue.append(job)
+            self.queue.append(job)
             self._filled.notify()
             if self._background and self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self._name}", daemon=True)
@@ -181,17 +181,17 @@ class Progress:
 
     def poke(self) -> None:
         """Without a worker, testing is what makes progress."""
-        if not self._background and self._queue and self._lock.acquire(blocking=False):
+        if not self._background and self.queue and self.lock.acquire(blocking=False):
             try:
                 self._head()
             finally:
-                self._lock.release()
+                self.lock.release()
 
     def complete(self, job: Job, timeout: float | None) -> None:
         """Return when `job` is done. Without a timeout this thread helps, else the worker does it alone."""
         if timeout is None:
             while not job.done:
-                with self._lock:
+                with self.lock:
                     self._head()
             return
         deadline = time.monotonic() + timeout
@@ -204,7 +204,7 @@ class Progress:
     def drain(self, timeout: float) -> bool:
         """Wait for everything that was submitted; whether that came about."""
         deadline = time.monotonic() + timeout
-        while self._queue or self._lock.locked():
+        while self.queue or self.lock.locked():
             if time.monotonic() > deadline:
                 return False
             self.poke()
@@ -215,22 +215,22 @@ class Progress:
         """End the worker, after what is queued has run or, to `abandon` it, without."""
         if abandon:
             self.abandon()
-        with self._lock:
-            while self._queue:
-                self._queue.popleft().run()
+        with self.lock:
+            while self.queue:
+                self.queue.popleft().run()
         self.stop()
 
     def abandon(self) -> None:
         """Fail everything that is queued and does not run yet. Waits for nothing."""
-        while self._queue:
+        while self.queue:
             with suppress(IndexError):  # somebody else has just taken the last one
-                job = self._queue.popleft()
+                job = self.queue.popleft()
                 job.error = CommunicatorError(f"{job}: abandoned")
                 job.finish()
 
     def refuse(self) -> None:
         """Raise CommunicatorError from now on: this process was forked from the one that communicates."""
-        self._lock = self._filled = self._watch = _Refusal(self._name)  # type: ignore[assignment]
+        self.lock = self._filled = self._watch = _Refusal(self._name)  # type: ignore[assignment]
 
     def stop(self) -> None:
         """Let the worker end when the queue is empty."""
@@ -240,17 +240,17 @@ class Progress:
 
     def _head(self) -> None:
         """Run the head of the queue, if there is one. The lock is held."""
-        if self._queue:
-            self._queue.popleft().run()
+        if self.queue:
+            self.queue.popleft().run()
 
     def _work(self) -> None:
         while True:
             with self._filled:
-                while not self._queue and not self._closed:
+                while not self.queue and not self._closed:
                     if not self._filled.wait(_IDLE):
                         break
-                if not self._queue:
+                if not self.queue:
                     self._worker = None
                     return
-            with self._lock, suppress(BaseException):  # the job keeps it for whoever waits
+            with self.lock, suppress(BaseException):  # the job keeps it for whoever waits
                 self._head()

@@ -39,8 +39,22 @@ def repeated(
         # What can't be hashed is no name of an algorithm: `prepare` says so.
         known = None
     if known is not None and known[1](x, out):
+        again, progress = known[0], comm.progress
         try:
-            return comm.progress.run(known[0], key, x, out)
+            if progress.queue:
+                return progress.run(again, key, x, out)
+            # progress.run, written out for the calls that are made most.
+            with progress.lock:
+                progress.current = key
+                try:
+                    return again(x, out)
+                except Exception as error:
+                    explained = progress.explain(error)
+                    if explained is error:
+                        raise
+                    raise explained from error
+                finally:
+                    progress.current = None
         except Unshared:
             comm.repeated.clear()
         except BaseException:

@@ -1,7 +1,8 @@
 """Which algorithm carries out a request, and why.
 
-Forced (argument, then ``with mpicoll.algorithms(...)``, then ``MPICOLL_ALGORITHMS``) comes before the table, and the
-table before whatever else can serve the request. A rule reads ``allreduce:0-64k:native,64k-inf:ring``: byte ranges,
+Forced (argument, then ``with mpicoll.algorithms(...)``, then ``MPICOLL_ALGORITHMS``) comes before what was tuned, that
+before the table, the table before the schedule that should take least time, and that before whatever else can serve the
+request. A rule reads ``allreduce:0-64k:native,64k-inf:ring``: byte ranges,
 lower end included, upper end not; ``allreduce:ring`` is short for ``allreduce:0-inf:ring``; ``chain/8`` asks for 8
 pipeline segments; rules of several collectives are separated by ``;``.
 """
@@ -12,28 +13,41 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
 
 from mpicoll import schedules
 from mpicoll.config import config
 from mpicoll.engine.arena import SLOT
+from mpicoll.engine.model import Rule, Rules, Site, predict
 from mpicoll.engine.shared import METHODS, SLOTS
 from mpicoll.errors import AlgorithmError, SetupError
 from mpicoll.schedules import Algorithm
 
 NATIVE = "native"
 
-Rule: TypeAlias = tuple[float, float, str]
-"""From, to (bytes), algorithm."""
+HIERARCHICAL = "hierarchical"
 
-Rules: TypeAlias = tuple[tuple[str, tuple[Rule, ...]], ...]
-"""Rules by collective. A tuple, so that it can be a cache key."""
+_BY_NODES = ("allreduce", "reduce", "bcast", "reduce_scatter", "allgather", "gather", "scatter", "alltoall")
+"""The collectives that have this algorithm."""
+
+KINDS = ("float", "half", "integer", "complex", "moved", "other")
+"""Classes of dtypes that are tuned apart: in what is reduced, how fast that goes; operations that only move bytes are
+alike for all dtypes."""
+
+_INSTEAD = {"integer": "float", "complex": "float"}
+"""The class whose rules serve where none were tuned for the class itself: bytes are reduced about as fast."""
 
 TABLE = (
-    "allreduce:native;reduce:native;bcast:native;gather:native;scatter:native;allgather:native;"
-    "reduce_scatter:native;alltoall:native;scan:native;exscan:native;barrier:native"
+    "allreduce:0-4k:native,0-32k:slots,32k-inf:pieces,0-inf:native;"
+    "reduce:0-4k:native,0-32k:slots,32k-inf:pieces,0-inf:native;"
+    "reduce_scatter:0-4k:native,0-inf:pieces,0-inf:native;"
+    "bcast:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
+    "allgather:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
+    "gather:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
+    "scatter:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
+    "alltoall:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
+    "scan:native;exscan:native;barrier:native"
 )
 """What is taken unless something is forced."""
 
@@ -63,12 +77,14 @@ class Problem:
     """What is asked of an algorithm. The same on every rank, since all must come to the same choice.
 
     `nbytes` is what the collective's cost is counted in: the vector, or all blocks of one buffer; None if the ranks
-    can't know it from each other (alltoall with counts). `native` says why the MPI library can't serve it, or is None.
+    can't know it from each other (alltoall with counts). `kind` is one of KINDS. `native` says why the MPI library
+    can't serve it, or is None.
     """
 
     collective: str
     nbytes: int | None
-    size: int
+    site: Site
+    kind: str = "moved"
     root: int = 0
     commutative: bool = True
     elementwise: bool = True
@@ -86,20 +102,26 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
+class Hierarchy:
+    """In the nodes, then between them (see :mod:`mpicoll.engine.hierarchy`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """An algorithm (None: the MPI library's own) and the reason why it was taken.
 
     `segments` is the number of pieces of a pipelined schedule; `segment`, if it was asked for, the bytes of the pieces
-    of a method."""
+    of a method. `refused` says of algorithms why they can't serve, where that was asked for."""
 
     name: str
-    algorithm: Algorithm | Method | None
+    algorithm: Algorithm | Method | Hierarchy | None
     segments: int
     reason: str
     segment: int | None = None
+    refused: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.reason}"
+        return "\n  ".join([f"{self.name}: {self.reason}", *self.refused])
 
 
 _forced: ContextVar[Rules] = ContextVar("mpicoll_algorithms", default=())
@@ -167,13 +189,37 @@ def _bytes(text: str) -> float:
     return float(int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]])
 
 
+def text_of(rules: Rules) -> str:
+    """What :func:`parse` reads as `rules`."""
+    return ";".join(
+        f"{collective}:{','.join(f'{extent_text(low, high)}:{name}' for low, high, name in ranges)}"
+        for collective, ranges in rules
+    )
+
+
+def extent_text(low: float, high: float) -> str:
+    """A range of bytes as rules have it: ``4k-1m``."""
+    return f"{_bytes_text(low)}-{_bytes_text(high)}"
+
+
+def _bytes_text(number: float) -> str:
+    if number == float("inf"):
+        return "inf"
+    for unit, shift in (("g", 30), ("m", 20), ("k", 10)):
+        if number and number % (1 << shift) == 0:
+            return f"{int(number) >> shift}{unit}"
+    return str(int(number))
+
+
 @lru_cache(maxsize=256)
-def resolve(collective: str, text: str) -> tuple[Algorithm | Method | None, int | None]:
+def resolve(collective: str, text: str) -> tuple[Algorithm | Method | Hierarchy | None, int | None]:
     """What `text` means: None for ``native``; a schedule's algorithm, and the number of segments behind the slash, if
     there is one; a method, and the bytes of its pieces."""
     name, slash, detail = text.partition("/")
     if name == NATIVE and not slash:
         return None, None
+    if name == HIERARCHICAL and not slash and collective in _BY_NODES:
+        return Hierarchy(), None
     if name in METHODS.get(collective, ()):
         return Method(name), _piece(collective, name, detail) if slash else None
     if name not in schedules.algorithms_of(collective):
@@ -205,8 +251,14 @@ def _piece(collective: str, name: str, text: str) -> int:
 
 
 def algorithms_of(collective: str) -> tuple[str, ...]:
-    """All algorithms of a collective: native, the methods and the schedules."""
-    return (NATIVE, *METHODS.get(collective, ()), *schedules.algorithms_of(collective))
+    """All algorithms of a collective: native, the methods, hierarchical and the schedules."""
+    by_nodes = (HIERARCHICAL,) if collective in _BY_NODES else ()
+    return (NATIVE, *METHODS.get(collective, ()), *by_nodes, *schedules.algorithms_of(collective))
+
+
+def refusals(problem: Problem) -> dict[str, str | None]:
+    """For each algorithm of the collective why it can't serve `problem`, or None if it can."""
+    return {name: _refusal(problem, resolve(problem.collective, name)[0]) for name in algorithms_of(problem.collective)}
 
 
 def choose(problem: Problem, argument: str | None) -> Choice:
@@ -236,19 +288,57 @@ def _choose(problem: Problem, argument: str | None, context: Rules) -> Choice:
 
 
 def _candidates(problem: Problem, context: Rules) -> Iterator[tuple[str, str]]:
-    for rules, why in (
-        (context, "forced by `with algorithms`"),
-        (_environment(), "forced by MPICOLL_ALGORITHMS"),
-        (parse(TABLE), "table"),
-        (parse(FALLBACK), "fallback table"),
-    ):
-        for collective, ranges in rules:
-            if collective == problem.collective:
-                for low, high, name in ranges:
-                    if low <= (problem.nbytes or 0) < high:
-                        yield name, why
+    """Names of algorithms and why they would be taken, in the order in which they are asked whether they can serve."""
+    for rules, why in ((context, "forced by `with algorithms`"), (_environment(), "forced by MPICOLL_ALGORITHMS")):
+        for name, _ in _matching(rules, problem):
+            yield name, why
+    yield from _tuned(problem)
+    for name, extent in _matching(parse(TABLE), problem):
+        yield name, f"table{extent}"
+    yield from _cheapest(problem)
+    for name, _ in _matching(parse(FALLBACK), problem):
+        yield name, "fallback table"
     for name in schedules.algorithms_of(problem.collective):
         yield name, "the first one that can serve"
+
+
+def _matching(rules: Rules, problem: Problem) -> Iterator[tuple[str, str]]:
+    """The algorithms that `rules` have for `problem`, each with the range of its rule, if it is one of several."""
+    for collective, ranges in rules:
+        if collective == problem.collective:
+            for low, high, name in ranges:
+                if low <= (problem.nbytes or 0) < high:
+                    yield name, "" if (low, high) == (0, float("inf")) else f", {extent_text(low, high)}"
+
+
+def _tuned(problem: Problem) -> Iterator[tuple[str, str]]:
+    shape, table = problem.site.shape, problem.site.table
+    by_kind = table.rules.get(shape, {})
+    kind = problem.kind if problem.kind in by_kind else _INSTEAD.get(problem.kind, problem.kind)
+    for name, extent in _matching(by_kind.get(kind, ()), problem):
+        yield name, f"tuned for {kind}{extent} on {shape}, {table.source}"
+
+
+def _cheapest(problem: Problem) -> Iterator[tuple[str, str]]:
+    """The schedule that should take least time, if that can be told."""
+    if problem.nbytes is None or problem.site.shape.ranks == 1:
+        return
+    costs = problem.site.table.costs
+    segments = default_segments(problem)
+    expected: list[tuple[float, str]] = []
+    for name in schedules.algorithms_of(problem.collective):
+        algorithm = schedules.get(problem.collective, name)
+        if _refusal(problem, algorithm) is None:
+            expected.append((predict(algorithm, problem.site.shape, problem.nbytes, segments, costs), name))
+    if expected:
+        (time, name), *others = sorted(expected)
+        following = "".join(f", {other} {_microseconds(later)}" for later, other in others[:1])
+        kind = "measured" if costs.measured else "typical"
+        yield name, f"cost model with {kind} costs: {_microseconds(time)}{following}"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} µs"
 
 
 @lru_cache(maxsize=1)
@@ -259,15 +349,17 @@ def _environment() -> Rules:
         raise SetupError(f"MPICOLL_ALGORITHMS={config().algorithms!r}: {error}") from error
 
 
-def _refusal(problem: Problem, algorithm: Algorithm | Method | None) -> str | None:
+def _refusal(problem: Problem, algorithm: Algorithm | Method | Hierarchy | None) -> str | None:
     """Why `algorithm` can't serve `problem`, or None if it can."""
     if algorithm is None:
         return problem.native
     if isinstance(algorithm, Method):
         return _refusal_of_method(problem, algorithm.name)
+    if isinstance(algorithm, Hierarchy):
+        return _refusal_by_nodes(problem)
     if not problem.commutative and not algorithm.keeps_order(problem.root):
         return "the operation does not commute, and this algorithm changes the order of ranks"
-    if not problem.elementwise and algorithm.schedule(0, problem.size, problem.root).chunks > 1:
+    if not problem.elementwise and algorithm.schedule(0, problem.site.shape.ranks, problem.root).chunks > 1:
         return "the operation is not elementwise, and this algorithm splits the array"
     if problem.uneven and not algorithm.uneven:
         return "the blocks differ in size"
@@ -288,13 +380,33 @@ def _refusal_of_method(problem: Problem, name: str) -> str | None:
     return None
 
 
+def _refusal_by_nodes(problem: Problem) -> str | None:
+    shape = problem.site.shape
+    if shape.nodes == 1:
+        return "the ranks are on one node"
+    if shape.per_node == 1:
+        return "each rank has a node of its own"
+    if not shape.even:
+        return "the nodes differ in their number of ranks"
+    if problem.nbytes is None:
+        return "the ranks don't know the sizes of each other's blocks"
+    if not problem.commutative:
+        return "the operation does not commute, and this algorithm changes the order of ranks"
+    if not problem.elementwise:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    return None
+
+
 def _choice(
-    problem: Problem, text: str, algorithm: Algorithm | Method | None, segments: int | None, reason: str
+    problem: Problem, text: str, algorithm: Algorithm | Method | Hierarchy | None, segments: int | None, reason: str
 ) -> Choice:
-    if isinstance(algorithm, Method):
+    if isinstance(algorithm, Method | Hierarchy):
         return Choice(text, algorithm, 1, reason, segments)
-    if segments is None:
-        # A pipeline of whole-array operations has a single segment.
-        wanted = (problem.nbytes or 0) // _SEGMENT if problem.elementwise else 1
-        segments = max(1, min(_MAX_SEGMENTS, wanted))
-    return Choice(text, algorithm, segments, reason)
+    return Choice(text, algorithm, default_segments(problem) if segments is None else segments, reason)
+
+
+def default_segments(problem: Problem) -> int:
+    """The number of pieces of a pipelined schedule where none is asked for."""
+    # A pipeline of whole-array operations has a single segment.
+    wanted = (problem.nbytes or 0) // _SEGMENT if problem.elementwise else 1
+    return max(1, min(_MAX_SEGMENTS, wanted))

@@ -10,7 +10,8 @@ Three methods, which are algorithms to those who choose:
 Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all three read and write the buffers themselves.
 
 Operands are combined in the order of ranks by every method, each element by one rank or by all alike: results have the
-same bits on every rank, with each method, and in every run.
+same bits on every rank and in every run, and with each method (but for products of complex numbers, whose last bit
+depends on where numpy's vector loops end).
 """
 
 from __future__ import annotations

@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
+from mpicoll.engine import tuned
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.watch import Watch, abort_on_failure, listen_for_signals
 from mpicoll.errors import CommunicatorError, RankError, SetupError
 from mpicoll.transport import local, probe
 from mpicoll.transport.base import Transport
+
+T = TypeVar("T")
 
 CommLike: TypeAlias = "Communicator | Any | None"
 """What users may pass as ``comm``: a Communicator, an mpi4py communicator, or None for the world."""
@@ -79,11 +82,12 @@ def _mpi_world() -> Communicator:
         ) from error
     watch = _guard()
     transport = _watched(watch, "making the world", lambda: mpi.world(probe.launched_size(os.environ)))
-    return Communicator(transport, watch, name="world")
+    table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, mpi.library()))
+    return Communicator(transport, watch, name="world", table=table)
 
 
-def _watched(watch: Watch | None, what: str, make: Callable[[], Transport]) -> Transport:
-    """Make a transport, which is collective, within the watch's bound."""
+def _watched(watch: Watch | None, what: str, make: Callable[[], T]) -> T:
+    """Make something, which is collective, within the watch's bound."""
     if watch is None:
         return make()
     watch.active[threading.get_ident()] = (what,)
@@ -140,17 +144,19 @@ def resolve(comm: CommLike) -> Communicator:
         from mpicoll.transport import mpi
 
         if mpi.is_communicator(comm):
-            made: Communicator = mpi.attached(comm, lambda: _adopt(lambda: mpi.duplicate(comm)))
+            made: Communicator = mpi.attached(comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library))
             return made
     raise CommunicatorError(
         f"comm must be an mpicoll.Communicator, an mpi4py communicator or None, got {type(comm).__name__}"
     )
 
 
-def _adopt(duplicate: Callable[[], Transport]) -> Communicator:
+def _adopt(duplicate: Callable[[], Transport], library: Callable[[], str]) -> Communicator:
     watch = _guard()
     transport = _watched(watch, "first use of an mpi4py communicator", duplicate)
-    return Communicator(transport, watch, name="mpi4py", world=False)
+    known = None if _world is None else _world.site.table
+    table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, library(), known))
+    return Communicator(transport, watch, name="mpi4py", world=False, table=table)
 
 
 def run_local(

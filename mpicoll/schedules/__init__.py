@@ -34,14 +34,18 @@ from mpicoll.schedules.model import (
     find,
     get,
 )
+from mpicoll.schedules.simulate import Cluster, Forecast, Profile, profile, simulate
 from mpicoll.schedules.verify import Report, verify
 
 __all__ = [
     "Algorithm",
     "Chunks",
+    "Cluster",
     "Copy",
     "Cost",
+    "Forecast",
     "Local",
+    "Profile",
     "Recv",
     "Reduce",
     "Report",
@@ -57,5 +61,7 @@ __all__ = [
     "find",
     "get",
     "price",
+    "profile",
+    "simulate",
     "verify",
 ]

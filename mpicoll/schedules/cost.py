@@ -57,7 +57,7 @@ def cost(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1
         if not exchange.enter(rank):
             finished += 1
             continue
-        reduced[rank] += _reduced(exchange.round[rank])
+        reduced[rank] += chunks_reduced(exchange.round[rank])
         if not exchange.open[rank]:
             todo.append(rank)
         for match in exchange.post(rank):
@@ -72,7 +72,7 @@ def cost(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1
                 clock[over] = latest[over]
                 todo.append(over)
     _check_finished(algorithm, finished, size)
-    chunk = Fraction(1, _chunks_in_n(algorithm, size, segments))
+    chunk = Fraction(1, chunks_in_n(algorithm, size, segments))
     return Cost(
         rounds=max(clock),
         messages=messages,
@@ -144,7 +144,7 @@ def price(
         ScheduleError: the algorithm deadlocks.
     """
     algorithm = find(algorithm)
-    chunk = nbytes / _chunks_in_n(algorithm, size, segments)
+    chunk = nbytes / chunks_in_n(algorithm, size, segments)
     simulation = _Simulation(Exchange(algorithm, size, root, segments), size, alpha, beta * chunk, gamma * chunk)
     simulation.run()
     _check_finished(algorithm, simulation.finished, size)
@@ -197,7 +197,7 @@ class _Simulation:
         return ready
 
     def leave(self, rank: int) -> None:
-        self.schedule(self.gamma * _reduced(self.exchange.round[rank]), rank)
+        self.schedule(self.gamma * chunks_reduced(self.exchange.round[rank]), rank)
 
     def start(self, match: Match | None) -> None:
         if match is None:
@@ -217,7 +217,8 @@ class _Simulation:
         heappush(self.events, (self.now + delay, next(self.order), what))
 
 
-def _chunks_in_n(algorithm: Algorithm, size: int, segments: int) -> int:
+def chunks_in_n(algorithm: Algorithm, size: int, segments: int) -> int:
+    """How many chunks the bytes of the vector, or of all blocks, are."""
     if algorithm.collective in BLOCKS:
         return size
     return max(1, algorithm.slots(size, segments)[0])  # a barrier has no chunks
@@ -228,7 +229,7 @@ def _volume(exchange: Exchange, match: Match) -> int:
     return len(exchange.round[match.source].sends[match.i].chunks)
 
 
-def _reduced(now: Round) -> int:
+def chunks_reduced(now: Round) -> int:
     """How many chunks are reduced into others in a round."""
     received = sum(len(recv.chunks) for recv in now.recvs if recv.reduce)
     return received + sum(isinstance(step, Reduce) for step in now.then)

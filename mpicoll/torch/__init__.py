@@ -19,6 +19,7 @@ if not _dist.is_available():
 _autoload.enroll()
 
 from mpicoll.torch import autograd  # noqa: E402  the backend has to be there first
+from mpicoll.torch.buckets import share_buckets  # noqa: E402
 from mpicoll.torch.collectives import (  # noqa: E402
     all_gather_into_tensor,
     all_gather_single,
@@ -49,6 +50,7 @@ __all__ = [
     "init_process_group",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "share_buckets",
 ]
 
 

@@ -68,6 +68,12 @@ class Native(Protocol):
         """What reduces `count` elements of `dtype` at an address in place, for calls in which each tenth of a
         microsecond counts."""
 
+    def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
+        """What repeats `call`, which calls one of these collectives once, and does nothing else, on memory that stays.
+
+        A `persistent` one may be a persistent collective of MPI: it is made by all ranks together, and meets no others
+        than its like."""
+
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         """What makes of an address and a number of elements of `dtype` the memory that these methods take, for calls
         in which each microsecond counts. The memory must outlive its use."""
@@ -105,6 +111,9 @@ class Transport(Protocol):
     def share(self, nbytes: int) -> Sequence[Memory]:
         """Collective, on a group of one node: fresh memory of each rank as this one sees it, zeroed; of `nbytes`, which
         may differ. Raises CommunicationError on all ranks if it can't be had on one of them."""
+
+    def adopt(self, memory: Memory, fd: int) -> Sequence[Memory]:
+        """The same for memory of this process that there is already: the beginning of the file behind `fd`."""
 
     def readers(self) -> Sequence[Read]:
         """Collective, on a group of one node: what reads each rank's private memory."""

@@ -300,12 +300,18 @@ class LocalTransport:
         return error
 
     def share(self, nbytes: int) -> list[Memory]:
-        name = ("share", self._collective, self._members, next(self._shares))
         own: Any
         try:
             own = np.zeros(nbytes, np.uint8)
         except (MemoryError, ValueError, OverflowError) as error:
             own = f"rank {self.rank} can't allocate {nbytes} bytes of shared memory: {error}"
+        return self._met(own)
+
+    def adopt(self, memory: Memory, fd: int) -> list[Memory]:
+        return self._met(memory)
+
+    def _met(self, own: Any) -> list[Memory]:
+        name = ("share", self._collective, self._members, next(self._shares))
         table = self.world.meet(name, self._members, self._me, own)
         memories = [table[member] for member in self._members]
         failure = next((one for one in memories if isinstance(one, str)), None)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import lru_cache, wraps
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar, cast
+from weakref import finalize
 
 import mpi4py
 import numpy as np
@@ -26,7 +27,7 @@ from mpi4py import MPI
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, TruncationError
 from mpicoll.transport import shm
-from mpicoll.transport.base import Envelope, Memory, Message, Read, poll, renumber
+from mpicoll.transport.base import Envelope, Memory, Message, Native, Read, poll, renumber
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -158,12 +159,68 @@ class MpiNative:
         buffer, nbytes, in_place = MPI.buffer.fromaddress, count * dtype.itemsize, MPI.IN_PLACE
         return lambda address: allreduce(in_place, (buffer(address, nbytes), datatype), reduction)
 
+    def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
+        bound = _Bound(self._comm, persistent)
+        call(bound)
+        assert bound.again is not None
+        return bound.again
+
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
         buffer = MPI.buffer.fromaddress
         # mpi4py takes such a specification wherever it takes an array, and reads it faster. A count in it would mean
         # that of a block where there is one for each rank.
         return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
+
+
+_PERSISTENT = 1024
+"""Bytes up to which a persistent collective is the faster one: Open MPI's take no algorithm for large messages."""
+
+
+class _Bound(MpiNative):
+    """Takes down the collective that is called on it, instead of carrying it out."""
+
+    def __init__(self, comm: MPI.Intracomm, persistent: bool) -> None:
+        super().__init__(cast(Any, self))
+        self._persistent = persistent
+        self.again: Callable[[], None] | None = None
+        self._real = comm
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """In the place of a method of mpi4py's communicator, which the methods of the base class call."""
+        return lambda *args: self._take(name, args)
+
+    def _take(self, name: str, args: tuple[Any, ...]) -> None:
+        nbytes = max((one.nbytes for one in args if isinstance(one, np.ndarray)), default=0)
+        if self._persistent and nbytes <= _PERSISTENT:
+            with suppress(NotImplementedError, AttributeError, MPI.Exception):  # MPI libraries before MPI 4
+                request = getattr(self._real, f"{name}_init")(*args)
+                self.again = _repeat(request)
+                return
+        call = getattr(self._real, name)
+        given = [_parsed(one) if isinstance(one, np.ndarray) else one for one in args]
+        self.again = lambda: call(*given)
+
+
+def _repeat(request: MPI.Prequest) -> Callable[[], None]:
+    start, wait = request.Start, request.Wait
+
+    def again() -> None:
+        start()
+        wait()
+
+    finalize(again, _free_request, request).atexit = False
+    return again
+
+
+def _free_request(request: MPI.Prequest) -> None:
+    if not MPI.Is_finalized():
+        request.Free()
+
+
+def _parsed(array: Memory) -> Any:
+    """`array` in a form that mpi4py reads faster."""
+    return MPI.buffer.frombuffer(array, not array.flags.writeable), MPI.Datatype.fromcode(array.dtype.char)
 
 
 class MpiPending:
@@ -282,6 +339,12 @@ class MpiTransport:
         memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=_named())
         if memories is None:
             raise CommunicationError(f"{failure}; set MPICOLL_SHARED_MEMORY=off to do without")
+        return memories
+
+    def adopt(self, memory: Memory, fd: int) -> list[Memory]:
+        memories, failure = shm.adopt(memory, fd, self._collective.allgather, self.rank)
+        if memories is None:
+            raise CommunicationError(failure)
         return memories
 
     def readers(self) -> list[Read]:

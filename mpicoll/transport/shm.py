@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import finalize
 
 import numpy as np
 
@@ -25,12 +26,12 @@ _NAME = "mpicoll"
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """By which another process of this node finds a piece of memory."""
+    """By which another process of this node finds a piece of memory: a file, and what lies before the memory in it, a
+    page that begins with `cookie`, or nothing if that is None."""
 
-    pid: int
     path: str
     nbytes: int
-    cookie: int
+    cookie: int | None
 
 
 class Shared:
@@ -55,15 +56,15 @@ class Shared:
             if named:
                 # The file system may be small, and says so now, rather than by a signal at the first touch.
                 os.posix_fallocate(self._fd, 0, total)
-            self._map = mmap.mmap(self._fd, total)
-        except OSError:
+            whole = np.asarray(_Mapping(self._fd, total))
+        except BaseException:
             self.seal()
             raise
         cookie = secrets.randbits(63)
-        self._map[:8] = cookie.to_bytes(8, "little")
+        whole[:8].view(np.int64)[0] = cookie
         path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.handle = Handle(os.getpid(), path, nbytes, cookie)
-        self.memory: Memory = np.frombuffer(self._map, np.uint8, nbytes, _PAGE)
+        self.handle = Handle(path, nbytes, cookie)
+        self.memory: Memory = whole[_PAGE:]
 
     def seal(self) -> None:
         """Nobody else can map it from now on."""
@@ -73,17 +74,47 @@ class Shared:
                 Path(self._name).unlink()
 
 
+class _Mapping:
+    """A file in the memory of this process, for as long as an array lies in it.
+
+    Python's mmap would keep the file open besides."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        if os.fstat(fd).st_size < nbytes:
+            raise OSError(errno.EINVAL, f"the file has less than {nbytes} bytes")
+        address = _LIBC.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), f"mapping {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        finalize(self, _LIBC.munmap, address, nbytes).atexit = False
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
 def attach(handle: Handle) -> Memory:
     """Map the memory of another process of this node. Raises OSError if it can't be reached."""
+    offset = 0 if handle.cookie is None else _PAGE
     fd = os.open(handle.path, os.O_RDWR)
     try:
-        mapped = mmap.mmap(fd, handle.nbytes + _PAGE)
+        whole: Memory = np.asarray(_Mapping(fd, handle.nbytes + offset))
     finally:
         os.close(fd)
-    if int.from_bytes(mapped[:8], "little") != handle.cookie:
+    if handle.cookie is not None and whole[:8].view(np.int64)[0] != handle.cookie:
         # Where processes of a node don't see each other's numbers, another process may have this one.
         raise OSError(errno.ESRCH, "it belongs to another process", handle.path)
-    return np.frombuffer(mapped, np.uint8, handle.nbytes, _PAGE)
+    return whole[offset:]
 
 
 class _Extent(ctypes.Structure):
@@ -96,7 +127,7 @@ def reader(pid: int) -> Read:
     Raises OSError, in calls too, if the kernel does not let this process read that one.
     """
     try:
-        call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        call = _LIBC.process_vm_readv
     except AttributeError:
         raise OSError(errno.ENOSYS, "the C library has no process_vm_readv") from None
     call.restype = ctypes.c_ssize_t
@@ -128,7 +159,7 @@ def reader(pid: int) -> Read:
 def _yielder() -> Callable[[], object]:
     try:
         # Unlike os.sched_yield of some Python versions it lets other threads of this process run as well.
-        return ctypes.CDLL(None).sched_yield
+        return _LIBC.sched_yield
     except AttributeError:
         return os.sched_yield
 
@@ -161,23 +192,36 @@ def share(
         told = own.handle
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
-    memories: list[Memory] = []
-    failure = ""
     try:
-        handles = exchange(told)
-        failure = next((one for one in handles if isinstance(one, str)), "")
-        if not failure:
-            try:
-                _check_free(sum(one.nbytes for one in handles if isinstance(one, Handle)))
-                memories = [
-                    own.memory if peer == rank and own is not None else attach(one)
-                    for peer, one in enumerate(handles)
-                    if isinstance(one, Handle)
-                ]
-            except (OSError, OverflowError, ValueError, MemoryError) as error:
-                failure = f"rank {rank} can't map the memory of all ranks: {error}"
-            failure = next((str(one) for one in exchange(failure) if one), "")
+        return _map_all(told, None if own is None else own.memory, exchange, rank)
     finally:
         if own is not None:
             own.seal()
+
+
+def adopt(
+    memory: Memory, fd: int, exchange: Callable[[object], Sequence[object]], rank: int
+) -> tuple[list[Memory] | None, str]:
+    """The same for memory that there is already, the beginning of the file behind `fd`."""
+    return _map_all(Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None), memory, exchange, rank)
+
+
+def _map_all(
+    told: Handle | str, own: Memory | None, exchange: Callable[[object], Sequence[object]], rank: int
+) -> tuple[list[Memory] | None, str]:
+    handles = exchange(told)
+    memories: list[Memory] = []
+    failure = next((one for one in handles if isinstance(one, str)), "")
+    if failure:
+        return None, failure
+    try:
+        _check_free(sum(one.nbytes for one in handles if isinstance(one, Handle) and one.cookie is not None))
+        memories = [
+            own if peer == rank and own is not None else attach(one)
+            for peer, one in enumerate(handles)
+            if isinstance(one, Handle)
+        ]
+    except (OSError, OverflowError, ValueError, MemoryError) as error:
+        failure = f"rank {rank} can't map the memory of all ranks: {error}"
+    failure = next((str(one) for one in exchange(failure) if one), "")
     return (None, failure) if failure else (memories, "")

@@ -1,0 +1,40 @@
+"""The command line: ``mpicoll COMMAND``, or ``python -m mpicoll COMMAND``.
+
+A command is a module of this package with two functions: ``add(commands)`` adds its parser, ``run(args)`` carries it
+out and returns the exit status. ``add`` loads nothing heavy, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from mpicoll.errors import MpicollError
+from mpicoll.transport import probe
+
+_COMMANDS = ("bench", "tune", "simulate", "algorithms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` asks for (default: this program's arguments) and return its exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(words).parse_args(words)
+    try:
+        return int(args.run(args))
+    except MpicollError as error:
+        if probe.launched(os.environ):
+            raise  # so that the ranks that wait for this one are ended
+        sys.stderr.write(f"mpicoll: {error}\n")
+        return 2
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """What parses `words`. Where they begin with a command, the others aren't even imported."""
+    parser = argparse.ArgumentParser(prog="mpicoll", description="Measure and look at MPI collectives.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name in set(words[:1]) & set(_COMMANDS) or _COMMANDS:
+        import_module(f"mpicoll.cli.{name}").add(commands)
+    return parser

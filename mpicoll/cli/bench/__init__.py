@@ -1,0 +1,146 @@
+"""``mpicoll bench``: the collectives of this library against their peers, on the ranks that are there or on new ones.
+
+:mod:`~mpicoll.cli.bench.task` has what is measured, :mod:`~mpicoll.cli.bench.contestants` who takes part,
+:mod:`~mpicoll.cli.bench.measure` how, and :mod:`~mpicoll.cli.bench.job` puts them together on each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.cli import screen
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
+
+_DESCRIPTION = """\
+Measure collectives: mpicoll's own choice, its other algorithms, and its peers.
+
+  mpicoll bench                     allreduce from 8 B to 64 MiB, beside mpi4py
+  mpicoll bench bcast alltoall      other collectives; all: all of them
+  mpicoll bench overlap             how much of a collective is hidden behind computation
+  mpicoll bench overhead            what small messages cost in each form of the call
+
+Runs on the ranks that mpirun has started, or starts mpirun itself. Everything is checked against an oracle before it
+is timed; contestants take turns; a time is the median over blocks of calls of the time of the slowest rank.
+"""
+
+_EPILOG = """\
+busbw is as nccl-tests define it. "copy" is one copy of the buffer on every rank at once. gloo and nccl are timed apart
+from the others, at each size. The exit status is 1 if mpicoll gave a wrong result.
+"""
+
+_ONLY = {
+    "compute": ("overlap",),
+    "against": ("sweep",),
+    "algorithms": ("sweep",),
+    "plan": ("sweep",),
+    "registered": ("sweep",),
+    "plot": ("sweep",),
+    "draw": ("sweep",),
+    "blocks": ("sweep", "overhead"),
+    "like": ("sweep", "overlap"),
+}
+"""Which kind of measurement an option is for, where it is not for all of them."""
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure collectives against their peers",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", nargs="*", metavar="COLLECTIVE", help="one or more, or all; see above (allreduce)")
+    parser.add_argument("--sizes", metavar="SIZES", help="in bytes: 8-64m (times --factor), or 8,1k,1m")
+    parser.add_argument("--factor", type=_at_least_2, default=2, metavar="N", help="from size to size in a range (2)")
+    parser.add_argument("--against", metavar="PEERS", help="of mpi4py, gloo, nccl, copy; none; (mpi4py)")
+    parser.add_argument(
+        "--algorithms", metavar="NAMES", help="candidates beside mpicoll's own choice; all: all of them"
+    )
+    parser.add_argument("--dtype", default="float32", help="(float32)")
+    parser.add_argument("--op", default="sum", help="sum, avg, prod, min or max (sum)")
+    parser.add_argument("--like", choices=("numpy", "torch"), help="what the arrays are (numpy)")
+    parser.add_argument("--plan", action="store_const", const=True, help="measure mpicoll's ..._init form")
+    parser.add_argument(
+        "--registered", action="store_const", const=True, help="mpicoll works on arrays of mpicoll.empty"
+    )
+    parser.add_argument("--compute", choices=("numpy", "python", "sleep"), help="overlap: what is computed (numpy)")
+    parser.add_argument("--seconds", type=_positive, default=0.5, metavar="S", help="to spend on each size (0.5)")
+    parser.add_argument(
+        "--blocks", type=_at_least_2, metavar="N", help="time exactly so many blocks, whatever it takes"
+    )
+    parser.add_argument("-np", type=int, metavar="N", help="ranks to start, where mpirun has not started any (2)")
+    parser.add_argument(
+        "--limit", type=_positive, default=3600.0, metavar="S", help="end a job that takes longer (3600)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    parser.add_argument("--draw", choices=("time", "busbw"), help="what the plot shows (time)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, on the ranks that are there or in a new job; the exit status is 1 if mpicoll gave a wrong result.
+
+    Raises ArgumentError or AlgorithmError for what can't be measured, SetupError for what is not there.
+    """
+    import os
+    import shlex
+    import sys
+
+    from mpicoll.cli.bench import job
+    from mpicoll.errors import MpicollError, SpawnError
+    from mpicoll.launch import spawn
+    from mpicoll.transport import probe
+
+    settings = job.settings(_completed(args))
+    settings.command = shlex.join(["mpicoll", *sys.argv[1:]])
+    settings.progress = sys.stderr.isatty()
+    if probe.launched(os.environ):
+        return job.main(0, settings)
+    settings.width = screen.terminal_width()
+    try:
+        statuses: list[int] = spawn(job.main, (settings,), nprocs=settings.ranks or 2, timeout=settings.limit)
+        return max(statuses)
+    except SpawnError as error:
+        if isinstance(error.__cause__, MpicollError):
+            raise error.__cause__ from None
+        raise
+
+
+def _completed(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments, with `kind`: sweep, overlap or overhead, and its defaults."""
+    from mpicoll.errors import ArgumentError
+
+    given = vars(args).copy()
+    what = given.pop("what")
+    kind = what[0] if what and what[0] in ("overlap", "overhead") else "sweep"
+    given["collectives"] = what[1:] if kind != "sweep" else what
+    for option, kinds in _ONLY.items():
+        if given[option] is not None and kind not in kinds:
+            raise ArgumentError(f"bench {kind}: --{option} is for {' and '.join(kinds)} only; leave it out")
+    sizes = {"sweep": "8-64m", "overlap": "64k,1m,16m", "overhead": "8,1k,64k"}[kind]
+    try:
+        given["sizes"] = screen.sizes(given["sizes"] or sizes, given.pop("factor"))
+    except argparse.ArgumentTypeError as error:
+        raise ArgumentError(f"--sizes: {error}") from error
+    return given | {"kind": kind}
+
+
+def _at_least_2(text: str) -> int:
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{text} is less than 2")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return number

@@ -1,0 +1,203 @@
+"""What is measured against each other: mpicoll's candidates and its peers.
+
+A contestant prepares a case, once, and returns what runs it, as its users would: peers on preallocated arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+import mpicoll
+from mpicoll.cli.bench.task import REDUCTIONS, Case, Kind
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import SetupError
+
+Call: TypeAlias = Callable[[], Any]
+
+
+class Unavailable(Exception):
+    """This contestant doesn't have what is asked for, and says why."""
+
+
+class Ready(NamedTuple):
+    """What runs a case, and where its result is; `result` is None if the call returns it, or if there is none."""
+
+    call: Call
+    result: Any = None
+
+
+def _by_oracle(case: Case, got: Any) -> str | None:
+    return case.task.check(case.rank, got)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """`prepare` makes a case ready, or raises Unavailable; a first run must follow at once, to be checked by `check`,
+    which says what is wrong. Contestants of one `phase` are timed in turns, those of different phases apart from each
+    other. `barrier` begins a block of calls (None: MPI's), `finish` ends it.
+    """
+
+    name: str
+    prepare: Callable[[Case], Ready]
+    kind: Kind = "numpy"
+    ours: bool = False
+    phase: str = "mpi"
+    check: Callable[[Case, Any], str | None] = _by_oracle
+    barrier: Call | None = None
+    finish: Call | None = None
+
+
+def candidate(name: str, *, kind: Kind, form: str = "", out: bool = True, algorithm: str | None = None) -> Contestant:
+    """mpicoll itself: the call (`form` ""), the background form ("i") or the plan ("_init"), with `out` or without."""
+
+    def prepare(case: Case) -> Ready:
+        collective = case.task.collective
+        function = getattr(mpicoll, f"i{collective}" if form == "i" else f"{collective}{form}")
+        keywords: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
+        arguments: tuple[Any, ...] = ()
+        if collective != "barrier":
+            arguments = (case.x, case.task.op) if collective in REDUCTIONS else (case.x,)
+            if out or case.task.in_place:
+                keywords["out"] = case.out
+        if form == "_init":
+            return Ready(function(*arguments, **keywords))
+        # None on ranks that get nothing, and an array that is made by each call without `out`.
+        return Ready(partial(function, *arguments, **keywords), case.out if form == "i" else None)
+
+    return Contestant(name, prepare, kind, ours=True)
+
+
+def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestant:
+    """Raw mpi4py on a communicator of its own. Collective."""
+    own = comm.mpi.Dup()
+    mpi = import_module("mpi4py.MPI")
+    ops = {"sum": mpi.SUM, "prod": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
+
+    def prepare(case: Case) -> Ready:
+        collective, x, out = case.task.collective, case.x, case.out
+        method = getattr(own, "Reduce_scatter_block" if collective == "reduce_scatter" else collective.capitalize())
+        if collective == "barrier":
+            return Ready(method)
+        if collective == "bcast":
+            return Ready(partial(method, x), x)
+        if collective in REDUCTIONS:
+            if case.task.op not in ops:
+                raise Unavailable(f"MPI has no {case.task.op}")
+            if case.task.dtype == "float16":
+                raise Unavailable("some MPI libraries end the process when they are to reduce float16")
+            return Ready(partial(method, x, out, ops[case.task.op]), out)
+        if collective == "scatter" and case.rank != 0:
+            return Ready(partial(method, None, out), out)
+        return Ready(partial(method, x, out), out)
+
+    def check(case: Case, got: Any) -> str | None:
+        # MPI leaves rank 0's result of an exscan as it was.
+        return None if case.task.collective == "exscan" and case.rank == 0 else _by_oracle(case, got)
+
+    return Contestant(name, prepare, kind, check=check)
+
+
+def copy() -> Contestant:
+    """One copy of the buffer on every rank at once, by which large collectives are judged."""
+
+    def prepare(case: Case) -> Ready:
+        if case.task.collective == "barrier":
+            raise Unavailable("a barrier moves nothing")
+        # Pages that were never written to are all the same memory.
+        source, target = np.full(case.task.nbytes, 1, np.uint8), np.full(case.task.nbytes, 2, np.uint8)
+        return Ready(partial(np.copyto, target, source), target)
+
+    return Contestant("copy", prepare, check=lambda case, got: None if (got == 1).all() else "nothing was copied")
+
+
+def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool = False) -> Contestant:
+    """torch.distributed on a process group of `backend`, in a phase of its own. Collective; see :func:`close`.
+
+    mpicoll and gloo work on CPU tensors, nccl on copies on this rank's device. Raises SetupError, on all ranks, where a
+    node has fewer devices for nccl than ranks.
+    """
+    torch, dist = import_module("torch"), import_module("torch.distributed")
+    device = _device(torch, comm) if backend == "nccl" else "cpu"
+    group = _group(dist, backend)
+
+    def tensor(array: Any) -> Any:
+        if array is None:
+            return None
+        return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(device)
+
+    def prepare(case: Case) -> Ready:
+        function, arguments, result = _torch_call(dist, case, tensor(case.x), tensor(case.out))
+        keywords = {"async_op": True} if asynchronous else {}
+        return Ready(partial(function, *arguments, group=group, **keywords), result)
+
+    return Contestant(
+        backend,
+        prepare,
+        kind,
+        ours=backend == "mpicoll",
+        phase=backend,
+        barrier=partial(dist.barrier, group=group),
+        finish=torch.cuda.synchronize if device != "cpu" else None,
+    )
+
+
+def close() -> None:
+    """Give the process groups back. Collective."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(torch: Any, comm: Communicator) -> str:
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if any(comm.mpi.allgather(there < comm.local_size)):
+        raise SetupError(
+            "--against nccl needs a CUDA device for each rank of a node, and there are fewer (here"
+            f" {there} for {comm.local_size}); leave nccl out, or start fewer ranks"
+        )
+    torch.cuda.set_device(comm.local_rank)
+    return f"cuda:{comm.local_rank}"
+
+
+def _group(dist: Any, backend: str) -> Any:
+    if dist.is_initialized():
+        return dist.new_group(backend=backend)
+    arguments: dict[str, Any] = {}
+    import_module("mpicoll.torch.meeting").complete(arguments)
+    import_module("mpicoll.autoload").enroll()
+    dist.init_process_group(backend, **arguments)
+    return dist.group.WORLD
+
+
+def _torch_call(dist: Any, case: Case, x: Any, out: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    """Function, arguments, and where the result is."""
+    task, root = case.task, case.rank == 0
+    op = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(task.op, task.op.upper()))
+    if task.collective == "allreduce":
+        out.copy_(x)  # it works in place only, as does reduce
+        return dist.all_reduce, (out, op), out
+    if task.collective == "reduce":
+        target = out.copy_(x) if root else x.clone()
+        return dist.reduce, (target, 0, op), target
+    if task.collective == "gather":
+        return dist.gather, (x, list(out.chunk(task.ranks)) if root else None, 0), out
+    if task.collective == "scatter":
+        return dist.scatter, (out, list(x.chunk(task.ranks)) if root else None, 0), out
+    if task.collective == "reduce_scatter":
+        return dist.reduce_scatter_single, (out, x, op), out
+    others: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
+        "bcast": (dist.broadcast, (x, 0), x),
+        "allgather": (dist.all_gather_single, (out, x), out),
+        "alltoall": (dist.all_to_all_single, (out, x), out),
+        "barrier": (dist.barrier, (), None),
+    }
+    if task.collective not in others:
+        raise Unavailable(f"torch.distributed has no {task.collective}")
+    return others[task.collective]

@@ -1,0 +1,302 @@
+"""What each rank of a bench does, from its settings to the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+import mpicoll
+from mpicoll import schedules
+from mpicoll.cli import screen
+from mpicoll.cli.bench import contestants, report
+from mpicoll.cli.bench.contestants import Contestant
+from mpicoll.cli.bench.measure import Point, Team, Wrong, measure
+from mpicoll.cli.bench.overlap import Overlap, overlap
+from mpicoll.cli.bench.task import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Task
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import world
+from mpicoll.errors import ArgumentError, SetupError
+
+PEERS = ("mpi4py", "gloo", "nccl", "copy")
+
+_SMALL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall", "barrier")
+"""What `bench overhead` measures unless told otherwise."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """What was asked for, checked. `command`, `progress` and `width` tell of the terminal where it was asked."""
+
+    kind: str
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    against: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    dtype: str
+    op: str
+    like: Kind
+    plan: bool
+    registered: bool
+    compute: str
+    seconds: float
+    blocks: int | None
+    ranks: int | None
+    limit: float
+    json: Path | None
+    plot: Path | None
+    draw: str
+    command: str = ""
+    progress: bool = False
+    width: int = 0
+
+
+def settings(given: dict[str, Any]) -> Settings:
+    """The settings that the arguments `given` mean.
+
+    Raises ArgumentError, AlgorithmError or DTypeError for what can't be measured, SetupError where tables or pictures
+    are asked for and what makes them is not installed.
+    """
+    kind = given["kind"]
+    defaults = {"sweep": ("allreduce",), "overlap": ("allreduce",), "overhead": _SMALL}[kind]
+    collectives = COLLECTIVES if given["collectives"] == ["all"] else tuple(given["collectives"]) or defaults
+    _known("collective", collectives, COLLECTIVES)
+    _known("dtype", [given["dtype"]], DTYPES)
+    _known("op", [given["op"]], OPS)
+    peers = given["against"] or "mpi4py"
+    against = () if peers == "none" else tuple(peers.split(","))
+    _known("peer", against, PEERS)
+    for collective in set(collectives) & set(REDUCTIONS):
+        dtype = "float16" if given["dtype"] == "bfloat16" else given["dtype"]
+        mpicoll.explain(collective, 8, op=given["op"], dtype=dtype)
+    if kind == "overlap":
+        _can_overlap(collectives, given["like"])
+    with_torch = {"gloo", "nccl"} & set(against) or given["like"] == "torch" or kind == "overhead"
+    if with_torch and find_spec("torch") is None:
+        raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
+    screen.require_rich()
+    _writable("--json", given["json"])
+    if given["plot"] is not None:
+        screen.require_matplotlib()
+        _writable("--plot", given["plot"])
+        if given["plot"].suffix not in (".png", ".svg", ".pdf"):
+            raise ArgumentError(f"--plot {given['plot']}: must end in .png, .svg or .pdf")
+    if given["np"] is not None and given["np"] < 1:
+        raise ArgumentError(f"-np must be at least 1, got {given['np']}")
+    return Settings(
+        kind=kind,
+        collectives=collectives,
+        sizes=tuple(given["sizes"]),
+        against=against,
+        algorithms=_algorithms(given["algorithms"], collectives),
+        dtype=given["dtype"],
+        op=given["op"],
+        like=given["like"] or "numpy",
+        plan=bool(given["plan"]),
+        registered=bool(given["registered"]),
+        compute=given["compute"] or "numpy",
+        seconds=given["seconds"],
+        blocks=given["blocks"],
+        ranks=given["np"],
+        limit=given["limit"],
+        json=given["json"],
+        plot=given["plot"],
+        draw=given["draw"] or "time",
+    )
+
+
+def _known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"bench: no {what} {name!r}; there are {', '.join(known)}")
+
+
+def _can_overlap(collectives: Sequence[str], like: str | None) -> None:
+    if "barrier" in collectives:
+        raise ArgumentError("bench overlap: a barrier has nothing to hide; leave it out")
+    if like == "torch" and {"scan", "exscan"} & set(collectives):
+        raise ArgumentError("bench overlap: torch.distributed has no scan and no exscan; leave --like torch out")
+
+
+def _writable(option: str, path: Path | None) -> None:
+    # Before all the work, not after it.
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ArgumentError(f"{option} {path}: there is no directory {path.absolute().parent}")
+
+
+def _algorithms(text: str | None, collectives: Sequence[str]) -> tuple[str, ...]:
+    if text != "all":
+        return tuple(text.split(",")) if text else ()
+    names = ["native", *(name for one in collectives for name in schedules.algorithms_of(one))]
+    return tuple(dict.fromkeys(names))
+
+
+def main(rank: int, asked: Settings) -> int:
+    """What every rank runs. `rank` is what :func:`mpicoll.spawn` passes, and not needed. Collective."""
+    comm = world()
+    if asked.ranks not in (None, comm.size):
+        raise ArgumentError(f"bench: -np {asked.ranks}, but the launcher has started {comm.size} ranks; leave -np out")
+    team = Team(comm)
+    try:
+        {"sweep": _sweep, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
+        status = 0
+    except (Wrong, SetupError) as error:
+        # Both are raised by all ranks alike.
+        if comm.rank == 0:
+            sys.stderr.write(f"mpicoll: {error}\n")
+            sys.stderr.flush()
+        status = 1 if isinstance(error, Wrong) else 2
+    contestants.close()
+    # Ranks that exit with a status end the job; the others may have something to say before.
+    team.barrier()
+    return status
+
+
+def _sweep(team: Team, asked: Settings) -> None:
+    kind = cast("Kind", f"registered {asked.like}") if asked.registered else asked.like
+    form = "_init" if asked.plan else ""
+    entered = [contestants.candidate("mpicoll", kind=kind, form=form)]
+    entered += [contestants.candidate(one, kind=kind, form=form, algorithm=one) for one in asked.algorithms]
+    entered += [_peer(one, team.comm, asked.like) for one in asked.against]
+    points = _measured(team, asked, entered)
+    first_peer = asked.against[0] if asked.against else None
+    _report(team, asked, points, first_peer)
+    if team.rank == 0 and asked.plot is not None:
+        title = f"{team.size} ranks, {_label(asked)}"
+        report.plot(asked.plot, points, against=asked.draw, title=title)
+
+
+def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
+    if name == "mpi4py":
+        return contestants.mpi4py(comm, kind=like)
+    return contestants.copy() if name == "copy" else contestants.of_torch(name, comm, kind=like)
+
+
+def _overhead(team: Team, asked: Settings) -> None:
+    entered = [
+        contestants.mpi4py(team.comm, kind="numpy"),
+        contestants.candidate("call", kind="numpy", out=False),
+        contestants.candidate("out=", kind="numpy"),
+        contestants.candidate("plan", kind="numpy", form="_init"),
+        contestants.mpi4py(team.comm, kind="torch", name="mpi4py, tensor"),
+        contestants.candidate("tensor", kind="torch", out=False),
+        contestants.candidate("tensor, out=", kind="torch"),
+        contestants.candidate("tensor, plan", kind="torch", form="_init"),
+    ]
+    points = _measured(team, asked, entered)
+    if team.rank == 0:
+        screen.console(asked.width).print(report.overhead(points, {one.name: one.kind for one in entered}))
+        _write(team, asked, {"points": report.as_json(points)})
+
+
+def _measured(team: Team, asked: Settings, entered: Sequence[Contestant]) -> list[Point]:
+    tasks = _tasks(team, asked)
+    points = []
+    with _progress(team, asked, len(tasks)) as step:
+        for task in tasks:
+            label = f"{task.collective} {screen.nbytes(task.nbytes)}"
+            points.append(
+                measure(
+                    team,
+                    task,
+                    entered,
+                    seconds=asked.seconds,
+                    blocks=asked.blocks,
+                    step=lambda name, label=label: step(f"{label} {name}", 0),  # type: ignore[misc]
+                )
+            )
+            step(label, 1)
+    return points
+
+
+def _overlaps(team: Team, asked: Settings) -> None:
+    if asked.like == "torch":
+        entered = contestants.of_torch("mpicoll", team.comm, kind="torch", asynchronous=True)
+        form = "async_op of torch"
+    else:
+        entered = contestants.candidate("mpicoll", kind="numpy", form="i")
+        form = "the i-form"
+    tasks = _tasks(team, asked)
+    found: list[Overlap] = []
+    with _progress(team, asked, len(tasks)) as step:
+        for task in tasks:
+            found.append(overlap(team, task, entered, asked.compute, asked.seconds))
+            step(f"{task.collective} {screen.nbytes(task.nbytes)}", 1)
+    if team.rank != 0:
+        return
+    rows = [
+        [
+            f"{one.task.collective} {screen.nbytes(one.task.nbytes)}",
+            *map(screen.seconds, (one.pure, one.compute, one.total)),
+            f"{one.percent:.0f} %",
+        ]
+        for one in found
+    ]
+    title = f"overlap of {form}, {team.size} ranks, {_label(asked)}, compute: {asked.compute}"
+    columns = ("", "pure", "compute", "total", "hidden")
+    screen.console(asked.width).print(screen.table(title, columns, rows))
+    overlaps = []
+    for one in found:
+        task = one.task
+        overlaps.append(
+            {
+                **{name: getattr(task, name) for name in ("collective", "nbytes", "dtype", "op", "ranks")},
+                **{name: getattr(one, name) for name in ("pure", "compute", "total", "percent", "rounds")},
+            }
+        )
+    _write(team, asked, {"overlaps": overlaps})
+
+
+def _tasks(team: Team, asked: Settings) -> list[Task]:
+    """Collective by collective, ascending; sizes that come to the same once they are rounded are taken once."""
+    found: dict[tuple[str, int], Task] = {}
+    for collective in asked.collectives:
+        for size in asked.sizes:
+            task = Task(collective, size, asked.dtype, asked.op, team.size)
+            found.setdefault((collective, task.nbytes), task)
+    return list(found.values())
+
+
+def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: str | None) -> None:
+    if team.rank != 0:
+        return
+    console = screen.console(asked.width)
+    for collective in dict.fromkeys(point.task.collective for point in points):
+        chosen = [point for point in points if point.task.collective == collective]
+        console.print(report.table(chosen, first_peer=first_peer, settings=_label(asked)))
+    _write(team, asked, {"points": report.as_json(points)})
+
+
+def _write(team: Team, asked: Settings, measured: dict[str, Any]) -> None:
+    if asked.json is not None:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in _public(asked).items()}
+        report.write(asked.json, team.comm, asked.command, plain, measured)
+
+
+def _public(asked: Settings) -> dict[str, Any]:
+    private = ("command", "progress", "width", "json", "limit", "ranks")
+    return {name: value for name, value in dataclasses.asdict(asked).items() if name not in private}
+
+
+def _label(asked: Settings) -> str:
+    words = [asked.dtype, asked.op, asked.like]
+    words += [word for word, wanted in (("plan", asked.plan), ("registered", asked.registered)) if wanted]
+    return " ".join(words)
+
+
+@contextmanager
+def _progress(team: Team, asked: Settings, total: int) -> Iterator[Callable[[str, int], None]]:
+    """Gives ``step(what, done)``, which moves the bar on rank 0's terminal, and does nothing elsewhere."""
+    with screen.progress(team.rank == 0 and asked.progress) as bar:
+        task = bar.add_task("", total=total)
+
+        def step(what: str, done: int) -> None:
+            bar.update(task, description=what, advance=done)
+            bar.refresh()
+
+        yield step

@@ -1,0 +1,245 @@
+"""Check each contestant against the oracle, then time all of them in turns.
+
+All ranks take the same decisions: rank 0 decides. The time of a block of calls is that of its slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+import mpicoll
+from mpicoll.cli.bench.contestants import Call, Contestant, Ready, Unavailable
+from mpicoll.cli.bench.task import Case, Kind, Task
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import AlgorithmError, MpicollError, SetupError
+
+_BLOCK = 4e-3
+"""Seconds that a block of calls should take."""
+
+_BLOCKS = (11, 501)
+"""The fewest and the most blocks."""
+
+_MOST_CALLS = 4096
+"""Of a block while the time of a call is being found out."""
+
+
+class Wrong(MpicollError):
+    """A candidate of mpicoll gave a wrong result."""
+
+
+@dataclass(slots=True)
+class Result:
+    """How a contestant did: seconds per call of each block, slowest rank, or why there are none.
+
+    `state` is "timed", "wrong" or "absent"; `note` says why. `takes` is the algorithm.
+    """
+
+    state: str
+    note: str = ""
+    takes: str = ""
+    phase: str = ""
+    calls: int = 0
+    blocks: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.blocks))
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.blocks, 99))
+
+
+@dataclass(slots=True)
+class Point:
+    """A task and how each contestant did, by name."""
+
+    task: Task
+    results: dict[str, Result]
+
+
+class Team:
+    """How the ranks agree. Apart from the communicators that are measured."""
+
+    def __init__(self, comm: Communicator) -> None:
+        """Collective. Raises SetupError where there is no MPI."""
+        if comm.mpi is None:
+            raise SetupError("bench measures ranks of MPI, but this world has none; unset MPICOLL_TRANSPORT")
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self._mpi = comm.mpi.Dup()
+        self.barrier: Call = self._mpi.Barrier
+
+    def agree(self, value: float) -> float:
+        """Rank 0's value."""
+        return float(self._mpi.bcast(value))
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        return list(self._mpi.allgather(value))
+
+    def slowest(self, times: Sequence[float]) -> list[float]:
+        """For each of the times, which were taken together, that of the slowest rank."""
+        return [float(one) for one in np.max(self._mpi.allgather(list(times)), axis=0)]
+
+
+def timed(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> float:
+    """Seconds per call on this rank, in a block of `calls`."""
+    barrier()
+    begin = time.perf_counter()
+    for _ in repeat(None, calls):
+        call()
+    if finish is not None:
+        finish()
+    return (time.perf_counter() - begin) / calls
+
+
+def measure(
+    team: Team,
+    task: Task,
+    contestants: Sequence[Contestant],
+    *,
+    seconds: float,
+    blocks: int | None = None,
+    step: Callable[[str], None] = lambda name: None,
+) -> Point:
+    """How all `contestants` do at `task`: in about `seconds`, or by exactly so many `blocks`. Collective.
+
+    Raises Wrong on all ranks if a candidate of mpicoll gives a wrong result. What a peer doesn't have, or gets wrong,
+    is noted in its Result.
+    """
+    cases: dict[Kind, Case] = {}
+    for kind in dict.fromkeys(one.kind for one in contestants):
+        cases[kind] = Case(task, team.rank, kind)
+    results: dict[str, Result] = {}
+    phases: defaultdict[str, list[tuple[Contestant, Ready]]] = defaultdict(list)
+    for one in contestants:
+        results[one.name], ready = _checked(team, one, cases[one.kind])
+        if ready is not None:
+            phases[one.phase].append((one, ready))
+    for phase in phases.values():
+        for case in cases.values():
+            case.reset()  # some peers work in their input
+        share = seconds * len(phase) / len(contestants)
+        _time(team, phase, results, share, blocks, step)
+    return Point(task, results)
+
+
+def _checked(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Ready | None]:
+    """Run it once, and compare. The second value is None if it is not to be timed."""
+    try:
+        ready = verified(team, contestant, case)
+    except Unavailable as error:
+        return Result("absent", str(error)), None
+    except Wrong as error:
+        if contestant.ours:
+            raise
+        return Result("wrong", str(error)), None
+    return Result("timed", phase=contestant.phase, takes=_takes(contestant, case.task)), ready
+
+
+def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
+    """The contestant, ready to be timed on `case`, after one run whose result was right on every rank. Collective.
+
+    On all ranks, raises Wrong if it wasn't right, and Unavailable if the contestant doesn't have what is asked for.
+    """
+    case.reset()
+    team.barrier()
+    wrong, absent, ready = None, None, None
+    try:
+        ready = contestant.prepare(case)
+        got = _first_run(contestant, ready)
+        wrong = None if got is None else contestant.check(case, got)
+        if wrong is None and contestant.ours:
+            wrong = case.task.changed(case.rank, case.x)
+    except (Unavailable, AlgorithmError) as error:
+        absent = str(error)
+    except Exception as error:
+        # What a peer raises is up to the peer; it says that it can't do this.
+        if contestant.ours:
+            raise
+        absent = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    task = case.task
+    for rank, (bad, missing) in enumerate(team.all((wrong, absent))):
+        if missing is not None:
+            raise Unavailable(missing)
+        if bad is not None:
+            raise Wrong(
+                f"{contestant.name} is wrong: {task.collective} of {task.nbytes} B, {task.dtype}, {task.op}, on rank"
+                f" {rank} of {team.size}: {bad}"
+            )
+    assert ready is not None
+    return ready
+
+
+def _first_run(contestant: Contestant, ready: Ready) -> Any:
+    """The result of a run; None if this rank gets none."""
+    value = ready.call()
+    if hasattr(value, "wait"):
+        value.wait()
+        value = None
+    if contestant.finish is not None:
+        contestant.finish()
+    return ready.result if value is None else value
+
+
+def _takes(contestant: Contestant, task: Task) -> str:
+    """The algorithm that mpicoll takes by its own choice."""
+    if contestant.name != "mpicoll":
+        return ""
+    # numpy may not know bfloat16; both halves are served alike.
+    dtype = "float16" if task.dtype == "bfloat16" else task.dtype
+    return str(mpicoll.explain(task.collective, task.nbytes, op=task.op, dtype=dtype).name)
+
+
+def _time(
+    team: Team,
+    phase: Sequence[tuple[Contestant, Ready]],
+    results: dict[str, Result],
+    seconds: float,
+    blocks: int | None,
+    step: Callable[[str], None],
+) -> None:
+    """Blocks of calls in turns; who comes first changes from block to block."""
+
+    def block(one: Contestant, ready: Ready, calls: int) -> float:
+        return timed(ready.call, calls, one.barrier or team.barrier, one.finish)
+
+    turns: list[tuple[Contestant, Ready, int]] = []
+    lap = 0.0
+    for one, ready in phase:
+        step(one.name)
+        per_call = _calibrate(team, lambda calls, one=one, ready=ready: block(one, ready, calls))  # type: ignore[misc]
+        calls = ceil(_BLOCK / per_call)
+        lap += calls * per_call
+        turns.append((one, ready, calls))
+        results[one.name].calls = calls
+    if blocks is None:
+        blocks = int(team.agree(min(max(seconds // lap, _BLOCKS[0]), _BLOCKS[1])))
+    own: dict[str, list[float]] = {one.name: [] for one, _ in phase}
+    for lap_number in range(blocks):
+        first = lap_number % len(turns)
+        for one, ready, calls in turns[first:] + turns[:first]:
+            own[one.name].append(block(one, ready, calls))
+    for name, times in own.items():
+        results[name].blocks = team.slowest(times)
+
+
+def _calibrate(team: Team, block: Callable[[int], float]) -> float:
+    """Rank 0's seconds per call, after a warm-up. The best of some, so that no disturbance makes the blocks short."""
+    calls = 1
+    block(calls)
+    while True:
+        per_call = team.agree(min(block(calls) for _ in range(3)))
+        if per_call * calls >= _BLOCK / 4 or calls >= _MOST_CALLS:
+            return per_call
+        calls = min(max(4 * calls, ceil(_BLOCK / 4 / per_call)), _MOST_CALLS)

@@ -1,0 +1,110 @@
+"""How much of a collective is hidden behind the caller's computation, as osu_iallreduce defines it.
+
+``pure`` is the time of the i-form and its wait; ``compute`` that of a computation which takes as long; ``total`` is the
+time of the i-form, the computation and the wait. Hidden is ``1 - (total - compute) / pure``, at least 0.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from mpicoll.cli.bench.contestants import Call, Contestant
+from mpicoll.cli.bench.measure import Team, timed, verified
+from mpicoll.cli.bench.task import Case, Task
+
+COMPUTATIONS = ("numpy", "python", "sleep")
+"""Releases the GIL and needs a core; holds the GIL; needs no core, as a kernel on an accelerator."""
+
+_ROUNDS = (11, 101)
+"""The fewest and the most measurements."""
+
+_BLOCK = 2e-3
+"""Seconds that a measurement of collectives should take at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Seconds, medians over measurements of the slowest rank, and the percentage that was hidden."""
+
+    task: Task
+    pure: float
+    compute: float
+    total: float
+    rounds: int
+
+    @property
+    def percent(self) -> float:
+        return max(0.0, 100 * (1 - (self.total - self.compute) / self.pure))
+
+
+def overlap(team: Team, task: Task, contestant: Contestant, computation: str, seconds: float) -> Overlap:
+    """Measure it, in about `seconds`. The contestant's call gives something to wait for. Collective.
+
+    Raises Wrong on all ranks if the result is wrong.
+    """
+    begin = verified(team, contestant, Case(task, team.rank, contestant.kind)).call
+
+    def pure() -> None:
+        begin().wait()
+
+    def block(call: Call, calls: int) -> float:
+        return timed(call, calls, contestant.barrier or team.barrier)
+
+    def length(calls: int) -> float:
+        return float(np.median([team.slowest([block(pure, calls)])[0] for _ in range(_ROUNDS[0])]))
+
+    calls = ceil(_BLOCK / length(1))
+    expected = length(calls)
+    compute = _calibrated(team, computation, expected)
+
+    def total() -> None:
+        request = begin()
+        compute()
+        request.wait()
+
+    rounds = int(min(max(seconds // (4 * calls * expected), _ROUNDS[0]), _ROUNDS[1]))
+    times = np.array([team.slowest([block(one, calls) for one in (pure, compute, total)]) for _ in range(rounds)])
+    medians = [float(one) for one in np.median(times, axis=0)]
+    return Overlap(task, medians[0], medians[1], medians[2], rounds)
+
+
+def _calibrated(team: Team, computation: str, seconds: float) -> Call:
+    """A computation that takes about `seconds` on the slowest rank while all ranks compute."""
+    if computation == "sleep":
+        return lambda: time.sleep(seconds)
+    work = {"numpy": _vectors, "python": _numbers}[computation]()
+    turns = 1
+    while True:
+        took = team.slowest([timed(lambda turns=turns: work(turns), 1, team.barrier)])[0]  # type: ignore[misc]
+        if took > min(seconds, 1e-3) or turns >= 1 << 24:
+            break
+        turns *= 2
+    chosen = max(1, round(turns * seconds / took))
+    return lambda: work(chosen)
+
+
+def _vectors() -> Callable[[int], None]:
+    """Vector operations on what stays in a core's cache; numpy releases the GIL in each."""
+    values = np.ones(8192, np.float32)
+
+    def work(turns: int) -> None:
+        for _ in range(turns):
+            np.multiply(values, 1.0, out=values)
+
+    return work
+
+
+def _numbers() -> Callable[[int], None]:
+    """Bytecode, which holds the GIL until it is asked for it."""
+
+    def work(turns: int) -> None:
+        total = 0
+        for number in range(turns):
+            total += number
+
+    return work

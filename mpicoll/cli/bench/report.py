@@ -1,0 +1,250 @@
+"""What the measurements look like: a table, JSON, a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.cli import screen
+from mpicoll.cli.bench.measure import Point, Result
+from mpicoll.engine.communicator import Communicator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.console import Group
+
+
+_STATES = {"wrong": "wrong", "absent": "-"}
+"""What stands in the place of a time."""
+
+
+def table(points: Sequence[Point], *, first_peer: str | None, settings: str) -> Group:
+    """The points of one collective: sizes down, contestants across; ratios are to `first_peer`."""
+    task = points[0].task
+    # What a contestant doesn't have at any size is said below.
+    names = [name for name in points[0].results if any(point.results[name].state != "absent" for point in points)]
+    if first_peer not in names:
+        first_peer = None
+    columns = ["size"]
+    for name in names:
+        columns.append(name)
+        if first_peer not in (None, name):
+            columns.append(f"/ {first_peer}")
+        if task.nbytes:
+            columns.append("GB/s")
+        if any(point.results[name].takes for point in points):
+            columns.append("takes")
+    rows = []
+    for point in points:
+        row = [screen.nbytes(point.task.nbytes)]
+        reference = None if first_peer is None else point.results[first_peer]
+        for name in names:
+            row += _cells(point, name, None if name == first_peer else reference)
+            if "takes" in columns and any(one.results[name].takes for one in points):
+                row.append(point.results[name].takes)
+        rows.append(row)
+    what = f"{task.collective}, {task.ranks} ranks, {settings}: median time per call"
+    what += ", and busbw" if task.nbytes else ""
+    return screen.table(what, columns, rows, caption="\n".join(_notes(points)) or None)
+
+
+def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> Group:
+    """What forms of a call cost: ratios are to mpi4py on the same kind of array, which `kinds` gives."""
+    reference: dict[str, str] = {}
+    for name, kind in kinds.items():
+        reference.setdefault(kind, name)
+    rows = []
+    for point in points:
+        size = screen.nbytes(point.task.nbytes) if point.task.nbytes else ""
+        row = [f"{point.task.collective} {size}".rstrip()]
+        for name, result in point.results.items():
+            base = point.results[reference[kinds[name]]]
+            cell = screen.seconds(result.median) if result.state == "timed" else _STATES[result.state]
+            if base is not result and result.state == base.state == "timed":
+                cell += f" {result.median / base.median:5.2f}"
+            row.append(cell)
+        rows.append(row)
+    task = points[0].task
+    what = (
+        f"{task.ranks} ranks, {task.dtype} {task.op}: median time per call, and its ratio to mpi4py's on such an array"
+    )
+    return screen.table(what, ["", *points[0].results], rows, caption="\n".join(_notes(points)) or None)
+
+
+def _cells(point: Point, name: str, reference: Result | None) -> list[str]:
+    """Time, ratio to the `reference` if there is one, and busbw."""
+    result = point.results[name]
+    done = result.state == "timed"
+    cells = [screen.seconds(result.median) if done else _STATES[result.state]]
+    if reference is not None:
+        both = done and reference.state == "timed"
+        cells.append(f"{result.median / reference.median:.2f}" if both else "")
+    if point.task.nbytes:
+        cells.append(screen.rate(point.task.busbw(result.median)) if done else "")
+    return cells
+
+
+def _notes(points: Sequence[Point]) -> list[str]:
+    notes: dict[str, None] = {}
+    for point in points:
+        for name, result in point.results.items():
+            if result.state == "wrong":
+                notes[result.note] = None
+            elif result.state == "absent":
+                notes[f"{name}: {result.note}"] = None
+            elif result.phase != "mpi":
+                notes[f"{name} is timed apart from the others, where nothing else spins"] = None
+    return list(notes)
+
+
+def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """Everything that was measured. Times are in seconds per call, rates in bytes per second."""
+    return [
+        {
+            "collective": point.task.collective,
+            "size": point.task.size,
+            "nbytes": point.task.nbytes,
+            "dtype": point.task.dtype,
+            "op": point.task.op,
+            "ranks": point.task.ranks,
+            "contestants": {name: _as_json(point, result) for name, result in point.results.items()},
+        }
+        for point in points
+    ]
+
+
+def _as_json(point: Point, result: Result) -> dict[str, Any]:
+    made: dict[str, Any] = {"state": result.state, "verified": result.state == "timed"}
+    for name in ("note", "takes"):
+        if value := getattr(result, name):
+            made[name] = value
+    if result.state == "timed":
+        made |= {
+            "median": result.median,
+            "p99": result.p99,
+            "algbw": point.task.nbytes / result.median,
+            "busbw": point.task.busbw(result.median),
+            "phase": result.phase,
+            "calls_per_block": result.calls,
+            "blocks": result.blocks,
+        }
+    return made
+
+
+def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Write `measured` to a JSON file, with where, when and by what it was measured."""
+    from mpicoll.transport import mpi
+
+    head = {
+        "command": command,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "node": platform.node(),
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "ranks": comm.size,
+        "nodes": comm.num_nodes,
+        "ranks_of_this_node": comm.local_size,
+        "mpi": mpi.library(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "method": (
+            "Each contestant is checked against the oracle, then timed in blocks of calls that begin with a barrier;"
+            " contestants of one phase take turns, and the phases come one after the other at each size. The time of a"
+            " block is that of its slowest rank. Times are in seconds per call, rates in bytes per second."
+        ),
+        "settings": settings,
+    }
+    path.write_text(json.dumps({**head, **measured}, indent=1) + "\n")
+
+
+def _processor() -> str:
+    """The CPU's name, as Linux on x86 has it; else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in ("mpicoll", "numpy", "mpi4py", "torch"):
+        if name in sys.modules:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "unknown"
+    return found
+
+
+def plot(path: Path, points: Sequence[Point], *, against: str, title: str) -> None:
+    """Draw `against` ("time" or "busbw") over size, both logarithmic, one picture for each collective.
+
+    Raises SetupError without matplotlib.
+    """
+    screen.require_matplotlib()
+    from matplotlib.figure import Figure
+
+    collectives = list(dict.fromkeys(point.task.collective for point in points if point.task.nbytes))
+    across = min(3, len(collectives))
+    down = -(-len(collectives) // across)
+    figure = Figure(figsize=(max(7.0, 5.5 * across), 4.6 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
+    for place in range(down * across):
+        if place < len(collectives):
+            chosen = [point for point in points if point.task.collective == collectives[place]]
+            _draw(axes.flat[place], chosen, against)
+        else:
+            axes.flat[place].set_axis_off()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+def _plain(number: float) -> str:
+    """A power of ten, not as one."""
+    return f"{number:,.0f}" if number >= 1 else f"{number:g}"
+
+
+def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    for number, name in enumerate(points[0].results):
+        done = [point for point in points if point.results[name].state == "timed"]
+        if not done:
+            continue
+        times = [point.results[name].median for point in done]
+        values = times
+        if against == "busbw":
+            values = [point.task.busbw(time) / 1e9 for point, time in zip(done, times, strict=True)]
+        axes.plot(
+            [point.task.nbytes for point in done],
+            values,
+            marker="osD^v<>pX*"[number % 10],
+            markersize=4,
+            linewidth=2 if name == "mpicoll" else 1.3,
+            zorder=3 if name == "mpicoll" else 2,
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: screen.nbytes(size)))
+    axes.tick_params(axis="x", labelrotation=45)
+    if against == "time":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda time, _: _plain(time * 1e6)))
+        axes.set_ylabel("µs per call (median)")
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: _plain(rate)))
+        axes.set_ylabel("busbw in GB/s")
+    axes.set_title(points[0].task.collective)
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend()

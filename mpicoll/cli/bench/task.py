@@ -1,0 +1,282 @@
+"""What is measured: a collective of a size and a dtype; the data that goes in, and what has to come out.
+
+Each rank's input repeats a random pattern of its own whose length is a prime, so that a block in a wrong place shows
+up, while what must come out can be computed from the patterns alone. The oracle is plain numpy: float64 or complex128
+for floating point, whole numbers modulo their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+import mpicoll
+from mpicoll.errors import SetupError
+
+Wide: TypeAlias = npt.NDArray[Any]
+"""float64, complex128 or int64."""
+
+Part: TypeAlias = tuple[int, int, int, Wide, Wide]
+"""A stretch of an array: start, elements, offset in the pattern, pattern, and how far off the values may be."""
+
+Kind: TypeAlias = Literal["numpy", "torch", "registered numpy", "registered torch"]
+
+COLLECTIVES = (
+    "allreduce",
+    "reduce",
+    "bcast",
+    "allgather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "alltoall",
+    "scan",
+    "exscan",
+    "barrier",
+)
+
+DTYPES = (
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
+
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
+
+_OF_BLOCKS = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall")
+
+_OPS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+OPS = tuple(_OPS)
+
+_PERIOD = 65_521
+
+_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "complex64": 2.0**-23}
+"""From 1 to the next number; 2**-52 for what is not named."""
+
+_PIECE = 1 << 20
+"""Elements that are compared at once, which bounds the memory that this takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`size` bytes, rounded to whole elements and equal blocks, of a collective among `ranks`."""
+
+    collective: str
+    size: int
+    dtype: str
+    op: str
+    ranks: int
+
+    @property
+    def itemsize(self) -> int:
+        return 2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize
+
+    @property
+    def rows(self) -> int:
+        """Elements of the vector, or of one block."""
+        if self.collective == "barrier":
+            return 0
+        return max(1, self.size // self.itemsize // (self.ranks if self.collective in _OF_BLOCKS else 1))
+
+    @property
+    def nbytes(self) -> int:
+        """As the library counts: the vector, or all blocks of one buffer."""
+        return self.rows * self.itemsize * (self.ranks if self.collective in _OF_BLOCKS else 1)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether input and output are one array, as the peers have it."""
+        return self.collective == "bcast"
+
+    def given(self, rank: int) -> int:
+        """Elements that `rank` passes."""
+        whole = self.collective in ("reduce_scatter", "alltoall") or (self.collective == "scatter" and rank == 0)
+        return self.rows * (self.ranks if whole else 1)
+
+    def got(self, rank: int) -> int:
+        """Elements that `rank` gets; 0 if it gets nothing."""
+        if self.collective in ("reduce", "gather") and rank != 0:
+            return 0
+        return self.rows * (self.ranks if self.collective in ("allgather", "gather", "alltoall") else 1)
+
+    def busbw(self, seconds: float) -> float:
+        """Bytes per second on the busiest link, as nccl-tests define it."""
+        return self.nbytes / seconds * bus_factor(self.collective, self.ranks)
+
+    def check(self, rank: int, got: Any) -> str | None:
+        """What is wrong with what `rank` has got; None if nothing is."""
+        return self._compared(got, self._parts(rank), self.got(rank))
+
+    def changed(self, rank: int, x: Any) -> str | None:
+        """How the input of `rank` has changed, where it must not; None if it hasn't."""
+        parts = [(0, self.given(rank), 0, self.pattern(rank), np.zeros(1))]
+        fault = None if self.in_place else self._compared(x, parts, self.given(rank))
+        return fault and f"its input has changed: {fault}"
+
+    def _compared(self, got: Any, parts: Iterable[Part], count: int) -> str | None:
+        wrong, worst = 0, ""
+        for start, expected, slack in _pieces(parts):
+            part = wide(got[start : start + expected.size])
+            with np.errstate(invalid="ignore"):  # infinities may be right
+                off = np.abs(part - expected)
+            bad = ~((part == expected) | (off <= slack))
+            if bad.any():
+                if not wrong:
+                    first = int(bad.argmax())
+                    worst = (
+                        f"element {start + first} is {part[first]}, expected {expected[first]}"
+                        f" (off by {off[first]:.3g}, allowed {np.broadcast_to(slack, off.shape)[first]:.3g})"
+                    )
+                wrong += int(bad.sum())
+        return f"{wrong} of {count} elements are wrong; {worst}" if wrong else None
+
+    def _parts(self, rank: int) -> Iterator[Part]:
+        """What `rank` must get."""
+        rows = self.rows
+        if self.collective in REDUCTIONS:
+            if self.got(rank):
+                values, slack = self._reduced(rank)
+                yield 0, rows, rank * rows if self.collective == "reduce_scatter" else 0, values, slack
+        elif self.collective in ("bcast", "scatter"):
+            yield 0, rows, rank * rows if self.collective == "scatter" else 0, self.pattern(0), np.zeros(1)
+        elif self.got(rank):
+            for source in range(self.ranks if rows else 0):
+                offset = rank * rows if self.collective == "alltoall" else 0
+                yield source * rows, rows, offset, self.pattern(source), np.zeros(1)
+
+    def _reduced(self, rank: int) -> tuple[Wide, Wide]:
+        """The reduction of the patterns, and its tolerance: some roundings of the sum of magnitudes."""
+        ranks = {"scan": range(rank + 1), "exscan": range(rank)}.get(self.collective, range(self.ranks))
+        patterns = np.array([self.pattern(one) for one in ranks])
+        ufunc = _OPS[self.op]
+        if not len(patterns):
+            return np.full(1, self._neutral()), np.zeros(1)
+        with np.errstate(over="ignore"):
+            value, magnitude = ufunc.reduce(patterns), ufunc.reduce(np.abs(patterns))
+        if value.dtype == np.int64:
+            return value.astype(self.dtype).astype(np.int64), np.zeros(1)
+        if self.op == "avg":
+            value, magnitude = value / self.ranks, magnitude / self.ranks
+        exact = self.op in ("min", "max")
+        return value, np.zeros(1) if exact else 4 * (self.ranks + 1) * _EPSILON.get(self.dtype, 2.0**-52) * magnitude
+
+    def _neutral(self) -> Any:
+        if self.op in ("sum", "prod"):
+            return self.op == "prod"
+        sign = 1 if self.op == "min" else -1
+        if "int" not in self.dtype:
+            return sign * np.inf
+        limits = np.iinfo(self.dtype)
+        return np.array(limits.max if sign > 0 else limits.min).astype(np.int64)
+
+    def pattern(self, rank: int) -> Wide:
+        """What the input of `rank` repeats."""
+        return _pattern(self.dtype, self.op == "prod", rank)
+
+
+def _pieces(parts: Iterable[Part]) -> Iterator[tuple[int, Wide, Wide]]:
+    """The same in pieces of bounded size: where each starts, its values, and how far off they may be."""
+    for start, count, offset, values, slack in parts:
+        for begin in range(0, count, _PIECE):
+            where, many = offset + begin, min(_PIECE, count - begin)
+            yield start + begin, tiled(values, where, many), tiled(slack, where, many)
+
+
+@lru_cache(maxsize=64)
+def _pattern(dtype: str, positive: bool, rank: int) -> Wide:
+    rng = np.random.default_rng([20_250_101, rank])
+    if "int" in dtype:
+        return rng.integers(0, 100, _PERIOD)
+
+    def real() -> Wide:
+        return rng.uniform(0.5, 1.5, _PERIOD) if positive else rng.standard_normal(_PERIOD)
+
+    if dtype.startswith("complex"):
+        return (real() + 1j * real()).astype(dtype).astype(np.complex128)
+    if dtype == "bfloat16":
+        # cut off what it doesn't hold
+        return (real().astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    return real().astype(dtype).astype(np.float64)
+
+
+def tiled(pattern: Wide, offset: int, count: int) -> Wide:
+    """`count` elements of the endless repetition of `pattern`, from `offset` on."""
+    return np.resize(np.roll(pattern, -(offset % pattern.size)), count)
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """By what nccl-tests multiply bytes per second, so that the speed of a link can be compared with it."""
+    if collective == "allreduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if collective in _OF_BLOCKS else 1.0
+
+
+def wide(array: Any) -> Wide:
+    """An array or tensor of any dtype, copied to what the oracle computes in."""
+    if isinstance(array, np.ndarray):
+        kind = array.dtype.kind
+        return array.astype({"c": np.complex128, "i": np.int64, "u": np.int64}.get(kind, np.float64))
+    torch = import_module("torch")
+    to = torch.complex128 if array.is_complex() else torch.float64 if array.is_floating_point() else torch.int64
+    copied: Wide = array.to(to).cpu().numpy()
+    return copied
+
+
+class Case:
+    """The arrays of one rank for a task. `out` is None where the rank gets nothing. Registered arrays are made by all
+    ranks together."""
+
+    def __init__(self, task: Task, rank: int, kind: Kind) -> None:
+        self.task = task
+        self.rank = rank
+        self.kind = kind
+        self.x = self._array(task.given(rank))
+        # To make registered memory is collective, so a rank that gets nothing does it as well.
+        made = self.x if task.in_place else self._array(task.got(rank))
+        self.out = made if task.got(rank) else None
+        self.reset()
+
+    def reset(self) -> None:
+        """Fill in the input; the output holds nothing of use afterwards."""
+        if self.out is not None:
+            self.out[:] = 0
+        if not self.task.in_place or self.rank == 0:
+            self._fill(self.x, tiled(self.task.pattern(self.rank), 0, self.task.given(self.rank)))
+
+    def _array(self, count: int) -> Any:
+        like: Literal["numpy", "torch"] = "torch" if self.kind.endswith("torch") else "numpy"
+        dtype: Any
+        if like == "torch":
+            dtype = getattr(import_module("torch"), self.task.dtype)
+        else:
+            dtype = np.dtype(_bfloat16() if self.task.dtype == "bfloat16" else self.task.dtype)
+        if self.kind != like:
+            return mpicoll.empty((count,), dtype, like=like)
+        return import_module(like).zeros(count, dtype=dtype)
+
+    def _fill(self, array: Any, values: Wide) -> None:
+        if isinstance(array, np.ndarray):
+            array[:] = values
+        else:
+            array.copy_(import_module("torch").from_numpy(values))
+
+
+def _bfloat16() -> Any:
+    try:
+        return import_module("ml_dtypes").bfloat16
+    except ImportError as error:
+        raise SetupError(
+            "numpy has no bfloat16 without ml_dtypes; add --like torch, or `pip install ml_dtypes`"
+        ) from error

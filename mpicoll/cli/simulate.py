@@ -1,0 +1,420 @@
+"""``mpicoll simulate``: what the schedules of a collective would take on a cluster that is only described."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from math import inf, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mpicoll import schedules
+from mpicoll.cli import screen
+from mpicoll.errors import ArgumentError
+from mpicoll.schedules import Cluster, Forecast, Profile
+
+_SCALES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
+_RATES = {"gb/s": 1e9, "mb/s": 1e6, "gbit/s": 1e9 / 8, "mbit/s": 1e6 / 8}
+_DEFAULT = Cluster(nodes=1024, ranks_per_node=128)
+_COSTS = ("node_alpha", "node_beta", "net_alpha", "net_beta", "gamma")
+
+
+def add(commands: Any) -> None:
+    """Add the parser of this command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="time and traffic of every algorithm on a described cluster",
+        description=(
+            "Price every algorithm of a collective at every size on a described cluster: nodes of ranks, a latency "
+            "alpha and a time per byte beta for each class of links, gamma per byte reduced. Ranks of a node that send "
+            "to other nodes at the same time share its network links. mpicoll.schedules.simulate states the model."
+        ),
+    )
+    parser.add_argument("collective", nargs="?", default="allreduce", help="default: allreduce")
+    parser.add_argument("--nodes", type=int, help=f"default: {_DEFAULT.nodes}")
+    parser.add_argument("--ranks-per-node", type=int, help=f"default: {_DEFAULT.ranks_per_node}; with --ranks: 1")
+    parser.add_argument("--ranks", type=int, metavar="P", help="all ranks, in place of --nodes")
+    parser.add_argument("--sizes", type=screen.sizes, default="8-1g", metavar="8-1g|8,1k", help="bytes")
+    for name, what in (
+        ("node_alpha", "latency within a node"),
+        ("node_beta", "time per byte within a node"),
+        ("net_alpha", "latency between nodes"),
+        ("net_beta", "time per byte of a link between nodes"),
+        ("gamma", "time per byte reduced"),
+    ):
+        value = getattr(_DEFAULT, name)
+        shown = screen.seconds(value) if name.endswith("alpha") else f"{value * 1e9:g}ns"
+        units = "0.5us" if name.endswith("alpha") else "0.1ns or 10GB/s"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_seconds,
+            default=value,
+            metavar="TIME",
+            help=f"{what}, such as {units}; default: {shown}",
+        )
+    parser.add_argument("--links", type=int, default=1, help="network links that the ranks of a node share; default: 1")
+    parser.add_argument("--algorithms", metavar="NAME,NAME", help="default: all of the collective")
+    parser.add_argument("--segments", type=int, help="pieces of a pipeline; default: of 128 KiB each, up to 64")
+    parser.add_argument("--budget", type=int, help="messages to follow per algorithm before giving it up")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="what `mpicoll bench --json FILE` wrote: fit the costs to half of it and predict the other half",
+    )
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the numbers as JSON; alone: here")
+    parser.add_argument("--plot", metavar="FILE", help="draw time against size, as PNG or SVG")
+    parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> float:
+    """Seconds (for a message or a byte) from ``0.5us``, ``2e-6``, or a rate such as ``10GB/s``."""
+    match = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)", text.strip().lower())
+    try:
+        value = float(match[1]) if match else -1.0
+    except ValueError:
+        value = -1.0
+    unit = (match[2] if match else "") or "s"
+    if value >= 0 and unit in _SCALES:
+        return value * _SCALES[unit]
+    if value > 0 and unit in _RATES:
+        return 1 / (value * _RATES[unit])
+    raise argparse.ArgumentTypeError(f"{text!r} is no time; write such as 0.5us, 0.1ns, 2e-6 or 10GB/s")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Price or, with ``--measured``, fit and compare."""
+    if args.json != "-":
+        screen.require_rich()
+    if args.plot:
+        screen.require_matplotlib()
+    return _compare(args) if args.measured else _price(args)
+
+
+def _price(args: argparse.Namespace) -> int:
+    cluster = _cluster(args)
+    began = time.perf_counter()
+    forecasts = schedules.simulate(
+        args.collective,
+        cluster,
+        args.sizes,
+        algorithms=args.algorithms.split(",") if args.algorithms else None,
+        segments=args.segments,
+        **({} if args.budget is None else {"budget": args.budget}),
+    )
+    took = time.perf_counter() - began
+    wins = _wins(forecasts, args.sizes)
+    if args.json != "-":
+        _show(args, cluster, forecasts, wins, took)
+    if args.json:
+        _write(
+            args.json,
+            {
+                "collective": args.collective,
+                "cluster": asdict(cluster),
+                "seconds_taken": took,
+                "algorithms": [_as_json(forecast) for forecast in forecasts],
+                "wins": [{"algorithm": name, "from": low, "to": high} for name, low, high in wins],
+            },
+        )
+    if args.plot:
+        lines = {
+            forecast.algorithm.name: [(p.nbytes, p.seconds) for p in forecast.points if p] for forecast in forecasts
+        }
+        _plot(args.plot, f"{args.collective} on {_where(cluster)}, simulated", lines, {})
+    return 0
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    nodes, per_node, ranks = args.nodes, args.ranks_per_node, args.ranks
+    if ranks is not None:
+        per_node = per_node or 1
+        if (nodes is not None and nodes * per_node != ranks) or ranks % per_node:
+            raise ArgumentError(
+                f"simulate: {ranks} ranks are not {nodes or 'a whole number of'} nodes times {per_node}; give two of"
+                " --ranks, --nodes and --ranks-per-node that fit"
+            )
+        nodes = ranks // per_node
+    costs = {name: getattr(args, name) for name in _COSTS}
+    return Cluster(
+        nodes=_DEFAULT.nodes if nodes is None else nodes,
+        ranks_per_node=_DEFAULT.ranks_per_node if per_node is None else per_node,
+        links=args.links,
+        **costs,
+    )
+
+
+def _where(cluster: Cluster) -> str:
+    return f"{cluster.size} ranks: {cluster.nodes} nodes of {cluster.ranks_per_node}"
+
+
+def _wins(forecasts: Sequence[Forecast], sizes: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Which algorithm is fastest from which size to which."""
+    fastest = []
+    for place, nbytes in enumerate(sizes):
+        times = {f.algorithm.name: p.seconds for f in forecasts if (p := f.points[place]) is not None}
+        if times:
+            fastest.append((min(times, key=lambda name: times[name]), nbytes))
+    runs = [(name, [nbytes for _, nbytes in group]) for name, group in groupby(fastest, key=lambda pair: pair[0])]
+    return [(name, group[0], group[-1]) for name, group in runs]
+
+
+_SEEN = {"one": "one rank, all do alike", "all": "every rank", "sample": "a sample of ranks"}
+
+
+def _show(
+    args: argparse.Namespace,
+    cluster: Cluster,
+    forecasts: Sequence[Forecast],
+    wins: Sequence[tuple[str, int, int]],
+    took: float,
+) -> None:
+    console = screen.console()
+    names = [forecast.algorithm.name for forecast in forecasts]
+    rows = []
+    for place, nbytes in enumerate(args.sizes):
+        best = next((name for name, low, high in wins if low <= nbytes <= high), "-")
+        points = [forecast.points[place] for forecast in forecasts]
+        rows.append(
+            [screen.nbytes(nbytes), *(screen.seconds(p.seconds) if p else "not simulated" for p in points), best]
+        )
+    console.print(screen.table(f"{args.collective} on {_where(cluster)}: time", ["size", *names, "fastest"], rows))
+    rows, notes = [], []
+    for forecast in forecasts:
+        last = next((p for p in reversed(forecast.points) if p), None)
+        if forecast.reason:
+            notes.append(f"{forecast.algorithm.name}: {forecast.reason}")
+        if last is None:
+            rows.append([forecast.algorithm.name, *["not simulated"] * 5])
+            continue
+        rows.append(
+            [
+                forecast.algorithm.name,
+                screen.nbytes(last.nbytes),
+                str(last.profile.rounds),
+                f"{screen.nbytes(last.sent)} = {float(last.profile.sent):.4g} n",
+                f"{screen.nbytes(last.crossing)} = {float(last.profile.crossing):.4g} n",
+                _SEEN[last.profile.seen],
+            ]
+        )
+    columns = ["algorithm", "n", "rounds", "sent by the busiest rank", "through the busiest node's links", "seen"]
+    console.print(screen.table("traffic at the largest size simulated", columns, rows))
+    for name, low, high in wins:
+        span = screen.nbytes(low) if low == high else f"{screen.nbytes(low)} to {screen.nbytes(high)}"
+        console.print(f"{span}: {name}", markup=False)
+    for note in notes:
+        console.print(f"not simulated at all sizes: {note}", markup=False, soft_wrap=True)
+    console.print(f"simulated in {screen.seconds(took)}", markup=False)
+
+
+def _as_json(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "name": forecast.algorithm.name,
+        "reason": forecast.reason,
+        "points": [
+            point
+            and {
+                "nbytes": point.nbytes,
+                "seconds": point.seconds,
+                "sent": point.sent,
+                "crossing": point.crossing,
+                "rounds": point.profile.rounds,
+                "segments": point.profile.segments,
+                "seen": point.profile.seen,
+            }
+            for point in forecast.points
+        ],
+    }
+
+
+def _write(target: str, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text)
+
+
+def _plot(
+    file: str,
+    title: str,
+    lines: dict[str, list[tuple[int, float]]],
+    marks: dict[str, list[tuple[int, float]]],
+) -> None:
+    """`lines` as curves, `marks` of the same names as points in the same colours."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure((8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, points) in enumerate(lines.items()):
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, color=f"C{number}", linewidth=1.6)
+        if marked := marks.get(name):
+            axes.plot(*zip(*marked, strict=True), color=f"C{number}", marker="o", linestyle="none", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: screen.nbytes(size)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: screen.seconds(seconds)))
+    axes.set_title(title)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+
+
+# Against measurements
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A measured point, and the profile that is to predict it."""
+
+    name: str
+    nbytes: int
+    seconds: float
+    profile: Profile
+
+
+def _compare(args: argparse.Namespace) -> int:
+    """Fit the costs to every other size of each algorithm, and predict the sizes between."""
+    cluster, samples = _samples(args)
+    ours, theirs = samples[::2], samples[1::2]
+    if not ours or not theirs:
+        raise ArgumentError(
+            f"simulate: {args.measured} has {len(samples)} timed points of schedules of {args.collective}, and at least"
+            " 2 are needed; measure some by `mpicoll bench --algorithms all --json FILE`"
+        )
+    fitted = _fit(ours, cluster)
+    predicted = [sample.profile.seconds(sample.nbytes, fitted) for sample in theirs]
+    errors = [abs(p / sample.seconds - 1) for p, sample in zip(predicted, theirs, strict=True)]
+    if args.json != "-":
+        console = screen.console()
+        rows = [
+            [s.name, screen.nbytes(s.nbytes), screen.seconds(s.seconds), screen.seconds(p), f"{p / s.seconds - 1:+.0%}"]
+            for s, p in zip(theirs, predicted, strict=True)
+        ]
+        columns = ["algorithm", "size", "measured", "predicted", "error"]
+        console.print(screen.table(f"{args.collective} on {_where(cluster)}", columns, rows))
+        console.print(f"fitted to {len(ours)} other points: {_costs(fitted)}", markup=False, soft_wrap=True)
+        console.print(f"median error of {len(theirs)} predictions: {median(errors):.0%}", markup=False)
+    if args.json:
+        _write(
+            args.json,
+            {
+                "collective": args.collective,
+                "cluster": asdict(fitted),
+                "fitted_to": len(ours),
+                "median_error": median(errors),
+                "points": [
+                    {"algorithm": s.name, "nbytes": s.nbytes, "measured": s.seconds, "predicted": p}
+                    for s, p in zip(theirs, predicted, strict=True)
+                ],
+            },
+        )
+    if args.plot:
+        names = dict.fromkeys(sample.name for sample in samples)
+        curves = {n: [(s.nbytes, s.profile.seconds(s.nbytes, fitted)) for s in samples if s.name == n] for n in names}
+        marks = {n: [(s.nbytes, s.seconds) for s in theirs if s.name == n] for n in names}
+        _plot(args.plot, f"{args.collective} on {_where(cluster)}: predicted (lines), measured", curves, marks)
+    return 0
+
+
+def _costs(cluster: Cluster) -> str:
+    parts = [f"gamma {cluster.gamma * 1e9:.3g} ns/B"]
+    classes = (("node", cluster.ranks_per_node > 1), ("net", cluster.nodes > 1))
+    for name, there in reversed(classes):
+        if there:
+            alpha, beta = getattr(cluster, f"{name}_alpha"), getattr(cluster, f"{name}_beta")
+            parts.insert(0, f"{name} alpha {screen.seconds(alpha)}, {name} beta {beta * 1e9:.3g} ns/B")
+    return ", ".join(parts)
+
+
+def _samples(args: argparse.Namespace) -> tuple[Cluster, list[_Sample]]:
+    """The cluster, and what was measured with schedules on it, by algorithm and size."""
+    try:
+        measured = json.loads(args.measured.read_text())
+        ranks, nodes = int(measured["ranks"]), int(measured.get("nodes", 1))
+        points = [point for point in measured["points"] if point["collective"] == args.collective]
+        timed = [
+            (name, int(point["nbytes"]), float(result["median"]))
+            for point in points
+            for name, result in point["contestants"].items()
+            if result.get("median")
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(
+            f"simulate: {args.measured} is not what `mpicoll bench --json` writes: {error!r}"
+        ) from error
+    if ranks % nodes:
+        raise ArgumentError(f"simulate: {ranks} ranks on {nodes} nodes are not equally many on each")
+    cluster = replace(_DEFAULT, nodes=nodes, ranks_per_node=ranks // nodes, links=args.links)
+    known = schedules.algorithms_of(args.collective)
+    wanted = args.algorithms.split(",") if args.algorithms else known
+    samples = []
+    for name, nbytes, seconds in sorted(timed):
+        if name in known and name in wanted:
+            forecast = schedules.simulate(
+                args.collective, cluster, [nbytes], algorithms=[name], segments=args.segments
+            )[0]
+            if (point := forecast.points[0]) is not None:
+                samples.append(_Sample(name, nbytes, seconds, point.profile))
+    return cluster, samples
+
+
+def _fit(samples: Sequence[_Sample], cluster: Cluster) -> Cluster:
+    """The costs, none below 0, with the least squares of log(predicted / measured).
+
+    A predicted time is linear in the costs for as long as the same ports decide, so each step finds which ones do and
+    solves for the costs; a difference over the geometric mean of both times is what the logarithm of their ratio is to
+    second order. Which ports decide depends on where one begins, so this begins with fast and with slow networks.
+    """
+    best, least = cluster, inf
+    for factor in (1, 10, 100, 1000):
+        now = replace(cluster, net_alpha=cluster.net_alpha * factor, net_beta=cluster.net_beta * factor)
+        for _ in range(40 if cluster.nodes > 1 or factor == 1 else 0):
+            predicted = [sample.profile.seconds(sample.nbytes, now) for sample in samples]
+            loads = [sample.profile.decisive(sample.nbytes, now) for sample in samples]
+            weights = [(p * sample.seconds) ** -0.5 for p, sample in zip(predicted, samples, strict=True)]
+            now = replace(now, **_named(_least_squares(loads, [sample.seconds for sample in samples], weights)))
+            error = _log_error(samples, now)
+            if error < least:
+                best, least = now, error
+            if error == inf:
+                break  # some sample would take no time at all, and has no weight any more
+    return best
+
+
+def _named(costs: Sequence[float]) -> dict[str, Any]:
+    return dict(zip(_COSTS, costs, strict=True))
+
+
+def _log_error(samples: Sequence[_Sample], cluster: Cluster) -> float:
+    predicted = [sample.profile.seconds(sample.nbytes, cluster) for sample in samples]
+    return sum(log(p / s.seconds) ** 2 if p > 0 else inf for p, s in zip(predicted, samples, strict=True))
+
+
+def _least_squares(loads: Sequence[Sequence[float]], seconds: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Weighted least squares with no unknown below 0: the best of those over all sets of unknowns that are not 0."""
+    import numpy as np
+
+    matrix = np.array(loads) * np.array(weights)[:, None]
+    target = np.array(seconds) * np.array(weights)
+    # Latencies count messages and the rest counts bytes: without scaling, one of them would drown in rounding.
+    scale = np.linalg.norm(matrix, axis=0)
+    there = np.flatnonzero(scale)
+    best, least = np.zeros(len(scale)), float(target @ target)
+    for bits in range(1, 1 << len(there)):
+        columns = [int(column) for place, column in enumerate(there) if bits >> place & 1]
+        found = np.linalg.lstsq(matrix[:, columns] / scale[columns], target, rcond=None)[0]
+        rest = matrix[:, columns] / scale[columns] @ found - target
+        if (found >= 0).all() and float(rest @ rest) < least:
+            best, least = np.zeros(len(scale)), float(rest @ rest)
+            best[columns] = found / scale[columns]
+    return [float(value) for value in best]

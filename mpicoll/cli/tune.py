@@ -1,0 +1,537 @@
+"""``mpicoll tune``: measure all algorithms that can serve, and write down which to take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.cli import screen
+
+if TYPE_CHECKING:
+    from mpicoll.cli.bench.measure import Team
+    from mpicoll.cli.bench.task import Task
+    from mpicoll.engine.model import Table
+    from mpicoll.engine.select import Problem
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
+
+_DESCRIPTION = """\
+Measure every algorithm that can serve, and write down which one to take: by collective, size, class of dtypes, and
+number of ranks and nodes. Later runs on such machines, with this MPI library, go by that table.
+
+  mpicoll tune                        all collectives on 2 ranks
+  mpicoll tune allreduce -np 2,4      one collective, on 2 ranks and then on 4
+  mpirun -np 8 mpicoll tune           on the ranks that are there
+
+What was measured before for other collectives, sizes and shapes stays in the table.
+"""
+
+_EPILOG = """\
+What is taken untuned stays unless another algorithm is at least 5 % faster. A time is the median over blocks of calls
+of the time of the slowest rank; algorithms take turns. In the tables, "-" is what can't serve, or was left out because
+a first look showed it to take more than three times as long as the best; "good" is the time of the best divided by that
+of the one that is taken.
+"""
+
+_SEGMENTS = (128 << 10, 256 << 10, 512 << 10, 1 << 20)
+"""Pieces with which ``pieces`` is tried."""
+
+_HOPELESS = 3.0
+"""How many times as long as the best an algorithm may take to be measured on."""
+
+_LARGE = 64 << 10
+"""What an algorithm does with vectors smaller than this says nothing about larger ones."""
+
+_MARGIN = 0.05
+"""By how much another algorithm must be faster than the one that is taken untuned."""
+
+_TIE = 0.02
+"""Within this of the best, the winner of the size before wins again."""
+
+_BLOCK = 2e-3
+"""Seconds that a block of calls should take."""
+
+_BLOCKS = (7, 101)
+"""The fewest and the most blocks."""
+
+_OPEN_BELOW, _OPEN_ABOVE = 1 << 10, 16 << 20
+"""Where the smallest or largest size is beyond these, its rule is for all that are smaller or larger."""
+
+_MESSAGE = 4 << 20
+"""Bytes of the messages by which the cost of a byte is measured."""
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "tune",
+        help="measure which algorithms to take, for later runs",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("collectives", nargs="*", metavar="COLLECTIVE", help="one or more, or all (all)")
+    parser.add_argument("--sizes", default="8-64m", metavar="SIZES", help="in bytes: 8-64m (times --factor), or 8,1k")
+    parser.add_argument("--factor", type=int, default=4, metavar="N", help="from size to size in a range (4)")
+    parser.add_argument(
+        "--dtypes", default="float32", metavar="NAMES", help="one of each class to tune for, such as float32,bfloat16"
+    )
+    parser.add_argument("-np", metavar="N", help="ranks to start, where mpirun has not started any: 2 or 2,4,8 (2)")
+    parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="to spend on each size (0.2)")
+    parser.add_argument("--blocks", type=int, metavar="N", help="time exactly so many blocks, whatever it takes")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the table to add to (where later runs look)")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing, print the rules")
+    parser.add_argument("--check", action="store_true", help="measure anew, and compare what is taken with the best")
+    parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="end a job that takes longer (3600)")
+    parser.set_defaults(run=run)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The arguments, checked. `progress` and `width` tell of the terminal where they were given."""
+
+    collectives: tuple[str, ...]
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    seconds: float
+    blocks: int | None
+    output: Path | None
+    check: bool
+    progress: bool
+    width: int = 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune, on the ranks that are there or in new jobs.
+
+    Raises ArgumentError for what can't be tuned, SetupError where what is needed is missing, or the table can't be
+    read or written.
+    """
+    import os
+
+    from mpicoll.engine import tuned
+    from mpicoll.errors import ArgumentError, MpicollError, SpawnError
+    from mpicoll.launch import spawn
+    from mpicoll.transport import probe
+
+    asked = _checked(args)
+    if asked.output is not None:
+        tuned.existing(asked.output)  # before anything is measured
+    sizes = _ranks(args.np)
+    with _untuned():
+        if probe.launched(os.environ):
+            return _job(0, asked, sizes)
+        if 1 in sizes:
+            raise ArgumentError("tune: a single rank has nothing to choose; pass -np 2 or more")
+        asked.width = screen.terminal_width()
+        for size in sizes or (2,):
+            try:
+                spawn(_job, (asked, (size,)), nprocs=size, timeout=args.limit)
+            except SpawnError as error:
+                if isinstance(error.__cause__, MpicollError):
+                    raise error.__cause__ from None
+                raise
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> _Asked:
+    import os
+    import sys
+    from importlib.util import find_spec
+
+    from mpicoll.cli.bench.task import COLLECTIVES, DTYPES
+    from mpicoll.engine import tuned
+    from mpicoll.errors import ArgumentError, SetupError
+
+    screen.require_rich()
+    collectives = COLLECTIVES if args.collectives in ([], ["all"]) else tuple(args.collectives)
+    dtypes = tuple(args.dtypes.split(","))
+    for what, names, known in (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES)):
+        for name in names:
+            if name not in known:
+                raise ArgumentError(f"tune: no {what} {name!r}; there are {', '.join(known)}")
+    if "bfloat16" in dtypes and find_spec("torch") is None and find_spec("ml_dtypes") is None:
+        raise SetupError("tune: bfloat16 needs torch or ml_dtypes, and neither is installed; leave it out of --dtypes")
+    for option, number, least in (("factor", args.factor, 2), ("blocks", args.blocks or 1, 1)):
+        if number < least:
+            raise ArgumentError(f"tune: --{option} must be at least {least}, got {number}")
+    for option, number in (("seconds", args.seconds), ("limit", args.limit)):
+        if not 0 < number < float("inf"):
+            raise ArgumentError(f"tune: --{option} must be a positive number of seconds, got {number}")
+    try:
+        sizes = tuple(screen.sizes(args.sizes, args.factor))
+    except argparse.ArgumentTypeError as error:
+        raise ArgumentError(f"--sizes: {error}") from error
+    output = None
+    if not args.dry_run:
+        named = os.environ.get("MPICOLL_TUNED", "off")
+        output = args.output or (tuned.default_path() if named in ("", "off") else Path(named).expanduser())
+        if output is None:
+            raise SetupError("tune: there is no home directory to write to; pass --output")
+        output = output.absolute()
+    return _Asked(collectives, sizes, dtypes, args.seconds, args.blocks, output, bool(args.check), sys.stderr.isatty())
+
+
+def _ranks(text: str | None) -> tuple[int, ...]:
+    from mpicoll.errors import ArgumentError
+
+    parts = text.split(",") if text else []
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise ArgumentError(f"tune: -np {text}: must be numbers of ranks, such as 2 or 2,4")
+    return tuple(map(int, parts))
+
+
+@contextmanager
+def _untuned() -> Iterator[None]:
+    """Nothing is forced and no table counts, here and in jobs that start here: what is taken untuned is compared."""
+    import os
+
+    names = ("MPICOLL_TUNED", "MPICOLL_ALGORITHMS")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ["MPICOLL_TUNED"] = "off"
+    try:
+        yield
+    finally:
+        del os.environ["MPICOLL_TUNED"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+@dataclass(slots=True)
+class _Point:
+    """A task: what is taken untuned, what was measured, and what shall be taken."""
+
+    task: Task
+    problem: Problem
+    untuned: str
+    medians: dict[str, float] = field(default_factory=dict)
+    winner: str = ""
+
+    def good(self, name: str) -> float:
+        return min(self.medians.values()) / self.medians[name]
+
+
+def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
+    """What every rank runs. `rank` is what :func:`mpicoll.spawn` passes, and not needed. Collective."""
+    from datetime import datetime, timezone
+
+    from mpicoll.cli.bench.measure import Team
+    from mpicoll.engine import tuned
+    from mpicoll.engine.world import world
+    from mpicoll.errors import ArgumentError
+
+    comm = world()
+    if ranks not in ((), (comm.size,)):
+        raise ArgumentError(f"tune: -np {ranks[0]}, but the launcher has started {comm.size} ranks; leave -np out")
+    if comm.size == 1:
+        raise ArgumentError("tune: a single rank has nothing to choose; start 2 or more")
+    team = Team(comm)
+    groups = _groups(team, asked)
+    entries: list[dict[str, Any]] = []
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with _progress(team, asked, sum(map(len, groups)), "") as step:
+        costs = _costs(team)
+        for points in groups:
+            _tune(team, points, asked, step)
+            rules = ((points[0].task.collective, tuple(_rules(points))),)
+            entry = tuned.entry_of(_library(), comm.site.shape, {points[0].problem.kind: rules}, costs, now)
+            entries = tuned.merged(entries, entry)
+            if team.rank == 0 and asked.output is not None:
+                tuned.write(asked.output, entry)  # each at once: who ends this early keeps what there is
+    if team.rank == 0:
+        _report(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
+        _say_costs(asked, costs)
+        if asked.output is not None:
+            screen.console(asked.width).print(f"written to {asked.output}", soft_wrap=True)
+    if asked.check:
+        _check(team, groups, asked, tuned.table_of(entries, "what was just tuned"))
+    return 0
+
+
+def _library() -> str:
+    from mpicoll.transport import mpi
+
+    return mpi.library()
+
+
+def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
+    """What is to be measured, ascending, for each collective and class of dtypes."""
+    from mpicoll.cli.bench.task import REDUCTIONS, Task
+    from mpicoll.collectives.explain import problem_of
+    from mpicoll.engine.select import choose
+
+    groups: dict[tuple[str, str], dict[int, _Point]] = {}
+    for collective in asked.collectives:
+        for dtype in asked.dtypes if collective in REDUCTIONS else asked.dtypes[:1]:
+            # numpy may not know bfloat16, and both halves are of one class.
+            known = "float16" if dtype == "bfloat16" else dtype
+            for size in asked.sizes:
+                task = Task(collective, size, dtype, "sum", team.size)
+                problem = problem_of(collective, task.nbytes, "sum", known, 0, None, team.comm)
+                points = groups.setdefault((collective, problem.kind), {})
+                points.setdefault(task.nbytes, _Point(task, problem, choose(problem, None).name))
+    return [list(points.values()) for points in groups.values()]
+
+
+def _candidates(point: _Point, size: int) -> list[str]:
+    """All that can serve, each once."""
+    from mpicoll.engine.select import extent_text, refusals
+    from mpicoll.engine.shared import piece_bytes
+
+    names = [name for name, refusal in refusals(point.problem).items() if refusal is None]
+    if "pieces" in names:
+        own = piece_bytes(size)
+        names += [
+            f"pieces/{extent_text(0, one).removeprefix('0-')}" for one in _SEGMENTS if own != one <= point.task.nbytes
+        ]
+    return list(dict.fromkeys([point.untuned, *names]))
+
+
+def _tune(team: Team, points: Sequence[_Point], asked: _Asked, step: Callable[[str, int], None]) -> None:
+    """Measure the points of one collective and class, and decide."""
+    ratios: dict[str, list[float]] = {}
+    previous = ""
+    for point in points:
+        label = f"{point.task.collective} {point.task.dtype} {screen.nbytes(point.task.nbytes)}"
+        step(label, 0)
+        names = [
+            name
+            for name in _candidates(point, team.size)
+            if name == point.untuned or not _hopeless(ratios.get(name, ()))
+        ]
+        looks, point.medians = _measure(team, point.task, names, point.untuned, asked)
+        if point.task.nbytes >= _LARGE:
+            best = min(looks.values())
+            for name, look in looks.items():
+                ratios.setdefault(name, []).append(look / best)
+        point.winner = previous = _winner(point.medians, point.untuned, previous)
+        step(label, 1)
+
+
+def _hopeless(ratios: Sequence[float]) -> bool:
+    """Whether an algorithm that took so many times as long as the best, at ascending sizes, need not be looked at."""
+    return len(ratios) > 1 and min(ratios[-2:]) > _HOPELESS and ratios[-1] > 0.9 * ratios[-2]
+
+
+def _winner(medians: Mapping[str, float], untuned: str, previous: str) -> str:
+    best = min(medians, key=lambda name: medians[name])
+    if medians[best] > (1 - _MARGIN) * medians[untuned]:
+        return untuned
+    if medians.get(previous, float("inf")) <= (1 + _TIE) * medians[best]:
+        return previous
+    return best
+
+
+def _rules(points: Sequence[_Point]) -> list[tuple[float, float, str]]:
+    """Rules for the winners of points of ascending sizes."""
+    from mpicoll.engine.tuned import joined
+
+    sizes = [point.task.nbytes for point in points]
+    borders = [
+        0.0 if sizes[0] <= _OPEN_BELOW else float(sizes[0]),
+        *(_between(low, high) for low, high in pairwise(sizes)),
+        # A barrier has no bytes, and all of them have been measured.
+        float("inf") if sizes[-1] >= _OPEN_ABOVE or sizes[-1] == 0 else 2.0 * sizes[-1],
+    ]
+    return joined([(low, high, point.winner) for low, high, point in zip(borders, borders[1:], points, strict=False)])
+
+
+def _between(low: int, high: int) -> float:
+    """About the geometric mean, as a number that is easily read."""
+    mean = int((low * high) ** 0.5)
+    shift = max(0, mean.bit_length() - 3)
+    return float(min(high, max(low + 1, mean >> shift << shift)))
+
+
+def _measure(
+    team: Team, task: Task, names: Sequence[str], kept: str, asked: _Asked
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds per call: at a first look, for all; and the median over blocks of those that are not hopeless, `kept`
+    in any case. The same on all ranks."""
+    import math
+
+    import numpy as np
+
+    from mpicoll.cli.bench.contestants import candidate
+    from mpicoll.cli.bench.measure import timed
+    from mpicoll.cli.bench.task import Case
+
+    case = Case(task, team.rank, "torch" if task.dtype == "bfloat16" and _has_torch() else "numpy")
+    calls = {name: candidate(name, kind=case.kind, algorithm=name).prepare(case).call for name in names}
+    looks = {name: _look(team, call) for name, call in calls.items()}
+    limit = _HOPELESS * min(looks.values())
+    for name, look in looks.items():
+        # Whatever else the machine does may have slowed one look down, but hardly both by so much.
+        if limit < look < _HOPELESS * limit:
+            looks[name] = min(look, _look(team, calls[name]))
+    entered = [name for name in names if looks[name] <= limit or name == kept]
+    repeats = {name: math.ceil(_BLOCK / looks[name]) for name in entered}
+    lap = sum(repeats[name] * looks[name] for name in entered)
+    blocks = asked.blocks or int(min(max(asked.seconds // lap, _BLOCKS[0]), _BLOCKS[1]))
+    own: dict[str, list[float]] = {name: [] for name in entered}
+    for turn in range(blocks):
+        first = turn % len(entered)
+        for name in entered[first:] + entered[:first]:
+            own[name].append(timed(calls[name], repeats[name], team.barrier))
+    return looks, {name: float(np.median(team.slowest(times))) for name, times in own.items()}
+
+
+def _has_torch() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+def _look(team: Team, call: Callable[[], Any]) -> float:
+    """Seconds per call, of the slowest rank, after a first one that makes what is kept."""
+    from mpicoll.cli.bench.measure import timed
+
+    timed(call, 1, team.barrier)
+    calls = 1
+    while True:
+        (per_call,) = team.slowest([min(timed(call, calls, team.barrier) for _ in range(2))])
+        if per_call * calls >= _BLOCK / 4 or calls >= 1024:
+            return max(per_call, 1e-9)
+        calls *= 4
+
+
+def _costs(team: Team) -> dict[str, Any]:
+    """What a message costs inside a node and between nodes, and a byte that is reduced while all ranks do so."""
+    import numpy as np
+
+    from mpicoll.cli.bench.measure import timed
+
+    nodes = team.comm.nodes
+    near = next(((one, nodes.index(node)) for one, node in enumerate(nodes) if nodes.index(node) < one), None)
+    far = next(((0, one) for one, node in enumerate(nodes) if node != nodes[0]), None)
+    left, right = np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32)
+    add = [timed(lambda: np.add(left, right, out=left), 8, team.barrier) for _ in range(11)]
+    return {
+        "node": None if near is None else _link(team, near),
+        "network": None if far is None else _link(team, far),
+        "gamma": float(np.median(team.slowest(add))) / left.nbytes,
+    }
+
+
+def _link(team: Team, pair: tuple[int, int]) -> list[float]:
+    """Seconds per message and per byte between two ranks that both send, as in the rounds of a schedule."""
+    import numpy as np
+
+    transport, tag = team.comm.transport, team.comm.next_tag()
+    times = []
+    for nbytes, calls, blocks in ((8, 100, 11), (_MESSAGE, 1, 11)):
+        own = [0.0] * blocks
+        if team.rank in pair:
+            peer = pair[0] + pair[1] - team.rank
+            out, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+            own = [_exchanged(transport, peer, out, into, tag, calls) for _ in range(blocks + 1)][1:]
+        times.append(float(np.median(team.slowest(own))))
+    return [times[0], max(0.0, times[1] - times[0]) / _MESSAGE]
+
+
+def _exchanged(transport: Any, peer: int, out: Any, into: Any, tag: int, calls: int) -> float:
+    import time
+
+    begin = time.perf_counter()
+    for _ in range(calls):
+        transport.exchange([(peer, out)], [(peer, into)], tag)
+    return (time.perf_counter() - begin) / calls
+
+
+def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table: Table) -> None:
+    """Measure anew, and print how good what is taken is, by `table` and untuned."""
+    from dataclasses import replace
+
+    from mpicoll.engine.model import site
+    from mpicoll.engine.select import choose
+
+    here = site(team.comm.site.shape, table)
+    rows = []
+    goods: tuple[list[float], list[float]] = ([], [])
+    with _progress(team, asked, sum(map(len, groups)), "checking ") as step:
+        for point in (point for points in groups for point in points):
+            label = f"{point.task.collective} {point.task.dtype} {screen.nbytes(point.task.nbytes)}"
+            step(label, 0)
+            taken = choose(replace(point.problem, site=here), None).name
+            names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
+            anew = _Point(point.task, point.problem, point.untuned)
+            looks, anew.medians = _measure(team, point.task, names, taken, asked)
+            # What a first look shows to be hopeless is not far from it.
+            anew.medians.setdefault(point.untuned, looks[point.untuned])
+            best = min(anew.medians, key=lambda name: anew.medians[name])
+            for good, name in zip(goods, (taken, point.untuned), strict=True):
+                good.append(anew.good(name))
+            rows.append([label, best, taken, _percent(goods[0][-1]), point.untuned, _percent(goods[1][-1])])
+            step(label, 1)
+    if team.rank == 0:
+        tuned_good, untuned_good = goods
+        caption = (
+            f"geometric means: tuned {_percent(_mean(tuned_good))}, untuned {_percent(_mean(untuned_good))}; below 95 %"
+            f" tuned: {_below(tuned_good, 0.95)} of {len(rows)}; below 85 % untuned: {_below(untuned_good, 0.85)}"
+        )
+        columns = ("measured anew", "best", "tuned", "good", "untuned", "good")
+        screen.console(asked.width).print(screen.table(f"check, {here.shape}", columns, rows, caption=caption))
+
+
+def _report(asked: _Asked, groups: Sequence[Sequence[_Point]], rules: Sequence[str]) -> None:
+    console = screen.console(asked.width)
+    for points in groups:
+        names = list(dict.fromkeys(name for point in points for name in point.medians))
+        rows = [
+            [
+                screen.nbytes(point.task.nbytes),
+                *(screen.seconds(point.medians[name]) if name in point.medians else "-" for name in names),
+                point.winner,
+                point.untuned,
+                _percent(point.good(point.untuned)),
+            ]
+            for point in points
+        ]
+        first = points[0]
+        what = first.task.dtype if first.problem.kind != "moved" else "any dtype"
+        caption = f"untuned, geometric mean: {_percent(_mean([point.good(point.untuned) for point in points]))} good"
+        title = f"{first.task.collective}, {what}, {first.problem.site.shape}: median time per call"
+        console.print(screen.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
+    for line in rules:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _say_costs(asked: _Asked, costs: Mapping[str, Any]) -> None:
+    links = [
+        f"{name}: {screen.seconds(costs[which][0])} a message, {screen.rate(1 / max(costs[which][1], 1e-15))} GB/s"
+        for which, name in (("node", "in a node"), ("network", "between nodes"))
+        if costs[which] is not None
+    ]
+    line = "; ".join([*links, f"sums: {screen.rate(1 / costs['gamma'])} GB/s"])
+    screen.console(asked.width).print(line, soft_wrap=True, markup=False)
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _mean(goods: Sequence[float]) -> float:
+    from math import exp, log
+
+    return exp(sum(map(log, goods)) / len(goods))
+
+
+def _below(goods: Sequence[float], least: float) -> int:
+    return sum(good < least for good in goods)
+
+
+@contextmanager
+def _progress(team: Team, asked: _Asked, total: int, what: str) -> Iterator[Callable[[str, int], None]]:
+    """Gives ``step(label, done)``, which moves the bar on rank 0's terminal, and does nothing elsewhere."""
+    with screen.progress(team.rank == 0 and asked.progress) as bar:
+        task = bar.add_task("", total=total)
+
+        def step(label: str, done: int) -> None:
+            bar.update(task, description=f"{what}{label}", advance=done)
+            bar.refresh()
+
+        yield step

@@ -1,0 +1,74 @@
+"""DDP's buckets in memory that all ranks of a node reach, where they are reduced without copies."""
+
+# Without `from __future__ import annotations`: DDP looks at the annotations of a hook, and wants no strings.
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import CommunicationError
+from mpicoll.torch.groups import communicator
+
+Hook: TypeAlias = "Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]"
+
+_log = logging.getLogger("mpicoll")
+
+
+def share_buckets(model: Any, hook: Hook = allreduce_hook) -> None:
+    """Let `model`, a DistributedDataParallel of an mpicoll group, reduce its buckets in memory that all ranks of the
+    node reach: the memory of each bucket is moved there when it is first reduced.
+
+    To be called by all ranks, before the first backward pass, in the place of ``model.register_comm_hook``: `hook` is
+    the communication hook (DDP's own averaging all-reduce unless another is given), whose state is the model's process
+    group. Where the ranks can't share memory nothing else changes. Raises CommunicatorError for groups of other
+    backends.
+    """
+    buckets = _Buckets(communicator(model.process_group))
+
+    def reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.move(bucket)
+        return hook(group, bucket)
+
+    model.register_comm_hook(model.process_group, reduce)
+
+
+class _Buckets:
+    """The buckets of one model that all ranks reach."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._known: dict[int, tuple[int, int | None]] = {}
+
+    def move(self, bucket: dist.GradBucket) -> None:
+        """Collective, when the memory of `bucket` is a new one."""
+        memory = bucket.buffer()
+        known = self._known.get(bucket.index())
+        if known is not None and known[0] == memory.data_ptr():
+            return
+        number = self._comm.progress.run(self._moved, ("sharing bucket", bucket.index()), memory, known)
+        self._known[bucket.index()] = memory.data_ptr(), number
+
+    def _moved(self, memory: torch.Tensor, known: tuple[int, int | None] | None) -> int | None:
+        """The number of the memory, unless it can't be shared."""
+        arena = self._comm.arena()
+        if arena is None:
+            return None
+        if known is not None and known[1] is not None:
+            # DDP has made its buckets anew.
+            arena.forget(known[1])
+        try:
+            fd = memory.untyped_storage()._share_fd_cpu_()[0]
+        except RuntimeError as error:
+            _log.warning("DDP's bucket of %d bytes can't be moved to shared memory: %s", memory.nbytes, error)
+            fd = -1
+        whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+        try:
+            return arena.adopt(whole.numpy(), fd)
+        except CommunicationError as error:
+            _log.warning("DDP's bucket of %d bytes is not shared among the ranks: %s", memory.nbytes, error)
+            return None

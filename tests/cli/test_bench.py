@@ -1,0 +1,436 @@
+"""mpicoll bench: what it measures is right, what it says is what it measured, and wrong results are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import ROOT, mpirun
+
+import mpicoll
+from mpicoll.cli import main
+from mpicoll.cli.bench import contestants, report
+from mpicoll.cli.bench.measure import Point, Result
+from mpicoll.cli.bench.overlap import Overlap
+from mpicoll.cli.bench.task import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Task, bus_factor, wide
+from mpicoll.errors import SetupError
+
+RANKS = 3
+
+# --- what is measured
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"),
+    [
+        ("allreduce", 1.5),
+        ("allgather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("alltoall", 0.75),
+        ("gather", 0.75),
+        ("scatter", 0.75),
+        ("bcast", 1),
+        ("reduce", 1),
+    ],
+)
+def test_bus_factor_of_four_ranks(collective: str, factor: float) -> None:
+    assert bus_factor(collective, 4) == factor
+    assert Task(collective, 4000, "float32", "sum", 4).busbw(2e-6) == pytest.approx(factor * 2e9)
+
+
+@pytest.mark.parametrize(
+    ("collective", "given", "got"),
+    [
+        ("allreduce", [9, 9, 9], [9, 9, 9]),
+        ("reduce", [9, 9, 9], [9, 0, 0]),
+        ("bcast", [9, 9, 9], [9, 9, 9]),
+        ("allgather", [3, 3, 3], [9, 9, 9]),
+        ("reduce_scatter", [9, 9, 9], [3, 3, 3]),
+        ("gather", [3, 3, 3], [9, 0, 0]),
+        ("scatter", [9, 3, 3], [3, 3, 3]),
+        ("alltoall", [9, 9, 9], [9, 9, 9]),
+        ("scan", [9, 9, 9], [9, 9, 9]),
+    ],
+)
+def test_extents(collective: str, given: list[int], got: list[int]) -> None:
+    task = Task(collective, 36, "float32", "sum", RANKS)
+    assert task.nbytes == 36
+    assert [task.given(rank) for rank in range(RANKS)] == given
+    assert [task.got(rank) for rank in range(RANKS)] == got
+
+
+def test_sizes_are_rounded_to_elements_and_equal_blocks() -> None:
+    assert Task("allreduce", 11, "float32", "sum", 3).nbytes == 8
+    assert Task("allreduce", 1, "float64", "sum", 3).nbytes == 8
+    assert Task("allgather", 8, "float32", "sum", 3).nbytes == 12
+    assert Task("allgather", 1 << 20, "bfloat16", "sum", 3).nbytes == (1 << 20) - 4
+    assert Task("barrier", 8, "float32", "sum", 3).nbytes == 0
+
+
+def results(task: Task, kind: Kind, form: str = "", out: bool = True) -> list[tuple[Case, Any]]:
+    """Each rank's case and result, with the library's own algorithms on ranks that are threads."""
+
+    def rank() -> tuple[Case, Any]:
+        case = Case(task, mpicoll.world().rank, kind)
+        ready = contestants.candidate("mpicoll", kind=kind, form=form, out=out).prepare(case)
+        value = ready.call()
+        if form == "i":
+            value = value.wait()
+        return case, value
+
+    return mpicoll.run_local(rank, task.ranks)
+
+
+@pytest.mark.parametrize("collective", [one for one in COLLECTIVES if one != "barrier"])
+def test_the_oracle_agrees_with_right_results_and_no_others(collective: str) -> None:
+    for size in (8, 1_000_000):
+        found = results(Task(collective, size, "float32", "sum", RANKS), "numpy")
+        for rank, (case, value) in enumerate(found):
+            if not case.task.got(rank):
+                assert value is None
+                continue
+            assert case.task.check(rank, value) is None
+            for place in {0, value.size // 2, value.size - 1}:
+                spoiled = value.copy()
+                spoiled[place] += 1
+                fault = case.task.check(rank, spoiled)
+                assert fault is not None
+                assert fault.startswith(f"1 of {value.size} elements are wrong; element {place} is ")
+                assert "off by 1," in fault
+
+
+def test_blocks_in_a_wrong_place_are_found() -> None:
+    for collective in ("allgather", "alltoall", "gather"):
+        case, value = results(Task(collective, 1_000_000, "float32", "sum", RANKS), "numpy")[0]
+        assert case.task.check(0, np.roll(value, case.task.rows)) is not None
+
+
+def test_a_changed_input_is_found() -> None:
+    for rank, (case, _) in enumerate(results(Task("reduce_scatter", 600, "float32", "sum", RANKS), "numpy")):
+        assert case.task.changed(rank, case.x) is None
+        case.x[7] -= 2
+        assert "its input has changed: 1 of 150 elements are wrong; element 7 is" in str(
+            case.task.changed(rank, case.x)
+        )
+
+
+def test_no_number_is_wrong() -> None:
+    case, value = results(Task("allreduce", 64, "float32", "sum", RANKS), "numpy")[0]
+    value[3] = np.nan
+    assert "element 3 is nan" in str(case.task.check(0, value))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(kind: Kind, dtype: str) -> None:
+    for op in OPS:
+        if (op == "avg" and "int" in dtype) or (op in ("min", "max") and "complex" in dtype):
+            continue
+        for collective in REDUCTIONS if dtype in ("float32", "int8") else ("allreduce",):
+            if op == "avg" and "scan" in collective:
+                continue
+            for rank, (case, value) in enumerate(results(Task(collective, 600, dtype, op, RANKS), kind)):
+                if value is not None:
+                    assert case.task.check(rank, value) is None, (collective, op)
+    for rank, (case, value) in enumerate(results(Task("alltoall", 600, dtype, "sum", RANKS), kind)):
+        assert case.task.check(rank, value) is None
+
+
+@pytest.mark.parametrize(("form", "out"), [("", False), ("i", True)])
+def test_forms_of_the_call(form: str, out: bool) -> None:
+    for rank, (case, value) in enumerate(results(Task("allreduce", 600, "float32", "sum", RANKS), "numpy", form, out)):
+        assert case.task.check(rank, value) is None
+        assert (value is case.out) is out
+
+
+def test_inputs_differ_from_rank_to_rank_and_come_again() -> None:
+    task = Task("allreduce", 4000, "float32", "sum", 2)
+    first, second = (wide(Case(task, rank, "numpy").x) for rank in (0, 1))
+    assert (first != second).all()
+    case = Case(task, 0, "numpy")
+    case.x[:] = 0
+    case.reset()
+    np.testing.assert_array_equal(wide(case.x), first)
+
+
+# --- what is said about it
+
+
+def timed(*blocks: float, takes: str = "") -> Result:
+    return Result("timed", phase="mpi", calls=3, blocks=list(blocks), takes=takes)
+
+
+def points() -> list[Point]:
+    made = []
+    for size in (1024, 1 << 20):
+        task = Task("allreduce", size, "float32", "sum", 2)
+        wrong = Result("wrong", "theirs is wrong: by far")
+        ours, peer = timed(3e-6, 1e-6, 2e-6, takes="ring"), timed(4e-6)
+        made.append(Point(task, {"mpicoll": ours, "peer": peer, "theirs": wrong, "none": Result("absent", "why")}))
+    return made
+
+
+def test_statistics() -> None:
+    result = timed(*(number * 1e-6 for number in range(101)))
+    assert result.median == pytest.approx(50e-6)
+    assert result.p99 == pytest.approx(99e-6)
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    from mpicoll.cli import screen
+
+    screen.console().print(report.table(points(), first_peer="peer", settings="float32 sum"))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    title, header, _, first, second, *notes = lines
+    assert title.startswith("allreduce, 2 ranks, float32 sum: median time per call")
+    assert header == "size mpicoll / peer GB/s takes peer GB/s theirs / peer GB/s"
+    assert first == "1 KiB 2.00 µs 0.50 0.51 ring 4.00 µs 0.26 wrong"
+    assert second.startswith("1 MiB 2.00 µs 0.50 524 ring")
+    assert notes == ["theirs is wrong: by far", "none: why"]
+
+
+def test_json() -> None:
+    first, _ = json.loads(json.dumps(report.as_json(points())))
+    assert first["nbytes"] == 1024
+    ours = first["contestants"]["mpicoll"]
+    assert ours["verified"]
+    assert ours["takes"] == "ring"
+    assert ours["median"] == 2e-6
+    assert ours["blocks"] == [3e-6, 1e-6, 2e-6]
+    assert ours["algbw"] == ours["busbw"] == pytest.approx(1024 / 2e-6)
+    assert first["contestants"]["theirs"] == {"state": "wrong", "verified": False, "note": "theirs is wrong: by far"}
+
+
+@pytest.mark.parametrize("against", ["time", "busbw"])
+def test_plot(tmp_path: Path, against: str) -> None:
+    from matplotlib.image import imread
+
+    report.plot(tmp_path / "one.png", points(), against=against, title="title")
+    picture = imread(tmp_path / "one.png")
+    assert min(picture.shape[:2]) > 400
+    assert picture.std() > 0.01  # something is drawn
+
+
+def test_overlap_is_what_osu_iallreduce_means_by_it() -> None:
+    task = Task("allreduce", 8, "float32", "sum", 2)
+    assert Overlap(task, pure=4.0, compute=4.0, total=8.0, rounds=1).percent == 0
+    assert Overlap(task, pure=4.0, compute=4.0, total=4.0, rounds=1).percent == 100
+    assert Overlap(task, pure=4.0, compute=4.5, total=5.5, rounds=1).percent == 75
+    assert Overlap(task, pure=4.0, compute=4.0, total=9.0, rounds=1).percent == 0
+
+
+# --- what can't be measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("allredcue", "no collective 'allredcue'"),
+        ("--against openmpi", "no peer 'openmpi'; there are mpi4py, gloo, nccl, copy"),
+        ("--dtype float8", "no dtype 'float8'"),
+        ("--op xor", "no op 'xor'"),
+        ("--op avg --dtype int32", "op 'avg' has no meaning for dtype int32"),
+        ("--sizes 64k-4k", "'64k-4k' is an empty range"),
+        ("--compute sleep", "bench sweep: --compute is for overlap only"),
+        ("overlap --plot x.png", "bench overlap: --plot is for sweep only"),
+        ("overlap barrier", "a barrier has nothing to hide"),
+        ("overlap scan --like torch", "torch.distributed has no scan"),
+        ("--json no/such/place.json", "--json no/such/place.json: there is no directory"),
+        ("--plot picture.gif", "--plot picture.gif: must end in .png"),
+        ("-np 0", "-np must be at least 1"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mpicoll: ")
+    assert err.count("\n") == 1
+    assert text in err
+
+
+@pytest.mark.parametrize("arguments", ["--seconds 0", "--blocks 1", "--factor 1", "--like cupy"])
+def test_arguments_out_of_range(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *arguments.split()])
+    assert caught.value.code == 2
+    assert arguments.partition(" ")[0] in capsys.readouterr().err
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = (
+        "import sys\nfrom mpicoll.cli import main\n"
+        "try:\n    main(['bench', '--help'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'numpy', 'torch', 'rich', 'matplotlib', 'mpi4py'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mpicoll bench overlap" in done.stdout
+
+
+def test_nccl_with_too_few_devices() -> None:
+    class Comm:
+        local_size = 1000
+        mpi = SimpleNamespace(allgather=lambda value: [False, value])
+
+    with pytest.raises(SetupError, match="needs a CUDA device for each rank of a node"):
+        contestants.of_torch("nccl", Comm(), kind="torch")  # type: ignore[arg-type]
+
+
+# --- jobs
+
+
+def bench(size: int, file: Path, *arguments: str | Path) -> tuple[str, dict[str, Any]]:
+    """What a bench of `size` ranks has printed, and what it has written to `file`."""
+    done = mpirun(size, "-m", "mpicoll", "bench", "--seconds", "0.01", "--json", file, *arguments)
+    assert done.returncode == 0, done.stdout
+    return done.stdout, json.loads(file.read_text())
+
+
+def check_timed(one: dict[str, Any]) -> None:
+    assert one["verified"]
+    assert min(one["blocks"]) > 0
+    assert one["blocks"].count(one["blocks"][0]) < len(one["blocks"])
+    assert 0 < one["median"] <= one["p99"]
+
+
+def test_sweep_of_two_ranks(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    text, found = bench(
+        *(2, tmp_path / "found.json", "all", "--sizes", "4k", "--against", "mpi4py,copy"),
+        *("--algorithms", "ring", "--plot", picture, "--blocks", "2"),
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert found["ranks"] == 2
+    assert found["mpi"]
+    assert set(found["versions"]) == {"python", "mpicoll", "numpy", "mpi4py"}
+    assert [(one["collective"], one["nbytes"]) for one in found["points"]] == [
+        (collective, 0 if collective == "barrier" else 4096) for collective in COLLECTIVES
+    ]
+    absent = set()
+    for point in found["points"]:
+        assert list(point["contestants"]) == ["mpicoll", "ring", "mpi4py", "copy"]
+        for name, one in point["contestants"].items():
+            if one["state"] == "timed":
+                check_timed(one)
+            else:
+                assert one["state"] == "absent"
+                absent.add((name, point["collective"]))
+        assert point["contestants"]["mpicoll"]["takes"]
+    with_ring = {"allreduce", "allgather", "reduce_scatter"}
+    assert absent == {
+        *(("ring", collective) for collective in set(COLLECTIVES) - with_ring),
+        ("copy", "barrier"),
+    }
+    for collective in COLLECTIVES:
+        assert f"{collective}, 2 ranks, float32 sum numpy" in text
+
+
+def test_tensors_and_plans_of_three_ranks(tmp_path: Path) -> None:
+    text, found = bench(
+        *(3, tmp_path / "found.json", "allreduce", "bcast", "scan", "--sizes", "1k", "--blocks", "13"),
+        *("--like", "torch", "--plan", "--dtype", "bfloat16", "--against", "mpi4py,gloo"),
+    )
+    assert found["settings"]["plan"]
+    for point in found["points"]:
+        check_timed(point["contestants"]["mpicoll"])
+        assert len(point["contestants"]["mpicoll"]["blocks"]) == 13
+    # mpi4py takes torch's bfloat16 for bytes where MPI doesn't know it, and adds those.
+    theirs = found["points"][0]["contestants"]["mpi4py"]
+    assert theirs["state"] == "wrong"
+    assert "allreduce of 1024 B, bfloat16, sum, on rank 0 of 3: " in theirs["note"]
+    assert "mpi4py is wrong" in text
+    check_timed(found["points"][1]["contestants"]["mpi4py"])
+    for point in found["points"][:2]:
+        check_timed(point["contestants"]["gloo"])
+        assert point["contestants"]["gloo"]["phase"] == "gloo"
+    assert found["points"][2]["contestants"]["gloo"]["note"] == "torch.distributed has no scan"
+    assert "gloo is timed apart from the others" in text
+
+
+WRONG = """
+import sys
+import mpicoll
+from mpicoll.cli import main
+
+right = mpicoll.allreduce
+
+
+def wrong(x, *args, **keywords):
+    result = right(x, *args, **keywords)
+    if mpicoll.world().rank == 1 and result.size > 100:
+        result[77] += 1
+    return result
+
+
+mpicoll.allreduce = wrong
+sys.exit(main(["bench", "--sizes", "8,4k", "--seconds", "0.01"]))
+"""
+
+
+def test_a_wrong_candidate_ends_it(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    done = mpirun(2, script)
+    assert done.returncode == 1, done.stdout
+    assert "mpicoll: mpicoll is wrong: allreduce of 4096 B, float32, sum, on rank 1 of 2: 1 of 1024" in done.stdout
+    assert "element 77 is" in done.stdout
+    assert "off by 1," in done.stdout
+
+
+@pytest.fixture
+def alone() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a bench without a launcher."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environ = {
+            key: value for key, value in os.environ.items() if not key.startswith(("PMIX_", "PMI_", "OMPI_", "PRTE_"))
+        }
+        command = [sys.executable, "-m", "mpicoll", "bench", "--seconds", "0.01", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+def test_it_starts_its_ranks_itself(alone: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    done = alone("-np", "3", "--sizes", "8", "--against", "none", "--json", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr
+    assert "allreduce, 3 ranks" in done.stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["command"].startswith("mpicoll bench --seconds 0.01 -np 3")
+    only = found["points"][0]["contestants"]
+    assert list(only) == ["mpicoll"]
+    check_timed(only["mpicoll"])
+    assert len(only["mpicoll"]["blocks"]) >= 11
+
+
+def test_overlap(tmp_path: Path) -> None:
+    for like in ("numpy", "torch"):
+        text, found = bench(
+            *(2, tmp_path / "found.json", "overlap", "allreduce", "allgather", "--sizes", "64k"),
+            *("--like", like, "--compute", "sleep"),
+        )
+        assert [one["collective"] for one in found["overlaps"]] == ["allreduce", "allgather"]
+        for one in found["overlaps"]:
+            assert min(one["pure"], one["compute"], one["total"]) > 0
+            expected = max(0.0, 100 * (1 - (one["total"] - one["compute"]) / one["pure"]))
+            assert one["percent"] == pytest.approx(expected)
+        assert "hidden" in text
+
+
+def test_overhead(tmp_path: Path) -> None:
+    text, found = bench(2, tmp_path / "found.json", "overhead", "allreduce", "barrier", "--sizes", "8")
+    assert [one["collective"] for one in found["points"]] == ["allreduce", "barrier"]
+    for point in found["points"]:
+        assert set(point["contestants"]) >= {"mpi4py", "call", "out=", "plan", "mpi4py, tensor", "tensor"}
+        for one in point["contestants"].values():
+            check_timed(one)
+    assert "allreduce 8 B" in text

@@ -1,0 +1,438 @@
+"""The protocol of shared memory itself: steps, what ranks tell, failures, and pieces of memory that come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from data import random
+from ranks import Ranks
+
+import mpicoll
+from mpicoll.engine.arena import Arena
+from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.transport.local import LocalTransport, World, transports
+
+
+class _Fault(Exception):
+    pass
+
+
+def _arena() -> Arena:
+    arena = mpicoll.world().arena()
+    assert arena is not None
+    return arena
+
+
+def _together(size: int, body: Callable[[Arena], Any], *, timeout: float = 20.0) -> list[Any]:
+    """Call `body` on the arenas of `size` threads that have nothing but transports."""
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+
+    def main(transport: LocalTransport) -> None:
+        try:
+            results[transport.rank] = body(Arena(transport))
+        except BaseException as error:  # noqa: BLE001  raised below
+            failures.append(error)
+            transport.world.bury(transport.rank)
+
+    threads = [
+        threading.Thread(target=main, args=(one,), daemon=True) for one in transports(World(size, timeout=timeout))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+    return results
+
+
+# --- steps
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_what_was_written_before_a_step_is_there_after_it(size: int) -> None:
+    """Each rank writes in every step and reads what the step before has left, with chance alone between them."""
+
+    def body(arena: Arena) -> None:
+        rng = random("steps", arena.rank)
+        views = [[slot.view(np.int64)[:500] for slot in slots] for slots in arena.slots]
+        results = [one.view(np.int64) for one in arena.results]
+        for step in range(300):
+            w = arena.parity
+            views[w][arena.rank][:] = step * 100 + arena.rank
+            results[w][arena.rank * 8 : arena.rank * 8 + 8] = step
+            arena.tell(step, -arena.rank)
+            if rng.random() < 0.1:
+                time.sleep(rng.random() * 1e-3)
+            arena.sync()
+            assert arena.parity == 1 - w
+            assert arena.told(2) == [(step, -rank) for rank in range(size)]
+            for rank, view in enumerate(views[1 - arena.parity]):
+                if rng.random() < 0.02:
+                    time.sleep(1e-4)
+                assert (view == step * 100 + rank).all()
+            assert (results[1 - arena.parity][: 8 * size] == step).all()
+
+    _together(size, body)
+
+
+def test_slots_of_all_ranks_are_apart(several: Ranks) -> None:
+    def body() -> None:
+        arena = _arena()
+        for w in (0, 1):
+            for slot in (arena.slots[w][arena.rank], *([arena.results[w]] if arena.rank == 0 else [])):
+                slot[...] = 17 * arena.rank + w + 1
+        mpicoll.barrier()
+        for w in (0, 1):
+            assert len(arena.slots[w]) == arena.size
+            for rank, slot in enumerate(arena.slots[w]):
+                assert (slot == 17 * rank + w + 1).all()
+                assert slot.ctypes.data % 64 == 0 or mpicoll.world().transport.native is None
+            assert (arena.results[w] == w + 1).all()
+        mpicoll.barrier()
+        arena.run(lambda source, target: arena.sync(), None, None)  # the header is where none of them is
+
+    several(body)
+
+
+def test_numbers_that_are_told_are_whole(several: Ranks) -> None:
+    def body() -> None:
+        arena = _arena()
+        values = (0, 2**63 - 1, -(2**63), arena.rank, 1, 2, 3, 4)
+
+        def tell(source: Any, target: Any) -> None:
+            arena.tell(*values)
+            arena.sync()
+            assert arena.told(8) == [(*values[:3], rank, *values[4:]) for rank in range(arena.size)]
+
+        for _ in range(3):
+            arena.run(tell, None, None)
+
+    several(body)
+
+
+def test_fences_surround_the_flags() -> None:
+    """Ahead of this rank's flag for what it has written, and after those of the others for what it will read."""
+
+    def body(arena: Arena) -> None:
+        log: list[int] = []
+        arena._fence = lambda: log.append(arena._words[arena._mine])
+        for _ in range(3):
+            before = arena._words[arena._mine]
+            log.clear()
+            arena.sync()
+            assert log[0] == before
+            assert log[-1] == before + 2
+
+    _together(2, body)
+
+
+# --- run
+
+
+def _operation(
+    arena: Arena, turn: int, steps: int, failing: dict[int, int], own: np.random.Generator
+) -> Callable[..., None]:
+    """`steps` steps, in the one of its number in `failing` a rank fails; after the last one, too."""
+
+    def operate(source: Any, target: Any) -> None:
+        for step in range(steps):
+            if failing.get(arena.rank) == step:
+                raise _Fault
+            arena.tell(turn, step)
+            if own.random() < 0.1:
+                time.sleep(own.random() * 1e-3)
+            arena.sync()
+            assert arena.told(2) == [(turn, step)] * arena.size
+        if failing.get(arena.rank) == steps:
+            raise _Fault
+
+    return operate
+
+
+def _outcome(arena: Arena, operation: Callable[..., None]) -> str:
+    try:
+        arena.run(operation, None, None)
+    except _Fault:
+        return "own"
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_failure_ends_one_operation() -> None:
+    """At any step of any rank: it gets its own error, the others CommunicationError or nothing, and all are in step."""
+
+    def body(arena: Arena) -> None:
+        plan, own = random("plan"), random("own", arena.rank)
+        for turn in range(200):
+            steps = int(plan.integers(1, 5))
+            failing = {rank: int(plan.integers(0, steps + 1)) for rank in range(arena.size) if plan.random() < 0.3}
+            seen = _outcome(arena, _operation(arena, turn, steps, failing, own))
+            early = [where for where in failing.values() if where < steps]
+            if seen == "own":
+                assert arena.rank in failing
+            elif seen:
+                assert failing, (turn, seen)
+                assert f"rank {arena.rank} of {arena.size}" in seen
+            else:
+                # Only a failure after the last step can have escaped this rank.
+                assert not early
+
+    for size in (2, 3, 4):
+        _together(size, body)
+
+
+def test_failing_at_once_after_a_failure() -> None:
+    """Who has ended one operation may fail in the next one while others still see to the end of the first."""
+
+    def body(arena: Arena) -> None:
+        own = random("at once", arena.rank)
+
+        def refuse(source: Any, target: Any) -> None:
+            raise _Fault
+
+        for turn in range(500):
+            if own.random() < 0.1:
+                time.sleep(own.random() * 1e-4)
+            with pytest.raises(_Fault):
+                arena.run(refuse, None, None)
+            if turn % 10 == 0:
+                arena.run(lambda source, target: arena.sync(), None, None)
+
+    for size in (2, 3):
+        _together(size, body)
+
+
+def test_a_failure_is_one_of_its_own_operation() -> None:
+    """Who is still in the last step of an operation has what it needs, though another fails in the next one by now."""
+
+    def body(arena: Arena) -> None:
+        own = random("own operation", arena.rank)
+
+        def refuse(source: Any, target: Any) -> None:
+            if arena.rank == 1:
+                raise _Fault
+            arena.sync()
+
+        for _ in range(300):
+            arena.run(lambda source, target: arena.sync(), None, None)
+            if own.random() < 0.1:
+                time.sleep(own.random() * 1e-4)
+            with pytest.raises(_Fault if arena.rank == 1 else CommunicationError):
+                arena.run(refuse, None, None)
+
+    for size in (2, 3):
+        _together(size, body)
+
+
+def test_nothing_of_a_failed_step_is_used() -> None:
+    """What a rank has told before is not what it would have told now."""
+
+    def body(arena: Arena) -> None:
+        used: list[object] = []
+
+        def operate(turn: int) -> Callable[[Any, Any], None]:
+            def once(source: Any, target: Any) -> None:
+                if turn == 2 and arena.rank == 1:
+                    raise _Fault
+                arena.tell(turn)
+                arena.sync()
+                used.append(arena.told(1))
+
+            return once
+
+        for turn in range(4):
+            if turn == 2:
+                with pytest.raises(_Fault if arena.rank == 1 else CommunicationError):
+                    arena.run(operate(turn), None, None)
+            else:
+                arena.run(operate(turn), None, None)
+        assert used == [[(turn,)] * arena.size for turn in (0, 1, 3)]
+
+    _together(3, body)
+
+
+def test_an_interrupt_is_a_failure_like_any_other() -> None:
+    def body(arena: Arena) -> None:
+        def interrupted(source: Any, target: Any) -> None:
+            arena.sync()
+            if arena.rank == 0:
+                raise KeyboardInterrupt
+            arena.sync()
+
+        with pytest.raises(KeyboardInterrupt if arena.rank == 0 else CommunicationError):
+            arena.run(interrupted, None, None)
+        arena.run(lambda source, target: arena.sync(), None, None)
+
+    _together(2, body)
+
+
+def test_there_is_no_last_operation() -> None:
+    """The count of operations may wrap; failures are told apart all the same."""
+
+    def body(arena: Arena) -> None:
+        def operate(source: Any, target: Any) -> None:
+            arena.sync()
+            if arena._operation % 3 == arena.rank:
+                raise _Fault
+            arena.sync()
+
+        for start in (2**31 - 4, 2**32 - 4, 2**63 - 4):
+            arena.run(lambda source, target: arena.sync(), None, None)
+            arena.sync()
+            arena._operation = start
+            arena.sync()
+            for _ in range(8):
+                with suppress(_Fault, CommunicationError):
+                    arena.run(operate, None, None)
+                arena.run(lambda source, target: arena.sync(), None, None)
+
+    _together(2, body)
+
+
+# --- those who are gone
+
+
+def test_a_rank_that_has_done_its_part_may_go() -> None:
+    """Between a look at a flag and the question who is gone, the last one may have come and others have left."""
+    gone = threading.Event()
+
+    def body(arena: Arena) -> str:
+        transport: Any = arena._transport
+        if arena.rank == 0:
+            original, asked = transport.check_peers, False
+
+            def check_peers(*arguments: Any) -> None:
+                nonlocal asked
+                if not asked:
+                    asked = True
+                    gone.set()
+                    deadline = time.monotonic() + 10
+                    while not transport.world.dead and time.monotonic() < deadline:
+                        time.sleep(1e-3)
+                original(*arguments)
+
+            transport.check_peers = check_peers
+        if arena.rank == 2:
+            gone.wait(10)
+        arena.run(lambda source, target: arena.sync(), None, None)
+        if arena.rank == 1:
+            transport.world.bury(1)
+        return "done"
+
+    assert _together(3, body) == ["done"] * 3
+
+
+def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
+    def body(arena: Arena) -> None:
+        transport: Any = arena._transport
+        arena.run(lambda source, target: arena.sync(), None, None)
+        if arena.rank == 1:
+            transport.world.bury(1)
+            return
+        for _ in range(3):
+            with pytest.raises((RankFailed, CommunicationError)):
+                arena.run(lambda source, target: arena.sync(), None, None)
+
+    _together(2, body)
+
+
+# --- memory
+
+
+def _segments(arena: Arena) -> int:
+    return len(arena.segments)
+
+
+def test_memory_is_known_as_long_as_it_lives(several: Ranks) -> None:
+    def body() -> None:
+        arena = _arena()
+        before = _segments(arena)
+        one, other = arena.allocate(1000), arena.allocate(0)
+        assert _segments(arena) == before + 2
+        number, offset = arena.find(one)
+        assert number > 0
+        assert offset == 0
+        assert arena.find(one[24:32].view(np.float64)) == (number, 24)
+        assert arena.find(other[:0])[0] in (0, number + 1)
+        assert arena.find(np.zeros(5)) == (0, 0)
+        assert arena.find(None) == (0, 0)
+        part = one[100:200]
+        mpicoll.barrier()
+        del one, other
+        assert arena.find(part) == (number, 100)
+        assert _segments(arena) == before + 1
+        del part
+        mpicoll.barrier()
+        assert _segments(arena) == before
+
+    several(body)
+
+
+def test_memory_of_all_ranks_is_reached(several: Ranks) -> None:
+    def body() -> None:
+        arena = _arena()
+        # Of another size on each rank
+        own = arena.allocate(100 * (arena.rank + 1))
+        own[...] = arena.rank + 1
+        mpicoll.barrier()
+        segment = arena.segments[arena.find(own)[0]]
+        assert sorted(segment.others) == [rank for rank in range(arena.size) if rank != arena.rank]
+        for rank, memory in segment.others.items():
+            assert (memory[: 100 * (rank + 1)] == rank + 1).all()
+        mpicoll.barrier()
+
+    several(body)
+
+
+def test_memory_may_go_while_it_is_looked_for() -> None:
+    """A finaliser runs when it likes: on another thread, or between any two lines of this one."""
+
+    def body(arena: Arena) -> None:
+        done = threading.Event()
+        failures: list[BaseException] = []
+
+        def look() -> None:
+            x = np.ones(3)
+            try:
+                while not done.is_set():
+                    arena.find(x)
+            except RuntimeError as error:
+                failures.append(error)
+
+        for _ in range(3):
+            kept = [arena.allocate(10) for _ in range(30)]
+            done.clear()
+            thread = threading.Thread(target=look)
+            thread.start()
+            while kept:
+                kept.pop()
+                time.sleep(0)
+            done.set()
+            thread.join()
+        assert not failures
+
+    _together(2, body)
+
+
+def test_a_failed_allocation_fails_on_all(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        arena = _arena()
+        for nbytes in (2**62, 2**64):
+            with pytest.raises(mpicoll.CommunicationError, match="can't allocate"):
+                world.progress.run(lambda size=nbytes if world.rank == 1 else 10: arena.allocate(size), ("test",))
+        own = arena.allocate(10)
+        assert arena.find(own)[0] in arena.segments
+        assert (mpicoll.allreduce(np.ones(3), algorithm="slots") == world.size).all()
+
+    several(body)
