@@ -30,6 +30,10 @@ class Library(Protocol):
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         """``target[...] = source`` between storage and work dtype of `dtype`, either way, rounding to nearest."""
 
+    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
+        """For half-precision: ``target[...] = left + right``, rounded once, without a detour by `convert`. Whether that
+        was done; if this library can't, nothing has happened."""
+
 
 @dataclass(slots=True)
 class Buffer:
@@ -89,6 +93,9 @@ class NumpyLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
 
+    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
+        return False
+
 
 class PythonScalars(NumpyLibrary):
     """Python's numbers: a result without dimensions is a Python number again, any other a numpy array."""
@@ -123,6 +130,9 @@ class ArrayApi:
 
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
+
+    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
+        return False
 
 
 NUMPY = NumpyLibrary()

@@ -249,24 +249,25 @@ class Fold:
     operation must be elementwise. Not for several threads at once: it keeps its scratch memory.
     """
 
-    __slots__ = ("_combine", "_convert", "_dtype", "_finish", "_scratch", "_ufunc", "_work")
+    __slots__ = ("_adds", "_combine", "_dtype", "_finish", "_library", "_scratch", "_ufunc")
 
     def __init__(self, reduction: Reduction, buffer: Buffer | None = None) -> None:
         """For operands of `buffer`'s dtype; without one they are of the dtype in which they are reduced, and the caller
         finishes the result."""
         self._combine = reduction.combine
         self._ufunc = _UFUNCS.get(reduction.name)
-        self._work = reduction.work
-        self._scratch = np.empty(0, reduction.work)
-        self._finish = self._dtype = self._convert = None
+        self._adds = reduction.name == "sum"
+        self._finish = self._dtype = self._library = None
         if buffer is not None:
             self._finish = reduction.finish
             if reduction.work != buffer.array.dtype:
-                self._dtype, self._convert = buffer.dtype, buffer.library.convert
+                self._dtype, self._library = buffer.dtype, buffer.library
+                self._adds = self._adds and buffer.dtype.kind == "half"
+                self._scratch = np.empty((2, _WIDE), reduction.work)
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:
         """Write the combination of `parts` to `out`, which may be the memory of one of them, and overlaps no other."""
-        if self._convert is not None:
+        if self._library is not None:
             self._wide(parts, out)
         else:
             # What would be overwritten before its turn.
@@ -286,19 +287,26 @@ class Fold:
                 self._finish(out, len(parts))
 
     def _wide(self, parts: Sequence[Array], out: Array) -> None:
-        assert self._convert is not None
+        assert self._library is not None
         assert self._dtype is not None
-        count = out.size
-        if self._scratch.size < 2 * count:
-            self._scratch = np.empty(2 * count, self._work)
-        total, operand = self._scratch[:count], self._scratch[count : 2 * count]
-        self._convert(parts[0], total, self._dtype)
-        for part in parts[1:]:
-            self._convert(part, operand, self._dtype)
-            self._combine(total, operand, total)
-        if self._finish is not None:
-            self._finish(total, len(parts))
-        self._convert(total, out, self._dtype)
+        convert, dtype = self._library.convert, self._dtype
+        if self._adds and len(parts) == 2 and self._library.add(parts[0], parts[1], out, dtype):
+            return
+        # A few at a time, so that what is wide stays in the innermost cache.
+        for start in range(0, out.size, _WIDE):
+            stop = min(start + _WIDE, out.size)
+            total, operand = self._scratch[0][: stop - start], self._scratch[1][: stop - start]
+            convert(parts[0][start:stop], total, dtype)
+            for part in parts[1:]:
+                convert(part[start:stop], operand, dtype)
+                self._combine(total, operand, total)
+            if self._finish is not None:
+                self._finish(total, len(parts))
+            convert(total, out[start:stop], dtype)
+
+
+_WIDE = 16 * 1024
+"""Elements that are reduced at a time in a wider dtype than theirs."""
 
 
 def identity(reduction: Reduction, dtype: DType) -> Any:

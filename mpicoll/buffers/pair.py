@@ -35,6 +35,9 @@ class PairLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source)
 
+    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
+        return False
+
 
 def recognise_pair(operation: str, x: Any) -> Buffer:
     """The buffer of ``(values, indices)``. Its ``load`` reads both arrays as they are at that time.

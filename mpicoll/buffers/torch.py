@@ -29,6 +29,11 @@ class TorchLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         _tensor(target, dtype).copy_(_tensor(source, dtype))
 
+    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
+        # torch adds halves in float32, and rounds the sum.
+        torch.add(_tensor(left, dtype), _tensor(right, dtype), out=_tensor(target, dtype))
+        return True
+
 
 class BFloat16Library(TorchLibrary):
     """The same for bfloat16, which numpy sees as 16-bit words."""

@@ -59,6 +59,9 @@ _BLOCK = 2e-3
 _BLOCKS = (7, 101)
 """The fewest and the most blocks."""
 
+_TRIAL, _BEHIND = 3, 1.5
+"""After so many blocks, whoever takes so many times as long as the best is measured no more."""
+
 _OPEN_BELOW, _OPEN_ABOVE = 1 << 10, 16 << 20
 """Where the smallest or largest size is beyond these, its rule is for all that are smaller or larger."""
 
@@ -374,6 +377,9 @@ def _measure(
     blocks = asked.blocks or int(min(max(asked.seconds // lap, _BLOCKS[0]), _BLOCKS[1]))
     own: dict[str, list[float]] = {name: [] for name in entered}
     for turn in range(blocks):
+        if turn == _TRIAL:
+            trial = {name: float(np.median(team.slowest(own[name]))) for name in entered}
+            entered = [name for name in entered if trial[name] <= _BEHIND * min(trial.values()) or name == kept]
         first = turn % len(entered)
         for name in entered[first:] + entered[:first]:
             own[name].append(timed(calls[name], repeats[name], team.barrier))

@@ -95,9 +95,11 @@ class _Phases:
         target: Array | None,
         counts: Sequence[int],
         root: int = 0,
+        spare: Array | None = None,
     ) -> None:
         """Add a collective of `comm`. `counts` are the elements of the blocks, or of the vector alone. Where `source`
-        and `target` overlap, one is the other or its part for this rank, and either may be written to."""
+        and `target` overlap, one is the other or its part for this rank. A reduction may write to its `source`, unless
+        there is memory to `spare` for that."""
         whole = self.operation.problem
         reduction = self.operation.reduction if collective in ("allreduce", "reduce", "reduce_scatter") else None
         kind = "float" if whole.kind == "half" else whole.kind
@@ -114,7 +116,7 @@ class _Phases:
             unshared=comm.unshared,
             unread=comm.unread,
         )
-        part = _Part(comm.rank, collective, source, target, tuple(counts), root, reduction, self.check)
+        part = _Part(comm.rank, collective, source, target, tuple(counts), root, reduction, self.check, spare)
         operation = Operation(
             comm,
             problem,
@@ -150,8 +152,9 @@ class _Part:
     root: int
     reduction: Reduction | None
     check: Callable[[], None]
-    blocks: Any = None
-    """Where a schedule works on the blocks of all ranks."""
+    spare: Array | None
+    block: Any = None
+    """Where a schedule, which works on the blocks of all ranks, has that of this rank."""
 
     def flat(self) -> Flat:
         fold = None if self.reduction is None else Fold(self.reduction)
@@ -168,21 +171,25 @@ class _Part:
             ends = extents([offsets[1]] * schedule.scratch)
             scratch = [Region(np.empty(ends[-1], source.dtype), ends)] if schedule.scratch else []
             return [Region(source, offsets), Region(target, offsets), *scratch]
-        whole = source if self.collective in ("reduce_scatter", "scatter") else target
+        whole = target
+        if self.collective in ("reduce_scatter", "scatter"):
+            whole = source if self.spare is None else self.spare
         if whole is None:
             whole = np.empty(offsets[-1], (target if source is None else source).dtype)
-        self.blocks = whole[offsets[self.rank] : offsets[self.rank + 1]]
+        self.block = whole[offsets[self.rank] : offsets[self.rank + 1]]
         return [Region(whole, offsets)]
 
     def load(self) -> None:
         self.check()
         if self.collective in ("allgather", "gather"):
-            self.blocks[...] = self.source
+            self.block[...] = self.source
+        elif self.spare is not None and self.spare is not self.source:
+            self.spare[...] = self.source
 
     def store(self) -> None:
         if self.collective in ("reduce_scatter", "scatter"):
             assert self.target is not None
-            self.target[...] = self.blocks
+            self.target[...] = self.block
 
     def native(self, mpi: Native) -> None:
         self.check()
@@ -266,28 +273,32 @@ def _flat(phases: _Phases) -> tuple[Flat, Any, Any]:
     return flat, flat.source, flat.target
 
 
-def _work(phases: _Phases) -> Array:
-    assert phases.operation.work is not None
-    return phases.operation.work
+def _operand(phases: _Phases) -> tuple[Array, Array]:
+    """Add what brings this rank's operand into the dtype of the reduction. Returns where it is then, which may be the
+    caller's own memory, and the memory for the vector, which may be the same."""
+    flat, source, _ = _flat(phases)
+    work = phases.operation.work
+    assert work is not None
+    direct = source.dtype == work.dtype
+    phases.alone(flat.load if direct else phases.operation.load)
+    return (source if direct else work), work
 
 
 def _allreduce(phases: _Phases) -> None:
     """Between nodes, each rank handles n/L of n bytes."""
-    array = _work(phases)
+    source, array = _operand(phases)
     counts, own = _shares(phases, array)
-    phases.alone(phases.operation.load)
-    phases.phase(phases.node, "reduce_scatter", array, own, counts)
+    phases.phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
     phases.phase(phases.lane, "allreduce", own, own, [own.size])
     phases.phase(phases.node, "allgather", own, array, counts)
     phases.alone(phases.operation.store)
 
 
 def _reduce(phases: _Phases) -> None:
-    array = _work(phases)
+    source, array = _operand(phases)
     counts, own = _shares(phases, array)
     here = phases.comm.node == phases.root_node
-    phases.alone(phases.operation.load)
-    phases.phase(phases.node, "reduce_scatter", array, own, counts)
+    phases.phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
     phases.phase(phases.lane, "reduce", own, own if here else None, [own.size], phases.root_node)
     if here:
         whole = array if phases.comm.local_rank == phases.root_lane else None
@@ -309,14 +320,13 @@ def _bcast(phases: _Phases) -> None:
 
 def _reduce_scatter(phases: _Phases) -> None:
     """In the node, each rank reduces what its lane is to get."""
-    array, rank = _work(phases), phases.comm.rank
-    counts = _flat(phases)[0].counts
+    source, array = _operand(phases)
+    counts, rank = _flat(phases)[0].counts, phases.comm.rank
     blocks = _Packed(phases, counts)
-    packed = blocks.memory(array)
-    mine, begin = blocks.own(packed), sum(counts[:rank])
-    phases.alone(phases.operation.load)
-    phases.alone(lambda: blocks.pack(array, packed))
-    phases.phase(phases.node, "reduce_scatter", packed, mine, blocks.lanes)
+    packed, spare = blocks.memory(source), blocks.memory(array)
+    mine, begin = blocks.own(spare), sum(counts[:rank])
+    phases.alone(lambda: blocks.pack(source, packed))
+    phases.phase(phases.node, "reduce_scatter", packed, mine, blocks.lanes, spare=spare)
     phases.phase(phases.lane, "reduce_scatter", mine, array[begin : begin + counts[rank]], blocks.lane)
     phases.alone(phases.operation.store)
 

@@ -1,0 +1,118 @@
+"""Run a program on several hosts that this machine plays: network namespaces behind a bridge. Needs root and iproute2.
+
+    python ci/hosts.py --rate 1gbit 2 4 python program.py     2 hosts, 4 ranks on each, links of 1 Gbit/s
+
+Each host has its own name, address and /dev/shm; mpirun (Open MPI 5) reaches them without ssh. All of it lives in
+namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. The exit status is
+the program's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_INSIDE = "MPICOLL_HOSTS_INSIDE"
+_ROOT = Path(__file__).resolve().parents[1]
+
+_HOST = """\
+set -e
+hostname {name}
+mount --bind {names} /etc/hosts
+mount -t tmpfs tmpfs /dev/shm
+ip link set lo up
+echo ready
+exec sleep infinity
+"""
+
+_AGENT = """\
+#!/bin/sh
+pid=$(cat {folder}/$1)
+shift
+exec nsenter --target "$pid" --net --uts --mount --wd="$PWD" sh -c "$*"
+"""
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("hosts", type=int)
+    parser.add_argument("ranks", type=int, help="on each host")
+    parser.add_argument("--rate", help="of each host's link, such as 1gbit; as fast as it goes if left out")
+    parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun, in one word")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    return parser.parse_args()
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def _make_host(number: int, folder: Path, rate: str | None) -> int:
+    """A host. Returns the process that holds its namespaces."""
+    name = f"h{number}"
+    text = _HOST.format(name=name, names=folder / "hosts")
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--uts", "--mount", "sh", "-c", text], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    if holder.stdout.readline() != b"ready\n":
+        raise SystemExit(f"host {name} can't be made; is this root, with the right to make namespaces?")
+    pid = str(holder.pid)
+    _ip("link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", pid)
+    _ip("link", "set", f"port{number}", "master", "switch", "up")
+    inside = ["nsenter", "--target", pid, "--net"]
+    subprocess.run([*inside, "ip", "addr", "add", f"10.78.0.{number + 1}/24", "dev", "eth0"], check=True)
+    subprocess.run([*inside, "ip", "link", "set", "eth0", "up"], check=True)
+    if rate is not None:
+        shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        subprocess.run([*inside, *shape], check=True)
+    (folder / name).write_text(pid)
+    return holder.pid
+
+
+def _run(arguments: argparse.Namespace, folder: Path) -> int:
+    hosts = [f"h{number}" for number in range(arguments.hosts)]
+    lines = ["127.0.0.1 localhost", *(f"10.78.0.{number + 1} {name}" for number, name in enumerate(hosts))]
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
+    _ip("link", "set", "lo", "up")
+    _ip("link", "add", "name", "switch", "type", "bridge")
+    _ip("link", "set", "switch", "up")
+    first, *_ = [_make_host(number, folder, arguments.rate) for number in range(arguments.hosts)]
+    agent = folder / "agent"
+    agent.write_text(_AGENT.format(folder=folder))
+    agent.chmod(0o755)
+    places = ",".join(f"{name}:{arguments.ranks}" for name in hosts)
+    command = ["mpirun", "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", "10.78.0.0/24"]
+    command += ["--mca", "btl_tcp_if_include", "10.78.0.0/24", "--mca", "mpi_yield_when_idle", "1"]
+    command += ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "-np", str(arguments.hosts * arguments.ranks)]
+    command += [*shlex.split(arguments.mpirun), *arguments.program]
+    environment = 'source "$0" && exec nsenter --target "$1" --net --uts --mount --wd="$PWD" "${@:2}"'
+    setting = str(_ROOT / "ci" / "env.sh")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", environment, setting, str(first), *command], check=False, env=os.environ | {"PATH": path}
+    ).returncode
+
+
+def main() -> None:
+    arguments = _arguments()
+    if not arguments.program:
+        raise SystemExit("no program to run; see --help")
+    if _INSIDE not in os.environ:
+        os.environ[_INSIDE] = "1"
+        # When the first process of the new namespace ends, the kernel ends all others in it.
+        namespaces = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        os.execvp("unshare", ["unshare", *namespaces, sys.executable, __file__, *sys.argv[1:]])
+    del os.environ[_INSIDE]
+    with tempfile.TemporaryDirectory(prefix="mpicoll-hosts-") as folder:
+        status = _run(arguments, Path(folder))
+    raise SystemExit(status)
+
+
+if __name__ == "__main__":
+    main()
