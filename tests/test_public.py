@@ -18,15 +18,15 @@ NAMES = re.findall(
     MpicollError Op Plan RankError RankFailed Request ScheduleError SetupError ShapeError SpawnError Status
     Timeout TruncationError
     algorithms allgather allgather_init allreduce allreduce_init alltoall alltoall_init barrier barrier_init bcast
-    bcast_init explain exscan exscan_init gather gather_init iallgather iallreduce ialltoall ibarrier ibcast iexscan
-    igather iprobe irecv ireduce ireduce_scatter iscan iscatter isend premul_sum probe recv reduce reduce_init
+    bcast_init empty explain exscan exscan_init gather gather_init iallgather iallreduce ialltoall ibarrier ibcast
+    iexscan igather iprobe irecv ireduce ireduce_scatter iscan iscatter isend premul_sum probe recv reduce reduce_init
     reduce_scatter reduce_scatter_init run_local scan scan_init scatter scatter_init schedules send sendrecv spawn
     waitall waitany world
     """,
 )
 
 COMMUNICATOR = re.findall(
-    r"\w+", "check duplicate free group local_rank local_size mpi next_tag node node_comm num_nodes split"
+    r"\w+", "arena check duplicate free group levels local_rank local_size mpi next_tag node node_comm num_nodes split"
 )
 
 

@@ -19,9 +19,9 @@ SLOT = 1 << 20
 _WORDS = 32
 """Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
 
-_ENDED, _TOLD = (1, 2), (8, 16)
-"""Which of a rank's words hold the ends of its last two operations, and what it tells the others at even and odd steps.
-The first one holds its step. A rank can be ahead of another by one operation, no more."""
+_ENDED, _ASKED, _TOLD = (1, 2), (3, 4), (8, 16)
+"""Which of a rank's words hold the ends of its last two operations, what these are, and what it tells the others at
+even and odd steps. The first one holds its step. A rank can be ahead of another by one operation, no more."""
 
 _SPINS = 20
 """Looks at a flag before the core is left to others; more is poison where ranks share cores."""
@@ -120,7 +120,12 @@ class Arena:
 
     def _wait(self, at: int, step: int) -> int:
         words, pause = self._words, _Pause(self._transport)
+        which = _ASKED[self._operation & 1]
+        mine = words[self._mine + which]
         while (seen := words[at]) < step:
+            asked = words[at + which]
+            if asked >> 32 == self._operation and asked != mine:
+                self.agree()  # it may take fewer steps, and never come
             try:
                 pause([at // _WORDS])
             except RankFailed:
@@ -141,12 +146,19 @@ class Arena:
         return [tuple(words[peer * _WORDS + first + i] for i in range(count)) for peer in range(self.size)]
 
     def run(
-        self, body: Body, source: Array | None, target: Array | None, load: Callable[[], None] | None = None
+        self,
+        body: Body,
+        source: Array | None,
+        target: Array | None,
+        load: Callable[[], None] | None = None,
+        signature: int = 0,
     ) -> None:
         """Carry out an operation: ``body(source, target)``, after `load`.
 
-        If it fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they
-        need already. The ranks are in step again afterwards."""
+        Ranks that carry out operations of different `signature`, a number of 32 bits, get CommunicationError. If one
+        fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they need
+        already. The ranks are in step again afterwards.
+        """
         if self._step >= _GONE:
             raise CommunicationError(
                 f"rank {self.rank} of {self.size} (of this node): an operation was given up, and the ranks are out of"
@@ -154,10 +166,12 @@ class Arena:
             )
         begin = self._step
         self._operation = operation = self._operation + 1 & _OPERATIONS
+        self._words[self._mine + _ASKED[operation & 1]] = operation << 32 | signature
         try:
             if load is not None:
                 load()
             body(source, target)
+            self.agree()
         except BaseException:
             try:
                 self._let_through(begin)
@@ -166,6 +180,17 @@ class Arena:
                 raise
             raise
         self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
+
+    def agree(self) -> None:
+        """After a first step: raise CommunicationError if another rank carries out another operation."""
+        words, which = self._words, _ASKED[self._operation & 1]
+        mine = words[self._mine + which]
+        for at in self._others:
+            if words[at + which] != mine:
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has called another"
+                    " collective, or one of another size, dtype, op, root or algorithm"
+                )
 
     def _let_through(self, begin: int) -> None:
         """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
@@ -235,7 +260,7 @@ class Arena:
         """The segment in which `array` lies, and where; (0, 0) if it lies in none."""
         if array is not None:
             address = array.__array_interface__["data"][0]
-            for number, segment in tuple(self.segments.items()):  # an array may die meanwhile
+            for number, segment in self.segments.copy().items():  # an array may die meanwhile
                 offset = address - segment.address
                 if 0 <= offset < segment.nbytes:
                     return number, offset

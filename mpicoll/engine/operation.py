@@ -48,8 +48,8 @@ class Operation:
 
     `flat` is what it works on through shared memory. `native` runs the MPI library's own collective. For a schedule,
     `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` moves
-    what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but to
-    call one of MPI's collectives on memory that stays the same. Reductions have a `reduction`, and `work`, the whole
+    what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but
+    to call one of MPI's collectives on memory that stays the same. Reductions have a `reduction`, and `work`, the whole
     vector between `load` and `store`.
     """
 
@@ -137,7 +137,7 @@ class Unshared(Exception):
 class Shared:
     """A collective through shared memory, on any arrays of one kind."""
 
-    __slots__ = ("_arena", "_body", "_comm", "_spec")
+    __slots__ = ("_arena", "_body", "_comm", "_signature", "_spec")
 
     def __init__(
         self,
@@ -153,6 +153,7 @@ class Shared:
         self._spec = shared.Spec(
             problem.collective, choice.algorithm.name, dtype, counts, problem.root, fold, choice.segment
         )
+        self._signature = self._spec.signature
         self._arena: Arena | None = None
         self._body: Body | None = None
 
@@ -171,7 +172,8 @@ class Shared:
             if arena is None:
                 raise Unshared
             self._body = shared.bind(arena, self._spec)
-        arena.run(self._body, source, target, load)  # type: ignore[arg-type]  # bound together with the arena
+        assert self._body is not None
+        arena.run(self._body, source, target, load, self._signature)
 
 
 def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:

@@ -241,7 +241,10 @@ def _piece(collective: str, name: str, text: str) -> int:
     """The bytes of the pieces of a method."""
     if name == "slots":
         raise AlgorithmError(f"{collective} algorithm {name}/{text}: {name} has no pieces")
-    nbytes = _bytes(text)
+    try:
+        nbytes = _bytes(text)
+    except AlgorithmError:
+        nbytes = 0
     if not 4096 <= nbytes <= SLOT:
         raise AlgorithmError(
             f"{collective} algorithm {name}/{text}: the part behind / must be the bytes of a piece, from 4k to"

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -63,6 +64,13 @@ class Spec:
     fold: Fold | None = None
     segment: int | None = None
     """Bytes of a piece."""
+
+    @property
+    def signature(self) -> int:
+        """The same on all ranks, and for other operations nearly always another."""
+        what = self.dtype.itemsize if self.fold is None else self.fold.what
+        asked = (self.collective, self.method, what, self.counts, self.root, self.segment)
+        return crc32(repr(asked).encode())
 
 
 def piece_bytes(size: int) -> int:
@@ -332,6 +340,8 @@ class _Direct:
         arena.tell(*where, _address(source), _address(target))
         arena.sync()
         told = arena.told(6)
+        # Before anything is written to the memory of others.
+        arena.agree()
         if allocated and self._registered(told, source, target):
             arena.sync()
             return True

@@ -624,7 +624,9 @@ class _Walk:
 
     def leave(self, index: int) -> None:
         self.clock[index] = self.latest[index]
-        self.ledger.leave(self.messages[index], self.clock[index], chunks_reduced(self.part.round(self.exchange, index)))
+        self.ledger.leave(
+            self.messages[index], self.clock[index], chunks_reduced(self.part.round(self.exchange, index))
+        )
         self.messages[index] = []
         self.todo.append(index)
 
