@@ -93,6 +93,10 @@ class Reduction:
     commutative: bool = True
     elementwise: bool = True
 
+    def changes(self, dtype: np.dtype[Any]) -> bool:
+        """Whether operands of `dtype` are not just combined as they are."""
+        return self.prepare is not None or self.finish is not None or dtype != self.work
+
 
 def reduction(
     operation: str, op: OpLike, dtype: DType, wrap: Callable[[Array], Any], shape: tuple[int, ...]

@@ -114,4 +114,5 @@ def prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorit
         load=load,
         store=target.store,
         bare=source.own and target.own,
+        direct=lambda mpi, source, target: mpi.allgather(source, target, sizes),
     )

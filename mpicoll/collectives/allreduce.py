@@ -110,4 +110,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         load=work.load,
         store=work.store,
         bare=direct is not None and reduction.native is not None,
+        direct=None
+        if reduction.changes(buffer.array.dtype)
+        else lambda mpi, source, target: mpi.allreduce(source, target, name),
     )

@@ -138,4 +138,5 @@ def prepare(
         load=source.load,
         store=target.store,
         bare=source.own and target.own,
+        direct=lambda mpi, source, target: mpi.alltoall(source, target),
     )

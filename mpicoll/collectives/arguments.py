@@ -207,6 +207,7 @@ def problem(
         native=native,
         unshared=comm.unshared,
         unread=comm.unread,
+        allocated=comm.allocated,
     )
     if algorithm is not None:
         choose(wanted, algorithm)  # now, so that a wrong choice is found together with the other arguments

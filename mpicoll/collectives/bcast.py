@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.buffer import numpy_views
+from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template
 from mpicoll.collectives.memory import Source, Target, vector
@@ -88,6 +89,11 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         mpi.bcast(raw, root)
         target.store()
 
+    def direct(mpi: Native, source: Array | None, into: Array) -> None:
+        if comm.rank == root and source is not None and source is not into:
+            into[...] = source
+        mpi.bcast(into, root)
+
     def flat() -> Flat:
         count = (raw.size,)
         if comm.rank != root:
@@ -106,4 +112,5 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         load=load,
         store=target.store,
         bare=in_place,
+        direct=direct,
     )

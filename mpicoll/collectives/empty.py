@@ -64,9 +64,5 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
 
 
 def _memory(comm: Communicator, nbytes: int) -> Array:
-    def allocate() -> Array:
-        arena = comm.arena()
-        return np.empty(nbytes, np.uint8) if arena is None else arena.allocate(nbytes)[:nbytes]
-
-    memory: Array = comm.progress.run(allocate, ("empty of", nbytes, "bytes on", comm))
+    memory: Array = comm.progress.run(comm.allocate, ("empty of", nbytes, "bytes on", comm), nbytes)
     return memory

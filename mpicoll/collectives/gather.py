@@ -124,4 +124,5 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
         flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=source.load, store=store),
         load=load,
         store=store,
+        direct=lambda mpi, source, target: mpi.gather(source, target, sizes, root),
     )

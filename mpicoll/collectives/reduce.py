@@ -82,9 +82,11 @@ def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorit
     target = arguments.result("reduce", out, buffer, buffer.array.shape) if mine else None
     work = Work(buffer, reduction, target, comm.size)
 
+    name = reduction.native or ""
+
     def native(mpi: Native) -> None:
         source = work.operand()
-        mpi.reduce(source, work.array if mine else None, reduction.native or "", root)
+        mpi.reduce(source, work.array if mine else None, name, root)
         work.store()
 
     return Operation(
@@ -108,4 +110,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorit
         work=work.array,
         load=work.load,
         store=work.store,
+        direct=None
+        if reduction.changes(buffer.array.dtype)
+        else lambda mpi, source, target: mpi.reduce(source, target, name, root),
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.buffer import numpy_views
+from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
@@ -106,10 +107,15 @@ def prepare(
     # MPI writes the block where it belongs, if that has the dtype of the reduction.
     part = target.array if block.array.dtype == reduction.work else np.empty(elements[comm.rank], reduction.work)
 
+    name = reduction.native or ""
+
     def native(mpi: Native) -> None:
         source = work.operand()
-        mpi.reduce_scatter(source, part, sizes, reduction.native or "")
+        mpi.reduce_scatter(source, part, sizes, name)
         store()
+
+    def direct(mpi: Native, source: Array, target: Array) -> None:
+        mpi.reduce_scatter(source, target, sizes, name)
 
     def scheduled_store() -> None:
         part[...] = work.array[offsets[comm.rank] : offsets[comm.rank + 1]]
@@ -149,4 +155,7 @@ def prepare(
         work=work.array,
         load=work.load,
         store=scheduled_store,
+        direct=None
+        if reduction.finish
+        else lambda mpi, source, target: mpi.reduce_scatter(source, target, sizes, name),
     )

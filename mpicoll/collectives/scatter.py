@@ -127,4 +127,5 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
         flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=load, store=target.store),
         load=load,
         store=store,
+        direct=lambda mpi, source, target: mpi.scatter(source, target, sizes, root),
     )

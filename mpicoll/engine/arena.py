@@ -13,7 +13,7 @@ from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import give_way
 
-SLOT = 1 << 20
+SLOT = 1 << 21
 """Bytes of a slot."""
 
 _WORDS = 32
@@ -23,8 +23,9 @@ _ENDED, _ASKED, _TOLD = (1, 2), (3, 4), (8, 16)
 """Which of a rank's words hold the ends of its last two operations, what these are, and what it tells the others at
 even and odd steps. The first one holds its step. A rank can be ahead of another by one operation, no more."""
 
-_SPINS = 20
-"""Looks at a flag before the core is left to others; more is poison where ranks share cores."""
+_SPINS = {True: 1000, False: 20}
+"""Looks at a flag before the core is left to others. Where ranks share cores more of them are poison; where they don't,
+less of them give the core away to whatever else runs on the machine."""
 
 _PATIENCE = 3000
 """Looks at a flag after which whoever is late is not just late."""
@@ -90,6 +91,7 @@ class Arena:
         self._mine = rank * _WORDS
         self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
         self._fence = transport.fence
+        self._spins = range(_SPINS[transport.own_cores])
 
     def sync(self) -> None:
         """End a step: what all ranks wrote before is there for all to read afterwards. Raises CommunicationError if
@@ -119,9 +121,13 @@ class Arena:
         return ended >> 32 != self._operation or bool(ended & _BADLY)
 
     def _wait(self, at: int, step: int) -> int:
-        words, pause = self._words, _Pause(self._transport)
+        words = self._words
+        for _ in self._spins:
+            seen = words[at]
+            if seen >= step:
+                return seen
         which = _ASKED[self._operation & 1]
-        mine = words[self._mine + which]
+        mine, pause = words[self._mine + which], _Pause(self._transport)
         while (seen := words[at]) < step:
             asked = words[at + which]
             if asked >> 32 == self._operation and asked != mine:
@@ -278,8 +284,7 @@ class _Pause:
 
     def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
-        if self._turns > _SPINS:
-            give_way()
+        give_way()
         if self._turns == _PATIENCE:
             self._begin = time.monotonic()
         if self._turns >= _PATIENCE:

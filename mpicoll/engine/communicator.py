@@ -8,12 +8,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+import numpy as np
+
 from mpicoll.engine.arena import Arena
 from mpicoll.engine.model import UNTUNED, Table, shape_of, site
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, RankError
-from mpicoll.transport.base import Transport
+from mpicoll.transport.base import Memory, Transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,6 +47,8 @@ class Communicator:
         self.progress = Progress(name, watch, background=transport.background, explain=transport.explain)
         # Small operations that were prepared once, by what tells them apart.
         self.repeated: dict[tuple[Any, ...], Any] = {}
+        # Whether the ranks have made memory that all of them reach.
+        self.allocated = False
         self.watch = watch
         # Why no memory can be shared, or read directly, among all ranks; the same on all of them.
         self.unshared, self.unread = _apart(transport)
@@ -152,6 +156,28 @@ class Communicator:
                 Communicator(lane, self.watch, name=f"{name}/lane", world=False, table=table),
             )
         return self._levels
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Collective, to be called by operations: memory of `nbytes` that all ranks reach, if it can be had, for as
+        long as an array lies in it. What was chosen for earlier calls is chosen anew."""
+        arena = self.arena()
+        if arena is None:
+            return np.empty(nbytes, np.uint8)
+        memory = arena.allocate(nbytes)[:nbytes]
+        self._choose_anew()
+        return memory
+
+    def adopt(self, memory: Memory, fd: int) -> int:
+        """Collective, to be called by operations where there is an arena: see :meth:`Arena.adopt`."""
+        assert self._arena is not None
+        number = self._arena.adopt(memory, fd)
+        self._choose_anew()
+        return number
+
+    def _choose_anew(self) -> None:
+        if not self.allocated:
+            self.allocated = True
+            self.repeated.clear()
 
     def node_comm(self) -> Communicator:
         """Collective over all ranks: the communicator of the ranks on this rank's node, in the order of rank."""

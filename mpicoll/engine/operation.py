@@ -49,7 +49,8 @@ class Operation:
     `flat` is what it works on through shared memory. `native` runs the MPI library's own collective. For a schedule,
     `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` moves
     what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but
-    to call one of MPI's collectives on memory that stays the same. Reductions have a `reduction`, and `work`, the whole
+    to call one of MPI's collectives on memory that stays the same; `direct` calls it for other arrays like those of
+    `flat`, where nothing else is to be done. Reductions have a `reduction`, and `work`, the whole
     vector between `load` and `store`.
     """
 
@@ -64,6 +65,7 @@ class Operation:
     load: Callable[[], None] = _nothing
     store: Callable[[], None] = _nothing
     bare: bool = False
+    direct: Callable[[Native, Any, Any], None] | None = None
     reduction: Reduction | None = None
     work: Array | None = None
 

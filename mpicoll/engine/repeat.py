@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, run
-from mpicoll.engine.select import Choice, Method, choose, forced
+from mpicoll.engine.select import NATIVE, Choice, Method, choose, forced
 
 Kept: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool]]"
 """What carries out a call ``(x, out)`` and returns its result, and whether it can do so for these."""
@@ -75,12 +76,13 @@ def _kept(operation: Operation, x: Array, prepare: Callable[[Array, Any], Operat
     """What to keep of a call like `operation`; None if such are better prepared anew."""
     choice = choose(operation.problem, operation.algorithm)
     shared = isinstance(choice.algorithm, Method)
-    nbytes = operation.problem.nbytes
-    if not shared and (nbytes is None or nbytes > _BYTES):
+    small = operation.problem.nbytes is not None and operation.problem.nbytes <= _BYTES
+    native = choice.algorithm is None and choice.name == NATIVE and operation.direct is not None
+    if not shared and not small and not native:
         return None
     own = np.empty(x.shape, x.dtype)
     prepared = prepare(own, None)
-    return _through_memory(own, prepared, choice) if shared else _by_copies(own, prepared)
+    return _by_copies(own, prepared) if small and not shared else _on_arrays(own, prepared, choice)
 
 
 def _by_copies(own: Array, operation: Operation) -> Kept:
@@ -114,13 +116,20 @@ def _like(value: Any) -> Callable[[Array, Any], bool]:
     return fits
 
 
-def _through_memory(own: Array, operation: Operation, choice: Choice) -> Kept | None:
-    """Through shared memory, from the caller's arrays to the caller's arrays."""
+def _on_arrays(own: Array, operation: Operation, choice: Choice) -> Kept | None:
+    """From the caller's arrays to the caller's arrays, through shared memory or by MPI."""
     assert operation.flat is not None
     flat, value = operation.flat(), operation.result()
     if not _lies_in(flat.source, own) or not _lies_in(flat.target, value):
         return None
-    carry_out = Shared.of(operation, choice, flat)
+    carry_out: Callable[[Any, Any], None]
+    if isinstance(choice.algorithm, Method):
+        carry_out = Shared.of(operation, choice, flat)
+    else:
+        native = operation.comm.transport.native
+        if operation.direct is None or native is None:
+            return None
+        carry_out = partial(operation.direct, native)
     read, write = _flattener(flat.source, own), _flattener(flat.target, value)
     in_place, like = operation.problem.collective in _IN_PLACE, _like(value)
     # What is large must not be kept.
@@ -129,7 +138,8 @@ def _through_memory(own: Array, operation: Operation, choice: Choice) -> Kept | 
     def again(x: Array, out: Any) -> Any:
         if out is None and shape is not None:
             out = np.empty(shape, dtype)
-        carry_out(read(x), write(out))
+        source = read(x)
+        carry_out(source, source if out is x and source is not None else write(out))
         return out
 
     def fits(x: Array, out: Any) -> bool:

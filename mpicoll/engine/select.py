@@ -39,14 +39,10 @@ _INSTEAD = {"integer": "float", "complex": "float"}
 """The class whose rules serve where none were tuned for the class itself: bytes are reduced about as fast."""
 
 TABLE = (
-    "allreduce:0-4k:native,0-32k:slots,32k-inf:pieces,0-inf:native;"
-    "reduce:0-4k:native,0-32k:slots,32k-inf:pieces,0-inf:native;"
-    "reduce_scatter:0-4k:native,0-inf:pieces,0-inf:native;"
-    "bcast:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
-    "allgather:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
-    "gather:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
-    "scatter:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
-    "alltoall:0-4k:native,4k-4m:pieces,4m-inf:cma,0-inf:pieces,0-inf:native;"
+    "allreduce:0-4k:native,0-32k:slots,0-8m:pieces,8m-inf:cma,0-inf:pieces,0-inf:native;"
+    "reduce:0-32k:native,0-32k:slots,0-512k:native,0-8m:pieces,8m-inf:cma,0-inf:pieces,0-inf:native;"
+    "reduce_scatter:0-8k:native,0-8m:pieces,8m-inf:cma,0-inf:pieces,0-inf:native;"
+    "bcast:native;gather:native;scatter:native;allgather:native;alltoall:native;"
     "scan:native;exscan:native;barrier:native"
 )
 """What is taken unless something is forced."""
@@ -71,6 +67,9 @@ _SEGMENT = 128 * 1024
 
 _MAX_SEGMENTS = 64
 
+_DIRECT_BYTES = 4096
+"""From here on methods are preferred if they may find the buffers in memory that all ranks reach."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -92,6 +91,8 @@ class Problem:
     native: str | None = None
     unshared: str | None = "there is no shared memory"
     unread: str | None = "there is no shared memory"
+    allocated: bool = False
+    """Whether buffers may lie in memory of :func:`mpicoll.empty`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,9 @@ def resolve(collective: str, text: str) -> tuple[Algorithm | Method | Hierarchy 
     name, slash, detail = text.partition("/")
     if name == NATIVE and not slash:
         return None, None
-    if name == HIERARCHICAL and not slash and collective in _BY_NODES:
+    if name == HIERARCHICAL and collective in _BY_NODES:
+        if slash:
+            raise AlgorithmError(f"{collective} algorithm {text!r}: {name} has no pieces")
         return Hierarchy(), None
     if name in METHODS.get(collective, ()):
         return Method(name), _piece(collective, name, detail) if slash else None
@@ -295,6 +298,9 @@ def _candidates(problem: Problem, context: Rules) -> Iterator[tuple[str, str]]:
     for rules, why in ((context, "forced by `with algorithms`"), (_environment(), "forced by MPICOLL_ALGORITHMS")):
         for name, _ in _matching(rules, problem):
             yield name, why
+    if problem.allocated and (problem.nbytes or 0) >= _DIRECT_BYTES:
+        for name in METHODS.get(problem.collective, ())[-2:]:
+            yield name, "there is memory of mpicoll.empty, in which it needs no copies"
     yield from _tuned(problem)
     for name, extent in _matching(parse(TABLE), problem):
         yield name, f"table{extent}"

@@ -30,7 +30,7 @@ from mpicoll.engine.execute import cut, extents
 
 METHODS = {
     "allreduce": ("slots", "pieces", "cma"),
-    "reduce": ("slots", "pieces"),
+    "reduce": ("slots", "pieces", "cma"),
     "reduce_scatter": ("pieces", "cma"),
     "bcast": ("pieces", "cma"),
     "allgather": ("pieces", "cma"),
@@ -41,7 +41,7 @@ METHODS = {
 }
 """The methods of each collective."""
 
-SLOTS = SLOT // 4
+SLOTS = 256 * 1024
 """The largest vectors for ``slots``: in the dtype in which they are reduced they may be larger than in the caller's."""
 
 _LINE = 64
@@ -74,8 +74,9 @@ class Spec:
 
 
 def piece_bytes(size: int) -> int:
-    """The default size of a piece: all slots in use stay in the caches that cores share."""
-    return max(64 * 1024, min(512 * 1024, 4 * 1024 * 1024 // size))
+    """The default size of a piece for `size` ranks, each of which works on its share of it: small enough for the shares
+    of all steps at hand to stay in a core's cache, and large enough for the synchronisation to be cheap."""
+    return min(SLOT, size * 512 * 1024)
 
 
 def bind(arena: Arena, spec: Spec) -> Body:
@@ -330,10 +331,13 @@ class _Direct:
         self._moves = _moves(spec, arena.rank, arena.size) if spec.fold is None else []
         self._copy_own = _own(self._moves, arena.rank)
         self._scratch: list[Array] = []
+        self._share: Array | None = None
 
     def run(self, source: Any, target: Any) -> bool:
         """Carry it out, if it can be; whether it was."""
         arena = self._arena
+        if self._reads and target is None and self._spec.fold is not None:
+            target = self._own_share()
         # What this rank still has of it may differ from rank to rank; what was ever allocated does not.
         allocated = arena.allocated > 0
         where = (*arena.find(source), *arena.find(target)) if allocated else (0, 0, 0, 0)
@@ -444,12 +448,25 @@ class _Direct:
             self._read_and_reduce(told, source, target, begin, begin + spec.counts[arena.rank], begin)
         else:
             shares = _shares(spec.counts[0], arena.size, spec.dtype.itemsize)
-            self._read_and_reduce(told, source, target, shares[arena.rank], shares[arena.rank + 1], 0)
+            low, high = shares[arena.rank], shares[arena.rank + 1]
+            reduce = spec.collective == "reduce"
+            # Ranks that get no result keep their share for the root.
+            partial = reduce and arena.rank != spec.root
+            self._read_and_reduce(told, source, target, low, high, low if partial else 0)
             arena.sync()
+            if partial:
+                return
             itemsize, here = spec.dtype.itemsize, told[arena.rank][5]
             for peer in self._others():
                 start, stop = shares[peer] * itemsize, shares[peer + 1] * itemsize
-                arena.readers[peer](told[peer][5] + start, here + start, stop - start)
+                arena.readers[peer](told[peer][5] + (0 if reduce else start), here + start, stop - start)
+
+    def _own_share(self) -> Array:
+        """Where a rank that gets no result keeps its share of it."""
+        if self._share is None:
+            shares = _shares(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
+            self._share = np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
+        return self._share
 
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all ask the same one."""

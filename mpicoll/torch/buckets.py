@@ -68,7 +68,7 @@ class _Buckets:
             fd = -1
         whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         try:
-            return arena.adopt(whole.numpy(), fd)
+            return self._comm.adopt(whole.numpy(), fd)
         except CommunicationError as error:
             _log.warning("DDP's bucket of %d bytes is not shared among the ranks: %s", memory.nbytes, error)
             return None

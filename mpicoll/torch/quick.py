@@ -53,7 +53,8 @@ class Quick:
         self._comm = comm
         self._run = comm.progress.run
         self._native = comm.transport.native
-        self._kept: dict[tuple[Any, ...], Any] = {}
+        # Together with what native calls keep, which goes when choices may change.
+        self._kept = comm.repeated
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
         """In place; see :func:`mpicoll.torch.jobs.all_reduce`."""

@@ -119,6 +119,11 @@ class Transport(Protocol):
         """Collective, on a group of one node: what reads each rank's private memory."""
 
     @property
+    def own_cores(self) -> bool:
+        """On a group of one node: whether each rank has a core to itself, on which it may look for others without
+        pause."""
+
+    @property
     def fence(self) -> Callable[[], object] | None:
         """What keeps this rank's accesses to shared memory in their order; None where the hardware does."""
 

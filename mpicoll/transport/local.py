@@ -259,6 +259,7 @@ class LocalTransport:
     max_tag = 2**31 - 1
     background = True
     unread = None
+    own_cores = False
     fence = None
 
     def __init__(

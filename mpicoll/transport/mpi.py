@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, TruncationError
-from mpicoll.transport import shm
+from mpicoll.transport import probe, shm
 from mpicoll.transport.base import Envelope, Memory, Message, Native, Read, poll, renumber
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -349,6 +349,11 @@ class MpiTransport:
 
     def readers(self) -> list[Read]:
         return [shm.reader(pid) for pid in self._collective.allgather(os.getpid())]
+
+    @property
+    def own_cores(self) -> bool:
+        # Not the cores to which this process is bound: a launcher gives each rank its own, if there are enough.
+        return probe.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
 
     @property
     def fence(self) -> Callable[[], object] | None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _SIGNS = (*_SIZES, "PMI_RANK", "PMIX_RANK", "PMI_FD", "PMI_PORT")
 
 
@@ -20,3 +21,11 @@ def launched_size(environ: Mapping[str, str]) -> int | None:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     return None
+
+
+def local_ranks(environ: Mapping[str, str], size: int) -> int:
+    """How many of the `size` ranks of the job are on this node, if the launcher says so; else all of them."""
+    for name in _LOCAL_SIZES:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return size

@@ -197,7 +197,8 @@ def test_no_byte_crosses_more_often_than_it_has_to(
         comms = Orders()
         call, between, least = _calls(comms[order])[collective]
         # Shared memory is refused between nodes.
-        with mpicoll.algorithms(**{collective: f"0-inf:pieces,0-inf:{between}"}):
+        rules = dict.fromkeys(COLLECTIVES, "pieces") | {collective: f"0-inf:pieces,0-inf:{between}"}
+        with mpicoll.algorithms(**rules):
             call()
         comms.free()
         return least
@@ -251,7 +252,7 @@ def test_requests_that_it_refuses() -> None:
             mpicoll.alltoall(x, counts=(counts, counts), algorithm=BY_NODES)
         with pytest.raises(mpicoll.AlgorithmError, match="barrier has no algorithm"):
             mpicoll.barrier(algorithm=BY_NODES)
-        with pytest.raises(mpicoll.AlgorithmError, match="no algorithm 'hierarchical/2'"):
+        with pytest.raises(mpicoll.AlgorithmError, match="'hierarchical/2': hierarchical has no pieces"):
             mpicoll.allreduce(x, algorithm=f"{BY_NODES}/2")
         # In a block, the next best is taken.
         with mpicoll.algorithms(allreduce=BY_NODES):
@@ -326,7 +327,10 @@ def test_after_a_failure_on_one_rank_all_are_in_step() -> None:
         return raised, took, float(plan().sum()) + float(mpicoll.allreduce(np.ones(1000), algorithm=BY_NODES).sum())
 
     ends = mpicoll.run_local(body, 4, ranks_per_node=2, timeout=1.0)
-    assert [raised for raised, _, _ in ends] == ["CommunicationError", "ValueError", "Timeout", "Timeout"]
+    first, second, third, fourth = (raised for raised, _, _ in ends)
+    # Ranks 0 and 2 have no part in what fails, unless they come too late.
+    assert (first, second, fourth) == ("CommunicationError", "ValueError", "Timeout")
+    assert third in ("CommunicationError", "Timeout")
     assert max(took for _, took, _ in ends[:2]) < 1
     assert [total for _, _, total in ends] == [8000.0] * 4
 
