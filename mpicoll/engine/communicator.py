@@ -174,6 +174,11 @@ class Communicator:
         self._choose_anew()
         return number
 
+    def forget(self, number: int) -> None:
+        """Memory that was adopted is about to go."""
+        if self._arena is not None:
+            self._arena.forget(number)
+
     def _choose_anew(self) -> None:
         if not self.allocated:
             self.allocated = True

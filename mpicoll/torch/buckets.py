@@ -5,6 +5,7 @@
 import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -42,25 +43,24 @@ class _Buckets:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._known: dict[int, tuple[int, int | None]] = {}
+        # The memory is kept for as long as the ranks take its addresses for it.
+        self._known: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, int] = {}
+        finalize(self, _forget, comm, self._numbers).atexit = False
 
     def move(self, bucket: dist.GradBucket) -> None:
         """Collective, when the memory of `bucket` is a new one."""
-        memory = bucket.buffer()
-        known = self._known.get(bucket.index())
-        if known is not None and known[0] == memory.data_ptr():
-            return
-        number = self._comm.progress.run(self._moved, ("sharing bucket", bucket.index()), memory, known)
-        self._known[bucket.index()] = memory.data_ptr(), number
+        memory, index = bucket.buffer(), bucket.index()
+        known = self._known.get(index)
+        if known is None or known.data_ptr() != memory.data_ptr():
+            self._comm.progress.run(self._move, ("sharing bucket", index), memory, index)
 
-    def _moved(self, memory: torch.Tensor, known: tuple[int, int | None] | None) -> int | None:
-        """The number of the memory, unless it can't be shared."""
-        arena = self._comm.arena()
-        if arena is None:
-            return None
-        if known is not None and known[1] is not None:
-            # DDP has made its buckets anew.
-            arena.forget(known[1])
+    def _move(self, memory: torch.Tensor, index: int) -> None:
+        if self._comm.arena() is None:
+            return
+        number = self._numbers.pop(index, None)
+        if number is not None:
+            self._comm.forget(number)  # DDP has made its buckets anew
         try:
             fd = memory.untyped_storage()._share_fd_cpu_()[0]
         except RuntimeError as error:
@@ -68,7 +68,12 @@ class _Buckets:
             fd = -1
         whole = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
         try:
-            return self._comm.adopt(whole.numpy(), fd)
+            self._numbers[index] = self._comm.adopt(whole.numpy(), fd)
         except CommunicationError as error:
             _log.warning("DDP's bucket of %d bytes is not shared among the ranks: %s", memory.nbytes, error)
-            return None
+        self._known[index] = whole
+
+
+def _forget(comm: Communicator, numbers: dict[int, int]) -> None:
+    for number in numbers.values():
+        comm.forget(number)
