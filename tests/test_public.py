@@ -26,7 +26,11 @@ NAMES = re.findall(
 )
 
 COMMUNICATOR = re.findall(
-    r"\w+", "arena check duplicate free group levels local_rank local_size mpi next_tag node node_comm num_nodes split"
+    r"\w+",
+    """
+    adopt allocate arena check duplicate forget free group levels local_rank local_size mpi next_tag node node_comm
+    num_nodes split
+    """,
 )
 
 

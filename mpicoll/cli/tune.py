@@ -38,7 +38,7 @@ a first look showed it to take more than three times as long as the best; "good"
 of the one that is taken.
 """
 
-_SEGMENTS = (128 << 10, 256 << 10, 512 << 10, 1 << 20)
+_SEGMENTS = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
 """Pieces with which ``pieces`` is tried."""
 
 _HOPELESS = 3.0

@@ -39,9 +39,9 @@ _INSTEAD = {"integer": "float", "complex": "float"}
 """The class whose rules serve where none were tuned for the class itself: bytes are reduced about as fast."""
 
 TABLE = (
-    "allreduce:0-4k:native,0-32k:slots,0-8m:pieces,8m-inf:cma,0-inf:pieces,0-inf:native;"
-    "reduce:0-32k:native,0-32k:slots,0-512k:native,0-8m:pieces,8m-inf:cma,0-inf:pieces,0-inf:native;"
-    "reduce_scatter:0-8k:native,0-8m:pieces,8m-inf:cma,0-inf:pieces,0-inf:native;"
+    "allreduce:0-8k:native,0-64k:slots,0-8m:pieces,8m-inf:cma,0-inf:pieces,2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
+    "reduce:0-2m:native,0-64k:slots,0-inf:pieces,0-inf:native;"
+    "reduce_scatter:0-32k:native,0-128k:pieces,128k-inf:cma,0-inf:pieces,0-inf:native;"
     "bcast:native;gather:native;scatter:native;allgather:native;alltoall:native;"
     "scan:native;exscan:native;barrier:native"
 )

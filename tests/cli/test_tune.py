@@ -105,8 +105,8 @@ def test_candidates(nbytes: int) -> None:
     assert {"native", "ring", "tree"} <= set(names)
     assert "cma" not in names
     assert ("slots" in names) is (nbytes <= 256 << 10)
-    # 512k is what pieces have on 2 ranks anyway.
-    own = {8: [], 256 << 10: ["128k", "256k"], 8 << 20: ["128k", "256k", "1m"]}[nbytes]
+    # 1m is what pieces have on 2 ranks anyway.
+    own = {8: [], 256 << 10: ["256k"], 8 << 20: ["256k", "512k", "2m"]}[nbytes]
     assert [name for name in names if "/" in name] == [f"pieces/{one}" for one in own]
     for name in names:
         assert parse(f"allreduce:{name}")
