@@ -253,15 +253,17 @@ class Fold:
     operation must be elementwise. Not for several threads at once: it keeps its scratch memory.
     """
 
-    __slots__ = ("_adds", "_combine", "_dtype", "_finish", "_library", "_scratch", "_ufunc", "what")
+    __slots__ = ("_adds", "_combine", "_dtype", "_finish", "_library", "_scratch", "_ufunc", "elementwise", "what")
 
     def __init__(self, reduction: Reduction, buffer: Buffer | None = None) -> None:
         """For operands of `buffer`'s dtype; without one they are of the dtype in which they are reduced, and the caller
         finishes the result."""
         self._combine = reduction.combine
         self._ufunc = _UFUNCS.get(reduction.name)
+        self.elementwise = reduction.elementwise
         # What tells it from others; libraries may show one dtype in different ways.
-        self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name
+        native = buffer is None or buffer.array.dtype.isnative
+        self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name, native
         self._adds = reduction.name == "sum"
         self._finish = self._dtype = self._library = None
         if buffer is not None:

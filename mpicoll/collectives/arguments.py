@@ -207,6 +207,7 @@ def problem(
         native=native,
         unshared=comm.unshared,
         unread=comm.unread,
+        lost=comm.lost,
         allocated=comm.allocated,
     )
     if algorithm is not None:

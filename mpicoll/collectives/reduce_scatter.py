@@ -155,7 +155,5 @@ def prepare(
         work=work.array,
         load=work.load,
         store=scheduled_store,
-        direct=None
-        if reduction.finish
-        else lambda mpi, source, target: mpi.reduce_scatter(source, target, sizes, name),
+        direct=None if reduction.changes(buffer.array.dtype) else direct,
     )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import finalize
 
+import numpy as np
+
 from mpicoll.buffers.dtypes import Array
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
@@ -83,6 +85,7 @@ class Arena:
         self.parity = 0
         self.segments: dict[int, Segment] = {}
         self.allocated = 0
+        self._scratch: list[Array] = []
         self.readers: Sequence[Read] = () if transport.unread else transport.readers()
         self._transport = transport
         self._words = memoryview(first[:header].data).cast("B").cast("q")
@@ -237,6 +240,13 @@ class Arena:
     def _barrier(self) -> None:
         if self._fence is not None:
             self._fence()
+
+    @property
+    def scratch(self) -> list[Array]:
+        """As much private memory as a slot for each rank, for the operation that runs."""
+        if not self._scratch:
+            self._scratch = [np.empty(SLOT, np.uint8) for _ in range(self.size)]
+        return self._scratch
 
     def allocate(self, nbytes: int) -> Memory:
         """Collective: memory of `nbytes` that all ranks of the node reach, for as long as what is returned lives."""

@@ -45,13 +45,15 @@ class Communicator:
         self.name = name
         self.site = site(shape_of(transport.nodes), table)
         self.progress = Progress(name, watch, background=transport.background, explain=transport.explain)
-        # Small operations that were prepared once, by what tells them apart.
+        # Operations that were prepared once, by what tells them apart; those of torch among them.
         self.repeated: dict[tuple[Any, ...], Any] = {}
         # Whether the ranks have made memory that all of them reach.
         self.allocated = False
         self.watch = watch
         # Why no memory can be shared, or read directly, among all ranks; the same on all of them.
         self.unshared, self.unread = _apart(transport)
+        # Why there was none after all when it was first used.
+        self.lost: str | None = None
         self._arena: Arena | None = None
         self._levels: tuple[Communicator, Communicator] | None = None
         self._tags = itertools.count()
@@ -134,12 +136,12 @@ class Communicator:
 
     def arena(self) -> Arena | None:
         """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
-        otherwise ``unshared`` says from now on why not."""
-        if self._arena is None and self.unshared is None:
+        otherwise ``unshared`` or, from now on, ``lost`` says why not."""
+        if self._arena is None and self.unshared is None and self.lost is None:
             try:
                 self._arena = Arena(self.transport)
             except CommunicationError as error:
-                self.unshared = str(error)
+                self.lost = str(error)
         return self._arena
 
     def levels(self) -> tuple[Communicator, Communicator]:

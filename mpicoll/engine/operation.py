@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -182,13 +183,15 @@ def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:
     assert operation.flat is not None
     flat = operation.flat()
     carry_out = Shared.of(operation, choice, flat)
+    # Whatever thread runs it must choose what all others do.
+    context = copy_context()
 
     def run() -> None:
         try:
             carry_out(flat.source, flat.target, flat.load)
         except Unshared:
-            operation.problem = replace(operation.problem, unshared=operation.comm.unshared)
-            body_of(operation, choose(operation.problem, None))()
+            operation.problem = replace(operation.problem, lost=operation.comm.lost)
+            context.copy().run(lambda: body_of(operation, choose(operation.problem, None)))()
         else:
             flat.store()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpicoll.engine.operation import Operation, body_of
 from mpicoll.engine.progress import Job
-from mpicoll.engine.select import choose
+from mpicoll.engine.select import NATIVE, choose
 from mpicoll.errors import ArgumentError
+
+_PERSISTENT = 1024
+"""Bytes up to which a persistent collective is the faster one: Open MPI's take no algorithm for large messages."""
 
 
 class Plan:
@@ -29,11 +33,23 @@ class Plan:
         self._comm = comm = operation.comm
         self._progress = comm.progress
         # Persistent requests are made by all ranks together, so this takes its turn among the collectives.
-        what = ("making a plan of", operation)
-        self._body = comm.progress.run(lambda: body_of(operation, self.choice, bound=True, persistent=True), what)
+        self._body = comm.progress.run(self._bound, ("making a plan of", operation))
         # Where MPI itself writes the result, it is the same array each time, unless it is a number.
         self._result = operation.result() if operation.bare else None
         self._same = operation.bare and not isinstance(self._result, (bool, int, float, complex, np.generic))
+
+    def _bound(self) -> Callable[[], None]:
+        """What carries out a run. Where it may be a persistent collective, all ranks decide on that together."""
+        operation, native = self._operation, self._comm.transport.native
+        nbytes = operation.problem.nbytes
+        small = native is not None and self.choice.name == NATIVE and nbytes is not None and nbytes <= _PERSISTENT
+        persistent = False
+        if small and native is not None:
+            # Ranks may differ in whether MPI can work on their arrays as they are.
+            bare = np.array([operation.bare], np.int32)
+            native.allreduce(bare, bare, "min")
+            persistent = bool(bare[0])
+        return body_of(operation, self.choice, bound=True, persistent=persistent)
 
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""

@@ -19,7 +19,7 @@ Kept: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], boo
 _BYTES = 16 * 1024
 """Up to here, two copies cost less than to prepare an operation anew."""
 
-_MAX = 256
+KEPT = 1024
 """How many kinds of calls a communicator keeps."""
 
 _IN_PLACE = ("allreduce", "reduce", "bcast")
@@ -66,7 +66,7 @@ def repeated(
     if known is None and not forced():
         kept = _kept(operation, x, prepare)
         if kept is not None:
-            if len(comm.repeated) >= _MAX:
+            if len(comm.repeated) >= KEPT:
                 comm.repeated.clear()
             comm.repeated[key] = kept
     return run(operation)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from mpicoll import schedules
@@ -91,6 +91,8 @@ class Problem:
     native: str | None = None
     unshared: str | None = "there is no shared memory"
     unread: str | None = "there is no shared memory"
+    lost: str | None = None
+    """Why there is no shared memory after all, as its first use has shown."""
     allocated: bool = False
     """Whether buffers may lie in memory of :func:`mpicoll.empty`."""
 
@@ -276,7 +278,8 @@ def choose(problem: Problem, argument: str | None) -> Choice:
 def _choose(problem: Problem, argument: str | None, context: Rules) -> Choice:
     if argument is not None:
         algorithm, segments = resolve(problem.collective, argument)
-        refusal = _refusal(problem, algorithm)
+        # Memory that is lost is found so by all ranks when they use it, and another algorithm serves then.
+        refusal = _refusal(replace(problem, lost=None), algorithm)
         if refusal is not None:
             raise AlgorithmError(
                 f"{problem.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to"
@@ -376,8 +379,8 @@ def _refusal(problem: Problem, algorithm: Algorithm | Method | Hierarchy | None)
 
 
 def _refusal_of_method(problem: Problem, name: str) -> str | None:
-    if problem.unshared is not None:
-        return problem.unshared
+    if problem.unshared is not None or problem.lost is not None:
+        return problem.unshared or problem.lost
     if name == "cma" and problem.unread is not None:
         return problem.unread
     if problem.nbytes is None:

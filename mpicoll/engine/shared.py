@@ -25,7 +25,7 @@ import numpy as np
 
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.arena import SLOT, Arena, Body
+from mpicoll.engine.arena import SLOT, Arena, Body, Segment
 from mpicoll.engine.execute import cut, extents
 
 METHODS = {
@@ -85,10 +85,12 @@ def bind(arena: Arena, spec: Spec) -> Body:
         return lambda source, target: arena.sync()
     staged = None if spec.method == "cma" else _STAGED[spec.collective](arena, spec)
     direct = _Direct(arena, spec)
+    # Ranks reduce their shares of each other's buffers.
+    splits = spec.fold is None or spec.fold.elementwise
 
     def body(source: Any, target: Any) -> None:
         # Memory for all is made by all, so that all come by here alike.
-        if (staged is None or arena.allocated) and direct.run(source, target):
+        if (staged is None or (arena.allocated and splits)) and direct.run(source, target):
             return
         if staged is not None:
             staged(source, target)
@@ -330,8 +332,7 @@ class _Direct:
         self._reads = spec.method == "cma"
         self._moves = _moves(spec, arena.rank, arena.size) if spec.fold is None else []
         self._copy_own = _own(self._moves, arena.rank)
-        self._scratch: list[Array] = []
-        self._share: Array | None = None
+        self._segments: dict[int, Segment] = {}
 
     def run(self, source: Any, target: Any) -> bool:
         """Carry it out, if it can be; whether it was."""
@@ -346,9 +347,15 @@ class _Direct:
         told = arena.told(6)
         # Before anything is written to the memory of others.
         arena.agree()
-        if allocated and self._registered(told, source, target):
-            arena.sync()
-            return True
+        if allocated:
+            # Kept for this run, as memory may be given up on another thread.
+            self._segments = arena.segments.copy()
+            try:
+                if self._registered(told, source, target):
+                    arena.sync()
+                    return True
+            finally:
+                self._segments = {}
         if not self._reads:
             return False
         self._read(told, source, target)
@@ -389,7 +396,7 @@ class _Direct:
     def _view(self, told: list[tuple[int, ...]], which: int, peer: int) -> Array:
         """The buffer of another rank, from its beginning on."""
         number, offset = told[peer][which : which + 2]
-        memory = self._arena.segments[number].others[peer][offset:]
+        memory = self._segments[number].others[peer][offset:]
         return _typed(memory, self._spec)
 
     def _views(self, told: list[tuple[int, ...]], which: int, own: Array) -> list[Array]:
@@ -463,10 +470,8 @@ class _Direct:
 
     def _own_share(self) -> Array:
         """Where a rank that gets no result keeps its share of it."""
-        if self._share is None:
-            shares = _shares(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
-            self._share = np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
-        return self._share
+        shares = _shares(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
+        return np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
 
     def _others(self) -> list[int]:
         """The other ranks, the next one first, so that not all ask the same one."""
@@ -480,11 +485,10 @@ class _Direct:
         arena, spec = self._arena, self._spec
         itemsize = spec.dtype.itemsize
         width = max(1, (spec.segment or _DIRECT) // itemsize)
-        while len(self._scratch) < arena.size:
-            self._scratch.append(np.empty(width, spec.dtype))
+        scratch = [_typed(memory, spec)[:width] for memory in arena.scratch]
         assert spec.fold is not None
         for start, stop in self._pieces(begin, end):
-            parts = [scratch[: stop - start] for scratch in self._scratch]
+            parts = [one[: stop - start] for one in scratch]
             for peer in self._others():
                 arena.readers[peer](told[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize)
             parts[arena.rank] = source[start:stop]

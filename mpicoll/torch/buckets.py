@@ -52,7 +52,11 @@ class _Buckets:
         """Collective, when the memory of `bucket` is a new one."""
         memory, index = bucket.buffer(), bucket.index()
         known = self._known.get(index)
-        if known is None or known.data_ptr() != memory.data_ptr():
+        if (
+            self._comm.unshared is None
+            and self._comm.lost is None
+            and (known is None or known.data_ptr() != memory.data_ptr())
+        ):
             self._comm.progress.run(self._move, ("sharing bucket", index), memory, index)
 
     def _move(self, memory: torch.Tensor, index: int) -> None:

@@ -17,6 +17,7 @@ from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Shared, Unshared
+from mpicoll.engine.repeat import KEPT
 from mpicoll.engine.select import Method, choose, forced
 from mpicoll.torch.jobs import op_of
 from mpicoll.transport.base import Native
@@ -37,9 +38,6 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 _TENSOR = torch.Tensor
 
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
-
-_MAX = 1024
-"""How many kinds of calls are kept."""
 
 
 class Quick:
@@ -173,7 +171,7 @@ class Quick:
         return True
 
     def _keep(self, key: tuple[Any, ...], value: Any) -> Any:
-        if len(self._kept) >= _MAX:
+        if len(self._kept) >= KEPT:
             self._kept.clear()
         self._kept[key] = value
         return value

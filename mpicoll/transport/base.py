@@ -71,7 +71,7 @@ class Native(Protocol):
     def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
         """What repeats `call`, which calls one of these collectives once, and does nothing else, on memory that stays.
 
-        A `persistent` one may be a persistent collective of MPI: it is made by all ranks together, and meets no others
+        A `persistent` one may be a persistent collective of MPI: all ranks make it together, and it meets no others
         than its like."""
 
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:

@@ -32,8 +32,8 @@ from mpicoll.transport.base import Envelope, Memory, Message, Native, Read, poll
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
-Access: TypeAlias = "tuple[str | None, str | None]"
-"""Why the ranks of a node can't share memory, and why they can't read each other's."""
+Access: TypeAlias = "tuple[str | None, str | None, bool]"
+"""Why the ranks of a node can't share memory, why they can't read each other's, and whether memory needs a name."""
 
 Takes: TypeAlias = tuple[Any, int | None, int | None]
 """What a transfer receives: communicator, source and tag; no communicator if it sends."""
@@ -173,10 +173,6 @@ class MpiNative:
         return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
 
 
-_PERSISTENT = 1024
-"""Bytes up to which a persistent collective is the faster one: Open MPI's take no algorithm for large messages."""
-
-
 class _Bound(MpiNative):
     """Takes down the collective that is called on it, instead of carrying it out."""
 
@@ -191,9 +187,8 @@ class _Bound(MpiNative):
         return lambda *args: self._take(name, args)
 
     def _take(self, name: str, args: tuple[Any, ...]) -> None:
-        nbytes = max((one.nbytes for one in args if isinstance(one, np.ndarray)), default=0)
-        if self._persistent and nbytes <= _PERSISTENT:
-            with suppress(NotImplementedError, AttributeError, MPI.Exception):  # MPI libraries before MPI 4
+        if self._persistent:
+            with suppress(NotImplementedError, AttributeError):  # MPI libraries before MPI 4
                 request = getattr(self._real, f"{name}_init")(*args)
                 self.again = _repeat(request)
                 return
@@ -333,15 +328,17 @@ class MpiTransport:
         self._p2p = p2p
         self._abandoned: list[Any] = []
         self._access = _probe_access(collective, nodes) if access is None else access
-        self.unshared, self.unread = self._access
+        self.unshared, self.unread, self._named = self._access
 
     def share(self, nbytes: int) -> list[Memory]:
-        memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=_named())
+        memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._named)
         if memories is None:
             raise CommunicationError(f"{failure}; set MPICOLL_SHARED_MEMORY=off to do without")
         return memories
 
     def adopt(self, memory: Memory, fd: int) -> list[Memory]:
+        if self._named:
+            raise CommunicationError("memory without a name can't be passed on (MPICOLL_SHARED_MEMORY=named)")
         memories, failure = shm.adopt(memory, fd, self._collective.allgather, self.rank)
         if memories is None:
             raise CommunicationError(failure)
@@ -488,24 +485,22 @@ class MpiTransport:
             self._p2p.Free()
 
 
-def _named() -> bool:
-    return config().shared_memory == "named"
-
-
 def _probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> Access:
     """Collective: why the ranks of a node can't share memory or read each other's, found out by doing it."""
+    asked = comm.allgather(config().shared_memory)
+    named = "named" in asked
+    if "off" in asked:
+        refusal = f"MPICOLL_SHARED_MEMORY=off on rank {asked.index('off')}"
+        return refusal, refusal, named
     node = cast(MPI.Intracomm, comm.Split(nodes[comm.rank], comm.rank))
-    unshared = unread = None
     try:
-        if config().shared_memory == "off":
-            unshared = unread = "MPICOLL_SHARED_MEMORY=off"
-        else:
-            unshared = shm.share(8, node.allgather, comm.rank, named=_named())[1] or None
-            unread = _unread(node, comm.rank)
+        unshared = shm.share(8, node.allgather, node.rank, named=named)[1] or None
+        unread = _unread(node, comm.rank)
     finally:
         node.Free()
     told = comm.allgather((unshared, unread))
-    return next((one for one, _ in told if one), None), next((one for _, one in told if one), None)
+    first = [next((one for one in why if one), None) for why in zip(*told, strict=True)]
+    return first[0], first[1], named
 
 
 def _unread(node: MPI.Intracomm, rank: int) -> str | None:

@@ -193,7 +193,8 @@ def share(
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
     try:
-        return _map_all(told, None if own is None else own.memory, exchange, rank)
+        # Memory with a name was taken from the file system when it was made.
+        return _map_all(told, None if own is None else own.memory, exchange, rank, taken=named)
     finally:
         if own is not None:
             own.seal()
@@ -203,11 +204,12 @@ def adopt(
     memory: Memory, fd: int, exchange: Callable[[object], Sequence[object]], rank: int
 ) -> tuple[list[Memory] | None, str]:
     """The same for memory that there is already, the beginning of the file behind `fd`."""
-    return _map_all(Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None), memory, exchange, rank)
+    told = Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None)
+    return _map_all(told, memory, exchange, rank, taken=True)
 
 
 def _map_all(
-    told: Handle | str, own: Memory | None, exchange: Callable[[object], Sequence[object]], rank: int
+    told: Handle | str, own: Memory | None, exchange: Callable[[object], Sequence[object]], rank: int, *, taken: bool
 ) -> tuple[list[Memory] | None, str]:
     handles = exchange(told)
     memories: list[Memory] = []
@@ -215,7 +217,8 @@ def _map_all(
     if failure:
         return None, failure
     try:
-        _check_free(sum(one.nbytes for one in handles if isinstance(one, Handle) and one.cookie is not None))
+        if not taken:
+            _check_free(sum(one.nbytes for one in handles if isinstance(one, Handle)))
         memories = [
             own if peer == rank and own is not None else attach(one)
             for peer, one in enumerate(handles)

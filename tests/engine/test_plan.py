@@ -133,3 +133,20 @@ def test_arguments_are_checked_when_the_plan_is_made() -> None:
         mpicoll.allreduce_init(np.ones(2), out=np.ones(3))
     with pytest.raises(mpicoll.AlgorithmError):
         mpicoll.allreduce_init(np.ones(2), algorithm="rong")
+
+
+def test_ranks_may_differ_in_the_layout_of_their_arrays(several: Ranks) -> None:
+    """MPI can work on one rank's arrays as they are, and not on the other's: they must still meet."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        x = np.full(8, 1.0) if world.rank == 0 else np.full(16, 1.0)[::2]
+        plan = mpicoll.allreduce_init(x)
+        assert plan()[0] == plan()[7] == world.size
+        counts = [10] + [50] * (world.size - 1)
+        gathered = mpicoll.allgather_init(np.full(counts[world.rank], world.rank), counts=counts)
+        assert gathered().tolist() == np.repeat(np.arange(world.size), counts).tolist()
+        sent = np.full(4, world.rank)
+        assert mpicoll.bcast_init(sent, 1, out=sent if world.rank else None)().tolist() == [1] * 4
+
+    several(body)

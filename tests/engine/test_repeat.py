@@ -130,3 +130,23 @@ def test_ranks_that_disagree_are_told(several: Ranks) -> None:
         assert mpicoll.allreduce(np.ones(5000), algorithm="slots")[0] == world.size
 
     several(body)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "f2", "i2"])
+def test_dtypes_that_are_reduced_in_another_one(several: Ranks, dtype: str) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        size = world.size
+        for count in (100 * size, 20000 * size):
+            x = np.full(count, 1 + world.rank, dtype)
+            want = size * (size + 1) / 2
+            for algorithm in (None, "native" if dtype != "i2" and world.mpi else None):
+                for _ in range(3):
+                    for got in (
+                        mpicoll.allreduce(x, algorithm=algorithm),
+                        mpicoll.reduce_scatter(x, algorithm=algorithm),
+                    ):
+                        assert got.dtype == x.dtype
+                        assert (got == want).all()
+
+    several(body)

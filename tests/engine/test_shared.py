@@ -427,6 +427,17 @@ def test_several_nodes_are_refused() -> None:
     assert mpicoll.run_local(body, 4, ranks_per_node=2) == ["4.0"] * 4
 
 
+def test_an_operation_on_whole_arrays_is_not_split(several: Ranks) -> None:
+    def body() -> None:
+        size = mpicoll.world().size
+        buffer = mpicoll.empty((2, 2), "float64")
+        buffer[:] = 1
+        got = mpicoll.allreduce(buffer, np.matmul, out=buffer, algorithm="slots")
+        np.testing.assert_array_equal(got, np.ones((2, 2)) * 2.0 ** (size - 1))
+
+    several(body)
+
+
 def test_what_methods_can_not_serve(several: Ranks) -> None:
     def body() -> None:
         x = np.ones((2, 2))

@@ -24,7 +24,7 @@ from mpicoll.schedules import (
     profile,
     simulate,
 )
-from mpicoll.schedules.cost import _chunks_in_n, _Simulation
+from mpicoll.schedules.cost import _Simulation, chunks_in_n
 from mpicoll.schedules.matching import Exchange, Match
 
 module = import_module("mpicoll.schedules.simulate")  # the package has a function of that name
@@ -73,7 +73,7 @@ class _TwoClasses(_Simulation):
     """`price` with two link classes, where every rank has its own link to the network."""
 
     def __init__(self, algorithm: Algorithm, cluster: Cluster, n: float, count: int) -> None:
-        chunk = n / _chunks_in_n(algorithm, cluster.size, count)
+        chunk = n / chunks_in_n(algorithm, cluster.size, count)
         exchange = Exchange(algorithm, cluster.size, 0, count)
         super().__init__(exchange, cluster.size, 0, 0, cluster.gamma * chunk)
         self.per_node = cluster.ranks_per_node
