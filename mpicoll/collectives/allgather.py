@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpicoll.buffers.buffer import numpy_views, recognise
+from mpicoll.buffers.buffer import recognise
 from mpicoll.collectives.arguments import (
     Counts,
     block_shape,
@@ -45,14 +43,8 @@ def allgather(
     """
     communicator = resolve(comm)
     if counts is None:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("allgather", array.dtype, array.shape, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, None, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("allgather", algorithm)
+        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
     return run(prepare(communicator, x, counts, out, algorithm))
 
 

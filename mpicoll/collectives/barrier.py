@@ -18,8 +18,7 @@ _NOTHING = np.empty(0, np.uint8)
 def barrier(*, comm: CommLike = None, algorithm: str | None = None) -> None:
     """Return when all ranks have called it. Raises AlgorithmError before any message leaves."""
     communicator = resolve(comm)
-    key = ("barrier", communicator.size, algorithm)
-    repeated(communicator, key, _NOTHING, None, lambda own, out: prepare(communicator, algorithm))
+    repeated(communicator, ("barrier", algorithm), _NOTHING, None, lambda own, out: prepare(communicator, algorithm))
 
 
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:

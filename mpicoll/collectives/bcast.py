@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template
@@ -36,14 +33,8 @@ def bcast(
     """
     communicator = resolve(comm)
     if type(root) is int:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("bcast", array.dtype, array.shape, root, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, root, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("bcast", root, algorithm)
+        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, root, out, algorithm))
     return run(prepare(communicator, x, root, out, algorithm))
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers import ops
-from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
 from mpicoll.collectives.memory import Work, vector
@@ -37,14 +36,8 @@ def exscan(
     """
     communicator = resolve(comm)
     if type(op) is str:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("exscan", array.dtype, array.shape, op, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("exscan", op, algorithm)
+        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
     return run(prepare(communicator, x, op, out, algorithm))
 
 

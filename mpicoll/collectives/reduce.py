@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, operand, problem
@@ -36,14 +33,10 @@ def reduce(
     """
     communicator = resolve(comm)
     if type(root) is int and type(op) is str:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("reduce", array.dtype, array.shape, op, root, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, root, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("reduce", op, root, algorithm)
+        return repeated(
+            communicator, what, x, out, lambda own, out: prepare(communicator, own, op, root, out, algorithm)
+        )
     return run(prepare(communicator, x, op, root, out, algorithm))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
@@ -50,14 +49,10 @@ def reduce_scatter(
     """
     communicator = resolve(comm)
     if type(op) is str and counts is None:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("reduce_scatter", array.dtype, array.shape, op, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, None, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("reduce_scatter", op, algorithm)
+        return repeated(
+            communicator, what, x, out, lambda own, out: prepare(communicator, own, op, None, out, algorithm)
+        )
     return run(prepare(communicator, x, op, counts, out, algorithm))
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
 from mpicoll.collectives.memory import Work, vector
@@ -35,14 +32,8 @@ def scan(
     """
     communicator = resolve(comm)
     if type(op) is str:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("scan", array.dtype, array.shape, op, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, op, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("scan", op, algorithm)
+        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
     return run(prepare(communicator, x, op, out, algorithm))
 
 

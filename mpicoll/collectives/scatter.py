@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpicoll.buffers.buffer import numpy_views, recognise
+from mpicoll.buffers.buffer import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
     Counts,
@@ -48,14 +46,10 @@ def scatter(
     """
     communicator = resolve(comm)
     if type(root) is int and counts is None:
-        views = (x, out, None) if type(x) is np.ndarray else numpy_views(x, out)
-        if views is not None:
-            array, into, back = views
-            key = ("scatter", array.dtype, array.shape, root, algorithm)
-            value = repeated(
-                communicator, key, array, into, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
-            )
-            return value if back is None or value is None else back(value)
+        what = ("scatter", root, algorithm)
+        return repeated(
+            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
+        )
     return run(prepare(communicator, x, root, counts, out, algorithm))
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, run
@@ -27,13 +28,26 @@ _IN_PLACE = ("allreduce", "reduce", "bcast")
 
 
 def repeated(
+    comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepare: Callable[[Any, Any], Operation]
+) -> Any:
+    """Carry out ``prepare(x, out)``, and keep what was prepared for later calls on arrays of the same kind.
+
+    `what` must hold all else that `prepare` depends on.
+    """
+    if type(x) is np.ndarray:
+        return _repeated(comm, (*what, x.dtype, x.shape), x, out, prepare)
+    views = numpy_views(x, out)
+    if views is None:
+        return run(prepare(x, out))
+    array, into, back = views
+    value = _repeated(comm, (*what, array.dtype, array.shape), array, into, prepare)
+    return None if value is None else back(value)
+
+
+def _repeated(
     comm: Communicator, key: tuple[Any, ...], x: Array, out: Any, prepare: Callable[[Array, Any], Operation]
 ) -> Any:
-    """Carry out ``prepare(x, out)`` for a numpy array `x`, and keep what was prepared for later calls.
-
-    Those are the calls of equal `key`, which must hold all that `prepare` depends on, but for `out` and the contents of
-    `x`, and must be made anew for each call: the watch tells calls apart by it.
-    """
+    # The key is made anew for each call: the watch tells calls apart by it.
     try:
         known = None if forced() else comm.repeated.get(key)
     except TypeError:

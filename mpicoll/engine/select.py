@@ -42,7 +42,7 @@ TABLE = (
     "allreduce:0-8k:native,0-64k:slots,0-8m:pieces,8m-inf:cma,0-inf:pieces,2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
     "reduce:0-2m:native,0-64k:slots,0-inf:pieces,0-inf:native;"
     "reduce_scatter:0-32k:native,0-128k:pieces,128k-inf:cma,0-inf:pieces,0-inf:native;"
-    "bcast:native;gather:native;scatter:native;allgather:native;alltoall:native;"
+    "bcast:native,pieces;gather:native,pieces;scatter:native,pieces;allgather:native,pieces;alltoall:native,pieces;"
     "scan:native;exscan:native;barrier:native"
 )
 """What is taken unless something is forced."""
