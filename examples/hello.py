@@ -61,9 +61,11 @@ say(mpicoll.allreduce(matrix, np.matmul).tolist())
 title("Choose an algorithm, and ask which one is taken")
 say(mpicoll.allreduce(x, "sum", algorithm="ring"))
 if rank == 0:
-    print("  without a wish,", mpicoll.explain("allreduce", x.nbytes))
+    choice = mpicoll.explain("allreduce", x.nbytes)
+    print(f"  without a wish, {choice.name}: {choice.reason}")
     with mpicoll.algorithms(allreduce="tree"):
-        print("  with a wish,", mpicoll.explain("allreduce", x.nbytes))
+        choice = mpicoll.explain("allreduce", x.nbytes)
+        print(f"  with a wish, {choice.name}: {choice.reason}")
 
 title("Look at an algorithm")
 if rank == 0:

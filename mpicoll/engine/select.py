@@ -287,7 +287,11 @@ def _choose(problem: Problem, argument: str | None, context: Rules) -> Choice:
             )
         return _choice(problem, argument, algorithm, segments, "forced by the argument")
     refused: list[str] = []
+    asked: set[str] = set()
     for text, why in _candidates(problem, context):
+        if text in asked:
+            continue
+        asked.add(text)
         algorithm, segments = resolve(problem.collective, text)
         refusal = _refusal(problem, algorithm)
         if refusal is None:
