@@ -205,7 +205,7 @@ class Quick:
     def _reduction(
         self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]
     ) -> tuple[np.dtype[Any], str, Native] | Shared | bool:
-        """For MPI's own: the dtype and MPI's name of the reduction."""
+        """Through shared memory, or the dtype and the name for MPI's own; False if neither serves."""
         name, count = op_of(collective, op, tensor.dtype), sum(counts)
         if not count or not isinstance(name, str) or tensor.dtype.is_complex:
             return False
@@ -224,13 +224,14 @@ class Quick:
 
     def _move(self, collective: str, nbytes: int, root: int) -> tuple[Memory, Native] | Shared | bool:
         size = self._comm.size
-        one = collective in ("bcast", "barrier")
-        if (not nbytes and collective != "barrier") or not 0 <= root < size or (not one and nbytes % size):
+        blocks = {"barrier": 0, "bcast": 1}.get(collective, size)
+        if (not nbytes and blocks) or not 0 <= root < size or (blocks and nbytes % blocks):
             return False
         wanted = problem(collective, self._comm, None, nbytes=nbytes, count=nbytes, root=root)
         choice = choose(wanted, None)
         if isinstance(choice.algorithm, Method):
-            return Shared(self._comm, wanted, choice, _BYTES, (nbytes,) if one else (nbytes // size,) * size)
+            counts = (nbytes // blocks,) * blocks if blocks else ()
+            return Shared(self._comm, wanted, choice, _BYTES, counts)
         if choice.algorithm is not None or self._native is None:
             return False
         return self._native.typed(_BYTES), self._native
