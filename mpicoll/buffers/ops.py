@@ -249,8 +249,8 @@ def _location(op: str, pair: np.dtype[Any]) -> Reduction:
 class Fold:
     """Combines operands of the caller's dtype in the order of ranks, rounding once.
 
-    For reductions that need no preparation of the operands. The part of a vector may be folded on its own, so the
-    operation must be elementwise. Not for several threads at once: it keeps its scratch memory.
+    For reductions that need no preparation of the operands. Parts of the vectors may be folded on their own if the
+    operation is `elementwise`. Not for several threads at once: it keeps its scratch memory.
     """
 
     __slots__ = ("_adds", "_combine", "_dtype", "_finish", "_library", "_scratch", "_ufunc", "elementwise", "what")
@@ -264,13 +264,13 @@ class Fold:
         # What tells it from others; libraries may show one dtype in different ways.
         native = buffer is None or buffer.array.dtype.isnative
         self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name, native
-        self._adds = reduction.name == "sum"
+        self._adds = False
         self._finish = self._dtype = self._library = None
         if buffer is not None:
             self._finish = reduction.finish
             if reduction.work != buffer.array.dtype:
                 self._dtype, self._library = buffer.dtype, buffer.library
-                self._adds = self._adds and buffer.dtype.kind == "half"
+                self._adds = reduction.name == "sum" and buffer.dtype.kind == "half"
                 self._scratch = np.empty((2, _WIDE), reduction.work)
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:

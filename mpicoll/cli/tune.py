@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.cli import screen
+from mpicoll.cli import ranks, screen
 
 if TYPE_CHECKING:
     from mpicoll.cli.bench.measure import Team
@@ -118,8 +118,7 @@ def run(args: argparse.Namespace) -> int:
     import os
 
     from mpicoll.engine import tuned
-    from mpicoll.errors import ArgumentError, MpicollError, SpawnError
-    from mpicoll.launch import spawn
+    from mpicoll.errors import ArgumentError
     from mpicoll.transport import probe
 
     asked = _checked(args)
@@ -133,12 +132,7 @@ def run(args: argparse.Namespace) -> int:
             raise ArgumentError("tune: a single rank has nothing to choose; pass -np 2 or more")
         asked.width = screen.terminal_width()
         for size in sizes or (2,):
-            try:
-                spawn(_job, (asked, (size,)), nprocs=size, timeout=args.limit)
-            except SpawnError as error:
-                if isinstance(error.__cause__, MpicollError):
-                    raise error.__cause__ from None
-                raise
+            ranks.start(_job, (asked, (size,)), size, args.limit)
     return 0
 
 

@@ -63,11 +63,8 @@ class Plan:
             progress.current = (self._operation,)
             try:
                 self._body()
-            except Exception as error:
-                explained = progress.explain(error)
-                if explained is error:
-                    raise
-                raise explained from error
+            except Exception as error:  # noqa: BLE001  raised again
+                raise progress.explained(error)  # noqa: B904  it has its cause
             finally:
                 progress.current = None
         return self._result if self._same else self._operation.result()

@@ -160,13 +160,17 @@ class Progress:
             self.current = what
             try:
                 return function(*args)
-            except Exception as error:
-                explained = self.explain(error)
-                if explained is error:
-                    raise
-                raise explained from error
+            except Exception as error:  # noqa: BLE001  raised again
+                raise self.explained(error)  # noqa: B904  it has its cause
             finally:
                 self.current = None
+
+    def explained(self, error: Exception) -> Exception:
+        """What to raise for `error`, which is its cause unless it is the same."""
+        explained = self.explain(error)
+        if explained is not error:
+            explained.__cause__ = error
+        return explained
 
     def submit(self, function: Callable[[], Any], what: tuple[Any, ...]) -> Job:
         """Queue an operation for the background."""

@@ -63,11 +63,8 @@ def _repeated(
                 progress.current = key
                 try:
                     return again(x, out)
-                except Exception as error:
-                    explained = progress.explain(error)
-                    if explained is error:
-                        raise
-                    raise explained from error
+                except Exception as error:  # noqa: BLE001  raised again
+                    raise progress.explained(error)  # noqa: B904  it has its cause
                 finally:
                     progress.current = None
         except Unshared:

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.cli import screen
+from mpicoll.cli import ranks, screen
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
@@ -94,8 +94,6 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     from mpicoll.cli.bench import job
-    from mpicoll.errors import MpicollError, SpawnError
-    from mpicoll.launch import spawn
     from mpicoll.transport import probe
 
     settings = job.settings(_completed(args))
@@ -104,13 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if probe.launched(os.environ):
         return job.main(0, settings)
     settings.width = screen.terminal_width()
-    try:
-        statuses: list[int] = spawn(job.main, (settings,), nprocs=settings.ranks or 2, timeout=settings.limit)
-        return max(statuses)
-    except SpawnError as error:
-        if isinstance(error.__cause__, MpicollError):
-            raise error.__cause__ from None
-        raise
+    return int(max(ranks.start(job.main, (settings,), settings.ranks or 2, settings.limit)))
 
 
 def _completed(args: argparse.Namespace) -> dict[str, Any]:

@@ -77,8 +77,9 @@ def candidate(name: str, *, kind: Kind, form: str = "", out: bool = True, algori
 def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestant:
     """Raw mpi4py on a communicator of its own. Collective."""
     own = comm.mpi.Dup()
-    mpi = import_module("mpi4py.MPI")
-    ops = {"sum": mpi.SUM, "prod": mpi.PROD, "min": mpi.MIN, "max": mpi.MAX}
+    from mpi4py import MPI
+
+    ops = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
     def prepare(case: Case) -> Ready:
         collective, x, out = case.task.collective, case.x, case.out
@@ -123,7 +124,9 @@ def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool
     mpicoll and gloo work on CPU tensors, nccl on copies on this rank's device. Raises SetupError, on all ranks, where a
     node has fewer devices for nccl than ranks.
     """
-    torch, dist = import_module("torch"), import_module("torch.distributed")
+    import torch
+    import torch.distributed as dist
+
     device = _device(torch, comm) if backend == "nccl" else "cpu"
     group = _group(dist, backend)
 

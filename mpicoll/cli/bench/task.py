@@ -228,7 +228,8 @@ def wide(array: Any) -> Wide:
     if isinstance(array, np.ndarray):
         kind = array.dtype.kind
         return array.astype({"c": np.complex128, "i": np.int64, "u": np.int64}.get(kind, np.float64))
-    torch = import_module("torch")
+    import torch
+
     to = torch.complex128 if array.is_complex() else torch.float64 if array.is_floating_point() else torch.int64
     copied: Wide = array.to(to).cpu().numpy()
     return copied
@@ -259,7 +260,9 @@ class Case:
         like: Literal["numpy", "torch"] = "torch" if self.kind.endswith("torch") else "numpy"
         dtype: Any
         if like == "torch":
-            dtype = getattr(import_module("torch"), self.task.dtype)
+            import torch
+
+            dtype = getattr(torch, self.task.dtype)
         else:
             dtype = np.dtype(_bfloat16() if self.task.dtype == "bfloat16" else self.task.dtype)
         if self.kind != like:
@@ -270,7 +273,9 @@ class Case:
         if isinstance(array, np.ndarray):
             array[:] = values
         else:
-            array.copy_(import_module("torch").from_numpy(values))
+            import torch
+
+            array.copy_(torch.from_numpy(values))
 
 
 def _bfloat16() -> Any:
