@@ -426,7 +426,8 @@ class LocalTransport:
 
     def duplicate(self, tag: int) -> LocalTransport:
         number = self._duplicates[tag] = self._duplicates.get(tag, -1) + 1
-        table = self.world.meet(("duplicate", self._collective, tag, number), self._members, self._me, None)
+        name = ("duplicate", self._collective, self._members, tag, number)  # as in split()
+        table = self.world.meet(name, self._members, self._me, None)
         return self._child(self._members, table[-1])
 
     def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:

@@ -149,6 +149,19 @@ def test_split_of_a_split(ranks: Ranks) -> None:
     ranks(main)
 
 
+def test_duplicates_of_both_halves(several: Ranks) -> None:
+    """The groups of one split are duplicated at the same time, and don't meet each other."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        for _ in range(20):
+            with world.split(world.rank % 2) as half, half.duplicate() as other:
+                found = mpicoll.allgather(world.rank, comm=other)
+                assert found.tolist() == list(range(world.rank % 2, world.size, 2))
+
+    several(body)
+
+
 def test_duplicate(ranks: Ranks) -> None:
     """It has the same ranks, and takes no turn among the collectives of the other."""
 

@@ -1,0 +1,123 @@
+"""Model parallelism: models that are divided among ranks, by Megatron-LM's and DeepSpeed's names.
+
+:mod:`~mpicoll.parallel.topology`
+    ranks in a grid of pipeline x data x context x tensor parallel groups
+:mod:`~mpicoll.parallel.mappings`
+    autograd functions that move tensors between the whole, parts and partial sums
+:mod:`~mpicoll.parallel.layers`, :mod:`~mpicoll.parallel.cross_entropy`, :mod:`~mpicoll.parallel.random`
+    tensor and sequence parallel layers, the loss of a divided vocabulary, and dropout
+:mod:`~mpicoll.parallel.p2p`
+    values between pipeline stages
+:mod:`~mpicoll.parallel.pipeline`
+    pipeline schedules as data, and the engine that carries them out
+:mod:`~mpicoll.parallel.context_parallel`
+    attention over a divided sequence
+:mod:`~mpicoll.parallel.gradients`, :mod:`~mpicoll.parallel.checkpoint`
+    averaging and clipping; saving at one layout and loading at another
+
+There are no global groups: what needs ranks takes ``group=``. Without it, it takes the axis of the grid that
+:func:`use` (or :func:`initialize_model_parallel`) has put in use, and if there is none all ranks.
+
+Gradients follow Megatron's convention: there is one loss, which all ranks of a tensor parallel group compute alike.
+"""
+
+from mpicoll.parallel import checkpoint, p2p, pipeline
+from mpicoll.parallel.context_parallel import (
+    gather_sequence,
+    position_ids,
+    ring_attention,
+    split_sequence,
+    ulysses_attention,
+)
+from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
+from mpicoll.parallel.gradients import average_gradients, clip_grad_norm_
+from mpicoll.parallel.groups import use
+from mpicoll.parallel.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_parallel_linear,
+    shard_,
+    whole_state_dict,
+)
+from mpicoll.parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    copy_to_tensor_model_parallel_region,
+    gather,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+    split,
+)
+from mpicoll.parallel.p2p import PipeP2P
+from mpicoll.parallel.pipeline.engine import PipelineEngine
+from mpicoll.parallel.random import (
+    ParallelDropout,
+    RNGStatesTracker,
+    get_rng_tracker,
+    model_parallel_manual_seed,
+)
+from mpicoll.parallel.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    initialize_model_parallel,
+)
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "ParallelDropout",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipeP2P",
+    "PipelineEngine",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "RMSNorm",
+    "RNGStatesTracker",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "average_gradients",
+    "checkpoint",
+    "clip_grad_norm_",
+    "column_parallel_linear",
+    "copy_to_tensor_model_parallel_region",
+    "gather",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "gather_sequence",
+    "get_rng_tracker",
+    "initialize_model_parallel",
+    "model_parallel_manual_seed",
+    "p2p",
+    "pipeline",
+    "position_ids",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "ring_attention",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "shard_",
+    "split",
+    "split_sequence",
+    "ulysses_attention",
+    "use",
+    "vocab_parallel_cross_entropy",
+    "whole_state_dict",
+]

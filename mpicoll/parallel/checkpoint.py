@@ -1,0 +1,472 @@
+"""Checkpoints that can be loaded in another layout: other numbers of shards, stages and copies, also in one process.
+
+The files are those of torch's distributed checkpoint (:mod:`torch.distributed.checkpoint`, DCP), with the keys
+``model.<name>``, ``optimizer.state.<name>.<entry>``, ``optimizer.param_groups.<name>.<option>`` (as torch flattens an
+optimizer's state) and ``extra``. So ``torch.distributed.checkpoint.load`` reads them, too. They hold whole parameters;
+who loads takes from them what its own layout needs.
+
+Names are what parts of a model on several ranks agree by. Under pipeline parallelism each rank knows its parameters by
+names of its own module; `names` maps them to those of the whole model, and must map the copies of a tied parameter to
+one name. Without it names are used as they are, which is right if they tell the stages apart already. A parameter that
+a module has under several names counts by the first.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Along
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mpicoll.collectives.allgather import allgather
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import world
+from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
+from mpicoll.parallel.shards import shard_of
+from mpicoll.torch.backend import ProcessGroupMpicoll
+
+__all__ = ["load", "model_state", "optimizer_state", "save"]
+
+Names: TypeAlias = "Callable[[str], str] | None"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    names: Names = None,
+    *,
+    overwrite: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save `model`, the state of `optimizer`, and `extra` in the folder `path`, which all ranks must see.
+
+    Collective over `group`, by default all ranks of torch's default process group; without one, this is the only
+    process. Each rank passes its part of the model and the optimizer of it. What several ranks hold, such as data
+    parallel copies, is written once: n bytes in all, a part of them by each rank. `extra` is anything that can be
+    pickled, such as the number of steps; that of the first rank is kept. `names` is explained above. With `overwrite` a
+    checkpoint that `path` holds already is replaced, once the new one is complete in ``<path>.new``.
+
+    Raises, on all ranks, ArgumentError if `path` holds a checkpoint and is not to be overwritten, where two parameters would get one name,
+    and for the states of an optimizer that don't lie as its parameters do; CommunicatorError for several ranks without
+    a process group; OSError if files can't be written.
+    """
+    if world().size > 1 and not dist.is_initialized():
+        raise CommunicatorError(
+            f"save: there are {world().size} ranks, but torch has no process group; call"
+            " torch.distributed.init_process_group('mpicoll') before the model is made"
+        )
+    state: dict[str, Any] = {}
+    first = not dist.is_initialized() or dist.get_rank(group) == 0
+    path = Path(path)
+    replaced = (path / ".metadata").exists()
+    target = path.with_name(f"{path.name}.new") if replaced else path
+
+    def collect() -> None:
+        if replaced and not overwrite:
+            raise ArgumentError(f"save: {path} holds a checkpoint already; take another folder, or pass overwrite=True")
+        if replaced and first:
+            shutil.rmtree(target, ignore_errors=True)  # what an earlier attempt has left
+        state["model"] = model_state(model, names)
+        if optimizer is not None:
+            state["optimizer"] = optimizer_state(model, optimizer, names)
+
+    _together("save", collect, group)
+    _check_copies(model, names, group)
+    if first:
+        state["extra"] = _pickled(extra)
+    with _quietly("save", target):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(target), process_group=group)
+
+    def replace() -> None:
+        if first:
+            shutil.rmtree(path)
+            target.rename(path)
+
+    if replaced:
+        _together("save", replace, group)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    names: Names = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Load into `model` and `optimizer` what :func:`save` has left in `path`, and return its `extra`.
+
+    As :func:`save`, in any layout. Parameters and buffers are overwritten in place, and converted where dtypes differ.
+    The optimizer need not have made a step; its state becomes that of the checkpoint, bit by bit, as do the options of
+    its parameter groups (learning rate, betas, ...). Entries of the checkpoint that nobody asks for are left alone.
+    Reads what each rank needs, and unpickles it, so load what you trust only.
+
+    Raises ArgumentError, on all ranks and with nothing changed, if there is no checkpoint, or it lacks an entry that
+    `model` or `optimizer` needs (ShapeError: has it in another shape), as after a change of the model or of the kind of
+    optimizer; OSError if files can't be read.
+    """
+    wanted: dict[str, Any] = {}
+
+    def collect() -> None:
+        metadata = _metadata(path)
+        wanted["model"] = model_state(model, names)
+        _check_there("model", wanted["model"], metadata)
+        if optimizer is not None:
+            wanted["optimizer"] = _optimizer_template(model, optimizer, names, metadata)
+        if "extra" in metadata.state_dict_metadata:
+            wanted["extra"] = None
+
+    _together("load", collect, group)
+    with _quietly("load", path):
+        dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=group)
+    _put_others(model, names, wanted["model"])
+    if optimizer is not None:
+        _put_optimizer(model, optimizer, names, wanted["optimizer"])
+    extra = wanted.get("extra")
+    return None if extra is None else torch.load(io.BytesIO(extra), weights_only=False)
+
+
+def model_state(model: nn.Module, names: Names = None) -> dict[str, Any]:
+    """The parameters and persistent buffers of `model`, by the names of the whole model, in their own memory.
+
+    What parallel layers have cut (:mod:`mpicoll.parallel.shards`) is a DTensor over the process group of its ranks;
+    the rest are plain tensors. DCP saves and loads such a dict in any layout. Collective over the ranks of each
+    parameter that is cut: one all-gather of 8 bytes for each of them.
+
+    Raises ArgumentError where two parameters get one name, CommunicatorError if a parameter is cut among ranks for
+    which torch has no process group, ShapeError if it is cut in parts of other sizes than a DTensor's.
+    """
+    named = _named(model, names)
+    cuts = _cuts(named)
+    return {name: _whole(value, cuts.get(name)) for name, value in named.items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None) -> dict[str, Any]:
+    """The state of `optimizer`, and the options of its parameters, likewise: with keys ``state.<name>.<entry>`` and
+    ``param_groups.<name>.<option>``.
+
+    Entries of the shape of their parameter are cut as it is; numbers are the same on all ranks. Raises ArgumentError
+    for other entries of a parameter that is cut, and for parameters that are not `model`'s.
+    """
+    named = _named(model, names)
+    cuts = _cuts(named)
+    state: dict[str, Any] = {}
+    for _, name, param, group in _optimized(named, optimizer):
+        cut = cuts.get(name)
+        for entry, value in optimizer.state.get(param, {}).items():
+            alike = isinstance(value, Tensor) and value.shape == param.shape
+            if cut is not None and not alike and isinstance(value, Tensor) and value.numel() > 1:
+                raise ArgumentError(
+                    f"optimizer_state: {type(optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for"
+                    f" {name!r}, of which this rank has a part of shape {tuple(param.shape)}; only entries of that"
+                    f" shape and single numbers can be saved (rank {cut.mesh.get_local_rank()} of {cut.mesh.size()})"
+                )
+            state[f"state.{name}.{entry}"] = _whole(value, cut if alike else None)
+        for option, value in group.items():
+            if option != "params":
+                state[f"param_groups.{name}.{option}"] = _whole(value, None)
+    return state
+
+
+# --- what a model holds, and how it is cut
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a parameter lies on the ranks of a mesh."""
+
+    mesh: DeviceMesh
+    dim: int
+    extent: int
+
+    def whole(self, shape: torch.Size) -> torch.Size:
+        return torch.Size([*shape[: self.dim], self.extent, *shape[self.dim + 1 :]])
+
+
+def _named(model: nn.Module, names: Names) -> dict[str, Any]:
+    """The parameters, persistent buffers and extra states of `model`, by their names in the whole model."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    named: dict[str, Any] = {}
+    local: dict[str, str] = {}
+    seen = set()
+    for here, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        name = here if names is None else names(here)
+        if name in named:
+            raise ArgumentError(
+                f"{here!r} and {local[name]!r} are both named {name!r} in the whole model; on one rank, parameters that"
+                " are tied must be one"
+            )
+        named[name], local[name] = value, here
+    return named
+
+
+def _cuts(named: Mapping[str, Any]) -> dict[str, _Cut]:
+    """How those of `named` lie that are cut among several ranks."""
+    shards = {name: shard_of(value) for name, value in named.items() if isinstance(value, Tensor)}
+    by_comm: dict[Communicator, list[tuple[str, int]]] = {}
+    for name, shard in shards.items():
+        if shard is not None and shard.comm.size > 1:
+            by_comm.setdefault(shard.comm, []).append((name, shard.dim))
+    cuts = {}
+    for comm, cut in by_comm.items():
+        mesh = _mesh(comm, cut[0][0], named[cut[0][0]].device.type)
+        own = torch.tensor([named[name].shape[dim] for name, dim in cut])
+        extents = torch.as_tensor(allgather(own.unsqueeze(0), comm=comm)).view(comm.size, len(cut))
+        for (name, dim), parts in zip(cut, extents.T.tolist(), strict=True):
+            chunk = math.ceil(sum(parts) / comm.size)
+            if parts != [max(0, min(chunk, sum(parts) - rank * chunk)) for rank in range(comm.size)]:
+                raise ShapeError(
+                    f"{name!r} is cut along dim {dim} in parts of {parts}, which no DTensor can be; cut it as"
+                    f" torch.chunk does (rank {comm.rank} of {comm.size})"
+                )
+            cuts[name] = _Cut(mesh, dim, sum(parts))
+    return cuts
+
+
+def _mesh(comm: Communicator, name: str, device_type: str) -> DeviceMesh:
+    for group in c10d._world.pg_map:  # noqa: SLF001  torch has no other list of its groups
+        if isinstance(group, ProcessGroupMpicoll) and group.comm is comm:
+            return DeviceMesh.from_group(group, device_type)
+    raise CommunicatorError(
+        f"{name!r} is cut among the ranks of {comm!r}, for which torch has no process group; make the grid after"
+        " torch.distributed.init_process_group('mpicoll'), or give the layers a process group"
+    )
+
+
+def _whole(value: Any, cut: _Cut | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if cut is None:
+        return value
+    shape = cut.whole(value.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(value, cut.mesh, [Along(cut.dim)], run_check=False, shape=shape, stride=stride)
+
+
+def _optimized(named: Mapping[str, Any], optimizer: Optimizer) -> Iterator[tuple[int, str, Tensor, dict[str, Any]]]:
+    """For what `optimizer` steps: the number of its group, name, parameter and group."""
+    known = {id(value): name for name, value in named.items() if isinstance(value, Tensor)}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = known.get(id(param))
+            if name is None:
+                raise ArgumentError(
+                    f"parameter group {number} of the {type(optimizer).__name__} has a parameter of shape"
+                    f" {tuple(param.shape)} that is not the model's; make the optimizer from the parameters of the"
+                    " model as it is now"
+                )
+            yield number, name, param, group
+
+
+# --- what is in a checkpoint
+
+
+def _metadata(path: str | os.PathLike[str]) -> Metadata:
+    try:
+        return dcp.FileSystemReader(path).read_metadata()
+    except FileNotFoundError as error:
+        raise ArgumentError(f"load: {os.fspath(path)} holds no checkpoint ({error})") from error
+
+
+def _check_there(part: str, wanted: Mapping[str, Any], metadata: Metadata) -> None:
+    """Raise unless `wanted` can be loaded. What has no tensor is for DCP to find."""
+    entries = metadata.state_dict_metadata
+    tensors = {f"{part}.{name}": value for name, value in wanted.items() if isinstance(value, Tensor)}
+    missing = [key for key in tensors if not isinstance(entries.get(key), TensorStorageMetadata)]
+    if missing:
+        raise ArgumentError(f"load: the checkpoint lacks {_some(missing)}")
+    other = [
+        f"{key} of shape {tuple(found.size)}, here {tuple(value.shape)}"
+        for key, value in tensors.items()
+        if isinstance(found := entries[key], TensorStorageMetadata) and found.size != value.shape
+    ]
+    if other:
+        raise ShapeError(f"load: the checkpoint has {_some(other)}")
+
+
+def _some(texts: Collection[str]) -> str:
+    texts = list(texts)
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
+
+
+def _optimizer_template(model: nn.Module, optimizer: Optimizer, names: Names, metadata: Metadata) -> dict[str, Any]:
+    """What the checkpoint has for the parameters of `optimizer`, to be overwritten by it.
+
+    The options say which state there is, so where these are all there, the state is what this kind of optimizer needs.
+    """
+    named = _named(model, names)
+    cuts = _cuts(named)
+    prefix = "optimizer.state."
+    entries: dict[str, list[str]] = {}
+    for key in metadata.state_dict_metadata:
+        if key.startswith(prefix):
+            name, _, entry = key.removeprefix(prefix).rpartition(".")
+            entries.setdefault(name, []).append(entry)
+    template: dict[str, Any] = {}
+    missing = []
+    for _, name, param, group in _optimized(named, optimizer):
+        for option in group.keys() - {"params"}:
+            key = f"param_groups.{name}.{option}"
+            if f"optimizer.{key}" not in metadata.state_dict_metadata:
+                missing.append(f"optimizer.{key}")
+            else:
+                template[key] = _room(metadata.state_dict_metadata[f"optimizer.{key}"])
+        for entry in entries.get(name, []):
+            found = metadata.state_dict_metadata[f"{prefix}{name}.{entry}"]
+            template[f"state.{name}.{entry}"] = _room(found, param, cuts.get(name))
+    if missing:
+        raise ArgumentError(
+            f"load: the checkpoint lacks {_some(missing)}; was it saved with an optimizer of another kind than"
+            f" {type(optimizer).__name__}, or of other parameters?"
+        )
+    return template
+
+
+def _room(found: STORAGE_TYPES, param: Tensor | None = None, cut: _Cut | None = None) -> Any:
+    """Where DCP may put an entry: a tensor like `param`, and cut as it is, if it has the shape of the whole of it."""
+    if not isinstance(found, TensorStorageMetadata):
+        return None
+    dtype = found.properties.dtype
+    if param is not None and found.size == (param.shape if cut is None else cut.whole(param.shape)):
+        return _whole(torch.empty_like(param, dtype=dtype), cut)
+    return torch.empty(found.size, dtype=dtype)
+
+
+def _put_others(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> None:
+    """Give `model` what is no tensor, such as extra states; tensors were overwritten in place."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    others = {
+        here: loaded[here if names is None else names(here)]
+        for here, value in model.state_dict(keep_vars=True).items()
+        if not isinstance(value, Tensor)
+    }
+    if others:
+        model.load_state_dict(others, strict=False)
+
+
+def _put_optimizer(model: nn.Module, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
+    named = _named(model, names)
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in loaded.items():
+        if key.startswith("state."):
+            name, _, entry = key.removeprefix("state.").rpartition(".")
+            states.setdefault(name, {})[entry] = value.to_local() if isinstance(value, DTensor) else value
+    of_group: dict[int, dict[str, Any]] = {}
+    for number, name, param, group in _optimized(named, optimizer):
+        options = {option: loaded[f"param_groups.{name}.{option}"] for option in group if option != "params"}
+        for option, value in of_group.setdefault(number, options).items():
+            if not bool(options[option] == value):
+                raise ArgumentError(
+                    f"load: the checkpoint has {option}={options[option]!r} for {name!r} and {value!r} for others of"
+                    f" its parameter group {number}; group parameters as they were when it was saved"
+                )
+        state = states.get(name, {})
+        if options.get("capturable") or options.get("fused"):  # which keep the number of steps beside the parameter
+            state = {entry: value.to(param.device) for entry, value in state.items()}
+        optimizer.state.pop(param, None)
+        if state:
+            optimizer.state[param] = state
+    for number, options in of_group.items():
+        optimizer.param_groups[number].update(options)
+
+
+# --- ranks that agree
+
+
+def _together(operation: str, collect: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Raise what `collect` raises, on all ranks: those that find nothing wrong would wait for the others."""
+    problem: Exception | None = None
+    try:
+        collect()
+    except Exception as error:  # noqa: BLE001  whatever it is, it is raised below
+        problem = error
+    mine = None if problem is None else (_kind(problem), str(problem))
+    problems = _gathered(mine, group)
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(problems):
+        if other is not None:
+            raise other[0](f"{operation}: on rank {rank}: {other[1]}")
+
+
+def _kind(problem: Exception) -> type[Exception]:
+    kinds = (ShapeError, ArgumentError, CommunicatorError)
+    return next((kind for kind in kinds if isinstance(problem, kind)), RuntimeError)
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if not dist.is_initialized():
+        return [mine]
+    all_of_them: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(all_of_them, mine, group=group)
+    return all_of_them
+
+
+def _check_copies(model: nn.Module, names: Names, group: dist.ProcessGroup | None) -> None:
+    """Raise if ranks hold parameters of one name that are not copies of each other: one of them would be lost.
+
+    Copies may have drifted apart by rounding, so this compares their shapes, and roughly their sums.
+    """
+    if not dist.is_initialized():
+        return
+    mine = {}
+    for name, value in _named(model, names).items():
+        if isinstance(value, nn.Parameter) and not isinstance(value, DTensor) and value.is_floating_point():
+            shard = shard_of(value)
+            size = torch.linalg.vector_norm(value.detach(), dtype=torch.float64).item()
+            total = value.detach().sum(dtype=torch.float64).item()
+            mine[name, 0 if shard is None else shard.comm.rank] = (tuple(value.shape), total, size)
+    first: dict[Any, tuple[int, Any]] = {}
+    for rank, theirs in enumerate(_gathered(mine, group)):
+        for key, sketch in theirs.items():
+            owner, other = first.setdefault(key, (rank, sketch))
+            if sketch[0] != other[0] or abs(sketch[1] - other[1]) > 1e-2 * max(sketch[2], other[2]):
+                raise ArgumentError(
+                    f"save: ranks {owner} and {rank} hold different parameters of the name {key[0]!r}, of shapes"
+                    f" {other[0]} and {sketch[0]} and sums {other[1]:.6g} and {sketch[1]:.6g}; stages of a pipeline"
+                    " need names= that tell their parameters apart, and copies must be equal"
+                )
+
+
+@contextmanager
+def _quietly(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """DCP's failures as an OSError, and no warning that there is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (first, _) = next(iter(error.failures.items()))
+            raise OSError(f"{operation}: {os.fspath(path)}: {type(first).__name__} on rank {rank}: {first}") from error
+
+
+def _pickled(extra: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(extra, buffer)
+    return buffer.getvalue()

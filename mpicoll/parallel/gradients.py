@@ -1,0 +1,136 @@
+"""What has to happen to gradients between the backward pass and the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mpicoll.collectives.allreduce import allreduce, iallreduce
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import ArgumentError, DTypeError
+from mpicoll.parallel import groups
+from mpicoll.parallel.shards import shard_of
+
+BUCKET = 25 << 20
+"""Bytes of gradients that travel together, as in torch's DistributedDataParallel."""
+
+
+def average_gradients(parameters: Iterable[Parameter], group: Any = None) -> None:
+    """Replace each gradient by its mean over the ranks of `group`.
+
+    `group` is by default the ``data`` and ``context`` axes of the grid in use; without a grid, all ranks. Every rank
+    passes the same parameters in the same order. A rank whose parameter has no gradient counts as one with zeros; where
+    no rank has one, none gets one. Gradients travel in buckets of 25 MiB, one dtype each, which are in flight together:
+    2n(P-1)/P bytes sent per rank. torch's DistributedDataParallel overlaps this with the backward pass; it is the
+    better choice for a model that is not divided into pipeline stages.
+
+    Raises DTypeError for sparse gradients before any message leaves.
+    """
+    comm = replicas(group)
+    parameters = [one for one in parameters if one.requires_grad]
+    for one in parameters:
+        if one.grad is not None and one.grad.layout is not torch.strided:
+            raise DTypeError(
+                f"average_gradients: the gradient of a parameter of shape {tuple(one.shape)} is {one.grad.layout}; make"
+                f" it dense, such as by Embedding(sparse=False) (rank {comm.rank} of {comm.size})"
+            )
+    if comm.size == 1 or not parameters:
+        return
+    present = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
+    for one, wanted in zip(parameters, allreduce(present, "max", comm=comm).tolist(), strict=True):
+        if wanted and one.grad is None:
+            one.grad = torch.zeros_like(one)
+    _reduce([one.grad for one in parameters if one.grad is not None], "avg", comm)
+
+
+def sum_gradients(parameters: Iterable[Parameter], comm: Communicator) -> None:
+    """Replace each gradient by its sum over the ranks of `comm`; one that is absent counts as zeros."""
+    parameters = list(parameters)
+    for one in parameters:
+        if one.grad is None:
+            one.grad = torch.zeros_like(one)
+    _reduce([one.grad for one in parameters if one.grad is not None], "sum", comm)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: Any = None,
+    tensor_group: Any = None,
+    counted_elsewhere: Collection[Parameter] = (),
+) -> Tensor:
+    """Scale all gradients so that the norm of the whole model's is at most `max_norm`; returns the norm that it was, a
+    0-d float64 tensor, the same on all ranks.
+
+    As :func:`torch.nn.utils.clip_grad_norm_`, for a model whose parts lie on the ranks of `group`: by default the
+    ``pipe`` and ``model`` axes of the grid in use; without a grid, all ranks. Every rank passes the parameters that it
+    holds. Those that :mod:`mpicoll.parallel.layers` has cut count with each of their parts; the others are the same on
+    all ranks of `tensor_group` (by default the ``model`` axis; without a grid, all ranks), and count on its first.
+    Parameters in `counted_elsewhere`, such as a copy of a tied embedding, are scaled but don't count. One all-reduce of
+    8 bytes. `norm_type` is 2 or ``inf``, else ArgumentError.
+    """
+    parameters = [one for one in parameters if one.grad is not None]
+    if norm_type not in (2.0, math.inf):
+        raise ArgumentError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
+    skipped = {id(one) for one in counted_elsewhere}
+    comm = _model(group)
+    leads = groups.communicator(tensor_group, "model").rank == 0
+    norms = [
+        torch.linalg.vector_norm(one.grad.detach(), norm_type, dtype=torch.promote_types(one.dtype, torch.float32))
+        for one in parameters
+        if one.grad is not None and id(one) not in skipped and (leads or shard_of(one) is not None)
+    ]
+    own = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+    total: Tensor
+    if norm_type == 2.0:
+        total = allreduce(own.square().sum(), comm=comm).sqrt()
+    else:
+        total = allreduce(own.max(), "max", comm=comm)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for one in parameters:
+        assert one.grad is not None
+        one.grad.mul_(factor.to(one.grad.dtype))
+    return total
+
+
+def replicas(group: Any = None) -> Communicator:
+    """The ranks that hold the same part of the model and see other data."""
+    grid = groups.in_use()
+    return grid.communicator("data", "context") if group is None and grid is not None else groups.communicator(group)
+
+
+def _model(group: Any) -> Communicator:
+    grid = groups.in_use()
+    return grid.communicator("pipe", "model") if group is None and grid is not None else groups.communicator(group)
+
+
+def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
+    pending = []
+    for bucket in _buckets(gradients):
+        flat = torch.cat([one.detach().reshape(-1) for one in bucket])
+        pending.append((bucket, iallreduce(flat, op, out=flat, comm=comm)))
+    for bucket, request in pending:
+        parts = request.wait().split([one.numel() for one in bucket])
+        for one, part in zip(bucket, parts, strict=True):
+            one.detach().copy_(part.view(one.shape))
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """`gradients` in groups of one dtype and at most `BUCKET` bytes, but for a gradient that is larger by itself."""
+    for dtype in dict.fromkeys(one.dtype for one in gradients):
+        bucket: list[Tensor] = []
+        filled = 0
+        for one in (one for one in gradients if one.dtype == dtype):
+            if bucket and filled + one.nbytes > BUCKET:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(one)
+            filled += one.nbytes
+        yield bucket

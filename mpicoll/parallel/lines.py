@@ -1,0 +1,540 @@
+"""Values under way between pipeline stages, and which receive gets which of them.
+
+Values go along lines: what is sent on a line of a stage to another arrives there in that order, and the n-th receive
+gets the n-th value. Lines are independent of each other. All messages from a stage are taken in the order in which they
+were sent, which is what MPI promises, and only while something is wanted from it: what nobody wants yet stays where
+it is, as far as the transport holds it back.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from operator import index
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from mpicoll.errors import CommunicationError, RankError, RankFailed
+from mpicoll.parallel.wire import Layout, Moving, Spec, TensorSpec, Wire, describe, memory, pickled, unflatten
+from mpicoll.torch.tensors import flat_output
+from mpicoll.transport.base import Envelope, Memory
+
+PLAIN, FORWARD, BACKWARD = range(3)
+"""Lines of one channel between two stages. They are never mixed up, even where the next stage is the previous one."""
+
+CHANNELS = 256
+
+_HEADER, _DATA, _DATA_SYNC, _OBJECT, _OBJECT_SYNC, _ACK, _BYE = range(7)
+"""What a message is. _SYNC: the sender waits for an _ACK. The tag holds channel, line, number modulo 4, and this; it is
+below 32768, the smallest range that MPI guarantees."""
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def key_of(operation: str, line: int, channel: int) -> int:
+    """The number of a line. Raises RankError if there is no such channel."""
+    try:
+        number = index(channel)
+    except TypeError:
+        number = -1
+    if not 0 <= number < CHANNELS:
+        raise RankError(f"{operation}: channel must be in [0, {CHANNELS}), got {channel!r}")
+    return number << 2 | line
+
+
+class Sending:
+    """A value that leaves. `spec` is its structure; of an object, the number of its bytes."""
+
+    __slots__ = ("acknowledged", "error", "key", "moving", "name", "peer", "spec", "sync", "told", "value")
+
+    def __init__(self, name: str, peer: Peer, key: int, spec: Spec | int, *, sync: bool) -> None:
+        self.name = name
+        self.peer = peer
+        self.key = key
+        self.spec = spec
+        self.sync = sync
+        self.acknowledged = not sync
+        self.moving: list[Moving] = []
+        self.value = None
+        self.error: Exception | None = None
+        self.told = False
+
+    def ended(self) -> bool:
+        """Whether it has completed or failed."""
+        if self.error is not None:
+            return True
+        if not self.acknowledged:
+            return False
+        try:
+            return all_arrived(self.moving)
+        except CommunicationError as error:
+            self.error = self.peer.explain(self, error)
+            return True
+
+    def __str__(self) -> str:
+        return f"{self.name} of {_sent(self.spec)} to {self.peer.name}{_channel(self.key)}"
+
+
+class Receiving:
+    """A receive. `into` is the tensor to be filled, `shape` and `dtype` what is expected of the tensor that comes."""
+
+    __slots__ = (
+        "_ended",
+        "arrival",
+        "dtype",
+        "error",
+        "into",
+        "key",
+        "name",
+        "objects",
+        "peer",
+        "shape",
+        "told",
+        "value",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        peer: Peer,
+        key: int,
+        *,
+        into: torch.Tensor | None = None,
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+        objects: bool = False,
+    ) -> None:
+        self.name = name
+        self.peer = peer
+        self.key = key
+        self.into = into
+        self.shape = shape
+        self.dtype = dtype
+        self.objects = objects
+        self.arrival: _Arrival | None = None
+        self.value: Any = None
+        self.error: Exception | None = None
+        self.told = False
+        self._ended = False
+
+    def ended(self) -> bool:
+        """Whether its value is there, or it has failed."""
+        if self._ended or self.error is not None:
+            return True
+        arrival = self.arrival
+        if arrival is None or not arrival.whole:
+            return False
+        try:
+            if not all_arrived(arrival.moving):
+                return False
+            self.value = arrival.value(self.into)
+        except CommunicationError as error:
+            self.error = self.peer.explain(self, error)
+        except Exception as error:  # noqa: BLE001  what unpickling raises is for its own wait to say
+            self.error = CommunicationError(
+                f"{self.peer.here}: {self}: what came can't be unpickled ({type(error).__name__}: {error})"
+            )
+            self.error.__cause__ = error
+        self._ended = True
+        self.arrival = None
+        return True
+
+    def refuses(self, arrival: _Arrival) -> bool:
+        """Whether what arrives is not what is expected."""
+        if self.objects or arrival.layout is None:
+            return self.objects != (arrival.layout is None)
+        if self.shape is None:
+            return False
+        spec = arrival.layout.spec
+        return not (isinstance(spec, TensorSpec) and spec.shape == self.shape and self.dtype in (None, spec.dtype))
+
+    @property
+    def expected(self) -> str:
+        """What it expects, for people."""
+        if self.objects:
+            return "an object, sent by send_obj"
+        if self.shape is None:
+            return "tensors, sent by send or isend"
+        dtype = "a tensor of shape" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return f"{dtype} {self.shape}"
+
+    def __str__(self) -> str:
+        return f"{self.name} from {self.peer.name}{_channel(self.key)}"
+
+
+Operation: TypeAlias = "Sending | Receiving"
+
+
+class _Arrival:
+    """A value that comes. `layout` is None for an object."""
+
+    __slots__ = ("_direct", "_packed", "_restore", "_tensors", "layout", "moving", "receiving", "sync", "whole")
+
+    def __init__(self, layout: Layout | None, *, sync: bool) -> None:
+        self.layout = layout
+        self.sync = sync
+        self.receiving: Receiving | None = None
+        self.moving: list[Moving] = []
+        self.whole = False
+        self._direct = False
+        self._restore: Callable[[], None] | None = None
+        self._tensors: list[torch.Tensor] | None = None
+        self._packed: Memory = _NOTHING
+
+    def fill(self, name: str, into: torch.Tensor) -> None:
+        """Let the tensor that comes go to `into` directly. Nothing of it has been received yet."""
+        flat, self._restore = flat_output(name, into)
+        self._tensors = [flat]
+        self._direct = True
+
+    def room(self, nbytes: int) -> Memory | None:
+        """Where its next message of `nbytes` goes; None if that message is not the one that must come."""
+        if self.layout is None:
+            self._packed = np.empty(nbytes, np.uint8)
+            self.whole = True
+            return self._packed
+        messages = self.layout.messages
+        expected, parts = messages[len(self.moving)]
+        if nbytes != expected:
+            return None
+        self.whole = len(self.moving) + 1 == len(messages)
+        if self._tensors is None:
+            self._tensors = self.layout.tensors()
+        if len(parts) == 1:
+            return memory(self._tensors[parts[0].index])
+        self._packed = np.empty(nbytes, np.uint8)
+        return self._packed
+
+    def value(self, into: torch.Tensor | None) -> Any:
+        """What has arrived; `into`, filled with it, if that is given."""
+        if self.layout is None:
+            return pickle.loads(self._packed.data)
+        tensors = self._tensors
+        assert tensors is not None
+        parts = self.layout.messages[-1][1]
+        if len(parts) > 1:
+            for number, start, stop in parts:
+                memory(tensors[number])[:] = self._packed[start:stop]
+        if into is not None:
+            self._store(into, tensors[0])
+            return into
+        for leaf, tensor in zip(self.layout.leaves, tensors, strict=True):
+            if leaf.requires_grad:
+                tensor.requires_grad_()
+        return unflatten(self.layout.spec, iter(tensors))
+
+    def _store(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        if not self._direct:
+            flat, self._restore = flat_output("recv", into)
+            flat.copy_(tensor.view(-1))
+        if self._restore is not None:
+            self._restore()
+        elif not into.is_inference():
+            # Autograd must notice that it was written to.
+            torch.autograd.graph.increment_version(into)
+
+
+class _Outbox:
+    """This end of a line to another stage."""
+
+    __slots__ = ("layout", "number", "unacknowledged")
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.number = 0
+        self.unacknowledged: deque[Sending] = deque()
+
+
+class _Inbox:
+    """This end of a line from another stage: receives nothing came for yet, or values nobody asked for yet."""
+
+    __slots__ = ("arrived", "arriving", "broken", "layout", "number", "waiting")
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.number = 0
+        self.waiting: deque[Receiving] = deque()
+        self.arrived: deque[_Arrival] = deque()
+        self.arriving: _Arrival | None = None
+        self.broken: str | None = None
+
+
+class Peer:
+    """Another stage. `wants` counts what is to come from it: messages are taken only then."""
+
+    def __init__(self, stage: int, name: str, here: str) -> None:
+        self.stage = stage
+        self.name = name
+        self.here = here
+        self.wants = 0
+        self.left = False
+        self.lost: CommunicationError | None = None
+        self.reading: tuple[Moving, Memory, Callable[[Memory], None]] | None = None
+        self.inboxes: dict[int, _Inbox] = {}
+        self.outboxes: dict[int, _Outbox] = {}
+
+    def inbox(self, key: int) -> _Inbox:
+        found = self.inboxes.get(key)
+        if found is None:
+            found = self.inboxes[key] = _Inbox()
+        return found
+
+    def outbox(self, key: int) -> _Outbox:
+        found = self.outboxes.get(key)
+        if found is None:
+            found = self.outboxes[key] = _Outbox()
+        return found
+
+    def explain(self, operation: Operation, error: CommunicationError) -> CommunicationError:
+        """`error` of the transport as one that names `operation`."""
+        return _explained(f"{self.here}: {operation}: {error}", error)
+
+    def unheard(self) -> Iterator[str]:
+        """What came that nobody has received."""
+        for key, inbox in self.inboxes.items():
+            for one in inbox.arrived:
+                yield f"{'an object' if one.layout is None else describe(one.layout.spec)}{_channel(key)}"
+
+
+class Lines:
+    """This stage's ends of all lines. Its methods must be called by one thread at a time."""
+
+    def __init__(self, wire: Wire, here: str, names: Callable[[int], str]) -> None:
+        self._wire = wire
+        self.here = here
+        self.peers = {stage: Peer(stage, names(stage), here) for stage in wire.peers}
+
+    def post(self, sending: Sending, payload: list[torch.Tensor] | Memory) -> None:
+        """Send tensors, or the bytes of an object."""
+        peer, key, moving = sending.peer, sending.key, sending.moving
+        if peer.left:
+            sending.error = CommunicationError(_unwanted(sending))
+            return
+        outbox = peer.outbox(key)
+        if isinstance(payload, np.ndarray):
+            kind = _OBJECT_SYNC if sending.sync else _OBJECT
+            moving.append(self._send(peer, outbox, key, kind, payload))
+        else:
+            layout = outbox.layout
+            spec: Any = sending.spec
+            if layout is None or layout.spec != spec:
+                moving.append(self._send(peer, outbox, key, _HEADER, pickled(sending.name, spec)))
+                layout = outbox.layout = Layout(spec)
+            kind = _DATA_SYNC if sending.sync else _DATA
+            for data in layout.outgoing(payload):
+                moving.append(self._send(peer, outbox, key, kind, data))
+        if sending.sync:
+            outbox.unacknowledged.append(sending)
+            peer.wants += 1
+
+    def _send(self, peer: Peer, outbox: _Outbox, key: int, kind: int, data: Memory) -> Moving:
+        number = outbox.number
+        outbox.number = (number + 1) & 3
+        return self._wire.isend(data, peer.stage, key << 5 | number << 3 | kind)
+
+    def expect(self, receiving: Receiving) -> None:
+        """Let `receiving` get the next value of its line."""
+        peer = receiving.peer
+        inbox = peer.inbox(receiving.key)
+        if inbox.arrived:
+            arrival = inbox.arrived.popleft()
+            self._meet(receiving, arrival)
+            if not arrival.whole:
+                peer.wants += 1
+        elif inbox.broken is not None:
+            receiving.error = CommunicationError(f"{self.here}: {receiving}: {inbox.broken}")
+        elif peer.left:
+            receiving.error = CommunicationError(_gone(receiving))
+        else:
+            inbox.waiting.append(receiving)
+            peer.wants += 1
+
+    def withdraw(self, receiving: Receiving) -> None:
+        """Let `receiving` get nothing, if nothing has come for it."""
+        waiting = receiving.peer.inbox(receiving.key).waiting
+        if receiving in waiting:
+            waiting.remove(receiving)
+            receiving.peer.wants -= 1
+
+    def leave(self) -> list[Moving]:
+        """Tell all stages that nothing more will come from this one, and want to hear the same of them."""
+        for peer in self.peers.values():
+            peer.wants += not peer.left
+        return [self._wire.isend(_NOTHING, stage, _BYE) for stage in self.peers]
+
+    def pump(self) -> None:
+        """Take what has come from the stages from which something is wanted."""
+        for peer in self.peers.values():
+            if peer.wants:
+                try:
+                    self._drain(peer)
+                except CommunicationError as error:
+                    self.fail(peer, error)
+
+    def look(self, peer: Peer) -> None:
+        """Fail what waits for `peer` if that is gone."""
+        try:
+            self._wire.check(peer.stage)
+        except CommunicationError as error:
+            self.fail(peer, error)
+
+    def fail(self, peer: Peer, error: CommunicationError) -> None:
+        """Nothing more comes from `peer`."""
+        peer.wants = 0
+        peer.lost = _explained(f"{self.here}: {peer.name}: {error}", error)
+        for inbox in peer.inboxes.values():
+            receivers = [*inbox.waiting]
+            inbox.waiting.clear()
+            if inbox.arriving is not None and inbox.arriving.receiving is not None:
+                receivers.append(inbox.arriving.receiving)
+            for receiving in receivers:
+                receiving.error = receiving.error or peer.explain(receiving, error)
+        for outbox in peer.outboxes.values():
+            for sending in outbox.unacknowledged:
+                sending.error = peer.explain(sending, error)
+            outbox.unacknowledged.clear()
+
+    def _drain(self, peer: Peer) -> None:
+        while peer.wants:
+            if peer.reading is not None:
+                moving, data, then = peer.reading
+                if not moving.test():
+                    return
+                peer.reading = None
+                then(data)
+                continue
+            envelope = self._wire.iprobe(peer.stage, None)
+            if envelope is None:
+                return
+            self._take(peer, envelope)
+
+    def _take(self, peer: Peer, envelope: Envelope) -> None:
+        kind, key = envelope.tag & 7, envelope.tag >> 5
+        if kind == _ACK:
+            self._read(peer, envelope, lambda data: self._acknowledged(peer, key, data))
+            return
+        if kind == _BYE:
+            self._read(peer, envelope, lambda _: self._left(peer))
+            return
+        inbox = peer.inbox(key)
+        number = envelope.tag >> 3 & 3
+        if number != inbox.number:
+            self._break(peer, inbox, "a message from it was lost")
+        inbox.number = (number + 1) & 3
+        if inbox.broken is not None:
+            self._read(peer, envelope, lambda _: None)
+        elif kind == _HEADER:
+            self._read(peer, envelope, lambda data: setattr(inbox, "layout", Layout(pickle.loads(data.data))))
+        else:
+            self._arrive(peer, inbox, kind, envelope)
+
+    def _read(self, peer: Peer, envelope: Envelope, then: Callable[[Memory], None]) -> None:
+        """Take a message that must have arrived before the next one is looked at."""
+        data = np.empty(envelope.nbytes, np.uint8)
+        peer.reading = self._wire.irecv(data, peer.stage, envelope.tag), data, then
+
+    def _arrive(self, peer: Peer, inbox: _Inbox, kind: int, envelope: Envelope) -> None:
+        arrival = inbox.arriving
+        if arrival is None:
+            objects = kind in (_OBJECT, _OBJECT_SYNC)
+            arrival = inbox.arriving = _Arrival(
+                None if objects else inbox.layout, sync=kind in (_DATA_SYNC, _OBJECT_SYNC)
+            )
+            if inbox.waiting:
+                self._meet(inbox.waiting.popleft(), arrival, fresh=True)
+            else:
+                inbox.arrived.append(arrival)
+        data = arrival.room(envelope.nbytes)
+        if data is None:
+            self._break(peer, inbox, f"a message of {envelope.nbytes} bytes that it can't mean came from it")
+            self._read(peer, envelope, lambda _: None)
+            return
+        arrival.moving.append(self._wire.irecv(data, peer.stage, envelope.tag))
+        if arrival.whole:
+            inbox.arriving = None
+            if arrival.receiving is not None:
+                peer.wants -= 1
+
+    def _meet(self, receiving: Receiving, arrival: _Arrival, *, fresh: bool = False) -> None:
+        """`receiving` gets what arrives, or refuses it; the sender learns of both, if it waits for that."""
+        refusal = ""
+        if receiving.refuses(arrival):
+            sent = "an object, sent by send_obj" if arrival.layout is None else describe(arrival.layout.spec)
+            refusal = f"{receiving.peer.name} sent {sent}, but {self.here} expected {receiving.expected}"
+            receiving.error = CommunicationError(f"{self.here}: {receiving}: {refusal}; that was taken off the line")
+        else:
+            receiving.arrival = arrival
+            if fresh and receiving.into is not None:
+                arrival.fill(receiving.name, receiving.into)
+        arrival.receiving = receiving
+        if arrival.sync:
+            text = np.frombuffer(refusal.encode(), np.uint8) if refusal else _NOTHING
+            self._wire.isend(text, receiving.peer.stage, receiving.key << 5 | _ACK)
+
+    def _acknowledged(self, peer: Peer, key: int, data: Memory) -> None:
+        sending = peer.outbox(key).unacknowledged.popleft()
+        peer.wants -= 1
+        sending.acknowledged = True
+        if data.size:
+            sending.error = CommunicationError(f"{self.here}: {sending}: {data.tobytes().decode()}")
+
+    def _left(self, peer: Peer) -> None:
+        peer.left = True
+        peer.wants = 0
+        for inbox in peer.inboxes.values():
+            for receiving in inbox.waiting:
+                receiving.error = CommunicationError(_gone(receiving))
+            inbox.waiting.clear()
+        for outbox in peer.outboxes.values():
+            for sending in outbox.unacknowledged:
+                sending.error = CommunicationError(_unwanted(sending))
+            outbox.unacknowledged.clear()
+
+    def _break(self, peer: Peer, inbox: _Inbox, why: str) -> None:
+        """Nothing on this line means anything any more."""
+        inbox.broken = f"{why}; the line can't be used any more"
+        receivers = [*inbox.waiting]
+        if inbox.arriving is not None:
+            if inbox.arriving.receiving is not None:
+                receivers.append(inbox.arriving.receiving)
+            elif inbox.arrived:
+                inbox.arrived.pop()
+        inbox.arriving = None
+        inbox.waiting.clear()
+        peer.wants -= len(receivers)
+        for receiving in receivers:
+            receiving.error = receiving.error or CommunicationError(f"{self.here}: {receiving}: {inbox.broken}")
+
+
+def all_arrived(moving: list[Moving]) -> bool:
+    """Whether all of `moving` have arrived; those that have are dropped."""
+    while moving:
+        if not moving[-1].test():
+            return False
+        moving.pop()
+    return True
+
+
+def _explained(text: str, error: CommunicationError) -> CommunicationError:
+    explained = RankFailed(text, error.ranks) if isinstance(error, RankFailed) else type(error)(text)
+    explained.__cause__ = error
+    return explained
+
+
+def _sent(spec: Spec | int) -> str:
+    return f"an object of {spec} bytes" if isinstance(spec, int) else describe(spec)
+
+
+def _channel(key: int) -> str:
+    return f", channel {key >> 2}" if key >> 2 else ""
+
+
+def _gone(receiving: Receiving) -> str:
+    return f"{receiving.peer.here}: {receiving}: nothing more comes, {receiving.peer.name} has closed its end"
+
+
+def _unwanted(sending: Sending) -> str:
+    return f"{sending.peer.here}: {sending}: {sending.peer.name} has closed without receiving it"

@@ -1,0 +1,495 @@
+"""What goes into a model-parallel region and comes out of it: Megatron's pairs of collectives, differentiable.
+
+What a gradient means here. All ranks of the group compute **one** loss, alike, and it counts once. (Not so in
+:mod:`mpicoll.torch.autograd`, where every rank has a loss of its own and their sum is differentiated.) In such a
+computation a tensor is
+
+* **replicated**: the same on all ranks, as is its gradient;
+* **sharded**: each rank has a part of it along one dimension, in the order of ranks, and that part of its gradient;
+* **partial**: each rank has a tensor of full shape of its own, such as a summand of the replicated tensor that is
+  meant, or a copy that only this rank's computation uses; its gradient belongs to this rank alone.
+
+Every function takes a tensor from one of these states to another, and its backward takes the gradient back:
+
+================================================  ==========  ==========  ==============  ==============
+function                                          in          out         forward         backward
+================================================  ==========  ==========  ==============  ==============
+copy_to_tensor_model_parallel_region              replicated  partial     nothing         all-reduce
+reduce_from_tensor_model_parallel_region          partial     replicated  all-reduce      nothing
+scatter_to_tensor_model_parallel_region           replicated  sharded     own part        all-gather
+gather_from_tensor_model_parallel_region          sharded     replicated  all-gather      own part
+all_gather_last_dim_from_tensor_parallel_region   sharded     partial     all-gather      reduce-scatter
+reduce_scatter_last_dim_to_tensor_parallel_region partial     sharded     reduce-scatter  all-gather
+scatter_to_sequence_parallel_region               replicated  sharded     own part        all-gather
+gather_from_sequence_parallel_region              sharded     partial     all-gather      reduce-scatter
+… with tensor_parallel_output_grad=False          sharded     replicated  all-gather      own part
+reduce_scatter_to_sequence_parallel_region        partial     sharded     reduce-scatter  all-gather
+all_to_all, all_to_all_sp2hp, all_to_all_hp2sp    sharded     sharded     all-to-all      all-to-all
+split, along any dimension                        replicated  sharded     own part        all-gather
+gather, along any dimension                       sharded     replicated  all-gather      own part
+================================================  ==========  ==========  ==============  ==============
+
+A tensor in the wrong state gives wrong gradients and no error: what comes out of ``copy_to`` must reach the loss
+through ``reduce_from`` or the like, and what is replicated must not go into ``reduce_from``, which would add it up once
+per rank.
+
+Rules for all of them:
+
+* Every rank of the group calls the same functions in the same order, on one thread. The backward is a collective too:
+  **on every rank the tensor must require grad, or on none**, and the loss must depend on each result on all ranks, if
+  need be by adding ``0 * result.sum()``; otherwise some ranks wait for the others. With ``create_graph=True`` this goes
+  for the gradients as well: what the ranks compute in between must be of the same kind everywhere, not linear on one
+  rank and curved on another.
+* They can be differentiated twice, and oftener. Without a tensor that requires grad, or under ``torch.no_grad()``, they
+  are plain collectives. Any dtype; integers and bool have no gradient; halves are summed in float32 and rounded once.
+* They work out of place: neither `x` nor an incoming gradient is ever changed. A result has memory of its own, which
+  the caller may change, with two exceptions. Where the forward does nothing, in ``copy_to``, the result shares the
+  memory of `x`; if it has a gradient, torch raises RuntimeError when one of the two is changed in place and the other
+  used. A group of one rank returns `x` itself.
+* Tensors live on the CPU and may have any strides, negative `dim` and extents of zero.
+
+`group` is a process group of mpicoll, a 1-D DeviceMesh, a Communicator or an mpi4py communicator; by default the axis
+"model" of the grid in use (:mod:`mpicoll.parallel.groups`). Wrong arguments raise kinds of ArgumentError before any
+message leaves: DTypeError where `x` is no tensor, ShapeError where a dimension is missing or does not divide.
+
+P is the size of the group. The bytes that a rank sends are those of the ring, which no algorithm undercuts; inside one
+machine, where ranks share memory, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from mpicoll.collectives.allgather import allgather
+from mpicoll.collectives.allreduce import allreduce
+from mpicoll.collectives.alltoall import alltoall
+from mpicoll.collectives.reduce_scatter import reduce_scatter
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import DTypeError, ShapeError
+from mpicoll.parallel.groups import communicator
+
+__all__ = [
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "all_to_all",
+    "all_to_all_hp2sp",
+    "all_to_all_sp2hp",
+    "copy_to_tensor_model_parallel_region",
+    "gather",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "split",
+]
+
+_Map: TypeAlias = Callable[[Tensor], Tensor]
+
+
+# --- tensor parallelism
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Hand a replicated tensor to computations that differ from rank to rank: nothing is sent.
+
+    In: `x`, replicated. Out: the same values, partial, sharing the memory of `x`. Backward: the sum over ranks of the
+    gradients, 2n(P-1)/P bytes per rank for an `x` of n bytes.
+    """
+    comm = _communicator("copy_to_tensor_model_parallel_region", x, group)
+    if comm.size == 1:
+        return x
+    return _linear(x, _same, lambda grad: _reduced(grad, comm))
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Add up the ranks' partial tensors.
+
+    In: `x`, partial, of the same shape on all ranks. Out: the sum over ranks, replicated, of that shape. Sends
+    2n(P-1)/P bytes per rank for an `x` of n bytes. Backward: the gradient as it is; nothing is sent.
+    """
+    comm = _communicator("reduce_from_tensor_model_parallel_region", x, group)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _reduced(x, comm), _same)
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Keep this rank's part of the last dimension: nothing is sent.
+
+    In: `x` (..., h), replicated. Out: the rank's part (..., h/P), a contiguous copy, so that `x` can be freed.
+    Backward: all-gather, n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide h.
+    """
+    return _split("scatter_to_tensor_model_parallel_region", x, -1, group, None)
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Join the ranks' parts along the last dimension, for computations that are the same on all ranks.
+
+    In: `x` (..., h/P), a part of the same shape on all ranks. Out: the whole (..., h), replicated. Sends n(P-1)/P bytes
+    per rank for a whole of n bytes. Backward: the rank's part of the gradient; nothing is sent.
+    """
+    return _gather("gather_from_tensor_model_parallel_region", x, -1, group, None)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Join the ranks' parts along the last dimension, for computations that differ from rank to rank.
+
+    In: `x` (..., h/P), a part of the same shape on all ranks. Out: the whole (..., h), partial. Backward:
+    reduce-scatter. Each way sends n(P-1)/P bytes per rank for a whole of n bytes.
+    """
+    return _all_gather("all_gather_last_dim_from_tensor_parallel_region", x, -1, group, None)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Add up the ranks' partial tensors, and keep this rank's part of the sum's last dimension.
+
+    In: `x` (..., h), partial, of the same shape on all ranks. Out: the rank's part of the sum (..., h/P). Backward:
+    all-gather. Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide h.
+    """
+    return _reduce_scatter("reduce_scatter_last_dim_to_tensor_parallel_region", x, -1, group, None)
+
+
+# --- sequence parallelism
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: Any = None) -> Tensor:
+    """Keep this rank's part of dimension 0: nothing is sent.
+
+    In: `x` (s, ...), replicated. Out: the rank's part (s/P, ...), a copy, so that `x` can be freed. Backward:
+    all-gather, n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide s.
+    """
+    return _split("scatter_to_sequence_parallel_region", x, 0, group, None)
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: Any = None,
+    output_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Join the ranks' parts along dimension 0.
+
+    In: `x` (s/P, ...), a part of the same shape on all ranks, or of ``output_split_sizes[rank]`` rows, which every rank
+    passes alike. Out: the whole (s, ...). With `tensor_parallel_output_grad` it is partial, for computations that
+    differ from rank to rank, and the backward is a reduce-scatter; without, it is replicated, for computations that are
+    the same on all ranks, and the backward takes the rank's part of the gradient and sends nothing. Otherwise each way
+    sends n(P-1)/P bytes per rank for a whole of n bytes.
+    """
+    joined = _all_gather if tensor_parallel_output_grad else _gather
+    return joined("gather_from_sequence_parallel_region", x, 0, group, output_split_sizes)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    x: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Add up the ranks' partial tensors, and keep this rank's part of the sum's dimension 0.
+
+    In: `x` (s, ...), partial, of the same shape on all ranks. Out: the rank's part of the sum (s/P, ...), or the
+    ``input_split_sizes[rank]`` rows that every rank passes alike. Backward: all-gather. Each way sends n(P-1)/P bytes
+    per rank for an `x` of n bytes. ShapeError if P does not divide s.
+    """
+    return _reduce_scatter("reduce_scatter_to_sequence_parallel_region", x, 0, group, input_split_sizes)
+
+
+# --- from one sharding to another
+
+
+def all_to_all(
+    x: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+) -> Tensor:
+    """Cut every rank's `x` along dimension 0, and send the i-th block to rank i.
+
+    In: `x` (rows, ...), of this rank alone. Without sizes all ranks pass the same shape, and blocks are equal.
+    Otherwise every rank passes both: ``input_split_sizes[i]`` rows go to rank i, ``output_split_sizes[j]`` rows come
+    from rank j. Out: what arrives, joined along dimension 0 in the order of ranks. Backward: the same, back. Each way
+    sends n(P-1)/P bytes per rank for an `x` of n bytes and equal blocks. ShapeError if P does not divide the rows, or
+    the sizes don't fit.
+    """
+    comm = _communicator("all_to_all", x, group)
+    _axis("all_to_all", x, 0, comm)
+    if output_split_sizes is None and input_split_sizes is None:
+        _check_equal("all_to_all", x, 0, comm, "pass both output_split_sizes and input_split_sizes, on every rank")
+        there = back = None
+    elif output_split_sizes is None or input_split_sizes is None:
+        raise ShapeError(
+            "all_to_all: pass both output_split_sizes and input_split_sizes, on every rank, or neither" + _where(comm)
+        )
+    else:
+        output = _sizes("all_to_all", "output_split_sizes", output_split_sizes, comm)
+        input_ = _sizes("all_to_all", "input_split_sizes", input_split_sizes, comm)
+        _check_sum("all_to_all", "input_split_sizes", input_, x, 0, comm)
+        if output[comm.rank] != input_[comm.rank]:
+            raise ShapeError(
+                f"all_to_all: this rank sends itself {input_[comm.rank]} rows, but expects {output[comm.rank]}"
+                f"{_where(comm)}"
+            )
+        there, back = (input_, output), (output, input_)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _exchanged(x, comm, there), lambda grad: _exchanged(grad, comm, back))
+
+
+def all_to_all_sp2hp(x: Tensor, group: Any = None) -> Tensor:
+    """From parts of the tokens to parts of the hidden dimension.
+
+    In: `x` (tokens/P, h), the rank's tokens, of the same shape on all ranks; more dimensions before the last are
+    flattened into one. Out: (tokens, h/P), the rank's part of the hidden dimension of all tokens. Backward:
+    :func:`all_to_all_hp2sp`. Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not
+    divide h.
+    """
+    comm = _communicator("all_to_all_sp2hp", x, group)
+    _check_equal("all_to_all_sp2hp", x, _axis("all_to_all_sp2hp", x, -1, comm), comm, "pad it")
+    x = _matrix(x)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _to_hidden(x, comm), lambda grad: _to_tokens(grad, comm))
+
+
+def all_to_all_hp2sp(x: Tensor, group: Any = None) -> Tensor:
+    """From parts of the hidden dimension to parts of the tokens.
+
+    In: `x` (tokens, h/P), the rank's part of the hidden dimension, of the same shape on all ranks; more dimensions
+    before the last are flattened into one. Out: (tokens/P, h), the rank's tokens. Backward: :func:`all_to_all_sp2hp`.
+    Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide the tokens.
+    """
+    comm = _communicator("all_to_all_hp2sp", x, group)
+    _axis("all_to_all_hp2sp", x, -1, comm)
+    x = _matrix(x)
+    _check_equal("all_to_all_hp2sp", x, 0, comm, "pad the tokens")
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _to_tokens(x, comm), lambda grad: _to_hidden(grad, comm))
+
+
+# --- any dimension
+
+
+def split(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = None) -> Tensor:
+    """Keep this rank's part of dimension `dim`: nothing is sent.
+
+    In: `x`, replicated. Out: the rank's part, a contiguous copy, so that `x` can be freed. Parts are equal, or of the
+    extents `sizes`, one per rank, which every rank passes alike. Backward: :func:`gather`, n(P-1)/P bytes per rank for
+    an `x` of n bytes. ShapeError if P does not divide the extent, or the sum of `sizes` is another.
+    """
+    return _split("split", x, dim, group, sizes)
+
+
+def gather(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = None) -> Tensor:
+    """Join the ranks' parts along dimension `dim`, for computations that are the same on all ranks.
+
+    In: `x`, a part of the same shape on all ranks, or with the extents `sizes` along `dim`, one per rank, which every
+    rank passes alike. Out: the whole, replicated. Sends n(P-1)/P bytes per rank for a whole of n bytes. Backward:
+    :func:`split`; nothing is sent. ShapeError if this rank's extent is not what `sizes` says.
+    """
+    return _gather("gather", x, dim, group, sizes)
+
+
+# --- the pairs
+
+
+def _split(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
+    comm, dim, sizes = _whole(operation, x, dim, group, sizes)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _cut(x, dim, sizes, comm), lambda grad: _joined(grad, dim, sizes, comm))
+
+
+def _gather(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
+    comm, dim, sizes = _part(operation, x, dim, group, sizes)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _joined(x, dim, sizes, comm), lambda grad: _cut(grad, dim, sizes, comm))
+
+
+def _all_gather(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
+    comm, dim, sizes = _part(operation, x, dim, group, sizes)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _joined(x, dim, sizes, comm), lambda grad: _summed(grad, dim, sizes, comm))
+
+
+def _reduce_scatter(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
+    comm, dim, sizes = _whole(operation, x, dim, group, sizes)
+    if comm.size == 1:
+        return x
+    return _linear(x, lambda x: _summed(x, dim, sizes, comm), lambda grad: _joined(grad, dim, sizes, comm))
+
+
+class _Linear(Function):
+    """A linear map `there`, and the map `back` that takes gradients back, as the backward of each other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: _Map, back: _Map) -> Tensor:
+        ctx.maps = there, back
+        return there(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        there, back = ctx.maps
+        return _linear(grad, back, there), None, None
+
+
+def _linear(x: Tensor, there: _Map, back: _Map) -> Tensor:
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return there(x)
+    result: Tensor = _Linear.apply(x, there, back)
+    return result
+
+
+# --- maps: none returns a view of memory that it has made, because torch forbids to change such a result in place
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _reduced(x: Tensor, comm: Communicator) -> Tensor:
+    total: Tensor = allreduce(x, comm=comm)
+    return total
+
+
+def _cut(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
+    if sizes is None:
+        extent = x.shape[dim] // comm.size
+        part = x.narrow(dim, comm.rank * extent, extent)
+    else:
+        part = x.narrow(dim, sum(sizes[: comm.rank]), sizes[comm.rank])
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _joined(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
+    blocks: Tensor
+    if dim == 0:
+        blocks = allgather(x, counts=sizes, comm=comm)
+        return blocks
+    if sizes is None:
+        blocks = allgather(x, comm=comm)
+        return torch.cat(blocks.view(comm.size, *x.shape).unbind(), dim)
+    shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    blocks = allgather(x.reshape(-1), counts=counts, comm=comm)
+    parts = blocks.split(counts)
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+
+
+def _summed(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
+    """`sizes` only along dimension 0."""
+    part: Tensor = reduce_scatter(_blocks(x, dim, comm) if dim else x, counts=sizes, comm=comm)
+    return part
+
+
+def _exchanged(x: Tensor, comm: Communicator, counts: Any) -> Tensor:
+    arrived: Tensor = alltoall(x, counts=counts, comm=comm)
+    return arrived
+
+
+def _to_hidden(x: Tensor, comm: Communicator) -> Tensor:
+    return _exchanged(_blocks(x, 1, comm), comm, None)
+
+
+def _to_tokens(x: Tensor, comm: Communicator) -> Tensor:
+    arrived = _exchanged(x, comm, None)
+    return torch.cat(arrived.view(comm.size, x.shape[0] // comm.size, x.shape[1]).unbind(), 1)
+
+
+def _blocks(x: Tensor, dim: int, comm: Communicator) -> Tensor:
+    """The ranks' equal parts of `x` along `dim`, one after the other along dimension 0."""
+    blocks: Tensor = x.unflatten(dim, (comm.size, x.shape[dim] // comm.size))
+    return blocks.movedim(dim, 0).flatten(0, 1)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+# --- arguments
+
+_Checked: TypeAlias = "tuple[Communicator, int, tuple[int, ...] | None]"
+
+
+def _whole(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
+    """Communicator, dimension and sizes for a tensor that is cut."""
+    comm = _communicator(operation, x, group)
+    dim = _axis(operation, x, dim, comm)
+    if sizes is None:
+        remedy = "pass the extents that the ranks get as sizes" if operation == "split" else "pad it"
+        _check_equal(operation, x, dim, comm, remedy)
+        return comm, dim, None
+    sizes = _sizes(operation, "sizes", sizes, comm)
+    _check_sum(operation, "sizes", sizes, x, dim, comm)
+    return comm, dim, sizes
+
+
+def _part(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
+    """Communicator, dimension and sizes for a part of a tensor."""
+    comm = _communicator(operation, x, group)
+    dim = _axis(operation, x, dim, comm)
+    if sizes is None:
+        return comm, dim, None
+    sizes = _sizes(operation, "sizes", sizes, comm)
+    if x.shape[dim] != sizes[comm.rank]:
+        raise ShapeError(
+            f"{operation}: dimension {dim} of a tensor of shape {tuple(x.shape)} has extent {x.shape[dim]}, but sizes"
+            f" {sizes} says {sizes[comm.rank]} for this rank; pass the same sizes on all ranks{_where(comm)}"
+        )
+    return comm, dim, sizes
+
+
+def _communicator(operation: str, x: Any, group: Any) -> Communicator:
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"{operation}: pass a torch tensor, got {type(x).__name__}")
+    return communicator(group)
+
+
+def _axis(operation: str, x: Tensor, dim: int, comm: Communicator) -> int:
+    """`dim`, counted from the front."""
+    dims = x.dim()
+    if not -dims <= dim < dims:
+        raise ShapeError(
+            f"{operation}: dimension {dim} is none of a tensor of shape {tuple(x.shape)}"
+            f"{'' if dims else ', which is a single number'}{_where(comm)}"
+        )
+    return dim % dims
+
+
+def _check_equal(operation: str, x: Tensor, dim: int, comm: Communicator, remedy: str) -> None:
+    if x.shape[dim] % comm.size:
+        raise ShapeError(
+            f"{operation}: dimension {dim} of a tensor of shape {tuple(x.shape)} has extent {x.shape[dim]}, which does"
+            f" not divide by the group's {comm.size} ranks; {remedy}{_where(comm)}"
+        )
+
+
+def _sizes(operation: str, name: str, sizes: Sequence[int], comm: Communicator) -> tuple[int, ...]:
+    try:
+        checked = tuple(map(index, sizes))
+    except TypeError:
+        checked = ()
+    if len(checked) != comm.size or min(checked) < 0:
+        raise ShapeError(
+            f"{operation}: {name} must be {comm.size} integers >= 0, one for each rank, got {sizes!r}{_where(comm)}"
+        )
+    return checked
+
+
+def _check_sum(operation: str, name: str, sizes: tuple[int, ...], x: Tensor, dim: int, comm: Communicator) -> None:
+    if sum(sizes) != x.shape[dim]:
+        raise ShapeError(
+            f"{operation}: {name} {sizes} adds up to {sum(sizes)}, but dimension {dim} of a tensor of shape"
+            f" {tuple(x.shape)} has extent {x.shape[dim]}{_where(comm)}"
+        )
+
+
+def _where(comm: Communicator) -> str:
+    return f" (rank {comm.rank} of {comm.size})"

@@ -1,0 +1,579 @@
+"""Values from one pipeline stage to another, whatever their shapes.
+
+A value is a tensor, None, or tuples, lists, dicts and namedtuples of such, nested at will; anything else in it is
+pickled. The receiver need not know what comes: a header (structure, dtypes, shapes, requires_grad, plain values) goes
+before a value whose header differs from the last one's, and only then.
+
+Values go along *lines*: for each pair of stages, direction and ``channel`` (0 to 255) there are three, one for
+:meth:`PipeP2P.send` and :meth:`PipeP2P.recv` and their kin, one for the ``forward`` forms and one for the ``backward``
+forms. On a line the n-th receive gets the n-th value; lines are independent of each other.
+
+    with init_process_groups(grid) as p2p:
+        if p2p.stage == 0:
+            p2p.send((activations, mask), 1)
+        elif p2p.stage == 1:
+            activations, mask = p2p.recv(0)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from operator import index
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
+import torch
+
+from mpicoll.collectives.allgather import allgather
+from mpicoll.config import config
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.poller import poller
+from mpicoll.engine.request import Request
+from mpicoll.engine.world import world
+from mpicoll.errors import CommunicationError, CommunicatorError, DTypeError, RankError, ShapeError, Timeout
+from mpicoll.parallel import groups
+from mpicoll.parallel.lines import (
+    BACKWARD,
+    FORWARD,
+    PLAIN,
+    Lines,
+    Operation,
+    Peer,
+    Receiving,
+    Sending,
+    all_arrived,
+    key_of,
+)
+from mpicoll.parallel.wire import Broadcasts, SendRecv, Wire, flatten, pickled
+from mpicoll.torch.tensors import check_plain, flat_output
+from mpicoll.transport.base import Memory
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Expected: TypeAlias = "torch.Tensor | Sequence[int] | None"
+"""What a receive may say of the tensor that it expects: its shape, or a tensor of its shape and dtype."""
+
+_SPINS = 1000
+"""How many turns a wait takes without a nap."""
+
+_LOOK = 20
+"""How many naps a wait takes between two looks at whether the other stage is still there."""
+
+
+class PipeP2P:
+    """Sends values between the stages of a pipeline: stage i is rank i of a communicator.
+
+    `group` is a grid, whose "pipe" axis it takes, or anything that :func:`mpicoll.parallel.groups.communicator` takes.
+    Making one is collective over it, as is :meth:`close`. No operation waits longer than `timeout` seconds (by default
+    MPICOLL_TIMEOUT) unless it is given another bound. With `send_recv` False each value goes by broadcasts among the
+    two stages, for libraries that have no better; then only adjacent stages reach each other (the last one and the
+    first are adjacent). With `background` a thread keeps pending operations moving while the program computes.
+
+    :meth:`send` and the combined forms return when the other stage has begun to receive: whether a program hangs does
+    not depend on sizes, and who sends to a stage that doesn't receive gets Timeout. :meth:`isend`'s request completes
+    when the value may be changed; what nobody received of it is told by :meth:`close`.
+
+    Errors: arguments raise RankError, DTypeError, DeviceError, CommunicatorError before any message leaves. A value
+    that is not what the receiver expects is taken off the line and raises CommunicationError there, and for a blocking
+    send at the sender too; then the line is usable as before. Timeout if nothing answers, RankFailed if the other
+    stage is known to be gone. All of them name operation, stages, and what was sent or expected.
+    """
+
+    def __init__(
+        self, group: Any = None, *, timeout: float | None = None, send_recv: bool = True, background: bool = False
+    ) -> None:
+        comm = _pipe(group)
+        comm.check()
+        self.stage = comm.rank
+        self.stages = comm.size
+        self.timeout = config().timeout if timeout is None else timeout
+        self._background = background
+        if background and not comm.transport.background:
+            raise CommunicatorError(
+                f"init_process_groups: background=True needs an MPI library that lets several threads communicate"
+                f" (MPI_THREAD_MULTIPLE); call poll() now and then instead (rank {comm.rank} of {comm.size})"
+            )
+        self._ranks: list[int] = allgather(np.array([world().rank]), comm=comm).tolist()
+        self._send_recv = send_recv
+        self._wire: Wire = SendRecv(comm) if send_recv else Broadcasts(comm)
+        self._here = self._name(self.stage)
+        self._lines = Lines(self._wire, self._here, self._name)
+        self._lock = threading.RLock()
+        self._pending: dict[Operation, None] = {}
+        self._limit = 64
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<PipeP2P: {self._here} of {self.stages}{', closed' if self._closed else ''}>"
+
+    def can_send_recv(self) -> bool:
+        """Whether values go by messages, and not by broadcasts."""
+        return self._send_recv
+
+    def send(self, value: Any, stage: int, *, channel: int = 0, timeout: float | None = None) -> None:
+        """Send `value` to `stage`; return when that has begun to receive it and `value` may be changed.
+
+        Two stages that both send before they receive wait for each other, and get Timeout.
+        """
+        sending = self._start_send("send", value, stage, channel, sync=True)
+        self._complete([sending], timeout)
+
+    def isend(self, value: Any, stage: int, *, channel: int = 0) -> Request:
+        """Send `value` to `stage` in the background. The request completes, with None, when `value` may be changed."""
+        return self._later(self._start_send("isend", value, stage, channel, sync=False))
+
+    def recv(
+        self,
+        tensor: torch.Tensor | int | None = None,
+        stage: int | None = None,
+        *,
+        channel: int = 0,
+        expect: Expected = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """``recv(stage)``: the next value from `stage`, in new tensors.
+
+        ``recv(tensor, stage)`` fills `tensor`, which must have the shape and dtype of what comes, and returns it.
+        `expect` is the shape that must come, or a tensor of that shape and dtype.
+        """
+        receiving = self._start_recv("recv", tensor, stage, channel, expect)
+        self._complete([receiving], timeout)
+        return receiving.value
+
+    def irecv(
+        self,
+        tensor: torch.Tensor | int | None = None,
+        stage: int | None = None,
+        *,
+        channel: int = 0,
+        expect: Expected = None,
+    ) -> Request:
+        """:meth:`recv` in the background. The request's value is what it returns."""
+        return self._later(self._start_recv("irecv", tensor, stage, channel, expect))
+
+    def send_obj(self, obj: Any, stage: int, *, channel: int = 0, timeout: float | None = None) -> None:
+        """Pickle `obj` and send it to `stage`, as :meth:`send` does. It is received by :meth:`recv_obj` only."""
+        data = pickled("send_obj", obj)
+        key = key_of("send_obj", PLAIN, channel)
+        sending = Sending("send_obj", self._peer("send_obj", stage), key, data.size, sync=True)
+        self._post(sending, data)
+        self._complete([sending], timeout)
+
+    def recv_obj(self, stage: int, *, channel: int = 0, timeout: float | None = None) -> Any:
+        """What `stage` sends by :meth:`send_obj`."""
+        key = key_of("recv_obj", PLAIN, channel)
+        receiving = Receiving("recv_obj", self._peer("recv_obj", stage), key, objects=True)
+        with self._lock:
+            self._lines.expect(receiving)
+        self._complete([receiving], timeout)
+        return receiving.value
+
+    def poll(self) -> int:
+        """Keep pending operations moving; never waits. Returns how many are pending still."""
+        self._check("poll")
+        with self._lock:
+            self._lines.pump()
+            self._prune()
+            return len(self._pending)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Complete all pending asynchronous operations, within `timeout` seconds for all of them together.
+
+        Raises the first error that nobody was told yet, when all have ended or run out of time.
+        """
+        self._check("wait")
+        with self._lock:
+            self._prune()
+            pending = list(self._pending)
+        try:
+            self._complete(pending, timeout)
+        finally:
+            with self._lock:
+                self._prune()
+
+    def recv_forward(self, expect: Expected = None, *, channel: int = 0, ring: bool = False) -> Any:
+        """What the previous stage sends forward; None on the first stage. With `ring` the last stage is the one before
+        the first."""
+        return self._exchange("recv_forward", (), (FORWARD,), channel, ring, expect)[0]
+
+    def recv_backward(self, expect: Expected = None, *, channel: int = 0, ring: bool = False) -> Any:
+        """What the next stage sends backward; None on the last stage, unless `ring`."""
+        return self._exchange("recv_backward", (), (BACKWARD,), channel, ring, expect)[0]
+
+    def send_forward(self, output: Any, *, channel: int = 0, ring: bool = False) -> None:
+        """Send `output` to the next stage; the last one sends nothing, unless `ring`."""
+        self._exchange("send_forward", ((FORWARD, output),), (), channel, ring)
+
+    def send_backward(self, grad: Any, *, channel: int = 0, ring: bool = False) -> None:
+        """Send `grad` to the previous stage; the first one sends nothing, unless `ring`."""
+        self._exchange("send_backward", ((BACKWARD, grad),), (), channel, ring)
+
+    def send_forward_recv_backward(
+        self, output: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
+    ) -> Any:
+        """:meth:`send_forward` and :meth:`recv_backward` at once."""
+        sends = ((FORWARD, output),)
+        return self._exchange("send_forward_recv_backward", sends, (BACKWARD,), channel, ring, expect)[0]
+
+    def send_backward_recv_forward(
+        self, grad: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
+    ) -> Any:
+        """:meth:`send_backward` and :meth:`recv_forward` at once."""
+        sends = ((BACKWARD, grad),)
+        return self._exchange("send_backward_recv_forward", sends, (FORWARD,), channel, ring, expect)[0]
+
+    def send_forward_recv_forward(
+        self, output: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
+    ) -> Any:
+        """:meth:`send_forward` and :meth:`recv_forward` at once."""
+        sends = ((FORWARD, output),)
+        return self._exchange("send_forward_recv_forward", sends, (FORWARD,), channel, ring, expect)[0]
+
+    def send_backward_recv_backward(
+        self, grad: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
+    ) -> Any:
+        """:meth:`send_backward` and :meth:`recv_backward` at once."""
+        sends = ((BACKWARD, grad),)
+        return self._exchange("send_backward_recv_backward", sends, (BACKWARD,), channel, ring, expect)[0]
+
+    def send_forward_backward_recv_forward_backward(
+        self, output: Any, grad: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
+    ) -> tuple[Any, Any]:
+        """All four at once. Returns what came forward from the previous stage, and backward from the next one."""
+        name = "send_forward_backward_recv_forward_backward"
+        sends = ((FORWARD, output), (BACKWARD, grad))
+        forward, backward = self._exchange(name, sends, (FORWARD, BACKWARD), channel, ring, expect)
+        return forward, backward
+
+    def close(self, timeout: float | None = None) -> None:
+        """Collective: complete what is pending, and give the communicator back. Closing it twice does nothing.
+
+        Raises CommunicationError if another stage has sent values that were not received here, or if receives are
+        pending for which nothing was sent; Timeout if another stage doesn't close, and then gives nothing back.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        bound = self.timeout if timeout is None else timeout
+        with self._lock:
+            leaving = self._lines.leave()
+            pending, self._pending = list(self._pending), {}
+        peers = self._lines.peers.values()
+        sends = [one for one in pending if isinstance(one, Sending)]
+
+        def ready() -> bool:
+            alone = all(peer.left or peer.lost for peer in peers)
+            return alone and all_arrived(leaving) and all(one.ended() for one in sends)
+
+        if not self._until(ready, lambda: [peer for peer in peers if not (peer.left or peer.lost)], bound):
+            late = ", ".join(peer.name for peer in peers if not peer.left)
+            raise Timeout(f"{self._here}: close: {late or 'a message'} did not come to its end within {bound:g} s")
+        lost = next((peer.lost for peer in peers if peer.lost), None)
+        if lost is None:
+            self._wire.free()
+        unheard = [f"{peer.name} sent {what}" for peer in peers for what in peer.unheard()]
+        if unheard:
+            raise CommunicationError(
+                f"{self._here}: close: {len(unheard)} values were sent here and not received: {'; '.join(unheard[:5])}"
+            )
+        failed = next((one.error for one in pending if one.error is not None and not one.told), lost)
+        if failed is not None:
+            raise failed
+
+    free = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Closing is collective: after an error on this stage alone it would wait for stages that don't come.
+        if kind is None:
+            self.close()
+
+    # What follows is called by the methods above, and by requests.
+
+    def _start_send(self, name: str, value: Any, stage: int, channel: int, *, sync: bool) -> Sending:
+        tensors: list[torch.Tensor] = []
+        spec = flatten(name, value, tensors)
+        sending = Sending(name, self._peer(name, stage), key_of(name, PLAIN, channel), spec, sync=sync)
+        self._post(sending, tensors)
+        return sending
+
+    def _post(self, sending: Sending, payload: list[torch.Tensor] | Memory) -> None:
+        try:
+            with self._lock:
+                self._lines.post(sending, payload)
+        except CommunicationError as error:
+            raise sending.peer.explain(sending, error) from error
+
+    def _start_recv(self, name: str, tensor: Any, stage: int | None, channel: int, expect: Expected) -> Receiving:
+        into, source = (None, tensor) if stage is None else (tensor, stage)
+        if into is not None:
+            if not isinstance(into, torch.Tensor):
+                raise DTypeError(f"{name}: takes a stage, or a tensor and a stage, got a {type(into).__name__} first")
+            check_plain(name, into)
+            flat_output(name, into)  # raises if it can't be written to
+        shape, dtype = _expected(name, expect if into is None else into)
+        peer, key = self._peer(name, source), key_of(name, PLAIN, channel)
+        receiving = Receiving(name, peer, key, into=into, shape=shape, dtype=dtype)
+        with self._lock:
+            self._lines.expect(receiving)
+        return receiving
+
+    def _exchange(
+        self,
+        name: str,
+        sends: Sequence[tuple[int, Any]],
+        receives: Sequence[int],
+        channel: int,
+        ring: bool,
+        expect: Expected = None,
+    ) -> list[Any]:
+        """Start everything at once, then wait for it. What goes or comes along a line past an end is left out."""
+        outgoing: list[tuple[Sending, list[torch.Tensor]]] = []
+        for line, value in sends:
+            stage = self._beyond(1 if line == FORWARD else -1, ring)
+            if stage is not None:
+                tensors: list[torch.Tensor] = []
+                spec = flatten(name, value, tensors)
+                sending = Sending(name, self._peer(name, stage), key_of(name, line, channel), spec, sync=True)
+                outgoing.append((sending, tensors))
+        shape, dtype = _expected(name, expect)
+        incoming: list[Receiving | None] = []
+        for line in receives:
+            stage = self._beyond(-1 if line == FORWARD else 1, ring)
+            if stage is None:
+                incoming.append(None)
+            else:
+                peer, key = self._peer(name, stage), key_of(name, line, channel)
+                incoming.append(Receiving(name, peer, key, shape=shape, dtype=dtype))
+        there = [one for one in incoming if one is not None]
+        with self._lock:
+            for receiving in there:
+                self._lines.expect(receiving)
+        for sending, tensors in outgoing:
+            self._post(sending, tensors)
+        self._complete([*there, *(sending for sending, _ in outgoing)], None)
+        return [None if one is None else one.value for one in incoming]
+
+    def _beyond(self, step: int, ring: bool) -> int | None:
+        """The next or the previous stage; None past an end, unless `ring`."""
+        stage = self.stage + step
+        if 0 <= stage < self.stages:
+            return stage
+        return stage % self.stages if ring else None
+
+    def _later(self, operation: Operation) -> Request:
+        """`operation`, which has been started, as a request."""
+        with self._lock:
+            if len(self._pending) >= self._limit:
+                self._prune()
+                self._limit = max(64, 2 * len(self._pending))
+            self._pending[operation] = None
+        request = Request(_Handle(self, operation), lambda: operation.value)
+        if self._background:
+            poller.watch(request)
+        return request
+
+    def _prune(self) -> None:
+        """Forget the pending operations that have ended, but for errors that nobody was told."""
+        for one in list(self._pending):
+            if one.ended() and (one.error is None or one.told):
+                del self._pending[one]
+
+    def _wait_for(self, operation: Operation, timeout: float | None) -> None:
+        """For its request."""
+        try:
+            self._complete([operation], timeout, give_up=False)
+        finally:
+            if operation.ended():
+                with self._lock:
+                    self._pending.pop(operation, None)
+
+    def _complete(self, operations: Sequence[Operation], timeout: float | None, *, give_up: bool = True) -> None:
+        """Wait until all have ended, then raise the first error. Past the bound, receives are withdrawn if `give_up`,
+        else all stay pending."""
+        bound = self.timeout if timeout is None else timeout
+        left = list(operations)
+
+        def ready() -> bool:
+            left[:] = [one for one in left if not one.ended()]
+            return not left
+
+        in_time = self._until(ready, lambda: [one.peer for one in left], bound)
+        for one in operations:
+            if one.error is not None:
+                one.told = True
+                raise one.error
+        if not in_time:
+            with self._lock:
+                text = self._overdue(left[0], bound)
+                for one in left:
+                    if give_up and isinstance(one, Receiving):
+                        self._lines.withdraw(one)
+            raise Timeout(text)
+
+    def _until(self, ready: Callable[[], bool], peers: Callable[[], list[Peer]], bound: float) -> bool:
+        """Take what comes until `ready`, for `bound` seconds; whether it came about. `peers` are waited for."""
+        deadline = time.monotonic() + bound
+        turns = 0
+        while True:
+            with self._lock:
+                self._lines.pump()
+                if ready():
+                    return True
+                if turns > _SPINS and turns % _LOOK == 0:
+                    for peer in peers():
+                        self._lines.look(peer)
+            if time.monotonic() > deadline:
+                return False
+            turns += 1
+            if turns > _SPINS:
+                time.sleep(50e-6)
+            elif turns > 20:
+                os.sched_yield()
+
+    def _test(self, operation: Operation) -> bool:
+        with self._lock:
+            if not operation.ended():
+                self._lines.pump()
+            return operation.ended()
+
+    def _overdue(self, operation: Operation, bound: float) -> str:
+        peer = operation.peer
+        if isinstance(operation, Sending):
+            text = f"{self._here}: {operation}: not received within {bound:g} s; it is still on its way"
+        elif operation.arrival is None:
+            text = f"{self._here}: {operation}: nothing came within {bound:g} s; expected {operation.expected}"
+        else:
+            text = f"{self._here}: {operation}: what came is not complete within {bound:g} s, and is lost"
+        unheard = ", ".join(peer.unheard())
+        if unheard:
+            text += f". It has sent {unheard}, which was not received here: receive that, or use isend"
+        return text
+
+    def _check(self, name: str) -> None:
+        if self._closed:
+            raise CommunicatorError(f"{name}: {self!r} can't be used any more")
+
+    def _peer(self, name: str, stage: Any) -> Peer:
+        """The other stage. Raises RankError, CommunicatorError."""
+        self._check(name)
+        try:
+            number = index(stage)
+        except TypeError:
+            number = -1
+        peer = self._lines.peers.get(number)
+        if peer is not None:
+            return peer
+        if not 0 <= number < self.stages:
+            raise RankError(f"{name}: stage must be in [0, {self.stages}), got {stage!r} ({self._here})")
+        if number == self.stage:
+            raise RankError(f"{name}: {self._here} can't send to itself or receive from itself")
+        raise RankError(f"{name}: stage {number} is not adjacent to {self._here}; broadcasts reach adjacent ones only")
+
+    def _name(self, stage: int) -> str:
+        return f"stage {stage} (global rank {self._ranks[stage]})"
+
+
+class _Handle:
+    """An operation under way, for its request."""
+
+    __slots__ = ("_operation", "_p2p")
+
+    def __init__(self, p2p: PipeP2P, operation: Operation) -> None:
+        self._p2p = p2p
+        self._operation = operation
+
+    def test(self) -> bool:
+        return self._p2p._test(self._operation)  # noqa: SLF001  it is a part of it
+
+    def wait(self, timeout: float | None) -> None:
+        self._p2p._wait_for(self._operation, timeout)  # noqa: SLF001
+
+
+def _expected(name: str, expect: Expected) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+    """Shape and dtype that must come. Raises ShapeError if `expect` tells none."""
+    if expect is None:
+        return None, None
+    if isinstance(expect, torch.Tensor):
+        return tuple(expect.shape), expect.dtype
+    try:
+        return tuple(index(extent) for extent in expect), None
+    except TypeError:
+        raise ShapeError(f"{name}: expect must be a shape or a tensor, got {expect!r}") from None
+
+
+def _pipe(group: Any) -> Communicator:
+    """The communicator of the stages: the "pipe" axis if `group` is a grid."""
+    if not isinstance(group, Communicator) and hasattr(group, "communicator"):
+        return cast(groups.Grid, group).communicator("pipe")
+    return groups.communicator(group, "pipe")
+
+
+_default: ContextVar[PipeP2P | None] = ContextVar("mpicoll_parallel_p2p", default=None)
+
+
+def init_process_groups(
+    grid: Any = None, *, send_recv: bool = True, timeout: float | None = None, background: bool = False
+) -> PipeP2P:
+    """Collective: make the :class:`PipeP2P` of `grid`, with the same arguments, and let the functions of this module
+    use it from now on in this context (a thread that is started later has its own)."""
+    p2p = PipeP2P(grid, timeout=timeout, send_recv=send_recv, background=background)
+    _default.set(p2p)
+    return p2p
+
+
+def _in_use(name: str) -> PipeP2P:
+    p2p = _default.get()
+    if p2p is None:
+        raise CommunicatorError(f"{name}: call mpicoll.parallel.p2p.init_process_groups(grid) first, in this thread")
+    return p2p
+
+
+def can_send_recv() -> bool:
+    """:meth:`PipeP2P.can_send_recv`."""
+    return _in_use("can_send_recv").can_send_recv()
+
+
+def send(value: Any, stage: int, **options: Any) -> None:
+    """:meth:`PipeP2P.send`."""
+    _in_use("send").send(value, stage, **options)
+
+
+def isend(value: Any, stage: int, **options: Any) -> Request:
+    """:meth:`PipeP2P.isend`."""
+    return _in_use("isend").isend(value, stage, **options)
+
+
+def recv(tensor: Any = None, stage: int | None = None, **options: Any) -> Any:
+    """:meth:`PipeP2P.recv`: ``recv(stage)`` or ``recv(tensor, stage)``."""
+    return _in_use("recv").recv(tensor, stage, **options)
+
+
+def irecv(tensor: Any = None, stage: int | None = None, **options: Any) -> Request:
+    """:meth:`PipeP2P.irecv`: ``irecv(stage)`` or ``irecv(tensor, stage)``."""
+    return _in_use("irecv").irecv(tensor, stage, **options)
+
+
+def send_obj(obj: Any, stage: int, **options: Any) -> None:
+    """:meth:`PipeP2P.send_obj`."""
+    _in_use("send_obj").send_obj(obj, stage, **options)
+
+
+def recv_obj(stage: int, **options: Any) -> Any:
+    """:meth:`PipeP2P.recv_obj`."""
+    return _in_use("recv_obj").recv_obj(stage, **options)
+
+
+def wait(timeout: float | None = None) -> None:
+    """:meth:`PipeP2P.wait`."""
+    _in_use("wait").wait(timeout)

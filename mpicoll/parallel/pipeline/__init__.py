@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages that work on different micro-batches at the same time."""

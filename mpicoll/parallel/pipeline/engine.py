@@ -1,0 +1,390 @@
+"""Carries out a pipeline schedule: forwards and backwards of micro-batches on the stages of a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from mpicoll.collectives.allreduce import allreduce
+from mpicoll.collectives.bcast import bcast
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.request import Request
+from mpicoll.errors import ArgumentError, DTypeError, ShapeError
+from mpicoll.parallel import gradients, groups
+from mpicoll.parallel.p2p import PipeP2P
+from mpicoll.parallel.pipeline import schedules
+from mpicoll.parallel.pipeline.halves import backward, backward_input, own_memory
+from mpicoll.parallel.pipeline.schedules import Action
+from mpicoll.parallel.pipeline.timeline import Timeline, measured
+from mpicoll.parallel.pipeline.verify import verify
+
+Loss: TypeAlias = Callable[[Any, Any], Any]
+"""From the output of the last part and the targets of a micro-batch to their mean loss, a 0-d tensor."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a forward leaves behind for its backward: tensors that require grad."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch on its way through the pipeline, as one stage sees it. Micro-batches by number."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: Sequence[float]
+    train: bool
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    later: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+class PipelineEngine:
+    """A model divided into pipeline stages, which are trained and evaluated batch by batch.
+
+    ::
+
+        engine = PipelineEngine(my_part, functional.cross_entropy, micro_batches=8)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            loss = engine.train_batch(inputs, targets)
+            optimizer.step()
+
+    Each rank of the pipeline passes its part of the model. `modules` is one module or, for schedules of several chunks,
+    one for each: chunk c of stage s of p is the (c p + s)-th part of the model. A part takes what the part before it
+    returned: a tensor, or a tuple, list or dict of tensors, which may be of another shape each time. `loss_fn` gets the
+    output of the last part and the targets of a micro-batch and returns its mean loss; only the last stage calls it.
+
+    `schedule` is a name of :mod:`mpicoll.parallel.pipeline.schedules`, the same on all stages: ``gpipe``, ``1f1b``,
+    ``interleaved``, ``zero_bubble`` or one of your own. It is verified here, and ScheduleError tells what is wrong.
+
+    `tied` names parameters that several stages hold, such as an embedding and the projection at the other end of the
+    model: ``{"embedding": parameter}`` on each stage that has one. They begin with the value of the first of these
+    stages, and their gradients are summed; ShapeError if they differ in shape, DTypeError if in dtype.
+
+    `group` are the ranks of the pipeline, stage by stage, by default the ``pipe`` axis of the grid in use; `data_group`
+    those that hold the same part and see other data, by default its ``data`` and ``context`` axes, without a grid this
+    rank only. `timeout` in seconds bounds each wait for a neighbour (default: MPICOLL_TIMEOUT).
+
+    Making an engine is collective over `group`, and all of it must pass the same `micro_batches` and `schedule`.
+
+    torch.distributed.pipelining runs on mpicoll, too. It is the better choice to cut a model automatically, by tracing.
+    This engine needs no shapes in advance, proves its schedules before it runs them, ties weights, averages over data
+    parallel ranks, gives the loss to every rank, and turns a mismatch between stages into an error.
+    """
+
+    def __init__(
+        self,
+        modules: nn.Module | Sequence[nn.Module],
+        loss_fn: Loss,
+        *,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        tied: Mapping[str, nn.Parameter] | None = None,
+        group: Any = None,
+        data_group: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        self.modules = [modules] if isinstance(modules, nn.Module) else list(modules)
+        self.loss_fn = loss_fn
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        self.comm = groups.communicator(group, "pipe")
+        self.stage, self.stages = self.comm.rank, self.comm.size
+        verify(schedule, self.stages, micro_batches, len(self.modules))
+        self._splits = schedules.find(schedule).splits
+        self._replicas = _alone_or_replicas(data_group)
+        self._p2p = PipeP2P(self.comm, timeout=timeout)
+        self._events: list[tuple[int, Action, float, float]] = []
+        self._tied = self._tie(tied or {})
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the first part of the model, which takes the inputs."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last part of the model, which computes the loss."""
+        return self.stage == self.stages - 1
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's parts, each once."""
+        return iter(dict.fromkeys(one for module in self.modules for one in module.parameters()))
+
+    def train_batch(self, inputs: Any = None, targets: Any = None, *, reduce: bool = True) -> Tensor:
+        """Forward and backward of a batch; returns its mean loss, a 0-d float64 tensor, the same on all ranks.
+
+        The first stage passes `inputs`, the last one `targets`: tensors, or tuples, lists or dicts of tensors, whose
+        axis 0 is the batch; what other stages pass is ignored. They are cut into `micro_batches` parts, which differ by
+        one sample at most. The loss is the mean of `loss_fn` over all samples, and over `data_group`. Gradients are
+        added to ``.grad``. With `reduce`, those of tied parameters are then summed and all averaged over `data_group`;
+        pass False for all but the last of several batches between two steps.
+
+        Raises ArgumentError or ShapeError before any message leaves where a stage lacks what it needs.
+        """
+        batch = self._batch("train_batch", inputs, targets, self.micro_batches, train=True)
+        self._run(batch, self._actions(self.schedule, self.micro_batches))
+        if reduce:
+            self.reduce_gradients()
+        return self._mean(batch)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of tied parameters over their stages, and average all over `data_group`."""
+        for parameter, comm in self._tied:
+            gradients.sum_gradients([parameter], comm)
+        if self._replicas is not None:
+            gradients.average_gradients(self.parameters(), self._replicas)
+
+    def eval_batch(self, inputs: Any = None, targets: Any = None) -> Tensor:
+        """The loss of a batch as :meth:`train_batch` gives it, without gradients, and with the modules in evaluation
+        mode."""
+        batch = self._batch("eval_batch", inputs, targets, self.micro_batches, train=False)
+        self._forward_only(batch, self.micro_batches)
+        return self._mean(batch)
+
+    def predict(self, inputs: Any = None, *, micro_batches: int = 1) -> Any:
+        """What the model returns for `inputs`, on every stage, without gradients and with the modules in evaluation
+        mode. The first stage passes `inputs`; outputs of several micro-batches are joined along axis 0."""
+        batch = self._batch("predict", inputs, None, micro_batches, train=False, scored=False)
+        self._forward_only(batch, micro_batches)
+        if not self.is_last_stage:
+            return self._p2p.recv(self.stages - 1)
+        outputs = _join([batch.outputs[number] for number in range(micro_batches)])
+        for stage in range(self.stages - 1):
+            self._p2p.send(outputs, stage)
+        return outputs
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, tensor_group: Any = None) -> Tensor:
+        """Scale the gradients of the whole model to a norm of at most `max_norm`, where tied parameters count once; see
+        :func:`mpicoll.parallel.gradients.clip_grad_norm_`. It needs a grid in use, or a model that is cut into pipeline
+        stages only."""
+        group = None if groups.in_use() is not None else self.comm
+        tensor_group = tensor_group if tensor_group is not None or group is None else self.comm.group([self.stage])
+        copies = [parameter for parameter, comm in self._tied if comm.rank > 0]
+        return gradients.clip_grad_norm_(
+            self.parameters(), max_norm, norm_type, group=group, tensor_group=tensor_group, counted_elsewhere=copies
+        )
+
+    def timeline(self) -> Timeline:
+        """Collective over the pipeline: when each stage did what in the last batch, to be drawn, and its bubble told.
+
+        Stages on several hosts are compared by their own clocks."""
+        return measured([event for events in self._everyones(self._events) for event in events])
+
+    def free(self) -> None:
+        """Collective: give the engine's communicators back."""
+        self._p2p.close()
+        for _, comm in self._tied:
+            comm.free()
+        self._tied = []
+
+    # --- a batch
+
+    def _batch(
+        self, operation: str, inputs: Any, targets: Any, count: int, *, train: bool, scored: bool = True
+    ) -> _Batch:
+        where = f"(stage {self.stage} of {self.stages})"
+        needed = [("inputs", inputs)] * self.is_first_stage + [("targets", targets)] * (self.is_last_stage and scored)
+        parts: dict[str, list[Any]] = {"inputs": [], "targets": []}
+        weights: list[float] = []
+        for name, value in needed:
+            if value is None:
+                raise ArgumentError(f"{operation}: this stage needs {name}, got None {where}")
+            lengths = {len(one) if one.dim() else 0 for one in _tensors(value)}
+            if len(lengths) != 1 or min(lengths) < count:
+                raise ShapeError(
+                    f"{operation}: {name} must be tensors with one length along axis 0, at least the {count}"
+                    f" micro-batches, got shapes {[tuple(one.shape) for one in _tensors(value)]} {where}"
+                )
+            parts[name] = [_cut(value, number, count) for number in range(count)]
+            weights = [len(_tensors(part)[0]) / min(lengths) for part in parts[name]]
+        return _Batch(parts["inputs"], parts["targets"], weights, train)
+
+    def _actions(self, schedule: str, count: int) -> Sequence[Action]:
+        return schedules.actions(schedule, self.stage, self.stages, count, len(self.modules))
+
+    def _forward_only(self, batch: _Batch, count: int) -> None:
+        with torch.no_grad(), _evaluating(self.modules):
+            self._run(batch, self._actions("forward_only", count))
+
+    def _mean(self, batch: _Batch) -> Tensor:
+        """The loss, from the last stage to all, averaged over data parallel ranks."""
+        loss = bcast(batch.loss, self.stages - 1, comm=self.comm)
+        if self._replicas is not None:
+            loss = allreduce(loss, "avg", comm=self._replicas)
+        assert isinstance(loss, Tensor)
+        return loss
+
+    # --- actions
+
+    def _run(self, batch: _Batch, actions: Sequence[Action]) -> None:
+        self._events = []
+        arriving: dict[Action, Request] = {}
+        own: dict[tuple[bool, int, int], Any] = {}
+        self._expect(actions[0], arriving)
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            if following is not None:
+                # Posted before this action computes, so that what the next one needs can come meanwhile.
+                self._expect(following, arriving)
+            came = arriving.pop(action).wait() if action in arriving else own.pop(_inlet(action), None)
+            begin = time.perf_counter()
+            result = self._do(batch, action, came)
+            self._events.append((self.stage, action, begin, time.perf_counter()))
+            to = schedules.dest(action, self.stage, self.stages, len(self.modules))
+            if to is not None and to[0] == self.stage:
+                own[action.kind == "F", action.microbatch, to[1]] = _apart(result)
+            elif to is not None:
+                self._p2p.isend(result, to[0], channel=_channel(action, action.chunk))
+            self._p2p.poll()
+        self._p2p.wait()
+
+    def _expect(self, action: Action, arriving: dict[Action, Request]) -> None:
+        """Start to receive what `action` needs from another stage."""
+        origin = schedules.source(action, self.stage, self.stages, len(self.modules))
+        if origin is not None and origin[0] != self.stage:
+            arriving[action] = self._p2p.irecv(origin[0], channel=_channel(action, origin[1]))
+
+    def _do(self, batch: _Batch, action: Action, came: Any) -> Any:
+        key = action.microbatch, action.chunk
+        if action.kind == "F":
+            return self._forward(batch, action, came)
+        if action.kind == "W":
+            batch.later.pop(key)()
+            return None
+        kept = batch.kept.pop(key)
+        grads = [torch.ones_like(one) for one in kept.outputs] if came is None else came
+        if action.kind == "B":
+            return backward(kept.outputs, grads, kept.inputs)
+        result, batch.later[key] = backward_input(
+            kept.outputs, grads, kept.inputs, list(self.modules[action.chunk].parameters())
+        )
+        return result
+
+    def _forward(self, batch: _Batch, action: Action, came: Any) -> Any:
+        number = action.microbatch
+        virtual = action.chunk * self.stages + self.stage
+        value = batch.inputs[number] if virtual == 0 else came
+        output = self.modules[action.chunk](value)
+        if virtual == self.stages * len(self.modules) - 1:
+            if batch.targets:
+                output = self._weighted_loss(batch, output, number)
+            else:
+                batch.outputs[number] = output
+        elif batch.train and self._splits:
+            output = own_memory(output)
+        if batch.train:
+            batch.kept[number, action.chunk] = _Kept(
+                [one for one in _tensors(value) if one.requires_grad],
+                [one for one in _tensors(output) if one.requires_grad],
+            )
+        return output
+
+    def _weighted_loss(self, batch: _Batch, output: Any, number: int) -> Tensor:
+        loss = self.loss_fn(output, batch.targets[number])
+        if not isinstance(loss, Tensor) or loss.dim():
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ShapeError(
+                f"PipelineEngine: loss_fn must return the mean loss of a micro-batch, a 0-d tensor, got {got}"
+                f" (stage {self.stage} of {self.stages})"
+            )
+        weighted = loss * batch.weights[number]
+        batch.loss = batch.loss + weighted.detach().double()
+        return weighted
+
+    # --- all stages
+
+    def _everyones(self, mine: Any) -> list[Any]:
+        """What all stages pass, on all stages."""
+        if not self.is_first_stage:
+            self._p2p.send_obj(mine, 0)
+            everyones: list[Any] = self._p2p.recv_obj(0)
+            return everyones
+        everyones = [mine, *(self._p2p.recv_obj(stage) for stage in range(1, self.stages))]
+        for stage in range(1, self.stages):
+            self._p2p.send_obj(everyones, stage)
+        return everyones
+
+    def _tie(self, tied: Mapping[str, nn.Parameter]) -> list[tuple[nn.Parameter, Communicator]]:
+        """The parameters that other stages hold, too, each with a communicator of those stages."""
+        everyones = self._everyones({name: (tuple(one.shape), str(one.dtype)) for name, one in tied.items()})
+        found = []
+        for name in sorted({name for names in everyones for name in names}):
+            holders = [stage for stage, names in enumerate(everyones) if name in names]
+            kinds = {stage: everyones[stage][name] for stage in holders}
+            if len({shape for shape, _ in kinds.values()}) > 1:
+                raise ShapeError(f"PipelineEngine: tied parameter {name!r} differs in shape among stages: {kinds}")
+            if len(set(kinds.values())) > 1:
+                raise DTypeError(f"PipelineEngine: tied parameter {name!r} differs in dtype among stages: {kinds}")
+            if self.stage in holders and len(holders) > 1:
+                comm = self.comm.group(holders)
+                assert comm is not None
+                bcast(tied[name].detach(), 0, out=tied[name].detach(), comm=comm)
+                found.append((tied[name], comm))
+        return found
+
+
+def _alone_or_replicas(group: Any) -> Communicator | None:
+    """The ranks that hold the same part of the model; None if there is no other."""
+    if group is None and groups.in_use() is None:
+        return None
+    comm = gradients.replicas(group)
+    return comm if comm.size > 1 else None
+
+
+def _inlet(action: Action) -> tuple[bool, int, int]:
+    """What `action` takes in: whether it goes forward, of which micro-batch, and for which chunk."""
+    return action.kind == "F", action.microbatch, action.chunk
+
+
+def _channel(action: Action, chunk: int) -> int:
+    """Where messages from `chunk` travel that go the way of `action`. With two stages the next is the one before, too,
+    so ways must be kept apart."""
+    return 2 * chunk + (action.kind != "F")
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
+
+
+def _apart(value: Any) -> Any:
+    """`value` for another part of the model on this stage, as it would arrive from another stage."""
+    return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
+
+
+def _cut(value: Any, number: int, count: int) -> Any:
+    """The part of `value` for micro-batch `number` of `count`."""
+    return tree_map_only(Tensor, lambda one: one.tensor_split(count)[number], value)
+
+
+def _join(values: Sequence[Any]) -> Any:
+    """`values`, which are of one structure, with their tensors joined along axis 0."""
+    flat = [tree_flatten(value) for value in values]
+    rows = zip(*(leaves for leaves, _ in flat), strict=True)
+    leaves = [torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0] for parts in rows]
+    return tree_unflatten(leaves, flat[0][1])
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The modules, and all in them, in evaluation mode."""
+    training = [one for module in modules for one in module.modules() if one.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for one in training:
+            one.training = True

@@ -1,0 +1,82 @@
+"""The backward of one part of a model: whole, or in halves, first for its input and later for its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+
+from mpicoll.errors import ArgumentError
+
+Grads = Sequence[Tensor | None]
+"""Of each output of a part; None where nothing depends on it."""
+
+
+def backward(outputs: Sequence[Tensor], grads: Grads, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Add the gradients of all weights to their ``.grad``; returns those of `inputs`, which are leaves."""
+    wanted = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
+    if wanted:
+        torch.autograd.backward([one for one, _ in wanted], [grad for _, grad in wanted])
+    taken = [one.grad for one in inputs]
+    for one in inputs:
+        one.grad = None
+    return taken
+
+
+def backward_input(
+    outputs: Sequence[Tensor], grads: Grads, inputs: Sequence[Tensor], weights: Sequence[Parameter]
+) -> tuple[list[Tensor | None], Callable[[], object]]:
+    """The gradients of `inputs`, and a function that adds those of `weights` to their ``.grad`` when it is called.
+
+    `outputs` must have memory of their own (see :func:`own_memory`). An operation whose backward is one Python
+    function, such as a layer of :mod:`mpicoll.parallel.layers`, runs it in both halves, its collectives too; that is
+    right, but saves nothing. Where no input requires a gradient, all is done by the second half.
+    """
+    if not inputs:
+        return [], partial(backward, outputs, grads, ())
+    pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
+    weights = [one for one in weights if one.requires_grad]
+    reached = _leaves([one for one, _ in pairs])
+    came, parts = stage_backward_input(
+        [one for one, _ in pairs],
+        [grad for _, grad in pairs],
+        list(inputs),
+        iter(weights),
+    )
+    for one in inputs:
+        one.grad = None
+    found = {node for part in parts for node in part["params"]}
+    if any(_accumulator(one) in reached and _accumulator(one) not in found for one in weights):
+        raise ArgumentError(
+            "the backward can't be split: an output depends on weights, but not on the input that they are applied to;"
+            " choose a schedule with whole backwards, such as 1f1b"
+        )
+    return list(came), partial(stage_backward_weight, iter(weights), parts)
+
+
+def own_memory(value: Any) -> Any:
+    """`value`, with copies of tensors that are views or leaves: :func:`backward_input` cuts outputs off their graph in
+    place, which torch refuses for a view, and which would change an input that is passed on."""
+    return tree_map_only(Tensor, lambda one: one.clone() if one.is_leaf or one._is_view() else one, value)  # noqa: SLF001
+
+
+def _leaves(outputs: Sequence[Tensor]) -> set[Any]:
+    """The nodes of the graph of `outputs` that add to the gradient of a leaf."""
+    seen: set[Any] = set()
+    queue = [one.grad_fn for one in outputs]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            queue += [following for following, _ in node.next_functions]
+    return {node for node in seen if hasattr(node, "variable")}
+
+
+def _accumulator(leaf: Tensor) -> Any:
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

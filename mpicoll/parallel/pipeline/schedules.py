@@ -1,0 +1,349 @@
+"""Pipeline schedules as data: in which order each stage runs the forwards and backwards of its micro-batches.
+
+A schedule is a generator that yields what ONE stage does, in order. It names micro-batches and *chunks*, never tensors.
+A model on ``stages`` stages is cut into ``stages * chunks`` consecutive pieces, the *virtual stages*; chunk ``c`` of
+stage ``s`` is virtual stage ``c * stages + s``. Most schedules have one chunk per stage.
+
+Messages are implied. F of a micro-batch on virtual stage ``v`` needs the output of its F on ``v - 1``, and B or I on
+``v`` needs the gradient from its B or I on ``v + 1``, besides its own F on ``v``; on the last virtual stage it starts
+from the loss. :func:`source` and :func:`dest` say where that is. A stage does one action at a time, waits before it for
+what it needs, and sends what comes out without waiting for the receiver. Messages from one virtual stage to the next,
+and those back, are matched in the order in which they are sent. :mod:`mpicoll.parallel.pipeline.verify` proves that
+this works out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, TypeAlias
+
+from mpicoll.errors import AlgorithmError, RankError
+
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+"""Forward; backward; and the two halves of a backward, for the input and for the weights."""
+
+# By how much each kind changes the number of activations that a stage keeps.
+_KEPT: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a stage does: `kind` of `microbatch` through its chunk `chunk`."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
+Generator: TypeAlias = Callable[..., Iterator[Action]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """A named order of work.
+
+    `chunked` schedules allow several chunks per stage, and their generators are called with ``(stage, stages,
+    microbatches, chunks)``, others with ``(stage, stages, microbatches)``. `backward` says whether there is a backward
+    at all, and `splits` that it may come as I and W. `bubble` and `peak` are closed forms as Python expressions of
+    ``p`` (stages), ``m`` (micro-batches), ``v`` (chunks) and, for `peak`, ``s`` (the stage); min and max may be called.
+    `bubble` is the part of the total time in which a stage is idle, if F, I and W take equally long, B twice as long,
+    and messages nothing; `peak` is as in :func:`peak_activations`. :func:`closed_form` evaluates them exactly; they are
+    None where nobody knows them. `source` is the paper.
+    """
+
+    name: str
+    generate: Generator
+    chunked: bool
+    backward: bool
+    splits: bool
+    bubble: str | None
+    peak: str | None
+    source: str
+    doc: str = field(repr=False)
+
+    def actions(self, stage: int, stages: int, microbatches: int, chunks: int = 1) -> tuple[Action, ...]:
+        """What `stage` of `stages` does; built once for each set of arguments."""
+        for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+            if number < 1:
+                raise AlgorithmError(f"pipeline schedule {self.name}: {what} must be at least 1, got {number}")
+        if not 0 <= stage < stages:
+            raise RankError(f"pipeline schedule {self.name}: stage {stage} must be in [0, {stages})")
+        if chunks > 1 and not self.chunked:
+            able = ", ".join(name for name, schedule in _REGISTRY.items() if schedule.chunked)
+            raise AlgorithmError(
+                f"pipeline schedule {self.name} has one chunk per stage, got chunks={chunks}; more chunks take {able}"
+            )
+        return _build(self, stage, stages, microbatches, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _build(schedule: Schedule, stage: int, stages: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    arguments = (stage, stages, microbatches, chunks) if schedule.chunked else (stage, stages, microbatches)
+    return tuple(schedule.generate(*arguments))
+
+
+_REGISTRY: dict[str, Schedule] = {}
+
+
+def register(
+    *,
+    name: str | None = None,
+    chunked: bool = False,
+    backward: bool = True,
+    splits: bool = False,
+    bubble: str | None = None,
+    peak: str | None = None,
+    source: str = "",
+) -> Callable[[Generator], Generator]:
+    """Register the decorated generator as a pipeline schedule; see :class:`Schedule` for the fields."""
+
+    def decorate(generate: Generator) -> Generator:
+        own = name or generate.__name__
+        _REGISTRY[own] = Schedule(
+            name=own,
+            generate=generate,
+            chunked=chunked,
+            backward=backward,
+            splits=splits,
+            bubble=bubble,
+            peak=peak,
+            source=source,
+            doc=generate.__doc__ or "",
+        )
+        return generate
+
+    return decorate
+
+
+def find(schedule: Schedule | str) -> Schedule:
+    """`schedule` itself, or the one of that name. Raises AlgorithmError with the names that exist."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    try:
+        return _REGISTRY[schedule]
+    except KeyError:
+        raise AlgorithmError(f"no pipeline schedule {schedule!r}; there are {', '.join(_REGISTRY)}") from None
+
+
+def schedules() -> dict[str, Schedule]:
+    """All registered schedules by name."""
+    return dict(_REGISTRY)
+
+
+def actions(
+    schedule: Schedule | str, stage: int, stages: int, microbatches: int, chunks: int = 1
+) -> tuple[Action, ...]:
+    """What one stage does, in order.
+
+    Args:
+        schedule: a schedule, or its name such as ``"1f1b"``.
+        stage: which stage.
+        stages: the number of stages of the pipeline.
+        microbatches: the number of micro-batches that go through it.
+        chunks: the number of pieces of the model on each stage.
+
+    Raises:
+        RankError: `stage` is out of range.
+        AlgorithmError: the name is unknown, a number is below 1, or the schedule can't do with these numbers.
+    """
+    return find(schedule).actions(stage, stages, microbatches, chunks)
+
+
+def schedule(
+    schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1
+) -> tuple[tuple[Action, ...], ...]:
+    """What each stage does: :func:`actions` of all stages."""
+    found = find(schedule)
+    return tuple(found.actions(stage, stages, microbatches, chunks) for stage in range(max(stages, 1)))
+
+
+def source(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, int] | None:
+    """The (stage, chunk) whose output `action` on `stage` takes in, or None if it needs nothing from another chunk.
+
+    With one stage and several chunks that is the stage itself, and no message is needed.
+    """
+    return _neighbour(action, stage, stages, chunks, -1)
+
+
+def dest(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, int] | None:
+    """The (stage, chunk) that takes in what comes out of `action` on `stage`, or None if no other chunk does.
+
+    With one stage and several chunks that is the stage itself, and no message is needed.
+    """
+    return _neighbour(action, stage, stages, chunks, +1)
+
+
+def _neighbour(action: Action, stage: int, stages: int, chunks: int, step: int) -> tuple[int, int] | None:
+    if action.kind == "W":
+        return None
+    virtual = action.chunk * stages + stage + (step if action.kind == "F" else -step)
+    if not 0 <= virtual < stages * chunks:
+        return None
+    chunk, stage = divmod(virtual, stages)
+    return stage, chunk
+
+
+def peak_activations(schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1) -> tuple[int, ...]:
+    """For each stage, how many micro-batches have at most passed forward through a chunk, but not yet back.
+
+    Each is an activation of one chunk, that is of ``1 / chunks`` of the stage. It counts until its B or W is over. A
+    schedule without a backward keeps none. Arguments and errors are those of :func:`schedule`.
+    """
+    found = find(schedule)
+    script = [found.actions(stage, stages, microbatches, chunks) for stage in range(max(stages, 1))]
+    return tuple(max(kept(actions)) if found.backward else 0 for actions in script)
+
+
+def kept(actions: Iterable[Action]) -> list[int]:
+    """How many activations a stage keeps while it does each of its actions."""
+    return list(accumulate(_KEPT[action.kind] for action in actions))
+
+
+def closed_form(
+    schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1
+) -> tuple[Fraction | None, tuple[int, ...] | None]:
+    """The closed forms: the bubble, and the peak of activations of each stage; see :class:`Schedule`.
+
+    Arguments and errors are those of :func:`schedule`.
+    """
+    found = find(schedule)
+    found.actions(0, stages, microbatches, chunks)  # raises what it raises
+    names = {
+        "__builtins__": {"max": max, "min": min},
+        "p": Fraction(stages),
+        "m": Fraction(microbatches),
+        "v": Fraction(chunks),
+    }
+    bubble = None if found.bubble is None else Fraction(eval(found.bubble, names))
+    if found.peak is None:
+        return bubble, None
+    return bubble, tuple(int(eval(found.peak, {**names, "s": Fraction(stage)})) for stage in range(stages))
+
+
+@register(
+    bubble="(p-1) / (m+p-1)",
+    peak="m",
+    source="Huang et al. 2019, GPipe: efficient training of giant neural networks using pipeline parallelism",
+)
+def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+    """All forwards, then all backwards."""
+    for microbatch in range(microbatches):
+        yield Action("F", microbatch)
+    for microbatch in range(microbatches):
+        yield Action("B", microbatch)
+
+
+@register(
+    name="1f1b",
+    bubble="(p-1) / (m+p-1)",
+    peak="min(m, p-s)",
+    source="Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training (PipeDream-Flush)",
+)
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+    """As many forwards as there are stages behind, then a forward and a backward in turn, then what is left."""
+    yield from _in_turns(
+        [Action("F", microbatch) for microbatch in range(microbatches)],
+        [Action("B", microbatch) for microbatch in range(microbatches)],
+        ahead=stages - stage - 1,
+    )
+
+
+@register(
+    chunked=True,
+    bubble="(p-1) / (v*m+p-1)",
+    peak="min(v*m, 2*(p-s-1) + (v-1)*p + 1)",
+    source="Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters using Megatron-LM",
+)
+def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """1F1B with several chunks per stage: the bubble shrinks by their number, and messages grow in number by it.
+
+    Micro-batches go through in groups of as many as there are stages, through one chunk after the other.
+    """
+    if microbatches % stages:
+        raise AlgorithmError(
+            f"pipeline schedule interleaved: the number of micro-batches, {microbatches}, must be a multiple of the "
+            f"number of stages, {stages}; looped_bfs takes any number"
+        )
+    groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
+    yield from _in_turns(
+        [Action("F", microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group],
+        [
+            Action("B", microbatch, chunk)
+            for group in groups
+            for chunk in reversed(range(chunks))
+            for microbatch in group
+        ],
+        ahead=2 * (stages - stage - 1) + (chunks - 1) * stages,
+    )
+
+
+@register(
+    splits=True,
+    bubble="1 - 3*m / (2*m+p-1+max(p,m))",
+    peak="min(m, p)",
+    source="Qi et al. 2023, Zero bubble pipeline parallelism (ZB-H1)",
+)
+def zero_bubble(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+    """1F1B whose backward is split: the input's half goes on to the stage before, the weights' half fills the gaps.
+
+    Stage ``s`` puts its W off by ``s`` micro-batches, so that every stage keeps as many activations as the first one,
+    which keeps as many as in 1F1B.
+    """
+    for action in _in_turns(
+        [Action("F", microbatch) for microbatch in range(microbatches)],
+        [Action("I", microbatch) for microbatch in range(microbatches)],
+        ahead=stages - stage - 1,
+    ):
+        yield action
+        if action.kind == "I" and action.microbatch >= stage:
+            yield Action("W", action.microbatch - stage)
+    for microbatch in range(max(0, microbatches - stage), microbatches):
+        yield Action("W", microbatch)
+
+
+@register(
+    chunked=True,
+    bubble="1 - v*m / ((v-1)*max(p,m)+m+p-1)",
+    peak="v*m",
+    source="Lamy-Poirier 2022, Breadth-first pipeline parallelism",
+)
+def looped_bfs(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """GPipe with several chunks per stage: all micro-batches through one chunk, then all through the next."""
+    for chunk in range(chunks):
+        for microbatch in range(microbatches):
+            yield Action("F", microbatch, chunk)
+    for chunk in reversed(range(chunks)):
+        for microbatch in range(microbatches):
+            yield Action("B", microbatch, chunk)
+
+
+@register(chunked=True, backward=False, bubble="1 - v*m / ((v-1)*max(p,m)+m+p-1)", peak="0")
+def forward_only(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """For evaluation: forwards alone.
+
+    Micro-batches go through all chunks in groups of as many as there are stages, the last group of up to twice as many,
+    so that outputs which wait for their next chunk do not pile up.
+    """
+    groups = max(1, microbatches // stages)
+    for group in range(groups):
+        end = (group + 1) * stages if group < groups - 1 else microbatches
+        for chunk in range(chunks):
+            for microbatch in range(group * stages, end):
+                yield Action("F", microbatch, chunk)
+
+
+def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+    """`ahead` forwards, then a forward and a backward in turn as long as there are forwards, then the backwards."""
+    ahead = min(ahead, len(forwards))
+    yield from forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(forwards) - ahead :]

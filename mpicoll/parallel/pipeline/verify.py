@@ -1,0 +1,255 @@
+"""Prove that a pipeline schedule is complete, in order and free of deadlock, by running all stages on paper."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NoReturn, TypeAlias
+
+from mpicoll.errors import ScheduleError
+from mpicoll.parallel.pipeline.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    closed_form,
+    dest,
+    find,
+    kept,
+    peak_activations,
+    schedule,
+    source,
+)
+
+Script: TypeAlias = Sequence[Sequence[Action]]
+"""What each stage does."""
+
+_Channel: TypeAlias = tuple[bool, int, int]
+"""Whether it leads forward, and the stage and chunk that receive from it. Only one other chunk sends there."""
+
+
+_BACK: tuple[Kind, ...] = ("B", "I", "W")
+# What must have come before on the same stage, what must not come besides, and what may send what this one takes in.
+_NEEDS: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("F",), "I": ("F",), "W": ("F", "I")}
+_EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
+_ANSWERS: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` saw of a correct schedule.
+
+    `messages` is the number among all stages, and `peak` the most activations that each stage keeps, as in
+    :func:`~mpicoll.parallel.pipeline.schedules.peak_activations`. `window` is how many messages that its receiver has
+    not got to yet a channel must hold before a send may block: with 0, synchronous sends that block would do; with 1, a
+    stage may wait until the last message on a channel is received before it sends the next one there.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    messages: int
+    peak: tuple[int, ...]
+    window: int
+
+
+def verify(schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1) -> Report:
+    """Run `schedule` on paper and check each action.
+
+    It is meant for an engine that goes through the actions of each stage in order; that waits before an action for the
+    message from :func:`~mpicoll.parallel.pipeline.schedules.source`, and for nothing else; and that posts afterwards
+    the send to :func:`~mpicoll.parallel.pipeline.schedules.dest`, for which it waits at the very end. With a schedule
+    that passes, it comes to its end. Messages from one chunk to the next, and those back, arrive in the order in which
+    they are needed, so they need no number, and receives may be posted ahead. Every micro-batch passes each chunk once
+    in each direction. And each stage keeps at its peak as many activations as the schedule claims.
+
+    Args:
+        schedule: a schedule, or its name such as ``"1f1b"``.
+        stages: the number of stages of the pipeline.
+        microbatches: the number of micro-batches that go through it.
+        chunks: the number of pieces of the model on each stage.
+
+    Raises:
+        ScheduleError: an action is of a kind that the schedule does not claim, or of no such micro-batch or chunk,
+            comes twice, too early on its own stage or never; two chunks disagree about the order of their messages;
+            stages wait for each other; or the peak of activations is not what the schedule claims. The message names
+            the stage, the position and the action.
+        AlgorithmError: the name is unknown, a number is below 1, or the schedule can't do with these numbers.
+    """
+    return _Check(find(schedule), stages, microbatches, chunks).report()
+
+
+def execute(script: Script, chunks: int, window: int | None = None) -> tuple[list[tuple[int, int]], list[int]]:
+    """Work through what each stage does until nobody can go on.
+
+    Args:
+        script: the actions of each stage.
+        chunks: the number of pieces of the model on each stage.
+        window: how many messages that its receiver has not got to a channel holds before a send blocks; None: any.
+
+    Returns:
+        (stage, position) of every action done, each behind all that it waits for; and the position that each stage has
+        come to, which is behind its last action unless it waits for ever.
+    """
+    stages = len(script)
+    inbox: dict[_Channel, set[int]] = defaultdict(set)
+    outgoing: list[_Channel | None] = [None] * stages
+    position = [0] * stages
+    done: list[tuple[int, int]] = []
+
+    def step(stage: int) -> bool:
+        channel = outgoing[stage]
+        if channel is not None and window is not None and len(inbox[channel]) > window:
+            return False
+        if position[stage] == len(script[stage]):
+            return False
+        action = script[stage][position[stage]]
+        forward = action.kind == "F"
+        if source(action, stage, stages, chunks):
+            messages = inbox[forward, stage, action.chunk]
+            if action.microbatch not in messages:
+                return False
+            messages.remove(action.microbatch)
+        done.append((stage, position[stage]))
+        position[stage] += 1
+        outgoing[stage] = None
+        if to := dest(action, stage, stages, chunks):
+            channel = (forward, *to)
+            inbox[channel].add(action.microbatch)
+            outgoing[stage] = channel if to[0] != stage else None
+        return True
+
+    moving = True
+    while moving:
+        moving = False
+        for stage in range(stages):
+            while step(stage):
+                moving = True
+    return done, position
+
+
+class _Check:
+    def __init__(self, found: Schedule, stages: int, microbatches: int, chunks: int) -> None:
+        self.schedule, self.stages, self.microbatches, self.chunks = found, stages, microbatches, chunks
+        self.script = schedule(found, stages, microbatches, chunks)
+        self.kinds = ("F", *_BACK[: 3 if found.splits else 1]) if found.backward else ("F",)
+        self.where: list[dict[Action, int]] = [{} for _ in range(stages)]
+
+    def report(self) -> Report:
+        for stage in range(self.stages):
+            self.check_stage(stage)
+        messages = self.check_order()
+        self.check_all_done()
+        peak = self.check_peak()
+        return Report(
+            name=self.schedule.name,
+            stages=self.stages,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            messages=messages,
+            peak=peak,
+            window=next(window for window in count() if not self.stands(window)),
+        )
+
+    def fail(self, what: str, stage: int, position: int) -> NoReturn:
+        script = self.script[stage]
+        text = str(script[position]) if position < len(script) else "the end"
+        raise ScheduleError(f"{self}: stage {stage}, position {position}, {text}: {what}")
+
+    def __str__(self) -> str:
+        text = f"pipeline schedule {self.schedule.name}, stages {self.stages}, microbatches {self.microbatches}"
+        return f"{text}, chunks {self.chunks}" if self.schedule.chunked else text
+
+    def check_stage(self, stage: int) -> None:
+        """What a stage must respect whatever the others do: kinds and numbers, each thing once, nothing too early."""
+        seen = self.where[stage]
+        for position, action in enumerate(self.script[stage]):
+            if action.kind not in self.kinds:
+                self.fail(f"the schedule claims to have no kinds but {', '.join(self.kinds)}", stage, position)
+            if not 0 <= action.microbatch < self.microbatches:
+                self.fail(f"there are {self.microbatches} micro-batches", stage, position)
+            if not 0 <= action.chunk < self.chunks:
+                self.fail(f"the number of chunks per stage is {self.chunks}", stage, position)
+            if action in seen:
+                self.fail(f"comes twice, first at position {seen[action]}", stage, position)
+            for kind in _EXCLUDES[action.kind]:
+                if (other := replace(action, kind=kind)) in seen:
+                    self.fail(f"goes back twice, for there is {other} at position {seen[other]}", stage, position)
+            for kind in _NEEDS[action.kind]:
+                if (other := replace(action, kind=kind)) not in seen:
+                    self.fail(f"comes without {other} before it", stage, position)
+            seen[action] = position
+        for chunk in range(self.chunks):
+            for microbatch in range(self.microbatches):
+                self.check_complete(stage, Action("F", microbatch, chunk))
+
+    def check_complete(self, stage: int, forward: Action) -> None:
+        seen = self.where[stage]
+        back, split, weights = (replace(forward, kind=kind) for kind in _BACK)
+        lacks = None
+        if forward not in seen:
+            lacks = str(forward)
+        elif self.schedule.backward and back not in seen:
+            if split not in seen:
+                lacks = f"{back} or {split}" if self.schedule.splits else str(back)
+            elif weights not in seen:
+                lacks = str(weights)
+        if lacks is not None:
+            self.fail(f"{lacks} never comes", stage, len(self.script[stage]))
+
+    def check_order(self) -> int:
+        """Both ends of a channel agree about the order of messages; returns how many messages there are in all."""
+        sent: dict[_Channel, list[tuple[int, int]]] = defaultdict(list)
+        received: dict[_Channel, list[tuple[int, int]]] = defaultdict(list)
+        for stage, script in enumerate(self.script):
+            for position, action in enumerate(script):
+                forward = action.kind == "F"
+                to = dest(action, stage, self.stages, self.chunks)
+                if to and to[0] != stage:
+                    sent[(forward, *to)].append((stage, position))
+                origin = source(action, stage, self.stages, self.chunks)
+                if origin and origin[0] != stage:
+                    received[forward, stage, action.chunk].append((stage, position))
+        for channel, ends in received.items():
+            for (stage, position), (peer, at) in zip(ends, sent[channel], strict=True):
+                come = self.script[peer][at]
+                if come.microbatch != self.script[stage][position].microbatch:
+                    self.fail(
+                        f"what comes next from stage {peer} is that of {come}, position {at} there", stage, position
+                    )
+        return sum(map(len, sent.values()))
+
+    def stands(self, window: int | None = None) -> list[tuple[int, int]]:
+        """The stages that wait for ever, each with the position where it does."""
+        _, position = execute(self.script, self.chunks, window)
+        return [(stage, position[stage]) for stage in range(self.stages) if position[stage] < len(self.script[stage])]
+
+    def check_all_done(self) -> None:
+        waits = []
+        for stage, position in self.stands():
+            action = self.script[stage][position]
+            origin = source(action, stage, self.stages, self.chunks)
+            assert origin is not None  # nothing else makes a stage wait
+            peer, chunk = origin
+            awaited = next(
+                other
+                for kind in _ANSWERS[action.kind]
+                if (other := Action(kind, action.microbatch, chunk)) in self.where[peer]
+            )
+            waits.append(
+                f"stage {stage}, position {position}, {action} waits for {awaited} of stage {peer}, position "
+                f"{self.where[peer][awaited]} there"
+            )
+        if waits:
+            raise ScheduleError(f"{self}: deadlock: {'; '.join(waits)}")
+
+    def check_peak(self) -> tuple[int, ...]:
+        peak = peak_activations(self.schedule, self.stages, self.microbatches, self.chunks)
+        claim = closed_form(self.schedule, self.stages, self.microbatches, self.chunks)[1]
+        for stage, most in enumerate(peak):
+            if claim is not None and most != claim[stage]:
+                position = kept(self.script[stage]).index(most) if self.schedule.backward else 0
+                self.fail(f"the most activations kept are {most}, the schedule claims {claim[stage]}", stage, position)
+        return peak

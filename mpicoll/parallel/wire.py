@@ -1,0 +1,304 @@
+"""What travels between pipeline stages: values as messages, and two ways of carrying messages."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from math import prod
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from mpicoll.collectives.bcast import ibcast
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.request import Request
+from mpicoll.errors import CommunicatorError, DTypeError, Timeout
+from mpicoll.torch.tensors import check_plain, flat_input
+from mpicoll.transport.base import Envelope, Memory
+
+_TOGETHER = 1 << 14
+"""Bytes up to which the tensors of one value share a message: to copy them is cheaper than to send them alone."""
+
+_ALIGNED = 64
+"""Where the tensors of a shared message begin, in bytes."""
+
+
+class TensorSpec(NamedTuple):
+    """What a receiver must know of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        grad = " that requires grad" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}{grad}"
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Node(NamedTuple):
+    """A tuple, list, dict or namedtuple. `meta` is the pickled keys of a dict, the pickled class of a namedtuple."""
+
+    kind: str
+    meta: bytes
+    children: tuple[Any, ...]
+
+
+Spec: TypeAlias = "TensorSpec | Node | bytes | None"
+"""The structure of a value. ``bytes`` are a pickled plain value. Two values of equal specs differ in elements only."""
+
+
+def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
+    """The structure of `value`, whose tensors are appended to `tensors`.
+
+    Raises DTypeError for tensors that are not dense and for what can't be pickled, DeviceError off the CPU.
+    """
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        check_plain(operation, value)
+        wrapper: bool = is_traceable_wrapper_subclass(value)
+        if wrapper:
+            raise DTypeError(f"{operation}: takes plain tensors, got a {kind.__name__}; pass its to_local()")
+        tensors.append(value)
+        return TensorSpec(value.dtype, tuple(value.shape), value.requires_grad)
+    if value is None:
+        return None
+    if kind is tuple or kind is list:
+        return Node(kind.__name__, b"", tuple(flatten(operation, one, tensors) for one in value))
+    if kind is dict:
+        children = tuple(flatten(operation, one, tensors) for one in value.values())
+        return Node("dict", _pickled(operation, tuple(value)), children)
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        children = tuple(flatten(operation, one, tensors) for one in value)
+        return Node("namedtuple", _pickled(operation, kind), children)
+    return _pickled(operation, value)
+
+
+def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Any:
+    """The value of structure `spec` that holds `tensors`."""
+    if isinstance(spec, TensorSpec):
+        return next(tensors)
+    if spec is None:
+        return None
+    if isinstance(spec, bytes):
+        return pickle.loads(spec)
+    children = [unflatten(one, tensors) for one in spec.children]
+    if spec.kind == "list":
+        return children
+    if spec.kind == "dict":
+        return dict(zip(pickle.loads(spec.meta), children, strict=True))
+    if spec.kind == "namedtuple":
+        return pickle.loads(spec.meta)(*children)
+    return tuple(children)
+
+
+def describe(spec: Spec) -> str:
+    """`spec` for people."""
+    if isinstance(spec, TensorSpec):
+        return str(spec)
+    if spec is None:
+        return "None"
+    if isinstance(spec, bytes):
+        text = repr(pickle.loads(spec))
+        return text if len(text) <= 40 else f"{text[:37]}..."
+    children = [describe(one) for one in spec.children]
+    if spec.kind == "dict":
+        return f"{{{', '.join(f'{key!r}: {one}' for key, one in zip(pickle.loads(spec.meta), children, strict=True))}}}"
+    if spec.kind == "namedtuple":
+        return f"{pickle.loads(spec.meta).__name__}({', '.join(children)})"
+    whole = ", ".join(children)
+    return f"[{whole}]" if spec.kind == "list" else f"({whole})"
+
+
+def pickled(operation: str, value: Any) -> Memory:
+    """`value` as a message. Raises DTypeError if it can't be pickled."""
+    return np.frombuffer(_pickled(operation, value), np.uint8)
+
+
+def _pickled(operation: str, value: Any) -> bytes:
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise DTypeError(
+            f"{operation}: a {type(value).__name__} can't be pickled, hence not be sent: {error}"
+        ) from error
+
+
+def memory(tensor: torch.Tensor) -> Memory:
+    """The bytes of `tensor` in C order: its own memory where that is possible."""
+    return flat_input(tensor).view(torch.uint8).numpy()
+
+
+class Part(NamedTuple):
+    """Where tensor number `index` lies in a message."""
+
+    index: int
+    start: int
+    stop: int
+
+
+class Layout:
+    """In which messages the tensors of a spec travel: large ones alone, small ones together. At least one message.
+
+    ``messages`` holds for each its size in bytes and its parts; one of a single part is that tensor's memory itself.
+    """
+
+    __slots__ = ("leaves", "messages", "spec")
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.leaves: list[TensorSpec] = list(_leaves(spec))
+        small = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes <= _TOGETHER]
+        together: list[Part] = []
+        end = 0
+        for index in small:
+            start = -(-end // _ALIGNED) * _ALIGNED
+            end = start + self.leaves[index].nbytes
+            together.append(Part(index, start, end))
+        alone = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes > _TOGETHER]
+        self.messages: list[tuple[int, tuple[Part, ...]]] = []
+        self.messages += [(self.leaves[index].nbytes, (Part(index, 0, self.leaves[index].nbytes),)) for index in alone]
+        if together or not alone:
+            self.messages.append((end, tuple(together)))
+
+    def outgoing(self, tensors: Sequence[torch.Tensor]) -> Iterator[Memory]:
+        """The messages that carry `tensors`."""
+        for nbytes, parts in self.messages:
+            if len(parts) == 1:
+                yield memory(tensors[parts[0].index])
+            else:
+                packed = np.empty(nbytes, np.uint8)
+                for index, start, stop in parts:
+                    packed[start:stop] = memory(tensors[index])
+                yield packed
+
+    def tensors(self) -> list[torch.Tensor]:
+        """New tensors to receive into."""
+        return [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self.leaves]
+
+
+def _leaves(spec: Spec) -> Iterator[TensorSpec]:
+    if isinstance(spec, TensorSpec):
+        yield spec
+    elif isinstance(spec, Node):
+        for one in spec.children:
+            yield from _leaves(one)
+
+
+class Moving(Protocol):
+    """A message under way."""
+
+    def test(self) -> Any:
+        """Truthy once it has arrived, or its memory may be changed. Raises what went wrong."""
+
+
+class Wire(Protocol):
+    """Carries messages of bytes. Those from one stage to another arrive in the order in which they were sent, whatever
+    their tags; `peers` are the stages that it reaches."""
+
+    peers: list[int]
+
+    def isend(self, data: Memory, dest: int, tag: int) -> Moving: ...
+    def irecv(self, data: Memory, source: int, tag: int) -> Moving:
+        """Take the message that :meth:`iprobe` has found."""
+
+    def iprobe(self, source: int, tag: None) -> Envelope | None:
+        """The first message from `source` that was not taken yet, if it has come."""
+
+    def check(self, peer: int) -> None:
+        """Raise RankFailed if nothing can come from `peer` any more."""
+
+    def free(self) -> None: ...
+
+
+class SendRecv:
+    """By messages of the transport, on a private duplicate of the communicator."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm.duplicate()
+        transport = self._comm.transport
+        self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
+        self.isend = transport.isend
+        self.irecv = transport.irecv
+        self.iprobe = transport.iprobe
+        self._probe = transport.probe
+
+    def check(self, peer: int) -> None:
+        with suppress(Timeout):
+            self._probe(peer, None, 0.0)
+
+    def free(self) -> None:
+        self._comm.free()
+
+
+class Broadcasts:
+    """By broadcasts on communicators of two ranks, one for each direction between adjacent stages.
+
+    Each message is two of them: its tag and size, then its bytes."""
+
+    def __init__(self, comm: Communicator) -> None:
+        if not comm.transport.background:
+            raise CommunicatorError(
+                "init_process_groups: send_recv=False needs an MPI library that lets several threads communicate"
+                " (MPI_THREAD_MULTIPLE), as broadcasts wait in the background; use send_recv=True"
+            )
+        self._out: dict[int, Communicator] = {}
+        self._in: dict[int, Communicator] = {}
+        self._next: dict[int, tuple[Memory, Request]] = {}
+        self._pairs: list[Communicator] = []
+        # The pairs in one order for all stages, so that no ring of them waits for each other.
+        for first in range(comm.size if comm.size > 2 else comm.size - 1):
+            second = (first + 1) % comm.size
+            for source, dest in ((first, second), (second, first)):
+                pair = comm.group([source, dest])
+                if pair is not None:
+                    self._pairs.append(pair)
+                    (self._out if pair.rank == 0 else self._in)[dest if pair.rank == 0 else source] = pair
+        self.peers = sorted(self._out)
+
+    def isend(self, data: Memory, dest: int, tag: int) -> Moving:
+        comm = self._out[dest]
+        head = np.array([tag, data.size])
+        requests = [ibcast(head, 0, out=head, comm=comm)]
+        if data.size:
+            requests.append(ibcast(data, 0, out=data if data.flags.writeable else None, comm=comm))
+        return _Broadcast(requests)
+
+    def irecv(self, data: Memory, source: int, tag: int) -> Moving:
+        del self._next[source]
+        return _Broadcast([ibcast(data, 0, out=data, comm=self._in[source])] if data.size else [])
+
+    def iprobe(self, source: int, tag: None) -> Envelope | None:
+        if source not in self._next:
+            head = np.empty(2, np.int64)
+            self._next[source] = head, ibcast(head, 0, out=head, comm=self._in[source])
+        head, request = self._next[source]
+        if not request.test():
+            return None
+        request.wait()
+        return Envelope(source, int(head[0]), int(head[1]))
+
+    def check(self, peer: int) -> None:
+        """A broadcast fails by itself where its other rank is gone."""
+
+    def free(self) -> None:
+        for pair in self._pairs:
+            pair.free()
+
+
+class _Broadcast:
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = requests
+
+    def test(self) -> bool:
+        for one in self._requests:
+            if not one.test():
+                return False
+            one.wait()
+        return True

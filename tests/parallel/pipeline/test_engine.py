@@ -1,0 +1,411 @@
+"""The pipeline engine against the whole model in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks, ranks, several, some, some_more
+from torch import Tensor, nn
+from torch.nn import functional
+
+import mpicoll
+from mpicoll.parallel import groups
+from mpicoll.parallel.pipeline import schedules
+from mpicoll.parallel.pipeline.engine import PipelineEngine
+from mpicoll.parallel.topology import PipelineParallelGrid, ProcessTopology
+
+__all__ = ["ranks", "several", "some", "some_more"]  # fixtures
+
+WIDTH = 5
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Plain(nn.Module):
+    """From a tensor to one of another width, which depends on the number of the part."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH + number, WIDTH + number + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Nested(nn.Module):
+    """Passes on a dict: tensors of several dtypes and shapes, of which some need no gradient, and one is not used."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.full((WIDTH,), 0.1 * number))
+
+    def forward(self, x: Any) -> Any:
+        came = x["x"] if isinstance(x, dict) else x
+        scale = x["pair"][0] if isinstance(x, dict) else torch.ones(len(came))
+        y = torch.sin(self.linear(came) * scale[:, None])
+        counter = x["count"] + 1 if isinstance(x, dict) else torch.zeros(1, dtype=torch.int64)
+        return {"x": y + self.shift, "pair": (y.sum(1), y.exp()), "count": counter, "none": None}
+
+
+class PassesOn(nn.Module):
+    """A view, and on odd parts the input itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = None if number % 2 else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.linear is None else self.linear(x).view(-1, WIDTH)
+
+
+class Frozen(nn.Module):
+    """Without gradients in the first half of the model."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(number > 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    output = output["x"] + 0 * output["pair"][0][:, None] if isinstance(output, dict) else output
+    return functional.mse_loss(output[:, :WIDTH], target)
+
+
+_drawing = threading.Lock()
+
+
+def parts(make: Callable[[int], nn.Module], count: int) -> list[nn.Module]:
+    """The same on every rank, also where ranks are threads and share torch's generator."""
+    made = []
+    with _drawing, torch.random.fork_rng():
+        for number in range(count):
+            torch.manual_seed(number)
+            made.append(make(number))
+    return made
+
+
+def data(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(count, WIDTH, generator=random), torch.randn(count, WIDTH, generator=random)
+
+
+def whole(model: Sequence[nn.Module], inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of the model in one process, whose gradients are left in the parts."""
+    value: Any = inputs
+    for part in model:
+        value = part(value)
+    loss = loss_fn(value, targets)
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach()
+
+
+def check_gradients(mine: Sequence[nn.Module], expected: Sequence[nn.Module], factor: float = 1.0) -> None:
+    for part, oracle in zip(mine, expected, strict=True):
+        for (name, one), other in zip(part.named_parameters(), oracle.parameters(), strict=True):
+            if other.grad is None:
+                assert one.grad is None, name
+            else:
+                assert one.grad is not None, name
+                torch.testing.assert_close(one.grad, other.grad * factor, rtol=1e-12, atol=1e-13, msg=name)
+
+
+KINDS = [Plain, Nested, PassesOn, Frozen]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("interleaved", 1), ("interleaved", 2), ("looped_bfs", 3)]
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_equals_the_whole_model(ranks: Ranks, schedule: str, chunks: int, make: Callable[[int], nn.Module]) -> None:
+    """With fewer micro-batches than stages, as many, and more, which don't divide the batch evenly."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        counts = [world.size, 2 * world.size] if schedule == "interleaved" else [1, world.size, world.size + 3]
+        for count in counts:
+            model = parts(make, world.size * chunks)
+            mine = [model[chunk * world.size + world.rank] for chunk in range(chunks)]
+            oracle = parts(make, world.size * chunks)
+            inputs, targets = data(count + 2)
+            engine = PipelineEngine(mine, loss_fn, micro_batches=count, schedule=schedule, group=world)
+            loss = engine.train_batch(inputs, targets)
+            assert loss.dtype is torch.float64
+            torch.testing.assert_close(loss, whole(oracle, inputs, targets), rtol=1e-12, atol=0)
+            check_gradients(mine, oracle[world.rank :: world.size])
+            torch.testing.assert_close(engine.train_batch(inputs, targets), loss, rtol=0, atol=0)
+            check_gradients(mine, oracle[world.rank :: world.size], 2.0)
+            engine.free()
+
+    ranks(body)
+
+
+def test_only_the_ends_need_data(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        model = parts(Plain, world.size)
+        inputs, targets = data(6)
+        engine = PipelineEngine(model[world.rank], loss_fn, micro_batches=3, group=world)
+        loss = engine.train_batch(
+            inputs if engine.is_first_stage else None, targets if engine.is_last_stage else "what is not looked at"
+        )
+        torch.testing.assert_close(loss, whole(parts(Plain, world.size), inputs, targets))
+        engine.free()
+
+    several(body)
+
+
+class Dropping(Plain):
+    """Says in what mode it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if self.training else 0.5)
+
+
+def test_evaluation(ranks: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        model, oracle = parts(Dropping, world.size), parts(Dropping, world.size)
+        inputs, targets = data(7)
+        engine = PipelineEngine(model[world.rank], loss_fn, micro_batches=3, group=world)
+        value = inputs
+        for part in oracle:
+            value = part.eval()(value)
+        torch.testing.assert_close(engine.eval_batch(inputs, targets), loss_fn(value, targets).detach())
+        for count in (1, 3):
+            found = engine.predict(inputs, micro_batches=count)
+            torch.testing.assert_close(found, value.detach())
+            assert not found.requires_grad
+        assert model[world.rank].training
+        assert all(one.grad is None for one in engine.parameters())
+        engine.free()
+
+    ranks(body)
+
+
+def test_predict_joins_structures(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        model = parts(Nested, world.size)
+        inputs, _ = data(4)
+        value: Any = inputs
+        for part in model:
+            value = part(value)
+        engine = PipelineEngine(model[world.rank], loss_fn, micro_batches=2, group=world)
+        found = engine.predict(inputs, micro_batches=2)
+        assert found["none"] is None
+        torch.testing.assert_close(found["pair"][1], value["pair"][1])
+        assert found["count"].tolist() == [world.size - 1] * 2
+        engine.free()
+
+    several(body)
+
+
+class Ends(nn.Module):
+    """Embeds on the first part, projects by the same weight on the last one."""
+
+    def __init__(self, number: int, last: int) -> None:
+        super().__init__()
+        self.number, self.last = number, last
+        if number in (0, last):
+            torch.manual_seed(100 + number)  # different at first, so that it shows who is followed
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.number == 0:
+            x = x @ self.weight
+        x = torch.tanh(self.linear(x))
+        return x @ self.weight.t() if self.number == self.last else x
+
+
+def test_tied_parameters(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        last = world.size - 1
+        model, oracle = (parts(lambda number: Ends(number, last), world.size) for _ in range(2))
+        oracle[last].weight = oracle[0].weight
+        mine = model[world.rank]
+        tied = {"weight": mine.weight} if hasattr(mine, "weight") else {}
+        engine = PipelineEngine(mine, loss_fn, micro_batches=4, tied=tied, group=world)
+        if tied:
+            assert torch.equal(mine.weight, oracle[0].weight)
+        inputs, targets = data(8)
+        loss = engine.train_batch(inputs, targets)
+        torch.testing.assert_close(loss, whole(oracle, inputs, targets))
+        check_gradients([mine], [oracle[world.rank]])
+        unique = dict.fromkeys(one for part in oracle for one in part.parameters())
+        expected = torch.nn.utils.clip_grad_norm_(unique, 0.01)
+        torch.testing.assert_close(engine.clip_grad_norm_(0.01), expected)
+        check_gradients([mine], [oracle[world.rank]])
+        engine.free()
+
+    several(body)
+
+
+def test_tied_parameters_must_be_alike(some_more: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for kind, shape, dtype in (
+            (mpicoll.ShapeError, (2, world.rank + 1), torch.float64),
+            (mpicoll.DTypeError, (2, 1), torch.float32 if world.rank else torch.float64),
+        ):
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+            with pytest.raises(kind, match=r"tied parameter 'w' differs in .*0: .*1: "):
+                PipelineEngine(Plain(0), loss_fn, micro_batches=1, tied={"w": parameter}, group=world)
+
+    some_more(body)
+
+
+def test_data_parallel() -> None:
+    """Two pipelines of two stages; accumulated over two batches before the gradients are averaged."""
+
+    def body() -> None:
+        with PipelineParallelGrid(ProcessTopology(["pipe", "data"], [2, 2])) as grid, groups.use(grid):
+            share = grid.get_data_parallel_rank()
+            model, oracle = parts(Plain, 2), parts(Plain, 2)
+            mine = model[grid.get_stage_id()]
+            engine = PipelineEngine(mine, loss_fn, micro_batches=2)
+            for seed in (0, 1):
+                inputs, targets = data(8, seed)
+                rows = slice(4 * share, 4 * share + 4)
+                loss = engine.train_batch(inputs[rows], targets[rows], reduce=seed == 1)
+                torch.testing.assert_close(loss, whole(oracle, inputs, targets))
+            check_gradients([mine], [oracle[grid.get_stage_id()]])
+            engine.free()
+
+    mpicoll.run_local(body, 4)
+
+
+def test_several_chunks_on_one_stage_need_no_message() -> None:
+    def body() -> None:
+        model, oracle = parts(Nested, 3), parts(Nested, 3)
+        inputs, targets = data(4)
+        engine = PipelineEngine(model, loss_fn, micro_batches=2, schedule="interleaved")
+        torch.testing.assert_close(engine.train_batch(inputs, targets), whole(oracle, inputs, targets))
+        check_gradients(model, oracle)
+        torch.testing.assert_close(engine.predict(inputs)["x"], model[2](model[1](model[0](inputs)))["x"].detach())
+        engine.free()
+
+    mpicoll.run_local(body, 1)
+
+
+def test_timeline(several: Ranks) -> None:
+    """Every stage tells every stage what it did, in the order in which it did it."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        engine = PipelineEngine(parts(Plain, world.size)[world.rank], loss_fn, micro_batches=4, group=world)
+        engine.train_batch(*data(4))
+        timeline = engine.timeline()
+        assert [tuple(span.action for span in spans) for spans in timeline.spans] == list(
+            schedules.schedule("1f1b", world.size, 4)
+        )
+        assert 0 < timeline.bubble < 1
+        engine.free()
+
+    several(body)
+
+
+class Broken(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("a part of the model fails")
+
+
+def test_a_stage_that_fails_leaves_nobody_waiting() -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        part = Broken(1) if world.rank == 1 else parts(Plain, 3)[world.rank]
+        engine = PipelineEngine(part, loss_fn, micro_batches=4)
+        with pytest.raises(ValueError, match="fails") if world.rank == 1 else pytest.raises(mpicoll.RankFailed):
+            engine.train_batch(*data(4))
+        if world.rank == 1:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        mpicoll.run_local(body, 3, timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ((None, torch.zeros(4, WIDTH)), mpicoll.ArgumentError, "train_batch: this stage needs inputs, got None"),
+        ((torch.zeros(4, WIDTH), None), mpicoll.ArgumentError, "train_batch: this stage needs targets, got None"),
+        ((torch.zeros(3, WIDTH), torch.zeros(4, WIDTH)), mpicoll.ShapeError, r"inputs .* 4 micro-batches.*\(3, 5\)"),
+        ((torch.zeros(4, WIDTH), torch.zeros(())), mpicoll.ShapeError, r"targets .* 4 micro-batches.*\(\)"),
+        (([torch.zeros(4, 1), torch.zeros(5, 1)], torch.zeros(4, 1)), mpicoll.ShapeError, r"\(4, 1\), \(5, 1\)"),
+        (((), torch.zeros(4, 1)), mpicoll.ShapeError, r"inputs .* got shapes \[\]"),
+    ],
+)
+def test_wrong_batches(batch: tuple[Any, Any], error: type[Exception], message: str) -> None:
+    def body() -> None:
+        engine = PipelineEngine(Plain(0), loss_fn, micro_batches=4)
+        with pytest.raises(error, match=message):
+            engine.train_batch(*batch)
+
+    mpicoll.run_local(body, 1)
+
+
+def test_wrong_losses() -> None:
+    def body() -> None:
+        for loss, got in ((lambda output, target: output, r"shape \(1, 6\)"), (lambda output, target: 1.0, "float")):
+            engine = PipelineEngine(Plain(0), loss, micro_batches=4)
+            with pytest.raises(mpicoll.ShapeError, match=f"loss_fn must return the mean loss.*{got}"):
+                engine.train_batch(*data(4))
+
+    mpicoll.run_local(body, 1)
+
+
+def test_wrong_schedules() -> None:
+    def body() -> None:
+        with pytest.raises(mpicoll.AlgorithmError, match="no pipeline schedule 'fast'; there are gpipe"):
+            PipelineEngine(Plain(0), loss_fn, micro_batches=4, schedule="fast")
+        with pytest.raises(mpicoll.AlgorithmError, match="1f1b has one chunk per stage, got chunks=2"):
+            PipelineEngine([Plain(0), Plain(1)], loss_fn, micro_batches=4)
+
+    mpicoll.run_local(body, 1)
+
+
+class Apart(nn.Module):
+    """An output that depends on a weight, but not on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, self.weight * 3
+
+
+def test_a_backward_that_cannot_be_split_is_refused() -> None:
+    """Where whole backwards are right, halves would lose the gradient of a weight."""
+
+    class Add(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            return pair[0] + pair[1]
+
+    model = [Plain(0), Apart(), Add()]
+    model[0] = nn.Linear(WIDTH, WIDTH)
+
+    def body(schedule: str) -> None:
+        engine = PipelineEngine(model[mpicoll.world().rank], loss_fn, micro_batches=2, schedule=schedule)
+        engine.train_batch(*data(4))
+
+    mpicoll.run_local(body, 3, "1f1b")
+    assert isinstance(model[1], Apart)
+    assert model[1].weight.grad is not None
+    with pytest.raises(mpicoll.ArgumentError, match=r"can't be split.*choose a schedule with whole backwards"):
+        mpicoll.run_local(body, 3, "zero_bubble", timeout=10)
