@@ -88,7 +88,7 @@ def passing_on(pass_on: Callable[[Neighbours, Sequence[Tensor]], Wait]) -> Itera
     real = Neighbours.pass_on
     Neighbours.pass_on = pass_on  # type: ignore[assignment, method-assign]
     yield
-    Neighbours.pass_on = real  # type: ignore[assignment, method-assign]
+    Neighbours.pass_on = real  # type: ignore[method-assign]
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: Any) -> Tensor:

@@ -292,7 +292,7 @@ def main():
         if options.plot:
             plot(losses, options.plot, step)
         if options.timeline:
-            print(parallel.draw(timeline, file=options.timeline))
+            print(parallel.pipeline.draw(timeline, file=options.timeline))
         if options.losses:
             options.losses.write_text(json.dumps(losses))
     engine.free()

@@ -59,7 +59,7 @@ from mpicoll.parallel.mappings import (
     split,
 )
 from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.pipeline.engine import PipelineEngine
+from mpicoll.parallel.pipeline import PipelineEngine
 from mpicoll.parallel.random import (
     ParallelDropout,
     RNGStatesTracker,

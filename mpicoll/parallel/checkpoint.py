@@ -67,44 +67,51 @@ def save(
     pickled, such as the number of steps; that of the first rank is kept. `names` is explained above. With `overwrite` a
     checkpoint that `path` holds already is replaced, once the new one is complete in ``<path>.new``.
 
-    Raises, on all ranks, ArgumentError if `path` holds a checkpoint and is not to be overwritten, where two parameters would get one name,
-    and for the states of an optimizer that don't lie as its parameters do; CommunicatorError for several ranks without
-    a process group; OSError if files can't be written.
+    Raises, on all ranks, ArgumentError if `path` holds a checkpoint and is not to be overwritten, where two parameters
+    would get one name, and for the states of an optimizer that don't lie as its parameters do; CommunicatorError for
+    several ranks without a process group; OSError if files can't be written.
     """
     if world().size > 1 and not dist.is_initialized():
         raise CommunicatorError(
             f"save: there are {world().size} ranks, but torch has no process group; call"
             " torch.distributed.init_process_group('mpicoll') before the model is made"
         )
-    state: dict[str, Any] = {}
-    first = not dist.is_initialized() or dist.get_rank(group) == 0
     path = Path(path)
-    replaced = (path / ".metadata").exists()
+    first = not dist.is_initialized() or dist.get_rank(group) == 0
+    # As the first rank sees it: on file systems of several hosts, others may be late to see it.
+    folder, replaced = _gathered((str(path), (path / ".metadata").exists()), group)[0]
     target = path.with_name(f"{path.name}.new") if replaced else path
+    named: dict[str, Any] = {}
+    state: dict[str, Any] = {}
 
-    def collect() -> None:
+    def prepare() -> None:
+        if str(path) != folder:
+            raise ArgumentError(f"save: the first rank saves in {folder}, this one in {path}; pass one path")
         if replaced and not overwrite:
             raise ArgumentError(f"save: {path} holds a checkpoint already; take another folder, or pass overwrite=True")
         if replaced and first:
             shutil.rmtree(target, ignore_errors=True)  # what an earlier attempt has left
-        state["model"] = model_state(model, names)
-        if optimizer is not None:
-            state["optimizer"] = optimizer_state(model, optimizer, names)
+        if first:
+            state["extra"] = _pickled(extra)
+        named.update(_named(model, names))
 
-    _together("save", collect, group)
-    _check_copies(model, names, group)
-    if first:
-        state["extra"] = _pickled(extra)
-    with _quietly("save", target):
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(target), process_group=group)
+    def collect() -> None:
+        cuts = _cuts(named)
+        state["model"] = _model_state(named, cuts)
+        if optimizer is not None:
+            state["optimizer"] = _optimizer_state(named, cuts, optimizer)
 
     def replace() -> None:
-        if first:
+        if replaced and first:
             shutil.rmtree(path)
             target.rename(path)
 
-    if replaced:
-        _together("save", replace, group)
+    _together("save", prepare, group)
+    _together("save", collect, group)
+    _check_copies(named, group)
+    with _quietly("save", target):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(target), process_group=group)
+    _together("save", replace, group)
 
 
 def load(
@@ -126,23 +133,31 @@ def load(
     `model` or `optimizer` needs (ShapeError: has it in another shape), as after a change of the model or of the kind of
     optimizer; OSError if files can't be read.
     """
+    named: dict[str, Any] = {}
+    metadata: list[Metadata] = []
     wanted: dict[str, Any] = {}
 
+    def prepare() -> None:
+        metadata.append(_metadata(path))
+        named.update(_named(model, names))
+
     def collect() -> None:
-        metadata = _metadata(path)
-        wanted["model"] = model_state(model, names)
-        _check_there("model", wanted["model"], metadata)
+        entries = metadata[0].state_dict_metadata
+        cuts = _cuts(named)
+        wanted["model"] = _model_state(named, cuts)
+        _check_there(wanted["model"], entries)
         if optimizer is not None:
-            wanted["optimizer"] = _optimizer_template(model, optimizer, names, metadata)
-        if "extra" in metadata.state_dict_metadata:
+            wanted["optimizer"] = _optimizer_template(named, cuts, optimizer, entries)
+        if "extra" in entries:
             wanted["extra"] = None
 
+    _together("load", prepare, group)
     _together("load", collect, group)
     with _quietly("load", path):
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=group)
     _put_others(model, names, wanted["model"])
     if optimizer is not None:
-        _put_optimizer(model, optimizer, names, wanted["optimizer"])
+        _put_optimizer(named, optimizer, wanted["optimizer"])
     extra = wanted.get("extra")
     return None if extra is None else torch.load(io.BytesIO(extra), weights_only=False)
 
@@ -158,8 +173,7 @@ def model_state(model: nn.Module, names: Names = None) -> dict[str, Any]:
     which torch has no process group, ShapeError if it is cut in parts of other sizes than a DTensor's.
     """
     named = _named(model, names)
-    cuts = _cuts(named)
-    return {name: _whole(value, cuts.get(name)) for name, value in named.items()}
+    return _model_state(named, _cuts(named))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None) -> dict[str, Any]:
@@ -170,7 +184,32 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None)
     for other entries of a parameter that is cut, and for parameters that are not `model`'s.
     """
     named = _named(model, names)
-    cuts = _cuts(named)
+    return _optimizer_state(named, _cuts(named), optimizer)
+
+
+# --- what a model holds, and how it is cut
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a parameter lies on the ranks of a mesh."""
+
+    mesh: DeviceMesh
+    dim: int
+    extent: int
+
+    def whole(self, shape: torch.Size) -> torch.Size:
+        return torch.Size([*shape[: self.dim], self.extent, *shape[self.dim + 1 :]])
+
+
+_Cuts: TypeAlias = Mapping[str, _Cut]
+
+
+def _model_state(named: Mapping[str, Any], cuts: _Cuts) -> dict[str, Any]:
+    return {name: _whole(value, cuts.get(name)) for name, value in named.items()}
+
+
+def _optimizer_state(named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for _, name, param, group in _optimized(named, optimizer):
         cut = cuts.get(name)
@@ -187,21 +226,6 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None)
             if option != "params":
                 state[f"param_groups.{name}.{option}"] = _whole(value, None)
     return state
-
-
-# --- what a model holds, and how it is cut
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How a parameter lies on the ranks of a mesh."""
-
-    mesh: DeviceMesh
-    dim: int
-    extent: int
-
-    def whole(self, shape: torch.Size) -> torch.Size:
-        return torch.Size([*shape[: self.dim], self.extent, *shape[self.dim + 1 :]])
 
 
 def _named(model: nn.Module, names: Names) -> dict[str, Any]:
@@ -286,6 +310,8 @@ def _optimized(named: Mapping[str, Any], optimizer: Optimizer) -> Iterator[tuple
 
 # --- what is in a checkpoint
 
+_Entries: TypeAlias = Mapping[str, STORAGE_TYPES]
+
 
 def _metadata(path: str | os.PathLike[str]) -> Metadata:
     try:
@@ -294,10 +320,9 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
         raise ArgumentError(f"load: {os.fspath(path)} holds no checkpoint ({error})") from error
 
 
-def _check_there(part: str, wanted: Mapping[str, Any], metadata: Metadata) -> None:
-    """Raise unless `wanted` can be loaded. What has no tensor is for DCP to find."""
-    entries = metadata.state_dict_metadata
-    tensors = {f"{part}.{name}": value for name, value in wanted.items() if isinstance(value, Tensor)}
+def _check_there(wanted: Mapping[str, Any], entries: _Entries) -> None:
+    """Raise unless the parameters and buffers `wanted` can be loaded. What is no tensor is for DCP to find."""
+    tensors = {f"model.{name}": value for name, value in wanted.items() if isinstance(value, Tensor)}
     missing = [key for key in tensors if not isinstance(entries.get(key), TensorStorageMetadata)]
     if missing:
         raise ArgumentError(f"load: the checkpoint lacks {_some(missing)}")
@@ -315,31 +340,30 @@ def _some(texts: Collection[str]) -> str:
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
-def _optimizer_template(model: nn.Module, optimizer: Optimizer, names: Names, metadata: Metadata) -> dict[str, Any]:
+def _optimizer_template(
+    named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer, entries: _Entries
+) -> dict[str, Any]:
     """What the checkpoint has for the parameters of `optimizer`, to be overwritten by it.
 
     The options say which state there is, so where these are all there, the state is what this kind of optimizer needs.
     """
-    named = _named(model, names)
-    cuts = _cuts(named)
     prefix = "optimizer.state."
-    entries: dict[str, list[str]] = {}
-    for key in metadata.state_dict_metadata:
+    states: dict[str, list[str]] = {}
+    for key in entries:
         if key.startswith(prefix):
             name, _, entry = key.removeprefix(prefix).rpartition(".")
-            entries.setdefault(name, []).append(entry)
+            states.setdefault(name, []).append(entry)
     template: dict[str, Any] = {}
     missing = []
     for _, name, param, group in _optimized(named, optimizer):
-        for option in group.keys() - {"params"}:
+        for option in (key for key in group if key != "params"):
             key = f"param_groups.{name}.{option}"
-            if f"optimizer.{key}" not in metadata.state_dict_metadata:
+            if f"optimizer.{key}" not in entries:
                 missing.append(f"optimizer.{key}")
             else:
-                template[key] = _room(metadata.state_dict_metadata[f"optimizer.{key}"])
-        for entry in entries.get(name, []):
-            found = metadata.state_dict_metadata[f"{prefix}{name}.{entry}"]
-            template[f"state.{name}.{entry}"] = _room(found, param, cuts.get(name))
+                template[key] = _room(entries[f"optimizer.{key}"])
+        for entry in states.get(name, []):
+            template[f"state.{name}.{entry}"] = _room(entries[f"{prefix}{name}.{entry}"], param, cuts.get(name))
     if missing:
         raise ArgumentError(
             f"load: the checkpoint lacks {_some(missing)}; was it saved with an optimizer of another kind than"
@@ -370,8 +394,7 @@ def _put_others(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> No
         model.load_state_dict(others, strict=False)
 
 
-def _put_optimizer(model: nn.Module, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
-    named = _named(model, names)
+def _put_optimizer(named: Mapping[str, Any], optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     states: dict[str, dict[str, Any]] = {}
     for key, value in loaded.items():
         if key.startswith("state."):
@@ -428,7 +451,7 @@ def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return all_of_them
 
 
-def _check_copies(model: nn.Module, names: Names, group: dist.ProcessGroup | None) -> None:
+def _check_copies(named: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Raise if ranks hold parameters of one name that are not copies of each other: one of them would be lost.
 
     Copies may have drifted apart by rounding, so this compares their shapes, and roughly their sums.
@@ -436,7 +459,7 @@ def _check_copies(model: nn.Module, names: Names, group: dist.ProcessGroup | Non
     if not dist.is_initialized():
         return
     mine = {}
-    for name, value in _named(model, names).items():
+    for name, value in named.items():
         if isinstance(value, nn.Parameter) and not isinstance(value, DTensor) and value.is_floating_point():
             shard = shard_of(value)
             size = torch.linalg.vector_norm(value.detach(), dtype=torch.float64).item()

@@ -334,6 +334,8 @@ class Neighbours:
     def __init__(self, comm: Communicator, phase: str) -> None:
         self._comm = _private(comm)
         self._phase = phase
+        # The same on all ranks; what a call that failed has left under way has another one.
+        self._tag = self._comm.next_tag()
         self._made: list[Tensor] = []
         self._free: list[Tensor] = []
 
@@ -342,11 +344,9 @@ class Neighbours:
         has arrived; those of `tensors` that had arrived themselves are then not to be used any more."""
         comm = self._comm
         arriving = [self._like(one) for one in tensors]
-        # The same on all ranks; a message that was left over by a call that failed has another one.
-        tag = comm.next_tag()
         source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        requests = [p2p.irecv(None, source, tag, out=one, comm=comm) for one in arriving]
-        requests += [p2p.isend(one.detach(), dest, tag, comm=comm) for one in tensors]
+        requests = [p2p.irecv(None, source, self._tag, out=one, comm=comm) for one in arriving]
+        requests += [p2p.isend(one.detach(), dest, self._tag, comm=comm) for one in tensors]
         for request in requests:
             poller.watch(request)
 

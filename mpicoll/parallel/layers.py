@@ -72,22 +72,40 @@ _Init: TypeAlias = Callable[[Tensor], Any]
 # --- what layers have in common
 
 
-class _OnRanks:
-    """A module that knows its ranks: ``group`` is what the user passed, ``comm`` what it meant."""
+class _OnRanks(nn.Module):
+    """A module that knows its ranks: ``group`` is what the user passed, ``comm`` what it meant.
+
+    Parameters named in `_cut` are marked as parts, also those that torch makes anew.
+    """
+
+    _cut: ClassVar[Mapping[str, int]] = {}
 
     group: Any
     comm: Communicator
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self.mark_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.mark_parameters()
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)], memo[id(self.comm)] = self.group, self.comm
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
-        for name, param in self.__dict__["_parameters"].items():
-            shard = None if param is None else shard_of(param)
-            if shard is not None:
-                mark(new.__dict__["_parameters"][name], shard.dim, shard.group, shard.comm)
+        new.mark_parameters()
         return new
+
+    def mark_parameters(self) -> None:
+        """Mark what is cut (see :mod:`mpicoll.parallel.shards`), for whoever replaces parameters otherwise."""
+        for name, dim in self._cut.items():
+            param = self._parameters.get(name)
+            if param is not None and shard_of(param) is None:
+                mark(param, dim, self.group, self.comm)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -110,13 +128,11 @@ def _share(layer: str, name: str, extent: int, comm: Communicator) -> int:
     return extent // comm.size
 
 
-def _cut(param: Tensor, dim: int, group: Any, comm: Communicator) -> Parameter:
+def _block(param: Tensor, dim: int, comm: Communicator) -> Parameter:
     """This rank's block of `param`, with memory of its own."""
     share = param.shape[dim] // comm.size
     block = param.detach().narrow(dim, comm.rank * share, share).clone(memory_format=torch.contiguous_format)
-    cut = Parameter(block, param.requires_grad)
-    mark(cut, dim, group, comm)
-    return cut
+    return Parameter(block, param.requires_grad)
 
 
 def _whole(param: Tensor, dim: int, comm: Communicator) -> Tensor:
@@ -129,7 +145,7 @@ def _whole(param: Tensor, dim: int, comm: Communicator) -> Tensor:
     return joined.movedim(0, dim).contiguous()
 
 
-def _copy(param: Parameter | None) -> Parameter | None:
+def _copy(param: Tensor | None) -> Parameter | None:
     return None if param is None else Parameter(param.detach().clone(), param.requires_grad)
 
 
@@ -196,10 +212,10 @@ class _Column(Function):
         comm: Communicator = ctx.comm
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_bias = rows.sum(0) if need_bias else None
         if torch.is_grad_enabled():  # by create_graph
-            return *_differentiable(x, weight, grad, comm, ctx.sequence_parallel), grad_bias, None, None
-        grad_x = grad_weight = gathering = reducing = None
+            grad_x, grad_weight = _differentiable(x, weight, grad, comm, ctx.sequence_parallel)
+            return grad_x, grad_weight, rows.sum(0) if need_bias else None, None, None
+        grad_weight = gathering = reducing = None
         if need_weight and ctx.sequence_parallel:
             gathering = iallgather(x, comm=comm)
         if need_x:
@@ -208,11 +224,11 @@ class _Column(Function):
                 reducing = ireduce_scatter(whole, comm=comm)
             else:
                 reducing = iallreduce(whole, out=whole, comm=comm)
+        grad_bias = rows.sum(0) if need_bias else None
         if need_weight:
             whole_x = x if gathering is None else gathering.wait()
             grad_weight = rows.t() @ whole_x.reshape(-1, whole_x.shape[-1])
-        if reducing is not None:
-            grad_x = reducing.wait()
+        grad_x = None if reducing is None else reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -249,11 +265,13 @@ def _check_features(operation: str, x: Tensor, features: int, sequence_parallel:
         )
 
 
-class _Linear(_OnRanks, nn.Module):
-    """What the two linear layers share. `_dim` is the axis along which the weight is cut."""
+class _Linear(_OnRanks):
+    """What the two linear layers share."""
 
-    _dim: ClassVar[int]
-    _features: ClassVar[str]
+    _divided: ClassVar[str]
+    """Which of the extents is spread over the ranks."""
+    _flags: ClassVar[tuple[str, ...]]
+    """Options to be shown if they are set, besides those of both layers."""
 
     weight: Parameter
     bias: Parameter | None
@@ -274,12 +292,9 @@ class _Linear(_OnRanks, nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.sequence_parallel, self.skip_bias_add = sequence_parallel, skip_bias_add
         self.group, self.comm = group, communicator(group)
-        _share(type(self).__name__, self._features, getattr(self, self._features), self.comm)
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(plain.weight)
-        self._take(plain)
+        self.init_method = init_method
+        _share(type(self).__name__, self._divided, getattr(self, self._divided), self.comm)
+        self._take(self._plain(bias, device, dtype))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Any = None, **options: Any) -> Self:
@@ -303,19 +318,39 @@ class _Linear(_OnRanks, nn.Module):
     def to_linear(self) -> nn.Linear:
         """The plain layer with the whole weight, on every rank. Collective: sends the weight, n(P-1)/P bytes."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = Parameter(_whole(self.weight, self._dim, self.comm), self.weight.requires_grad)
+        linear.weight = Parameter(_whole(self.weight, self._cut["weight"], self.comm), self.weight.requires_grad)
         if self.bias is not None:
-            bias = _whole(self.bias, 0, self.comm) if self._dim == 0 else self.bias.detach().clone()
+            bias = _whole(self.bias, 0, self.comm) if "bias" in self._cut else self.bias.detach().clone()
             linear.bias = Parameter(bias, self.bias.requires_grad)
         return linear.train(self.training)
 
+    def reset_parameters(self) -> None:
+        """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
+        plain = self._plain(self.bias is not None, self.weight.device, self.weight.dtype)
+        with torch.no_grad():
+            for name, value in self._parts(plain).items():
+                if value is not None:
+                    self.get_parameter(name).copy_(value)
+
+    def _plain(self, bias: bool, device: Any, dtype: Any) -> nn.Linear:
+        """The whole layer, as it starts."""
+        plain = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
+        if self.init_method is not None:
+            with torch.no_grad():
+                self.init_method(plain.weight)
+        return plain
+
     def _take(self, plain: nn.Linear) -> None:
-        self.weight = _cut(plain.weight, self._dim, self.group, self.comm)
-        bias: Parameter | None = plain.bias
-        if bias is not None and self._dim == 0:
-            self.bias = _cut(bias, 0, self.group, self.comm)
-        else:
-            self.register_parameter("bias", _copy(bias))
+        for name, value in self._parts(plain).items():
+            self.register_parameter(name, value)
+
+    def _parts(self, plain: nn.Linear) -> dict[str, Parameter | None]:
+        """What this rank holds of `plain`."""
+        params: dict[str, Tensor | None] = {"weight": plain.weight, "bias": plain.bias}
+        return {
+            name: _block(param, self._cut[name], self.comm) if param is not None and name in self._cut else _copy(param)
+            for name, param in params.items()
+        }
 
     def extra_repr(self) -> str:
         flags = [name for name in ("sequence_parallel", "skip_bias_add", *self._flags) if getattr(self, name)]
@@ -326,8 +361,6 @@ class _Linear(_OnRanks, nn.Module):
                 f"rank {self.comm.rank} of {self.comm.size}",
             ]
         )
-
-    _flags: ClassVar[tuple[str, ...]] = ()
 
 
 class ColumnParallelLinear(_Linear):
@@ -345,8 +378,8 @@ class ColumnParallelLinear(_Linear):
     Raises ShapeError if `out_features` does not divide.
     """
 
-    _dim = 0
-    _features = "out_features"
+    _cut: ClassVar = {"weight": 0, "bias": 0}
+    _divided = "out_features"
     _flags = ("gather_output",)
 
     def __init__(
@@ -396,8 +429,8 @@ class RowParallelLinear(_Linear):
     Raises ShapeError if `in_features` does not divide.
     """
 
-    _dim = 1
-    _features = "in_features"
+    _cut: ClassVar = {"weight": 1}
+    _divided = "in_features"
     _flags = ("input_is_parallel",)
 
     def __init__(
@@ -457,7 +490,7 @@ class RowParallelLinear(_Linear):
 # --- embedding
 
 
-class VocabParallelEmbedding(_OnRanks, nn.Module):
+class VocabParallelEmbedding(_OnRanks):
     """An embedding whose rows are spread over the ranks: each holds ``num_embeddings / P`` of them.
 
     The input is a tensor of ids in ``[0, num_embeddings)``, the same on all ranks; the output the rows, ``(*ids.shape,
@@ -467,6 +500,8 @@ class VocabParallelEmbedding(_OnRanks, nn.Module):
 
     Raises ShapeError if `num_embeddings` does not divide, IndexError for an id out of range.
     """
+
+    _cut: ClassVar = {"weight": 0}
 
     weight: Parameter
 
@@ -494,11 +529,8 @@ class VocabParallelEmbedding(_OnRanks, nn.Module):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.start = self.comm.rank * share
         self.stop = self.start + share
-        plain = nn.Embedding(num_embeddings, embedding_dim, self.padding_idx, device=device, dtype=dtype)
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(plain.weight)
-        self.weight = _cut(plain.weight, 0, group, self.comm)
+        self.init_method = init_method
+        self.weight = _block(self._plain(device, dtype), 0, self.comm)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Any = None, **options: Any) -> Self:
@@ -520,7 +552,7 @@ class VocabParallelEmbedding(_OnRanks, nn.Module):
             dtype=whole.dtype,
             **options,
         )
-        layer.weight = _cut(whole, 0, group, layer.comm)
+        layer.weight = _block(whole, 0, layer.comm)
         return layer.train(embedding.training)
 
     def to_embedding(self) -> nn.Embedding:
@@ -529,6 +561,19 @@ class VocabParallelEmbedding(_OnRanks, nn.Module):
         embedding.weight = Parameter(_whole(self.weight, 0, self.comm), self.weight.requires_grad)
         return embedding.train(self.training)
 
+    def reset_parameters(self) -> None:
+        """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
+        with torch.no_grad():
+            self.weight.copy_(_block(self._plain(self.weight.device, self.weight.dtype), 0, self.comm))
+
+    def _plain(self, device: Any, dtype: Any) -> Tensor:
+        """The whole weight, as it starts."""
+        plain = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device=device, dtype=dtype)
+        if self.init_method is not None:
+            with torch.no_grad():
+                self.init_method(plain.weight)
+        return plain.weight
+
     def forward(self, ids: Tensor) -> Tensor:
         comm = self.comm
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % comm.size):
@@ -536,24 +581,26 @@ class VocabParallelEmbedding(_OnRanks, nn.Module):
                 f"VocabParallelEmbedding: the sequence, axis 0 of ids of shape {tuple(ids.shape)}, does not divide"
                 f" among {comm.size} ranks {self._where()}"
             )
+        if comm.size == 1:
+            return self._rows(ids, ids, self.padding_idx)
         padding = self.padding_idx
         local = padding - self.start if padding is not None and self.start <= padding < self.stop else None
-        here = ids - self.start
         # An id of another rank stands for row 0 and is blanked; one of no rank stays outside, where it is an error.
         elsewhere = ((ids >= 0) & (ids < self.start)) | ((ids >= self.stop) & (ids < self.num_embeddings))
+        rows = self._rows((ids - self.start).masked_fill(elsewhere, 0), ids, local)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(rows, comm)
+        return reduce_from_tensor_model_parallel_region(rows, comm)
+
+    def _rows(self, local: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
         try:
-            rows = functional.embedding(here.masked_fill(elsewhere, 0), self.weight, local)
+            return functional.embedding(local, self.weight, padding_idx)
         except IndexError as error:
             raise IndexError(
                 f"VocabParallelEmbedding: ids must be in [0, {self.num_embeddings}), got some in"
                 f" [{int(ids.min())}, {int(ids.max())}] {self._where()}"
             ) from error
-        if comm.size == 1:
-            return rows
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(rows, comm)
-        return reduce_from_tensor_model_parallel_region(rows, comm)
 
     def extra_repr(self) -> str:
         return ", ".join(

@@ -229,7 +229,7 @@ class _Arrival:
     def _store(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         if not self._direct:
             flat, self._restore = flat_output("recv", into)
-            flat.copy_(tensor.view(-1))
+            memory(flat)[:] = memory(tensor)
         if self._restore is not None:
             self._restore()
         elif not into.is_inference():

@@ -275,14 +275,15 @@ class PipeP2P:
             late = ", ".join(peer.name for peer in peers if not peer.left)
             raise Timeout(f"{self._here}: close: {late or 'a message'} did not come to its end within {bound:g} s")
         lost = next((peer.lost for peer in peers if peer.lost), None)
-        if lost is None:
-            self._wire.free()
+        if lost is not None:
+            raise lost
+        self._wire.free()
         unheard = [f"{peer.name} sent {what}" for peer in peers for what in peer.unheard()]
         if unheard:
             raise CommunicationError(
                 f"{self._here}: close: {len(unheard)} values were sent here and not received: {'; '.join(unheard[:5])}"
             )
-        failed = next((one.error for one in pending if one.error is not None and not one.told), lost)
+        failed = next((one.error for one in pending if one.error is not None and not one.told), None)
         if failed is not None:
             raise failed
 
@@ -320,7 +321,8 @@ class PipeP2P:
             if not isinstance(into, torch.Tensor):
                 raise DTypeError(f"{name}: takes a stage, or a tensor and a stage, got a {type(into).__name__} first")
             check_plain(name, into)
-            flat_output(name, into)  # raises if it can't be written to
+            if not into.is_contiguous():
+                flat_output(name, into)  # raises if it can't be written to
         shape, dtype = _expected(name, expect if into is None else into)
         peer, key = self._peer(name, source), key_of(name, PLAIN, channel)
         receiving = Receiving(name, peer, key, into=into, shape=shape, dtype=dtype)
@@ -401,21 +403,18 @@ class PipeP2P:
     def _complete(self, operations: Sequence[Operation], timeout: float | None, *, give_up: bool = True) -> None:
         """Wait until all have ended, then raise the first error. Past the bound, receives are withdrawn if `give_up`,
         else all stay pending."""
+        with self._lock:
+            self._lines.pump()
+            left = [one for one in operations if not one.ended()]
         bound = self.timeout if timeout is None else timeout
-        left = list(operations)
-
-        def ready() -> bool:
-            left[:] = [one for one in left if not one.ended()]
-            return not left
-
-        in_time = self._until(ready, lambda: [one.peer for one in left], bound)
+        in_time = not left or self._until(lambda: _all_ended(left), lambda: [one.peer for one in left], bound)
         for one in operations:
             if one.error is not None:
                 one.told = True
                 raise one.error
         if not in_time:
             with self._lock:
-                text = self._overdue(left[0], bound)
+                text = self._overdue(left[0], bound, give_up=give_up)
                 for one in left:
                     if give_up and isinstance(one, Receiving):
                         self._lines.withdraw(one)
@@ -447,14 +446,15 @@ class PipeP2P:
                 self._lines.pump()
             return operation.ended()
 
-    def _overdue(self, operation: Operation, bound: float) -> str:
+    def _overdue(self, operation: Operation, bound: float, *, give_up: bool) -> str:
         peer = operation.peer
         if isinstance(operation, Sending):
             text = f"{self._here}: {operation}: not received within {bound:g} s; it is still on its way"
         elif operation.arrival is None:
             text = f"{self._here}: {operation}: nothing came within {bound:g} s; expected {operation.expected}"
         else:
-            text = f"{self._here}: {operation}: what came is not complete within {bound:g} s, and is lost"
+            text = f"{self._here}: {operation}: what came is not complete within {bound:g} s"
+            text += ", and is lost" if give_up else ""
         unheard = ", ".join(peer.unheard())
         if unheard:
             text += f". It has sent {unheard}, which was not received here: receive that, or use isend"
@@ -498,6 +498,12 @@ class _Handle:
 
     def wait(self, timeout: float | None) -> None:
         self._p2p._wait_for(self._operation, timeout)  # noqa: SLF001
+
+
+def _all_ended(operations: list[Operation]) -> bool:
+    """Whether all of them have; those are dropped from the list."""
+    operations[:] = [one for one in operations if not one.ended()]
+    return not operations
 
 
 def _expected(name: str, expect: Expected) -> tuple[tuple[int, ...] | None, torch.dtype | None]:

@@ -132,7 +132,9 @@ def _pickled(operation: str, value: Any) -> bytes:
 
 def memory(tensor: torch.Tensor) -> Memory:
     """The bytes of `tensor` in C order: its own memory where that is possible."""
-    return flat_input(tensor).view(torch.uint8).numpy()
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    own = tensor.detach() if plain else flat_input(tensor)
+    return (own if own.dim() == 1 else own.view(-1)).view(torch.uint8).numpy()
 
 
 class Part(NamedTuple):
@@ -180,7 +182,7 @@ class Layout:
 
     def tensors(self) -> list[torch.Tensor]:
         """New tensors to receive into."""
-        return [torch.empty(leaf.shape, dtype=leaf.dtype) for leaf in self.leaves]
+        return [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in self.leaves]
 
 
 def _leaves(spec: Spec) -> Iterator[TensorSpec]:
@@ -240,7 +242,8 @@ class SendRecv:
 class Broadcasts:
     """By broadcasts on communicators of two ranks, one for each direction between adjacent stages.
 
-    Each message is two of them: its tag and size, then its bytes."""
+    Each message is two of them: its tag and size, then its bytes. The first is joined when something is wanted from the
+    other stage, and waits in the background, where the watch ends the job after MPICOLL_TIMEOUT."""
 
     def __init__(self, comm: Communicator) -> None:
         if not comm.transport.background:

@@ -6,7 +6,9 @@ takes its part. So one process can say what every bit must be.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -350,12 +352,15 @@ def layouts(size: int) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """One folder for all ranks."""
-    paths = [str(tmp_path)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(paths)
-    return Path(paths[0])
+def folder() -> Iterator[Path]:
+    """A folder for all ranks. (pytest's own is one for each, and its cleaning up is not made for several processes.)"""
+    first = dist.get_rank() == 0
+    paths = [tempfile.mkdtemp(prefix="checkpoint-") if first else ""]
+    dist.broadcast_object_list(paths)
+    yield Path(paths[0])
+    dist.barrier()
+    if first:
+        shutil.rmtree(paths[0])
 
 
 @pytest.mark.mpi
@@ -511,6 +516,16 @@ class TestRanks:
         other = nn.Linear(2, 2 if rank < last else 3)
         with pytest.raises(ShapeError, match=r"model.weight of shape \(2, 2\), here \(3, 2\)"):
             load(folder / "a", other)
+
+        if size > 1:
+            with pytest.raises(ArgumentError, match=rf"first rank saves in .*b, this one in .*b{last}; pass one path"):
+                save(folder / f"b{rank or ''}" if rank == last else folder / "b", model)
+        assert [one.name for one in folder.iterdir()] == ["a"]
+        with initialize_model_parallel(size):
+            # Ranks that share a layer find out together, too.
+            mine = shard_(nn.Sequential(nn.Linear(2, 12)), {"0": "column"})
+            with pytest.raises(ArgumentError if rank < last else ShapeError, match="load: "):
+                load(folder / "a", mine, names=lambda name: name.partition(".")[2] if rank == last else name)
 
         def fail(_: str) -> str:
             raise KeyError("mine")

@@ -148,6 +148,15 @@ class TestRingAttention:
 
         ranks(body)
 
+    def test_of_no_queries(self, ranks: Ranks) -> None:
+        def body() -> None:
+            q, k, v, _ = mine(whole((2, 4, 2, 4, 3), mpicoll.world().size))
+            result, *grads = actual(cp.ring_attention, [q[:, :, :0], k, v, q[:, :, :0]])
+            assert result.shape == (2, 4, 0, 3)
+            assert not any(one.any() for one in grads)
+
+        ranks(body)
+
     def test_without_fused_kernels(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cp, "_FUSED", None)
 
@@ -189,8 +198,7 @@ class TestRingAttention:
     def test_strides_and_incoming_gradients_of_any_kind(self, several: Ranks) -> None:
         def body() -> None:
             tensors = whole(SHAPES[0], mpicoll.world().size)
-            tensors[3] = torch.ones_like(tensors[3])
-            q, k, v, _ = mine(tensors)
+            q, k, v, g = mine(tensors)
             inputs = [
                 q.transpose(1, 2).contiguous().transpose(1, 2),
                 k.mT.contiguous().mT,
@@ -199,8 +207,11 @@ class TestRingAttention:
             assert not any(one.is_contiguous() for one in inputs)
             inputs = [one.requires_grad_() for one in inputs]
             result = cp.ring_attention(*inputs)
-            result.sum().backward()  # whose gradient has no strides
-            check([result, *(one.grad for one in inputs if one.grad is not None)], mine(expected(tensors)), 1e-12)
+            grads = torch.autograd.grad(result, inputs, g.mT.contiguous().mT, retain_graph=True)
+            check([result, *grads], mine(expected(tensors)), 1e-12)
+            grads = torch.autograd.grad(result.sum(), inputs)  # which gives a gradient without strides
+            tensors[3] = torch.ones_like(tensors[3])
+            check([result, *grads], mine(expected(tensors)), 1e-12)
 
         several(body)
 
@@ -365,12 +376,15 @@ class TestMessages:
 
         several(body)
 
-    def test_late_ones_of_a_call_that_failed_are_not_met(self, several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_a_call_that_failed_are_not_met(self, several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         real = cp.attend
-        failing = [True]
+        calls: dict[int, int] = {}
 
         def attend(*args: Any) -> Any:
-            if failing[0]:
+            rank = mpicoll.world().rank
+            calls[rank] = calls.get(rank, 0) + 1
+            # Rank 0 gets further than the others, and may have started an exchange that they do not join.
+            if calls[rank] == (2 if rank == 0 else 1):
                 raise MemoryError("as it were")
             return real(*args)
 
@@ -380,9 +394,6 @@ class TestMessages:
             parts = mine(whole(SHAPES[0], mpicoll.world().size, 9))
             with pytest.raises(MemoryError):
                 cp.ring_attention(*parts[:3])
-            mpicoll.barrier()
-            failing[0] = False
-            mpicoll.barrier()
             tensors = whole(SHAPES[0], mpicoll.world().size)
             check(actual(cp.ring_attention, mine(tensors)), mine(expected(tensors)), 1e-12)
 

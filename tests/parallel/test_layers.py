@@ -854,15 +854,52 @@ def test_a_layer_can_not_be_pickled() -> None:
             pickle.dumps(layer)
 
 
-def test_moved_parameters_stay_marked(some_more: Ranks) -> None:
+def test_new_parameters_are_marked(some_more: Ranks) -> None:
+    """Those that Module.to and its kin make, and load_state_dict, and who ties weights."""
+
     def body() -> None:
-        layer = RowParallelLinear.from_linear(filled(nn.Linear(H, F))).float().to("cpu", torch.bfloat16)
-        shard = shard_of(layer.weight)
-        assert shard is not None
-        assert (shard.dim, shard.comm) == (1, layer.comm)
-        assert shard_of(layer.bias) is None
+        linear = RowParallelLinear.from_linear(filled(nn.Linear(H, F))).float().to("cpu", torch.bfloat16)
+        empty = ColumnParallelLinear(H, F, device="meta").to_empty(device="cpu")
+        vocab = VocabParallelEmbedding(F, H, device="meta", dtype=torch.float64)
+        state = VocabParallelEmbedding.from_embedding(filled(nn.Embedding(F, H))).state_dict()
+        vocab.load_state_dict(state, assign=True)
+        assert torch.equal(vocab.weight, state["weight"])
+        tied = ColumnParallelLinear(H, F, bias=False, device="meta")
+        tied.weight = vocab.weight
+        dims = {"weight": 1, "bias": None}, {"weight": 0, "bias": 0}, {"weight": 0}, {"weight": 0}
+        for layer, expected in zip((linear, empty, vocab, tied), dims, strict=True):
+            for name, param in layer.named_parameters():
+                shard = shard_of(param)
+                assert (None if shard is None else shard.dim) == expected[name]
+                assert shard is None or shard.comm is layer.comm
 
     some_more(body)
+
+
+def _drawn_again() -> None:
+    """After to_empty, from the generator or by init_method."""
+    torch.manual_seed(3)
+    made = [ColumnParallelLinear(H, F), RowParallelLinear(H, F, False), VocabParallelEmbedding(F, H, padding_idx=1)]
+    made += [RowParallelLinear(H, F, init_method=lambda weight: nn.init.normal_(weight, 0.0, 0.1))]
+    wanted = [copy.deepcopy(one.state_dict()) for one in made]
+    torch.manual_seed(3)
+    for layer, values in zip(made, wanted, strict=True):
+        params = dict(layer.named_parameters())
+        for param in params.values():
+            param.data.fill_(math.nan)
+        layer.reset_parameters()
+        for name, value in values.items():
+            assert torch.equal(params[name], value)
+            assert layer.get_parameter(name) is params[name]
+
+
+def test_drawn_again_on_one_rank() -> None:
+    _drawn_again()
+
+
+@pytest.mark.mpi
+def test_drawn_again() -> None:
+    _drawn_again()
 
 
 # --- conversion of models

@@ -182,7 +182,7 @@ class PipelineEngine:
         """Collective over the pipeline: when each stage did what in the last batch, to be drawn, and its bubble told.
 
         Stages on several hosts are compared by their own clocks."""
-        return measured([event for events in self._everyones(self._events) for event in events])
+        return measured([event for events in self._everyones(self._events) for event in events], name=self.schedule)
 
     def free(self) -> None:
         """Collective: give the engine's communicators back."""

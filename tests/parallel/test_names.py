@@ -1,0 +1,62 @@
+"""The public names, pinned: a change here is a change for every user."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from mpicoll import parallel
+
+NAMES = re.findall(
+    r"\w+",
+    """
+    ColumnParallelLinear LayerNorm ParallelDropout PipeDataParallelTopology PipeModelDataParallelTopology PipeP2P
+    PipelineEngine PipelineParallelGrid ProcessTopology RMSNorm RNGStatesTracker RowParallelLinear
+    VocabParallelEmbedding all_gather_last_dim_from_tensor_parallel_region all_to_all all_to_all_hp2sp all_to_all_sp2hp
+    average_gradients checkpoint clip_grad_norm_ column_parallel_linear copy_to_tensor_model_parallel_region gather
+    gather_from_sequence_parallel_region gather_from_tensor_model_parallel_region gather_sequence get_rng_tracker
+    initialize_model_parallel model_parallel_manual_seed p2p pipeline position_ids
+    reduce_from_tensor_model_parallel_region reduce_scatter_last_dim_to_tensor_parallel_region
+    reduce_scatter_to_sequence_parallel_region ring_attention scatter_to_sequence_parallel_region
+    scatter_to_tensor_model_parallel_region shard_ split split_sequence ulysses_attention use
+    vocab_parallel_cross_entropy whole_state_dict
+    """,
+)
+
+PIPELINE = re.findall(r"\w+", "Action PipelineEngine Timeline actions draw peak_activations register timeline verify")
+
+P2P = ["can_send_recv", "init_process_groups", "irecv", "isend", "recv", "recv_obj", "send", "send_obj", "wait"]
+
+CHECKPOINT = ["load", "model_state", "optimizer_state", "save"]
+
+
+def test_names() -> None:
+    assert sorted(parallel.__all__) == sorted(NAMES)
+    assert sorted(parallel.pipeline.__all__) == sorted(PIPELINE)
+    assert set(P2P) <= set(dir(parallel.p2p))
+    assert set(CHECKPOINT) <= set(dir(parallel.checkpoint))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_says_what_it_is(name: str) -> None:
+    text = inspect.getdoc(getattr(parallel, name))
+    assert text
+    assert not text.startswith(f"{name}(")  # what a dataclass gets that has no docstring of its own
+
+
+@pytest.mark.parametrize(
+    "name", ["PipeP2P", "PipelineEngine", "PipelineParallelGrid", "ProcessTopology", "RNGStatesTracker"]
+)
+def test_methods_say_what_they_do(name: str) -> None:
+    for method, value in vars(getattr(parallel, name)).items():
+        if not method.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+            assert value.__doc__, f"{name}.{method}"
+
+
+def test_functions_take_a_group() -> None:
+    """What needs ranks can be told which, and nothing that is global decides it."""
+    for name in NAMES:
+        if re.search("region|sequence|attention|all_to_all|_linear|entropy|Linear$|Embedding$|Norm$|gradients$", name):
+            assert "group" in inspect.signature(getattr(parallel, name)).parameters, name
