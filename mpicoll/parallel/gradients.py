@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,16 +76,28 @@ def clip_grad_norm_(
     Parameters in `counted_elsewhere`, such as a copy of a tied embedding, are scaled but don't count. One all-reduce of
     8 bytes. `norm_type` is 2 or ``inf``, else ArgumentError.
     """
-    parameters = [one for one in parameters if one.grad is not None]
+    first = groups.communicator(tensor_group, "model").rank == 0
+    return clip(list(parameters), max_norm, norm_type, _model(group), first=first, copies=counted_elsewhere)
+
+
+def clip(
+    parameters: Sequence[Parameter],
+    max_norm: float,
+    norm_type: float,
+    comm: Communicator,
+    *,
+    first: bool,
+    copies: Collection[Parameter],
+) -> Tensor:
+    """:func:`clip_grad_norm_` on the ranks of `comm`; `first` says that this is the first of its tensor parallel group,
+    where what is the same on all of them counts, and `copies` are counted elsewhere."""
     if norm_type not in (2.0, math.inf):
         raise ArgumentError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
-    skipped = {id(one) for one in counted_elsewhere}
-    comm = _model(group)
-    leads = groups.communicator(tensor_group, "model").rank == 0
+    skipped = {id(one) for one in copies}
     norms = [
         torch.linalg.vector_norm(one.grad.detach(), norm_type, dtype=torch.promote_types(one.dtype, torch.float32))
         for one in parameters
-        if one.grad is not None and id(one) not in skipped and (leads or shard_of(one) is not None)
+        if one.grad is not None and one.numel() and id(one) not in skipped and (first or shard_of(one) is not None)
     ]
     own = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
     total: Tensor
@@ -95,8 +107,8 @@ def clip_grad_norm_(
         total = allreduce(own.max(), "max", comm=comm)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for one in parameters:
-        assert one.grad is not None
-        one.grad.mul_(factor.to(one.grad.dtype))
+        if one.grad is not None:
+            one.grad.mul_(factor.to(one.grad.dtype))
     return total
 
 

@@ -117,10 +117,13 @@ def test_clip_in_a_tensor_parallel_group(ranks: Ranks, norm_type: float, max_nor
         norm = torch.nn.utils.clip_grad_norm_(expected, max_norm, norm_type)
 
         rows = slice(4 * world.rank, 4 * world.rank + 4)
-        shard, copy, none = Parameter(torch.zeros(4, 3)), Parameter(torch.zeros(5)), Parameter(torch.zeros(1))
+        shard, copy = Parameter(torch.zeros(4, 3)), Parameter(torch.zeros(5))
+        none, empty = Parameter(torch.zeros(1)), Parameter(torch.zeros(0))
+        empty.grad = torch.zeros(0)
         mark(shard, 0, world, world)
         shard.grad, copy.grad = whole[rows].clone(), same.clone()
-        got = gradients.clip_grad_norm_([shard, copy, none], max_norm, norm_type, group=world, tensor_group=world)
+        parameters = [shard, copy, none, empty]
+        got = gradients.clip_grad_norm_(parameters, max_norm, norm_type, group=world, tensor_group=world)
         assert got.dtype is torch.float64
         torch.testing.assert_close(got.float(), norm, rtol=1e-5, atol=0)
         torch.testing.assert_close(shard.grad, expected[0].grad[rows])

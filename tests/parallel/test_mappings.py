@@ -505,8 +505,8 @@ def test_wrong_arguments(some: Ranks) -> None:
                 _refused(mpicoll.ShapeError, words, function, x, 0, None, sizes)
         words = ["split", f"adds up to {2 * size}", "dimension 0", f"extent {size}", here]
         _refused(mpicoll.ShapeError, words, split, x, 0, None, [2] * size)
-        words = ["gather", "dimension 1", "extent 3", f"says {rank}", here]
-        _refused(mpicoll.ShapeError, words, gather, x, 1, None, range(size))
+        words = ["gather", "dimension 1", "extent 3", f"says {4 + rank}", here]
+        _refused(mpicoll.ShapeError, words, gather, x, 1, None, range(4, 4 + size))
         ones = [1] * size
         _refused(mpicoll.ShapeError, ["all_to_all", "both", here], all_to_all, x, ones)
         _refused(mpicoll.ShapeError, ["all_to_all", "both", here], all_to_all, x, None, ones)

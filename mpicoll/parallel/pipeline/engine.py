@@ -78,7 +78,8 @@ class PipelineEngine:
     those that hold the same part and see other data, by default its ``data`` and ``context`` axes, without a grid this
     rank only. `timeout` in seconds bounds each wait for a neighbour (default: MPICOLL_TIMEOUT).
 
-    Making an engine is collective over `group`, and all of it must pass the same `micro_batches` and `schedule`.
+    Making an engine is collective over `group`, and all of it must pass the same `micro_batches` and `schedule`. After
+    an exception in the middle of a batch the stages are out of step, and the engine can't be used any more.
 
     torch.distributed.pipelining runs on mpicoll, too. It is the better choice to cut a model automatically, by tracing.
     This engine needs no shapes in advance, proves its schedules before it runs them, ties weights, averages over data
@@ -167,16 +168,15 @@ class PipelineEngine:
             self._p2p.send(outputs, stage)
         return outputs
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, tensor_group: Any = None) -> Tensor:
-        """Scale the gradients of the whole model to a norm of at most `max_norm`, where tied parameters count once; see
-        :func:`mpicoll.parallel.gradients.clip_grad_norm_`. It needs a grid in use, or a model that is cut into pipeline
-        stages only."""
-        group = None if groups.in_use() is not None else self.comm
-        tensor_group = tensor_group if tensor_group is not None or group is None else self.comm.group([self.stage])
-        copies = [parameter for parameter, comm in self._tied if comm.rank > 0]
-        return gradients.clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, group=group, tensor_group=tensor_group, counted_elsewhere=copies
-        )
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients of the whole model to a norm of at most `max_norm`; see
+        :func:`mpicoll.parallel.gradients.clip_grad_norm_`. Tied parameters count once. Ranks of a tensor parallel group
+        are those of the grid in use; without one the model is divided into pipeline stages only."""
+        grid = groups.in_use()
+        comm = self.comm if grid is None else grid.communicator("pipe", "model")
+        first = grid is None or grid.communicator("model").rank == 0
+        copies = [parameter for parameter, holders in self._tied if holders.rank > 0]
+        return gradients.clip(list(self.parameters()), max_norm, norm_type, comm, first=first, copies=copies)
 
     def timeline(self) -> Timeline:
         """Collective over the pipeline: when each stage did what in the last batch, to be drawn, and its bubble told.
@@ -196,22 +196,23 @@ class PipelineEngine:
     def _batch(
         self, operation: str, inputs: Any, targets: Any, count: int, *, train: bool, scored: bool = True
     ) -> _Batch:
+        ins = self._parts(operation, "inputs", inputs, count) if self.is_first_stage else []
+        outs = self._parts(operation, "targets", targets, count) if self.is_last_stage and scored else []
+        lengths = [len(_tensors(part)[0]) for part in outs]
+        return _Batch(ins, outs, [length / sum(lengths) for length in lengths], train)
+
+    def _parts(self, operation: str, name: str, value: Any, count: int) -> list[Any]:
+        """`value`, which was passed as `name`, cut along axis 0 for `count` micro-batches."""
         where = f"(stage {self.stage} of {self.stages})"
-        needed = [("inputs", inputs)] * self.is_first_stage + [("targets", targets)] * (self.is_last_stage and scored)
-        parts: dict[str, list[Any]] = {"inputs": [], "targets": []}
-        weights: list[float] = []
-        for name, value in needed:
-            if value is None:
-                raise ArgumentError(f"{operation}: this stage needs {name}, got None {where}")
-            lengths = {len(one) if one.dim() else 0 for one in _tensors(value)}
-            if len(lengths) != 1 or min(lengths) < count:
-                raise ShapeError(
-                    f"{operation}: {name} must be tensors with one length along axis 0, at least the {count}"
-                    f" micro-batches, got shapes {[tuple(one.shape) for one in _tensors(value)]} {where}"
-                )
-            parts[name] = [_cut(value, number, count) for number in range(count)]
-            weights = [len(_tensors(part)[0]) / min(lengths) for part in parts[name]]
-        return _Batch(parts["inputs"], parts["targets"], weights, train)
+        if value is None:
+            raise ArgumentError(f"{operation}: this stage needs {name}, got None {where}")
+        lengths = {len(one) if one.dim() else 0 for one in _tensors(value)}
+        if len(lengths) != 1 or min(lengths) < count:
+            raise ShapeError(
+                f"{operation}: {name} must be tensors with one length along axis 0, at least the {count} micro-batches,"
+                f" got shapes {[tuple(one.shape) for one in _tensors(value)]} {where}"
+            )
+        return [_cut(value, number, count) for number in range(count)]
 
     def _actions(self, schedule: str, count: int) -> Sequence[Action]:
         return schedules.actions(schedule, self.stage, self.stages, count, len(self.modules))
