@@ -285,7 +285,7 @@ def main():
     sample = write(engine, options)
     if options.checkpoint:
         extra = {"step": step + options.steps}
-        parallel.checkpoint.save(options.checkpoint, model, optimizer, extra=extra, names=global_name)
+        parallel.checkpoint.save(options.checkpoint, model, optimizer, extra=extra, names=global_name, overwrite=True)
     if dist.get_rank() == 0:
         print(f"{options.steps} steps, {speed:,.0f} tokens/s, loss {losses[0]:.5f} -> {losses[-1]:.5f}")
         print(f"\n{sample}")

@@ -186,8 +186,11 @@ class _Arrival:
 
     def fill(self, name: str, into: torch.Tensor) -> None:
         """Let the tensor that comes go to `into` directly. Nothing of it has been received yet."""
-        flat, self._restore = flat_output(name, into)
-        self._tensors = [flat]
+        if into.is_contiguous() and not into.is_conj() and not into.is_neg():
+            self._tensors = [into]
+        else:
+            flat, self._restore = flat_output(name, into)
+            self._tensors = [flat]
         self._direct = True
 
     def room(self, nbytes: int) -> Memory | None:

@@ -96,7 +96,7 @@ class PipeP2P:
         self._background = background
         if background and not comm.transport.background:
             raise CommunicatorError(
-                f"init_process_groups: background=True needs an MPI library that lets several threads communicate"
+                "init_process_groups: background=True needs an MPI library that lets several threads communicate"
                 f" (MPI_THREAD_MULTIPLE); call poll() now and then instead (rank {comm.rank} of {comm.size})"
             )
         self._ranks: list[int] = allgather(np.array([world().rank]), comm=comm).tolist()
@@ -140,7 +140,9 @@ class PipeP2P:
         """``recv(stage)``: the next value from `stage`, in new tensors.
 
         ``recv(tensor, stage)`` fills `tensor`, which must have the shape and dtype of what comes, and returns it.
-        `expect` is the shape that must come, or a tensor of that shape and dtype.
+        `expect` is the shape that must come, or a tensor of that shape and dtype. Who gets Timeout because nothing came
+        has taken nothing off the line; a value that was on its way by then is lost, and may still be written to
+        `tensor`.
         """
         receiving = self._start_recv("recv", tensor, stage, channel, expect)
         self._complete([receiving], timeout)
@@ -396,8 +398,8 @@ class PipeP2P:
         try:
             self._complete([operation], timeout, give_up=False)
         finally:
-            if operation.ended():
-                with self._lock:
+            with self._lock:
+                if operation.ended():
                     self._pending.pop(operation, None)
 
     def _complete(self, operations: Sequence[Operation], timeout: float | None, *, give_up: bool = True) -> None:
@@ -407,18 +409,20 @@ class PipeP2P:
             self._lines.pump()
             left = [one for one in operations if not one.ended()]
         bound = self.timeout if timeout is None else timeout
-        in_time = not left or self._until(lambda: _all_ended(left), lambda: [one.peer for one in left], bound)
-        for one in operations:
-            if one.error is not None:
-                one.told = True
-                raise one.error
-        if not in_time:
-            with self._lock:
-                text = self._overdue(left[0], bound, give_up=give_up)
-                for one in left:
-                    if give_up and isinstance(one, Receiving):
-                        self._lines.withdraw(one)
-            raise Timeout(text)
+        try:
+            in_time = not left or self._until(lambda: _all_ended(left), lambda: [one.peer for one in left], bound)
+            failed = next((one for one in operations if one.error is not None), None)
+            if failed is not None and failed.error is not None:
+                failed.told = True
+                raise failed.error
+            if not in_time:
+                raise Timeout(self._overdue(left[0], bound, give_up=give_up))
+        finally:
+            if give_up and left:
+                with self._lock:
+                    for one in left:
+                        if isinstance(one, Receiving):
+                            self._lines.withdraw(one)
 
     def _until(self, ready: Callable[[], bool], peers: Callable[[], list[Peer]], bound: float) -> bool:
         """Take what comes until `ready`, for `bound` seconds; whether it came about. `peers` are waited for."""
@@ -455,7 +459,8 @@ class PipeP2P:
         else:
             text = f"{self._here}: {operation}: what came is not complete within {bound:g} s"
             text += ", and is lost" if give_up else ""
-        unheard = ", ".join(peer.unheard())
+        with self._lock:
+            unheard = ", ".join(peer.unheard())
         if unheard:
             text += f". It has sent {unheard}, which was not received here: receive that, or use isend"
         return text

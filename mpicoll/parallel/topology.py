@@ -230,6 +230,9 @@ class PipelineParallelGrid:
     operations of torch and of mpicoll on the same ranks keep the order of their calls. `process_groups`, by axis, are
     taken instead of made. Axes of extent one cost nothing, and the group of all ranks is `group` itself.
 
+    ``get_…_group()`` give the process groups, and raise CommunicatorError where there are none; ``get_…_rank()`` and
+    ``get_…_world_size()`` are good without. An axis that the topology lacks is one of extent one.
+
     A context manager that frees what the grid has made. Raises ShapeError if the topology has another number of ranks
     than `group`, ArgumentError if one of `process_groups` has not the ranks along its axis, in their order.
     """

@@ -802,6 +802,33 @@ def test_both_send_first(some_more: Ranks, size: int) -> None:
     some_more(body)
 
 
+def test_an_exchange_that_fails_takes_no_later_value(some_more: Ranks) -> None:
+    def body() -> None:
+        with pipe() as p2p:
+            if p2p.stage == 1:
+                p2p.timeout = SHORT
+                with pytest.raises(CommunicationError, match=r"recv_forward|send_forward_backward_recv"):
+                    # What comes forward is refused, and nothing comes backward from a stage that is busy.
+                    p2p.send_forward_backward_recv_forward_backward(torch.ones(2), torch.ones(2), (3,), ring=True)
+                p2p.timeout = 20
+                p2p.send_obj("failed", 0)
+                p2p.send_obj("failed", 2)
+                assert same(p2p.recv_backward(), torch.zeros(5))
+            elif p2p.stage == 0:
+                with pytest.raises(CommunicationError, match="expected a tensor of shape"):
+                    p2p.send_forward(torch.ones(4))
+                assert same(p2p.recv_backward(), torch.ones(2))
+                assert p2p.recv_obj(1) == "failed"
+            elif p2p.stage == 2:
+                assert p2p.recv_obj(1) == "failed"
+                assert same(p2p.recv_forward(), torch.ones(2))
+                p2p.send_backward(torch.zeros(5))
+
+    if some_more.size == 2:
+        pytest.skip("needs three ranks")
+    some_more(body)
+
+
 def test_a_wrong_channel_is_named(some_more: Ranks) -> None:
     def body() -> None:
         with pipe() as p2p:
