@@ -117,9 +117,16 @@ def check(
         close(own_x.grad, inputs(whole_x.grad, comm), "gradient of the input")
 
 
+@pytest.fixture(params=[0, layers.BACKGROUND], ids=["background", "blocking"])
+def background(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of the tests' small tensors run in the background, or as they do by default."""
+    monkeypatch.setattr(layers, "BACKGROUND", request.param)
+
+
 # --- one layer
 
 
+@pytest.mark.usefixtures("background")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("gather_output", [False, True], ids=["parts", "gathered"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
@@ -323,6 +330,7 @@ def test_other_layouts_of_memory(several: Ranks) -> None:
 # --- what trains and what does not
 
 
+@pytest.mark.usefixtures("background")
 def test_frozen_parameters_and_inputs(several: Ranks) -> None:
     """Gradients of what trains are right, whatever does not, and nothing waits."""
 
@@ -357,6 +365,7 @@ def test_what_is_frozen_costs_nothing(some_more: Ranks, monkeypatch: pytest.Monk
             return original(*args, **kwargs)
 
         monkeypatch.setattr(layers, name, counted)
+    monkeypatch.setattr(layers, "BACKGROUND", 0)
 
     def body() -> None:
         found = []
@@ -389,6 +398,7 @@ def test_one_rank_is_the_plain_layer() -> None:
     assert embedding(torch.arange(3)).grad_fn.name() == "EmbeddingBackward0"
 
 
+@pytest.mark.usefixtures("background")
 def test_sibling_branches(several: Ranks) -> None:
     """One input feeds two layers and goes past them; none may change the gradient of another."""
 
@@ -456,6 +466,7 @@ class Model(nn.Module):
 MODEL_PLAN = {**PLAN, "embedding": "vocab", "head": {"layer": "column", "gather_output": True}}
 
 
+@pytest.mark.usefixtures("background")
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_transformer_block(ranks: Ranks, sequence_parallel: bool) -> None:
     def body() -> None:
