@@ -81,7 +81,7 @@ if wanted layers; then
     check layers 60 env PYTHONPATH=. lint-imports
 fi
 if wanted unit; then
-    tests unit 900 python -m pytest -m "not mpi" -q "$color" --durations=5
+    tests unit 1500 python -m pytest -m "not mpi" -q "$color" --durations=5
 fi
 if wanted suite; then
     tests suite 400 python ci/torch_suite.py
@@ -89,7 +89,7 @@ fi
 if wanted mpi; then
     for np in $ranks; do
         # Ranks share no cache directory: they would write to it at once.
-        tests "mpi-$np" 480 mpirun -np "$np" python -m pytest --with-mpi -m mpi -q "$color" -p no:cacheprovider
+        tests "mpi-$np" 900 mpirun -np "$np" python -m pytest --with-mpi -m mpi -q "$color" -p no:cacheprovider
     done
 fi
 
