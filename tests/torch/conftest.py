@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from process_group import default_group
 from ranks import ranks, several, some, some_more
 
 __all__ = ["default_group", "groups", "ranks", "several", "some", "some_more"]
-
-
-@pytest.fixture(scope="module")
-def default_group() -> Iterator[None]:
-    """The process group that the tests of a file run in: torch's own call and nothing else."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("mpicoll")
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
