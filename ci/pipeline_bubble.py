@@ -70,12 +70,15 @@ def measure(name: str, chunks: int, options: argparse.Namespace) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit", type=float, default=0.02, help="seconds (default: 0.02)")
-    parser.add_argument("--micro-batches", type=int, default=8, help="a multiple of the ranks (default: 8)")
+    parser.add_argument("--micro-batches", type=int, help="a multiple of the ranks (default: twice as many)")
     parser.add_argument("--repeat", type=int, default=3, help="(default: 3)")
     parser.add_argument("--draw", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     torch.set_num_threads(1)
     stages = world().size
+    options.micro_batches = options.micro_batches or 2 * stages
+    if options.draw:
+        options.draw.mkdir(parents=True, exist_ok=True)
     table = Table("schedule", "chunks", "formula", "measured", title=f"bubble of {stages} stages")
     for name, chunks in CASES:
         found = measure(name, chunks, options)
@@ -85,7 +88,7 @@ def main() -> None:
         if options.draw and world().rank == 0:
             parallel.pipeline.draw(found, file=options.draw / f"{name}.png")
     if world().rank == 0:
-        Console().print(table)
+        Console(color_system=None).print(table)
 
 
 if __name__ == "__main__":

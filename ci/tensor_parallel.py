@@ -177,7 +177,7 @@ def measure(case: Case, gloo: DeviceMesh, ours: DeviceMesh, only: str) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a tensor-parallel layer costs, on mpicoll and on gloo.")
-    parser.add_argument("--only", default="", help="the name of what to run alone")
+    parser.add_argument("--only", default="", choices=["mpicoll", "torch on mpicoll", "torch on gloo"])
     only = parser.parse_args().only
     torch.set_num_threads(1)
     mpicoll.torch.init_process_group()
@@ -194,7 +194,7 @@ def main() -> None:
         figures = [f"{value:.2f} ({value / last:.2f})" for value in seen.values()]
         table.add_row(case.model.__name__, f"{case.sequence} x {case.batch} x {case.hidden}", *figures)
     if dist.get_rank() == 0:
-        Console(width=120).print(table)
+        Console(width=120, color_system=None).print(table)
     dist.destroy_process_group()
 
 

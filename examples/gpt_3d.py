@@ -11,9 +11,9 @@ Besides mpicoll this needs ``pip install torch rich``, and matplotlib for --plot
 like
 
     4 ranks: pp=2 dp=1 cp=1 tp=2, 1f1b, a rank holds 58688 to 62656 parameters
-    300 steps, 21,300 tokens/s, loss 5.5491 -> 2.1107
+    300 steps, 9,241 tokens/s, loss 6.02232 -> 1.77110
 
-    The sting the ...
+    The sucction the can containg the a for are the stric class and "__getattributer__()" "The sualt be expression ...
 
 How the model is divided:
 
@@ -31,6 +31,7 @@ any layout begins with the same model and takes the same steps, but for rounding
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -42,7 +43,7 @@ from screen import on_screen
 from torch import nn
 from torch.nn import functional
 
-from mpicoll import parallel
+from mpicoll import ArgumentError, parallel
 
 VALUES = 256  # of a byte, which is what the model reads and writes
 PROMPT = "The "
@@ -83,11 +84,11 @@ class Part(nn.Module):
         self.blocks = nn.ModuleDict({str(number): seeded(options, number + 1, Block, options) for number in blocks})
         if first or last:
             self.embedding = embedding or seeded(
-                options, 0, parallel.VocabParallelEmbedding, VALUES, options.width, init_method=small
+                options, 0, parallel.VocabParallelEmbedding, VALUES, options.width, init_method=narrow_normal
             )
         if first:
             self.place = seeded(options, -1, nn.Embedding, options.context, options.width)
-            small(self.place.weight)
+            narrow_normal(self.place.weight)
         if last:
             self.norm = parallel.LayerNorm(options.width, sequence_parallel=options.sp)
 
@@ -107,9 +108,9 @@ class Part(nn.Module):
         return parallel.scatter_to_sequence_parallel_region(x) if self.options.sp else x
 
 
-def small(weight):
-    with torch.no_grad():
-        nn.init.normal_(weight, std=0.02)
+def narrow_normal(weight):
+    """So narrow that scores, the products of a normalised vector with embeddings, have a variance of one at first."""
+    nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
 
 def seeded(options, number, make, *arguments, **named):
@@ -186,7 +187,7 @@ def write(engine, options):
         padded = torch.tensor([seen + [0] * (options.context - len(seen))])
         part = engine.predict(parallel.split_sequence(padded, 1, layout="zigzag"))
         scores = parallel.gather_sequence(parallel.gather_from_tensor_model_parallel_region(part), 0, layout="zigzag")
-        chances = scores[len(seen) - 1, 0].double().softmax(dim=0)
+        chances = (scores[len(seen) - 1, 0].double() / options.temperature).softmax(dim=0)
         text.append(torch.multinomial(chances, 1, generator=random).item())
     return bytes(text).decode(errors="replace")
 
@@ -213,75 +214,108 @@ def plot(losses, path, skip):
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     axes.plot(range(skip + 1, skip + len(losses) + 1), losses)
     axes.axhline(math.log(VALUES), color="grey", linestyle=":", label="a guess among all bytes")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="step", ylabel="loss", title="A small GPT on Python's help texts")
     axes.legend()
     figure.savefig(path, dpi=150)
 
 
+class Parser(argparse.ArgumentParser):
+    """All ranks read the same arguments and come to the same conclusions. So one speaks for all, and all leave: by an
+    exception, since sys.exit with a status tells mpicoll to end ranks that know nothing of it."""
+
+    def _print_message(self, message, file=None):
+        if dist.get_rank() == 0:
+            super()._print_message(message, file)
+
+    def exit(self, status=0, message=None):
+        self._print_message(message, sys.stderr)
+        raise SystemExit(status)
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def options_of(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     layout = parser.add_argument_group("layout")
-    layout.add_argument("--tp", type=int, default=1, help="ranks that share each matrix (default: 1)")
-    layout.add_argument("--pp", type=int, default=1, help="stages of the pipeline (default: 1)")
-    layout.add_argument("--cp", type=int, default=1, help="ranks that share a sequence (default: 1)")
-    layout.add_argument("--dp", type=int, help="ranks that share the batch (default: what is left)")
+    layout.add_argument("--tp", type=positive, default=1, help="ranks that share each matrix (default: 1)")
+    layout.add_argument("--pp", type=positive, default=1, help="stages of the pipeline (default: 1)")
+    layout.add_argument("--cp", type=positive, default=1, help="ranks that share a sequence (default: 1)")
+    layout.add_argument("--dp", type=positive, help="ranks that share the batch (default: what is left)")
     layout.add_argument("--sp", action="store_true", help="divide the sequence among the tp ranks between matrices")
-    layout.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero_bubble (default: 1f1b)")
-    layout.add_argument("--chunks", type=int, default=1, help="parts of the model on each stage (default: 1)")
-    layout.add_argument("--micro-batches", type=int, default=4, help="per batch (default: 4)")
+    layout.add_argument(
+        "--schedule", default="1f1b", help="gpipe, 1f1b, interleaved, zero_bubble, looped_bfs (default: 1f1b)"
+    )
+    layout.add_argument("--chunks", type=positive, default=1, help="parts of the model on each stage (default: 1)")
+    layout.add_argument("--micro-batches", type=positive, default=4, help="per batch (default: 4)")
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=int, default=4, help="(default: 4)")
-    model.add_argument("--width", type=int, default=64, help="(default: 64)")
-    model.add_argument("--heads", type=int, default=4, help="(default: 4)")
-    model.add_argument("--context", type=int, default=64, help="bytes in a sequence (default: 64)")
+    model.add_argument("--layers", type=positive, default=4, help="(default: 4)")
+    model.add_argument("--width", type=positive, default=64, help="(default: 64)")
+    model.add_argument("--heads", type=positive, default=4, help="(default: 4)")
+    model.add_argument("--context", type=positive, default=64, help="bytes in a sequence (default: 64)")
     model.add_argument("--dtype", default="float32", choices=["float64", "float32", "bfloat16"])
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=300, help="(default: 300)")
-    training.add_argument("--batch", type=int, default=32, help="sequences per step, over all ranks (default: 32)")
-    training.add_argument("--lr", type=float, default=0.003, help="learning rate (default: 0.003)")
+    training.add_argument("--steps", type=positive, default=300, help="(default: 300)")
+    training.add_argument("--batch", type=positive, default=32, help="sequences per step, over all ranks (default: 32)")
+    training.add_argument("--lr", type=float, default=0.005, help="learning rate (default: 0.005)")
     training.add_argument("--clip", type=float, default=1.0, help="norm of the gradients at most (default: 1)")
     training.add_argument("--seed", type=int, default=0, help="of the parameters, batches and text (default: 0)")
     output = parser.add_argument_group("output")
     output.add_argument("--length", type=int, default=200, help="of the text to write, in bytes (default: 200)")
+    output.add_argument("--temperature", type=float, default=0.5, help="how daring the text is (default: 0.5)")
     output.add_argument("--plot", metavar="FILE.png", help="where to draw the loss")
     output.add_argument("--timeline", metavar="FILE.svg", help="where to draw what the stages did in the last step")
     output.add_argument("--losses", metavar="FILE.json", type=Path, help="where to write the loss of each step")
     output.add_argument("--checkpoint", metavar="FOLDER", type=Path, help="where to keep the model at the end")
     output.add_argument("--resume", metavar="FOLDER", type=Path, help="what to begin with, kept in any layout")
     options = parser.parse_args(arguments)
-    if min(options.steps, options.batch, options.layers, options.chunks) < 1 or options.length < 0:
-        parser.error("--steps, --batch, --layers and --chunks must be at least 1, --length at least 0")
+    if options.temperature <= 0:
+        parser.error("--temperature must be more than 0")
     return options, parser
 
 
+def check(options, grid):
+    """What the layers don't check before the first batch comes."""
+    shares, parts = grid.get_data_parallel_world_size(), options.pp * options.chunks
+    if options.dp not in (None, shares):
+        raise ArgumentError(
+            f"--tp, --pp and --cp leave {shares} of {dist.get_world_size()} ranks for --dp {options.dp}"
+        )
+    if options.layers < parts:
+        raise ArgumentError(f"--layers {options.layers} can't be divided into {parts} parts, --chunks for each of --pp")
+    if options.width % options.heads or options.heads % options.tp:
+        raise ArgumentError("--heads must divide --width, and --tp must divide --heads")
+    if options.context % (2 * options.cp * options.tp):
+        raise ArgumentError("--context must be a multiple of 2 * cp * tp")
+    if options.batch % shares or options.batch // shares < options.micro_batches:
+        raise ArgumentError(f"--batch must be {shares} equal shares of at least --micro-batches sequences")
+
+
 def main():
-    options, parser = options_of()
     dist.init_process_group("mpicoll")
     torch.set_num_threads(1)  # the ranks are the parallelism here
-    ranks = dist.get_world_size()
-    taken = options.tp * options.pp * options.cp
-    if ranks % taken or options.dp not in (None, ranks // taken):
-        parser.error(f"{ranks} ranks can't be divided into --tp {options.tp} --pp {options.pp} --cp {options.cp}")
-    shares = ranks // taken
-    if options.batch % shares or options.batch // shares < options.micro_batches:
-        parser.error(f"--batch {options.batch} must be {shares} shares of at least {options.micro_batches} sequences")
-    if options.heads % options.tp or options.width % options.heads or VALUES % options.tp:
-        parser.error(f"--width, --heads and {VALUES} values must be divisible: among heads, and those by --tp")
-    if options.context % (options.tp * options.cp * 2):
-        parser.error("--context must be a multiple of 2 * tp * cp")
-
-    text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
-    grid = parallel.initialize_model_parallel(options.tp, options.pp, options.cp)
-    model = build(options, grid)
-    engine = engine_for(model, options)
-    optimizer = torch.optim.AdamW(engine.parameters(), lr=options.lr)
+    options, parser = options_of()
+    try:
+        grid = parallel.initialize_model_parallel(options.tp, options.pp, options.cp)
+        check(options, grid)
+        model = build(options, grid)
+        engine = engine_for(model, options)
+        optimizer = torch.optim.AdamW(engine.parameters(), lr=options.lr)
+        step = 0
+        if options.resume:
+            step = parallel.checkpoint.load(options.resume, model, optimizer, names=global_name)["step"]
+    except ArgumentError as error:  # all ranks get it alike
+        parser.error(str(error))
     report(model, options, grid)
-    step = 0
-    if options.resume:
-        step = parallel.checkpoint.load(options.resume, model, optimizer, names=global_name)["step"]
+    words = " ".join(topics[name] for name in sorted(topics)).split()
+    text = torch.tensor(list(" ".join(words).encode()), dtype=torch.uint8)
     losses, speed = train(engine, optimizer, text, options, grid, step)
-    if options.timeline:
-        timeline = engine.timeline()
+    timeline = engine.timeline()  # of the last batch of training; writing sends other ones through the pipeline
     sample = write(engine, options)
     if options.checkpoint:
         extra = {"step": step + options.steps}
@@ -292,7 +326,7 @@ def main():
         if options.plot:
             plot(losses, options.plot, step)
         if options.timeline:
-            print(parallel.pipeline.draw(timeline, file=options.timeline))
+            print(f"\n{parallel.pipeline.draw(timeline, file=options.timeline)}")
         if options.losses:
             options.losses.write_text(json.dumps(losses))
     engine.free()

@@ -41,6 +41,7 @@ from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
+from mpicoll.parallel.layers import mark_again
 from mpicoll.parallel.shards import shard_of
 from mpicoll.torch.backend import ProcessGroupMpicoll
 
@@ -63,9 +64,11 @@ def save(
 
     Collective over `group`, by default all ranks of torch's default process group; without one, this is the only
     process. Each rank passes its part of the model and the optimizer of it. What several ranks hold, such as data
-    parallel copies, is written once: n bytes in all, a part of them by each rank. `extra` is anything that can be
+    parallel copies, is written once: n bytes in all, a part of them by each rank. Where buffers differ among the ranks,
+    such as the running statistics of copies, those of one of them are kept, whichever. `extra` is anything that can be
     pickled, such as the number of steps; that of the first rank is kept. `names` is explained above. With `overwrite` a
-    checkpoint that `path` holds already is replaced, once the new one is complete in ``<path>.new``.
+    checkpoint that `path` holds already is replaced, once the new one is complete in ``<path>.new``; should the job end
+    while the two change places, ``<path>.old`` and ``<path>.new`` are both complete, as :func:`load` then says.
 
     Raises, on all ranks, ArgumentError if `path` holds a checkpoint and is not to be overwritten, where two parameters
     would get one name, and for the states of an optimizer that don't lie as its parameters do; CommunicatorError for
@@ -79,8 +82,8 @@ def save(
     path = Path(path)
     first = not dist.is_initialized() or dist.get_rank(group) == 0
     # As the first rank sees it: on file systems of several hosts, others may be late to see it.
-    folder, replaced = _gathered((str(path), (path / ".metadata").exists()), group)[0]
-    target = path.with_name(f"{path.name}.new") if replaced else path
+    folder, replaced = _gathered((str(path), _holds_one(path)), group)[0]
+    target, old = (_beside(path, "new") if replaced else path), _beside(path, "old")
     named: dict[str, Any] = {}
     state: dict[str, Any] = {}
 
@@ -103,8 +106,11 @@ def save(
 
     def replace() -> None:
         if replaced and first:
-            shutil.rmtree(path)
+            # At each moment a complete checkpoint is there, if not in path.
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
             target.rename(path)
+            shutil.rmtree(old)
 
     _together("save", prepare, group)
     _together("save", collect, group)
@@ -181,7 +187,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None)
     ``param_groups.<name>.<option>``.
 
     Entries of the shape of their parameter are cut as it is; numbers are the same on all ranks. Raises ArgumentError
-    for other entries of a parameter that is cut, and for parameters that are not `model`'s.
+    for other entries of a parameter that is cut, for lists (as LBFGS keeps), and for parameters that are not `model`'s.
     """
     named = _named(model, names)
     return _optimizer_state(named, _cuts(named), optimizer)
@@ -215,6 +221,11 @@ def _optimizer_state(named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer
         cut = cuts.get(name)
         for entry, value in optimizer.state.get(param, {}).items():
             alike = isinstance(value, Tensor) and value.shape == param.shape
+            if isinstance(value, list | tuple | dict):
+                raise ArgumentError(
+                    f"optimizer_state: {type(optimizer).__name__} keeps {entry!r}, a {type(value).__name__}, for"
+                    f" {name!r}; only tensors and single values can be saved"
+                )
             if cut is not None and not alike and isinstance(value, Tensor) and value.numel() > 1:
                 raise ArgumentError(
                     f"optimizer_state: {type(optimizer).__name__} keeps {entry!r} of shape {tuple(value.shape)} for"
@@ -231,6 +242,7 @@ def _optimizer_state(named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer
 def _named(model: nn.Module, names: Names) -> dict[str, Any]:
     """The parameters, persistent buffers and extra states of `model`, by their names in the whole model."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
+    mark_again(model)
     named: dict[str, Any] = {}
     local: dict[str, str] = {}
     seen = set()
@@ -255,6 +267,12 @@ def _cuts(named: Mapping[str, Any]) -> dict[str, _Cut]:
     by_comm: dict[Communicator, list[tuple[str, int]]] = {}
     for name, shard in shards.items():
         if shard is not None and shard.comm.size > 1:
+            if isinstance(named[name], DTensor):
+                raise ArgumentError(
+                    f"{name!r} is cut by a parallel layer and is a DTensor besides, as fully_shard makes; this can't be"
+                    " saved or loaded here; use DistributedDataParallel, or save whole_state_dict(model)"
+                    f" (rank {shard.comm.rank} of {shard.comm.size})"
+                )
             by_comm.setdefault(shard.comm, []).append((name, shard.dim))
     cuts = {}
     for comm, cut in by_comm.items():
@@ -317,7 +335,17 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
     try:
         return dcp.FileSystemReader(path).read_metadata()
     except FileNotFoundError as error:
-        raise ArgumentError(f"load: {os.fspath(path)} holds no checkpoint ({error})") from error
+        others = [str(one) for one in (_beside(Path(path), "new"), _beside(Path(path), "old")) if _holds_one(one)]
+        hint = f"; there is one in {' and in '.join(others)}, left by a save that was cut off" if others else ""
+        raise ArgumentError(f"load: {os.fspath(path)} holds no checkpoint ({error}){hint}") from error
+
+
+def _beside(path: Path, which: str) -> Path:
+    return path.with_name(f"{path.name}.{which}")
+
+
+def _holds_one(path: Path) -> bool:
+    return (path / ".metadata").exists()  # which is written last
 
 
 def _check_there(wanted: Mapping[str, Any], entries: _Entries) -> None:

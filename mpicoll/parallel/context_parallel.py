@@ -25,6 +25,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from mpicoll.engine.poller import poller
 from mpicoll.engine.request import waitall
 from mpicoll.engine.world import resolve
 from mpicoll.errors import ArgumentError, CommunicationError, DeviceError, DTypeError, ShapeError
-from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.groups import communicator, eager
 from mpicoll.torch.autograd import all_gather_single, all_to_all_single
 
 __all__ = ["Layout", "gather_sequence", "position_ids", "ring_attention", "split_sequence", "ulysses_attention"]
@@ -53,6 +54,7 @@ _Found: TypeAlias = tuple[slice, slice, list[Tensor]]
 """Heads and tokens of a block, and what was found for them."""
 
 
+@eager
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -93,6 +95,7 @@ def ring_attention(
     return result
 
 
+@eager
 def ulysses_attention(
     query: Tensor,
     key: Tensor,
@@ -128,6 +131,7 @@ def ulysses_attention(
     return _tokens_from_heads(result, layout, comm)
 
 
+@eager
 def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
     """This rank's part of the whole sequence `x`, whose tokens lie along `dim`: a copy. No messages.
 
@@ -148,6 +152,7 @@ def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group:
     return x.index_select(dim, _positions(x.shape[dim] // comm.size, layout, comm.rank, comm.size, x.device))
 
 
+@eager
 def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
     """The whole sequence in its order, on every rank; the opposite of :func:`split_sequence`.
 
@@ -163,6 +168,7 @@ def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group
     return _ordered(all_gather_single(x, dim, comm), dim, layout, comm)
 
 
+@eager
 def position_ids(
     length: int, *, layout: Layout = "contiguous", group: Any = None, device: torch.device | str | None = None
 ) -> Tensor:
@@ -378,14 +384,16 @@ def _private(comm: Communicator) -> Communicator:
     if comm.size == 1:
         return comm
     if comm.mpi is not None:
-        return resolve(comm.mpi)  # kept with MPI's communicator, and freed with it
-    if _PRIVATE not in comm.repeated:
-        comm.repeated[_PRIVATE] = comm.group(range(comm.size))  # of threads, with nothing to free
-    made: Communicator = comm.repeated[_PRIVATE]
+        # Kept with MPI's communicators, and freed with them. The first duplicate is what comm.mpi means where a user
+        # passes it, and carries the messages sent there; the second is nobody else's.
+        return resolve(resolve(comm.mpi).mpi)
+    if comm not in _OF_THREADS:
+        _OF_THREADS[comm] = comm.group(range(comm.size))  # with nothing to free
+    made: Communicator = _OF_THREADS[comm]
     return made
 
 
-_PRIVATE = ("ring_attention",)
+_OF_THREADS: WeakKeyDictionary[Communicator, Any] = WeakKeyDictionary()
 
 
 # --- one block of keys

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from mpicoll.collectives.allreduce import allreduce, iallreduce
@@ -20,7 +21,7 @@ BUCKET = 25 << 20
 """Bytes of gradients that travel together, as in torch's DistributedDataParallel."""
 
 
-def average_gradients(parameters: Iterable[Parameter], group: Any = None) -> None:
+def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = None) -> None:
     """Replace each gradient by its mean over the ranks of `group`.
 
     `group` is by default the ``data`` and ``context`` axes of the grid in use; without a grid, all ranks. Every rank
@@ -29,16 +30,12 @@ def average_gradients(parameters: Iterable[Parameter], group: Any = None) -> Non
     2n(P-1)/P bytes sent per rank. torch's DistributedDataParallel overlaps this with the backward pass; it is the
     better choice for a model that is not divided into pipeline stages.
 
-    Raises DTypeError for sparse gradients before any message leaves.
+    Raises DTypeError for sparse gradients and DTensors (of fully_shard, which averages them itself) before any message
+    leaves.
     """
     comm = replicas(group)
-    parameters = [one for one in parameters if one.requires_grad]
-    for one in parameters:
-        if one.grad is not None and one.grad.layout is not torch.strided:
-            raise DTypeError(
-                f"average_gradients: the gradient of a parameter of shape {tuple(one.shape)} is {one.grad.layout}; make"
-                f" it dense, such as by Embedding(sparse=False) (rank {comm.rank} of {comm.size})"
-            )
+    parameters = [one for one in _listed(parameters) if one.requires_grad]
+    _check("average_gradients", parameters, comm)
     if comm.size == 1 or not parameters:
         return
     present = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
@@ -58,7 +55,7 @@ def sum_gradients(parameters: Iterable[Parameter], comm: Communicator) -> None:
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Parameter],
+    parameters: Parameter | Iterable[Parameter],
     max_norm: float,
     norm_type: float = 2.0,
     *,
@@ -74,10 +71,11 @@ def clip_grad_norm_(
     holds. Those that :mod:`mpicoll.parallel.layers` has cut count with each of their parts; the others are the same on
     all ranks of `tensor_group` (by default the ``model`` axis; without a grid, all ranks), and count on its first.
     Parameters in `counted_elsewhere`, such as a copy of a tied embedding, are scaled but don't count. One all-reduce of
-    8 bytes. `norm_type` is 2 or ``inf``, else ArgumentError.
+    8 bytes. `norm_type` is 2 or ``inf``, else ArgumentError. Raises DTypeError for sparse gradients and DTensors, as
+    fully_shard makes, before any message leaves.
     """
     first = groups.communicator(tensor_group, "model").rank == 0
-    return clip(list(parameters), max_norm, norm_type, _model(group), first=first, copies=counted_elsewhere)
+    return clip(_listed(parameters), max_norm, norm_type, _model(group), first=first, copies=counted_elsewhere)
 
 
 def clip(
@@ -93,6 +91,7 @@ def clip(
     where what is the same on all of them counts, and `copies` are counted elsewhere."""
     if norm_type not in (2.0, math.inf):
         raise ArgumentError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
+    _check("clip_grad_norm_", parameters, comm)
     skipped = {id(one) for one in copies}
     norms = [
         torch.linalg.vector_norm(one.grad.detach(), norm_type, dtype=torch.promote_types(one.dtype, torch.float32))
@@ -110,6 +109,25 @@ def clip(
         if one.grad is not None:
             one.grad.mul_(factor.to(one.grad.dtype))
     return total
+
+
+def _listed(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
+    """As torch's functions, these take a single parameter, too, which would else pass for the list of its rows."""
+    return [parameters] if isinstance(parameters, Parameter) else list(parameters)
+
+
+def _check(operation: str, parameters: Sequence[Parameter], comm: Communicator) -> None:
+    for one in parameters:
+        found = remedy = None
+        if isinstance(one, DTensor):
+            found, remedy = "is a DTensor", "use DistributedDataParallel or average_gradients in place of fully_shard"
+        elif one.grad is not None and one.grad.layout is not torch.strided:
+            found, remedy = f"has a gradient of {one.grad.layout}", "make it dense, such as by Embedding(sparse=False)"
+        if found is not None:
+            raise DTypeError(
+                f"{operation}: a parameter of shape {tuple(one.shape)} {found}; {remedy}"
+                f" (rank {comm.rank} of {comm.size})"
+            )
 
 
 def replicas(group: Any = None) -> Communicator:

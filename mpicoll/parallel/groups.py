@@ -7,15 +7,34 @@ mpicoll, a 1-D DeviceMesh, an mpicoll Communicator or an mpi4py one. Without it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.torch import groups as torch_groups
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def eager(function: _F) -> _F:
+    """Keep torch.compile out of `function`, which communicates: what it calls would be taken for a part of the model.
+
+    Compiled code breaks off before it and goes on after it. These are the marks that ``torch.compiler.disable`` leaves,
+    which would import the whole compiler.
+    """
+    marked: Any = function
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
+    skip = frames._FrameAction.SKIP  # noqa: SLF001
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
+    marked._torchdynamo_disable = True  # noqa: SLF001
+    marked._torchdynamo_disable_msg = "it communicates with other ranks"  # noqa: SLF001
+    return function
 
 
 class Grid(Protocol):
@@ -31,7 +50,9 @@ _in_use: ContextVar[Grid | None] = ContextVar("mpicoll_parallel_grid", default=N
 class use:  # noqa: N801  called like a function, as torch.no_grad is
     """``use(grid)`` makes `grid` the default of this package from now on, in this thread; None takes it away.
 
-    As a context manager, ``with use(grid):``, it puts back at its end what was in use before.
+    As a context manager, ``with use(grid):``, it puts back at its end what was in use before. It is a context variable:
+    other threads, such as those of a ThreadPoolExecutor, don't see it, and take all ranks until they call it too, or
+    run in ``contextvars.copy_context()``. Layers keep the ranks that they were made on, whatever thread calls them.
     """
 
     def __init__(self, grid: Grid | None) -> None:

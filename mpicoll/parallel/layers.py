@@ -17,7 +17,12 @@ The sequence is always axis 0, and parts are equal and in the order of ranks. Ev
 same order, and they must agree on what requires grad: the backward of one layer is a collective.
 
 Gradients are those of one loss that all ranks of the group compute alike, counted once. They are whole when
-``backward`` returns: nothing is left to do for the parameters that all ranks hold, such as a norm's weight.
+``backward`` returns: nothing is left to do for the parameters that all ranks hold, such as a norm's weight. Optimizers
+that treat each element by itself (SGD, Adam, ...) then do what they do with the plain layers; those that look at whole
+matrices or all parameters at once (LBFGS, Adafactor, Muon) would see parts only, and are not for these layers.
+
+That parts are of equal size on all ranks, and of one dtype, is not checked, as it would take another message: where
+they are not, a rank may get an error of the communication, or numbers that mean nothing.
 
 Parameters start as those of the plain layers of torch.nn would: every rank draws the whole weight from torch's default
 generator, which must be in the same state on all ranks of the group (``torch.manual_seed``), and keeps its part. So the
@@ -34,6 +39,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter, functional
 
 from mpicoll.collectives.allgather import allgather, iallgather
@@ -42,7 +48,7 @@ from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request
 from mpicoll.errors import ArgumentError, ShapeError
-from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.groups import communicator, eager
 from mpicoll.parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -90,6 +96,14 @@ class _OnRanks(nn.Module):
     def register_parameter(self, name: str, param: Parameter | None) -> None:
         super().register_parameter(name, param)
         self.mark_parameters()
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._cut and self._parameters.get(name) is not None and self.comm.size > 1:
+            raise ArgumentError(
+                f"{type(self).__name__}: {name} can't be taken away, nor parametrized, as by weight_norm: it is this"
+                f" rank's part of a parameter, and a norm, say, would be that of the part {self._where()}"
+            )
+        super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -139,9 +153,16 @@ def _block(param: Tensor, dim: int, comm: Communicator) -> Parameter:
     return Parameter(block, param.requires_grad)
 
 
+def mark_again(module: nn.Module) -> None:
+    """Mark what the parallel layers in `module` hold, where others than they have replaced parameters: fully_shard."""
+    for layer in module.modules():
+        if isinstance(layer, _OnRanks):
+            layer.mark_parameters()
+
+
 def _whole(param: Tensor, dim: int, comm: Communicator) -> Tensor:
     """The blocks of all ranks, joined. Collective."""
-    block = param.detach()
+    block = _full(param.detach())
     if comm.size == 1:
         return block.clone()
     counts = allgather(torch.tensor([block.shape[dim]]), comm=comm).tolist()
@@ -149,10 +170,18 @@ def _whole(param: Tensor, dim: int, comm: Communicator) -> Tensor:
     return joined.movedim(0, dim).contiguous()
 
 
+def _full(x: Tensor) -> Tensor:
+    """`x`, all of it if fully_shard has cut it among the data parallel ranks."""
+    if isinstance(x, DTensor):
+        x = x.full_tensor()
+    return x
+
+
 def _copy(param: Tensor | None) -> Parameter | None:
     return None if param is None else Parameter(param.detach().clone(), param.requires_grad)
 
 
+@eager
 def _summed(comm: Communicator, *params: Tensor | None) -> list[Tensor | None]:
     """`params`, which all ranks hold alike, for use on activations that differ: their gradients are summed over the
     ranks, in one message."""
@@ -171,6 +200,7 @@ def _summed(comm: Communicator, *params: Tensor | None) -> list[Tensor | None]:
 # --- linear layers
 
 
+@eager
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sequence_parallel: bool = False, group: Any = None
 ) -> Tensor:
@@ -774,10 +804,11 @@ def shard_(
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state_dict of the plain model: what parallel layers have cut is joined, on every rank. Collective over the
-    ranks of the layers' groups; sends every weight, n(P-1)/P bytes.
+    ranks of the layers' groups; sends every weight, n(P-1)/P bytes. What fully_shard has cut besides is joined as well.
 
     Parameters that are shared stay so; what is not cut is the module's own memory, as in ``state_dict()``.
     """
+    mark_again(module)
     joined: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
@@ -785,7 +816,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
             return value
         shard = shard_of(value)
         if shard is None:
-            return value.detach()
+            return _full(value.detach())
         if id(value) not in joined:
             joined[id(value)] = _whole(value, shard.dim, shard.comm)
         return joined[id(value)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from operator import index
 from typing import Any, TypeAlias
 
@@ -24,6 +25,9 @@ from mpicoll.transport.base import Envelope, Memory
 
 PLAIN, FORWARD, BACKWARD = range(3)
 """Lines of one channel between two stages. They are never mixed up, even where the next stage is the previous one."""
+
+_WAYS = ("", " by a send_forward form", " by a send_backward form")
+"""How values get on these lines, for people."""
 
 CHANNELS = 256
 
@@ -157,7 +161,7 @@ class Receiving:
         if self.objects:
             return "an object, sent by send_obj"
         if self.shape is None:
-            return "tensors, sent by send or isend"
+            return f"tensors, sent{_WAYS[self.key & 3] or ' by send or isend'}"
         dtype = "a tensor of shape" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         return f"{dtype} {self.shape}"
 
@@ -293,13 +297,14 @@ class Peer:
 
     def explain(self, operation: Operation, error: CommunicationError) -> CommunicationError:
         """`error` of the transport as one that names `operation`."""
-        return _explained(f"{self.here}: {operation}: {error}", error)
+        return explained(f"{self.here}: {operation}: {error}", error)
 
     def unheard(self) -> Iterator[str]:
         """What came that nobody has received."""
         for key, inbox in self.inboxes.items():
             for one in inbox.arrived:
-                yield f"{'an object' if one.layout is None else describe(one.layout.spec)}{_channel(key)}"
+                what = "an object" if one.layout is None else describe(one.layout.spec)
+                yield f"{what}{_WAYS[key & 3]}{_channel(key)}"
 
 
 class Lines:
@@ -387,7 +392,7 @@ class Lines:
     def fail(self, peer: Peer, error: CommunicationError) -> None:
         """Nothing more comes from `peer`."""
         peer.wants = 0
-        peer.lost = _explained(f"{self.here}: {peer.name}: {error}", error)
+        peer.lost = explained(f"{self.here}: {peer.name}: {error}", error)
         for inbox in peer.inboxes.values():
             receivers = [*inbox.waiting]
             inbox.waiting.clear()
@@ -475,7 +480,8 @@ class Lines:
         arrival.receiving = receiving
         if arrival.sync:
             text = np.frombuffer(refusal.encode(), np.uint8) if refusal else _NOTHING
-            self._wire.isend(text, receiving.peer.stage, receiving.key << 5 | _ACK)
+            with suppress(CommunicationError):  # a stage that is gone needs no answer
+                self._wire.isend(text, receiving.peer.stage, receiving.key << 5 | _ACK)
 
     def _acknowledged(self, peer: Peer, key: int, data: Memory) -> None:
         sending = peer.outbox(key).unacknowledged.popleft()
@@ -521,10 +527,11 @@ def all_arrived(moving: list[Moving]) -> bool:
     return True
 
 
-def _explained(text: str, error: CommunicationError) -> CommunicationError:
-    explained = RankFailed(text, error.ranks) if isinstance(error, RankFailed) else type(error)(text)
-    explained.__cause__ = error
-    return explained
+def explained(text: str, error: CommunicationError) -> CommunicationError:
+    """An error of the same kind as `error`, which caused it, that says `text`."""
+    other = RankFailed(text, error.ranks) if isinstance(error, RankFailed) else type(error)(text)
+    other.__cause__ = error
+    return other
 
 
 def _sent(spec: Spec | int) -> str:

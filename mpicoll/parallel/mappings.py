@@ -44,8 +44,9 @@ Rules for all of them:
   are plain collectives. Any dtype; integers and bool have no gradient; halves are summed in float32 and rounded once.
 * They work out of place: neither `x` nor an incoming gradient is ever changed. A result has memory of its own, which
   the caller may change, with two exceptions. Where the forward does nothing, in ``copy_to``, the result shares the
-  memory of `x`; if it has a gradient, torch raises RuntimeError when one of the two is changed in place and the other
-  used. A group of one rank returns `x` itself.
+  memory of `x`; if it has a gradient, torch raises RuntimeError when it is changed in place, or when `x` is and the
+  result used. A group of one rank returns `x` itself.
+* torch.compile leaves them as they are: the compiled code breaks off before each, and goes on after it.
 * Tensors live on the CPU and may have any strides, negative `dim` and extents of zero.
 
 `group` is a process group of mpicoll, a 1-D DeviceMesh, a Communicator or an mpi4py communicator; by default the axis
@@ -72,7 +73,7 @@ from mpicoll.collectives.alltoall import alltoall
 from mpicoll.collectives.reduce_scatter import reduce_scatter
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import DTypeError, ShapeError
-from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.groups import communicator, eager
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
@@ -97,6 +98,7 @@ _Map: TypeAlias = Callable[[Tensor], Tensor]
 # --- tensor parallelism
 
 
+@eager
 def copy_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Hand a replicated tensor to computations that differ from rank to rank: nothing is sent.
 
@@ -109,6 +111,7 @@ def copy_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor
     return _linear(x, _same, lambda grad: _reduced(grad, comm))
 
 
+@eager
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Add up the ranks' partial tensors.
 
@@ -121,6 +124,7 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Te
     return _linear(x, lambda x: _reduced(x, comm), _same)
 
 
+@eager
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Keep this rank's part of the last dimension: nothing is sent.
 
@@ -130,6 +134,7 @@ def scatter_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Ten
     return _split("scatter_to_tensor_model_parallel_region", x, -1, group, None)
 
 
+@eager
 def gather_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Join the ranks' parts along the last dimension, for computations that are the same on all ranks.
 
@@ -139,6 +144,7 @@ def gather_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Te
     return _gather("gather_from_tensor_model_parallel_region", x, -1, group, None)
 
 
+@eager
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Join the ranks' parts along the last dimension, for computations that differ from rank to rank.
 
@@ -148,6 +154,7 @@ def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: Any = None
     return _all_gather("all_gather_last_dim_from_tensor_parallel_region", x, -1, group, None)
 
 
+@eager
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Add up the ranks' partial tensors, and keep this rank's part of the sum's last dimension.
 
@@ -160,6 +167,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: Any = No
 # --- sequence parallelism
 
 
+@eager
 def scatter_to_sequence_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     """Keep this rank's part of dimension 0: nothing is sent.
 
@@ -169,6 +177,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: Any = None) -> Tensor:
     return _split("scatter_to_sequence_parallel_region", x, 0, group, None)
 
 
+@eager
 def gather_from_sequence_parallel_region(
     x: Tensor,
     tensor_parallel_output_grad: bool = True,
@@ -187,6 +196,7 @@ def gather_from_sequence_parallel_region(
     return joined("gather_from_sequence_parallel_region", x, 0, group, output_split_sizes)
 
 
+@eager
 def reduce_scatter_to_sequence_parallel_region(
     x: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -202,6 +212,7 @@ def reduce_scatter_to_sequence_parallel_region(
 # --- from one sharding to another
 
 
+@eager
 def all_to_all(
     x: Tensor,
     output_split_sizes: Sequence[int] | None = None,
@@ -240,6 +251,7 @@ def all_to_all(
     return _linear(x, lambda x: _exchanged(x, comm, there), lambda grad: _exchanged(grad, comm, back))
 
 
+@eager
 def all_to_all_sp2hp(x: Tensor, group: Any = None) -> Tensor:
     """From parts of the tokens to parts of the hidden dimension.
 
@@ -256,6 +268,7 @@ def all_to_all_sp2hp(x: Tensor, group: Any = None) -> Tensor:
     return _linear(x, lambda x: _to_hidden(x, comm), lambda grad: _to_tokens(grad, comm))
 
 
+@eager
 def all_to_all_hp2sp(x: Tensor, group: Any = None) -> Tensor:
     """From parts of the hidden dimension to parts of the tokens.
 
@@ -275,6 +288,7 @@ def all_to_all_hp2sp(x: Tensor, group: Any = None) -> Tensor:
 # --- any dimension
 
 
+@eager
 def split(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = None) -> Tensor:
     """Keep this rank's part of dimension `dim`: nothing is sent.
 
@@ -285,6 +299,7 @@ def split(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = 
     return _split("split", x, dim, group, sizes)
 
 
+@eager
 def gather(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = None) -> Tensor:
     """Join the ranks' parts along dimension `dim`, for computations that are the same on all ranks.
 

@@ -233,7 +233,8 @@ class PipelineParallelGrid:
     ``get_…_group()`` give the process groups, and raise CommunicatorError where there are none; ``get_…_rank()`` and
     ``get_…_world_size()`` are good without. An axis that the topology lacks is one of extent one.
 
-    A context manager that frees what the grid has made. Raises ShapeError if the topology has another number of ranks
+    A context manager that frees what the grid has made. Attributes: ``freed``; ``before``, the grid that comes into use
+    again when this one is freed while it is in use. Raises ShapeError if the topology has another number of ranks
     than `group`, ArgumentError if one of `process_groups` has not the ranks along its axis, in their order.
     """
 
@@ -255,7 +256,8 @@ class PipelineParallelGrid:
                 f" {self._comm.size} (rank {self._comm.rank})"
             )
         self._coord = self._topology.get_coord(self._comm.rank)
-        self._freed = False
+        self.freed = False
+        self.before: groups.Grid | None = None
         self._made: list[Communicator | ProcessGroupMpicoll] = []
         # By the axes, of more than one rank, that they are along.
         self._process_groups: dict[_Key, ProcessGroupMpicoll] = {}
@@ -283,7 +285,7 @@ class PipelineParallelGrid:
     def __repr__(self) -> str:
         at = _sizes(self._topology.axes, self._coord)
         dims = _sizes(self._topology.axes, self._topology.dims)
-        freed = ", freed" if self._freed else ""
+        freed = ", freed" if self.freed else ""
         return f"<PipelineParallelGrid {dims}: rank {self._comm.rank} of {self._comm.size} at {at}{freed}>"
 
     def get_global_rank(self) -> int:
@@ -393,7 +395,7 @@ class PipelineParallelGrid:
         communicate; asking for others together for the first time is collective over the ranks of the result. Raises
         ArgumentError for unknown axes, CommunicatorError if the grid was freed.
         """
-        if self._freed:
+        if self.freed:
             raise CommunicatorError(f"communicator{axes}: {self!r} can't be used any more")
         unknown = [axis for axis in axes if _plain(axis) not in _SHORT and not self._topology.get_dim(axis)]
         if unknown or not axes:
@@ -475,13 +477,12 @@ class PipelineParallelGrid:
     # How groups are made, and given back.
 
     def free(self) -> None:
-        """Collective: give back the groups that the grid has made, and take the grid out of use if it is the one in
-        use. Freeing it twice does nothing."""
-        if self._freed:
+        """Collective: give back the groups that the grid has made. If it is the one in use, what was in use before
+        :func:`initialize_model_parallel` has made it is so again. Freeing it twice does nothing."""
+        if self.freed:
             return
-        self._freed = True
-        if groups.in_use() is self:
-            groups.use(None)
+        self.freed = True
+        self._out_of_use()
         for one in self._made:
             if isinstance(one, Communicator):
                 one.free()
@@ -495,9 +496,17 @@ class PipelineParallelGrid:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._out_of_use()
         # Freeing is collective: after an error on this rank alone it would wait for ranks that don't come.
         if kind is None:
             self.free()
+
+    def _out_of_use(self) -> None:
+        if groups.in_use() is self:
+            before = self.before
+            while isinstance(before, PipelineParallelGrid) and before.freed:
+                before = before.before
+            groups.use(before)
 
     def _key(self, axes: Collection[str], *, alone: bool = False) -> _Key:
         """These axes, each by one name and in the topology's order, without those of a single rank unless `alone`."""
@@ -545,7 +554,7 @@ class PipelineParallelGrid:
         return self._communicators[key]
 
     def _process_group(self, operation: str, *axes: str) -> dist.ProcessGroup:
-        if self._freed:
+        if self.freed:
             raise CommunicatorError(f"{operation}: {self!r} can't be used any more")
         if self._group is None:
             raise CommunicatorError(
@@ -588,8 +597,8 @@ def initialize_model_parallel(
 
     Neighbouring ranks, which are mostly on one node, share layers (tensor parallelism); what the sizes leave is data
     parallelism. Collective over `group`, by default all ranks (see :class:`PipelineParallelGrid`). ``with
-    initialize_model_parallel(...) as grid:`` frees it, and takes it out of use, at the end. Raises ShapeError if the
-    sizes don't divide the number of ranks.
+    initialize_model_parallel(...) as grid:`` puts back at the end what was in use before, and frees the grid, but after
+    an error. Raises ShapeError if the sizes don't divide the number of ranks.
     """
     sizes = {
         "tensor_model_parallel_size": tensor_model_parallel_size,
@@ -614,5 +623,6 @@ def initialize_model_parallel(
         ],
     )
     grid = PipelineParallelGrid(topology, group)
+    grid.before = groups.in_use()
     groups.use(grid)
     return grid

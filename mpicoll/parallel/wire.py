@@ -104,6 +104,13 @@ def describe(spec: Spec) -> str:
         return str(spec)
     if spec is None:
         return "None"
+    try:
+        return _described(spec)
+    except Exception:  # noqa: BLE001  it is for an error's text, which must not be lost for that
+        return "what can't be unpickled or shown"
+
+
+def _described(spec: Node | bytes) -> str:
     if isinstance(spec, bytes):
         text = repr(pickle.loads(spec))
         return text if len(text) <= 40 else f"{text[:37]}..."

@@ -43,7 +43,7 @@ def test_output(tmp_path: Path) -> None:
     first, second, empty, text, *drawn = output.splitlines()
     assert first.startswith("2 ranks: pp=2 dp=1 cp=1 tp=1, 1f1b, a rank holds ")
     assert second.startswith("3 steps, ")
-    assert " tokens/s, loss 5.5" in second
+    assert " tokens/s, loss " in second
     assert not empty
     assert text.startswith("The ")
     assert any("bubble" in line for line in drawn)
@@ -55,13 +55,19 @@ def test_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tp", "3"], "2 ranks can't be divided into --tp 3 --pp 1 --cp 1"),
-        (["--dp", "1"], "2 ranks can't be divided"),
-        (["--batch", "3"], "--batch 3 must be 2 shares of at least 2 sequences"),
-        (["--steps", "0"], "--steps, --batch, --layers and --chunks must be at least 1"),
+        (["--heads", "0"], "argument --heads: invalid positive value: '0'"),
+        (["--tp", "3"], "their product divide the 2 ranks, got tensor_model_parallel_size=3"),
+        (["--batch", "3"], "--batch must be 2 equal shares of at least --micro-batches sequences"),
+        (
+            ["--pp", "2", "--schedule", "interleaved", "--micro-batches", "3"],
+            "must be a multiple of the number of stages",
+        ),
+        (["--resume", "/nowhere"], "load: /nowhere holds no checkpoint"),
     ],
 )
 def test_refuses_nonsense(arguments: list[str], message: str) -> None:
+    """One rank says what is wrong, once; all of them leave."""
     done = mpirun(2, ROOT / "examples" / "gpt_3d.py", *SMALL, *arguments)
     assert done.returncode != 0
-    assert message in done.stdout
+    assert done.stdout.count("gpt_3d.py: error: ") == done.stdout.count(message) == 1
+    assert "Traceback" not in done.stdout

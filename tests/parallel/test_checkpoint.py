@@ -193,6 +193,60 @@ def test_a_checkpoint_that_is_there_is_replaced(tmp_path: Path) -> None:
     other.check(1, adamw)
 
 
+@pytest.mark.parametrize("moment", ["writing", "first rename", "second rename", "removing"])
+def test_a_save_that_is_cut_off_leaves_a_checkpoint(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of before or the new one, in its place or where the error says."""
+
+    class Killed(BaseException):
+        pass
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise Killed
+
+    part = Part(adamw).start()
+    save(tmp_path / "a", part.module, part.optimizer, "old")
+    part.train(1)
+    with monkeypatch.context() as patch:
+        if moment == "writing":
+            patch.setattr(dcp.FileSystemWriter, "finish", fail)
+        elif moment == "removing":
+            patch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: ignore_errors or fail())
+        else:
+            rename, last = Path.rename, "a" if moment == "first rename" else "a.new"
+            patch.setattr(Path, "rename", lambda path, to: fail() if path.name == last else rename(path, to))
+        with pytest.raises(OSError if moment == "writing" else Killed):  # DCP makes its own of it
+            save(tmp_path / "a", part.module, part.optimizer, "new", overwrite=True)
+    other = Part(adamw)
+    if moment == "second rename":
+        with pytest.raises(
+            ArgumentError, match=r"holds no checkpoint.* there is one in \S+a.new and in \S+a.old, left"
+        ):
+            load(tmp_path / "a", other.module, other.optimizer)
+        assert load(tmp_path / "a.new", other.module, other.optimizer) == "new"
+        assert load(tmp_path / "a.old", other.module, other.optimizer) == "old"
+    found = load(tmp_path / ("a.old" if moment == "second rename" else "a"), other.module, other.optimizer)
+    assert found == ("new" if moment == "removing" else "old")
+    other.check(1 if found == "new" else 0, adamw)
+    save(tmp_path / "a", part.module, part.optimizer, "newest", overwrite=True)
+    assert load(tmp_path / "a", other.module, other.optimizer) == "newest"
+
+
+def test_states_that_can_not_be_saved(tmp_path: Path) -> None:
+    linear = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(linear.parameters())
+
+    def closure() -> Tensor:
+        loss = linear(torch.ones(2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(ArgumentError, match=r"LBFGS keeps 'al', a list, for 'weight'; only"):
+        save(tmp_path / "a", linear, optimizer)
+
+
 def test_the_model_alone(tmp_path: Path) -> None:
     part = Part(adamw).start().train(1)
     save(tmp_path / "a", part.module)

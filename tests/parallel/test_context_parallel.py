@@ -363,15 +363,18 @@ class TestMessages:
         def body() -> None:
             world = mpicoll.world()
             left, right = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-            receiving = mpicoll.irecv(torch.zeros(3, dtype=torch.float64))
+            # From any rank, with any tag, also on the communicator that carries the user's messages.
+            on = [world] if world.mpi is None else [world, world.mpi]
+            receiving = [mpicoll.irecv(torch.zeros(3, dtype=torch.float64), comm=comm) for comm in on]
             tensors = whole(SHAPES[0], world.size)
             background = mpicoll.iallreduce(torch.ones(1000))
             found = actual(cp.ring_attention, mine(tensors), causal=True)
             check(found, mine(expected(tensors, causal=True)), 1e-12)
-            assert not receiving.test()
+            assert not any(request.test() for request in receiving)
             mpicoll.barrier()
-            mpicoll.send(torch.full((3,), float(world.rank), dtype=torch.float64), right)
-            assert receiving.wait().tolist() == [left] * 3
+            for comm, request in zip(on, receiving, strict=True):
+                mpicoll.send(torch.full((3,), float(world.rank), dtype=torch.float64), right, comm=comm)
+                assert request.wait().tolist() == [left] * 3
             assert background.wait()[0] == world.size
 
         several(body)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import mpicoll
+from mpicoll.errors import DTypeError
 from mpicoll.parallel import gradients, groups
 from mpicoll.parallel.shards import mark
 from mpicoll.parallel.topology import PipelineParallelGrid, ProcessTopology
@@ -163,3 +164,33 @@ def test_clip_without_gradients(some: Ranks) -> None:
         return gradients.clip_grad_norm_([Parameter(torch.zeros(1))], 1.0).item()
 
     assert set(some(body)) == {0.0}
+
+
+def test_a_single_parameter(ranks: Ranks) -> None:
+    """It counts as itself, not as the list of its rows."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        one = Parameter(torch.zeros(2, 3))
+        one.grad = torch.full((2, 3), float(world.rank))
+        gradients.average_gradients(one, world)
+        mean = (world.size - 1) / 2
+        assert torch.equal(one.grad, torch.full((2, 3), mean))
+        norm = gradients.clip_grad_norm_(one, 1e-3, group=world)
+        torch.testing.assert_close(norm, torch.tensor(mean * math.sqrt(6), dtype=torch.float64))
+        assert one.grad.norm() < 1.01e-3
+
+    ranks(body)
+
+
+def test_gradients_that_can_not_be_clipped(some_more: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        one = Parameter(torch.zeros(2, 3))
+        one.grad = torch.eye(2, 3).to_sparse()
+        with pytest.raises(
+            DTypeError, match=r"clip_grad_norm_: a parameter of shape \(2, 3\) has a gradient of .*dense"
+        ):
+            gradients.clip_grad_norm_(one, 1.0, group=world)
+
+    some_more(body)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -79,6 +81,13 @@ def test_from_now_on_without_a_block() -> None:
     finally:
         groups.use(None)
     assert groups.in_use() is None
+
+
+def test_other_threads_have_their_own() -> None:
+    """Such as those of a pool, unless they are given the caller's context."""
+    with groups.use(Grid()) as grid, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(groups.in_use).result() is None
+        assert pool.submit(copy_context().run, groups.in_use).result() is grid
 
 
 def test_what_is_no_group(some: Ranks) -> None:

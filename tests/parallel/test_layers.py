@@ -865,6 +865,39 @@ def test_a_layer_can_not_be_pickled() -> None:
             pickle.dumps(layer)
 
 
+def test_a_parameter_may_be_pickled(some_more: Ranks) -> None:
+    """It comes back without a mark, as it has left its ranks; copies of other kinds keep it."""
+
+    def body() -> None:
+        weight = ColumnParallelLinear(H, F, bias=False).weight
+        file = io.BytesIO()
+        torch.save([weight], file)
+        file.seek(0)
+        (loaded,) = torch.load(file, weights_only=True)
+        assert torch.equal(loaded, weight)
+        assert shard_of(loaded) is None
+        assert shard_of(pickle.loads(pickle.dumps(weight))) is None
+        assert shard_of(weight) is copy.deepcopy(shard_of(weight))
+        assert shard_of(copy.copy(weight)) is shard_of(weight)
+
+    some_more(body)
+
+
+@pytest.mark.parametrize("make", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_part_can_not_be_parametrized(some_more: Ranks, make: Callable[..., Any]) -> None:
+    def body() -> None:
+        size = mpicoll.world().size
+        with pytest.raises(ArgumentError, match=rf"RowParallelLinear: weight can't be .*\(rank \d of {size}\)"):
+            make(RowParallelLinear(F, H))
+        alone = mpicoll.world().split(mpicoll.world().rank)
+        layer = RowParallelLinear(F, H, group=alone)
+        assert make(layer)(torch.ones(2, F)).shape == (2, H)
+        assert alone is not None
+        alone.free()
+
+    some_more(body)
+
+
 def test_new_parameters_are_marked(some_more: Ranks) -> None:
     """Those that Module.to and its kin make, and load_state_dict, and who ties weights."""
 

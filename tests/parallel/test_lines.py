@@ -285,6 +285,20 @@ def test_an_object_that_can_t_be_unpickled(ends: Ends) -> None:
         got_after_pump(ends, ends.expect(objects=True))
 
 
+def test_a_sender_that_is_gone_needs_no_answer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends.send(torch.ones(3))
+    ends.send(torch.ones(3), 4, sync=True)
+    one = ends.expect()
+    ends.pump()
+    assert same(got(one), torch.ones(3))
+
+    def gone(*_: Any) -> Any:
+        raise RankFailed("it is gone", (0,))
+
+    monkeypatch.setattr(ends.right, "isend", gone)
+    assert same(got_after_pump(ends, ends.expect(4)), torch.ones(3))
+
+
 def test_leaving(ends: Ends) -> None:
     ends.send(torch.ones(2))
     waiting = [ends.send(torch.ones(3), sync=True, back=True), ends.expect(), ends.expect()]
@@ -305,3 +319,17 @@ def test_leaving(ends: Ends) -> None:
     ends.pump()
     assert ends.here.peers[1].left
     assert list(ends.here.peers[1].unheard()) == ["float32 (3,)"]
+
+
+def test_what_nobody_receives_names_its_line(ends: Ends) -> None:
+    """Who waits on the wrong line must see how the value was sent."""
+    ends.send(torch.ones(1), FORWARD)
+    ends.send(torch.ones(2), BACKWARD | 3 << 2)
+    plain = ends.expect(PLAIN)
+    ends.pump()
+    assert list(ends.there.peers[0].unheard()) == [
+        "float32 (1,) by a send_forward form",
+        "float32 (2,) by a send_backward form, channel 3",
+    ]
+    assert plain.expected == "tensors, sent by send or isend"
+    assert ends.expect(BACKWARD).expected == "tensors, sent by a send_backward form"

@@ -373,6 +373,27 @@ def test_initialize_model_parallel(ranks: Ranks) -> None:
     ranks(body)
 
 
+def test_what_was_in_use_before_comes_back(some: Ranks) -> None:
+    def body() -> None:
+        with initialize_model_parallel() as outer:
+            with initialize_model_parallel() as inner:
+                assert groups.in_use() is inner
+            assert groups.in_use() is outer
+            with pytest.raises(KeyError), initialize_model_parallel() as failed:
+                raise KeyError
+            assert groups.in_use() is outer
+            failed.free()
+            first = initialize_model_parallel()
+            last = initialize_model_parallel()
+            first.free()
+            assert groups.in_use() is last
+            last.free()
+            assert groups.in_use() is outer, "not a grid that was freed"
+        assert groups.in_use() is None
+
+    some(body)
+
+
 @pytest.mark.parametrize("sizes", [(5, 1, 1), (1, 3, 2), (0, 1, 1), (-1, 1, -1)])
 def test_sizes_that_do_not_fit(some: Ranks, sizes: tuple[int, int, int]) -> None:
     def body() -> None:

@@ -131,3 +131,16 @@ def test_what_can_t_be_sent() -> None:
     wrapper = torch.Tensor._make_wrapper_subclass(DTensor, (2,))  # a DTensor needs no mesh to be recognised
     with pytest.raises(DTypeError, match="to_local"):
         flatten("send", wrapper, [])
+
+
+class Unreadable:
+    """Unpickling it fails."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+def test_what_can_t_be_unpickled_can_be_described() -> None:
+    assert describe(structure(Unreadable())) == "what can't be unpickled or shown"
+    assert describe(structure((torch.ones(2), Unreadable()))) == "(float32 (2,), what can't be unpickled or shown)"
+    assert describe(structure({Unreadable(): torch.ones(2)})) == "what can't be unpickled or shown"

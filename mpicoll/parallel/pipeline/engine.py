@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,17 @@ from mpicoll.collectives.allreduce import allreduce
 from mpicoll.collectives.bcast import bcast
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request
-from mpicoll.errors import ArgumentError, DTypeError, ShapeError
+from mpicoll.errors import (
+    AlgorithmError,
+    ArgumentError,
+    CommunicationError,
+    CommunicatorError,
+    DTypeError,
+    ShapeError,
+    Timeout,
+)
 from mpicoll.parallel import gradients, groups
+from mpicoll.parallel.lines import explained
 from mpicoll.parallel.p2p import PipeP2P
 from mpicoll.parallel.pipeline import schedules
 from mpicoll.parallel.pipeline.halves import backward, backward_input, own_memory
@@ -27,6 +37,23 @@ from mpicoll.parallel.pipeline.verify import verify
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 """From the output of the last part and the targets of a micro-batch to their mean loss, a 0-d tensor."""
+
+
+_PLAIN = (Tensor, type(None), bool, int, float, str)
+"""What may be in the tuples, lists and dicts that go from part to part."""
+
+_RESULT = 0
+"""The channel of what the last stage tells all others. Those of chunks lie above."""
+
+
+class _Terms(NamedTuple):
+    """What a stage tells the others when the engine is made: what all must agree in, why it can't do that itself, and
+    (shape, dtype) of its tied parameters."""
+
+    work: str
+    script: int
+    failure: str
+    tied: dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(slots=True)
@@ -39,8 +66,11 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch on its way through the pipeline, as one stage sees it. Micro-batches by number."""
+    """A batch on its way through the pipeline, as one stage sees it. Micro-batches by number. `mark` goes with every
+    message, and tells stages that do different things from each other."""
 
+    mark: str
+    actions: Sequence[Action]
     inputs: Sequence[Any]
     targets: Sequence[Any]
     weights: Sequence[float]
@@ -64,8 +94,9 @@ class PipelineEngine:
 
     Each rank of the pipeline passes its part of the model. `modules` is one module or, for schedules of several chunks,
     one for each: chunk c of stage s of p is the (c p + s)-th part of the model. A part takes what the part before it
-    returned: a tensor, or a tuple, list or dict of tensors, which may be of another shape each time. `loss_fn` gets the
-    output of the last part and the targets of a micro-batch and returns its mean loss; only the last stage calls it.
+    returned: a tensor, or a tuple, list or dict of tensors, numbers, strings and None, which may be of another shape
+    each time; what is returned must not be changed by the part later. `loss_fn` gets the output of the last part and
+    the targets of a micro-batch and returns its mean loss; only the last stage calls it.
 
     `schedule` is a name of :mod:`mpicoll.parallel.pipeline.schedules`, the same on all stages: ``gpipe``, ``1f1b``,
     ``interleaved``, ``zero_bubble`` or one of your own. It is verified here, and ScheduleError tells what is wrong.
@@ -76,14 +107,18 @@ class PipelineEngine:
 
     `group` are the ranks of the pipeline, stage by stage, by default the ``pipe`` axis of the grid in use; `data_group`
     those that hold the same part and see other data, by default its ``data`` and ``context`` axes, without a grid this
-    rank only. `timeout` in seconds bounds each wait for a neighbour (default: MPICOLL_TIMEOUT).
+    rank only. `timeout` in seconds bounds each wait for another stage (default: MPICOLL_TIMEOUT), which may last as
+    long as a batch, as all wait for the loss; collectives, for the gradients of tied parameters and over `data_group`,
+    are bound by MPICOLL_TIMEOUT.
 
-    Making an engine is collective over `group`, and all of it must pass the same `micro_batches` and `schedule`. After
-    an exception in the middle of a batch the stages are out of step, and the engine can't be used any more.
+    Making an engine is collective over `group`; ArgumentError on all of it if not all pass the same `micro_batches`,
+    `schedule` and number of chunks, or if one of them can't go on. A stage that calls another method than the others,
+    or `predict` with other `micro_batches`, gets CommunicationError. After an exception in the middle of a batch the
+    stages are out of step: from then on methods raise CommunicatorError, and other stages get Timeout.
 
     torch.distributed.pipelining runs on mpicoll, too. It is the better choice to cut a model automatically, by tracing.
-    This engine needs no shapes in advance, proves its schedules before it runs them, ties weights, averages over data
-    parallel ranks, gives the loss to every rank, and turns a mismatch between stages into an error.
+    Here shapes may change with each micro-batch, schedules are proved before they run, weights can be tied, gradients
+    are averaged over data parallel ranks, every rank gets the loss, and a mismatch between stages is an error.
     """
 
     def __init__(
@@ -104,12 +139,17 @@ class PipelineEngine:
         self.schedule = schedule
         self.comm = groups.communicator(group, "pipe")
         self.stage, self.stages = self.comm.rank, self.comm.size
-        verify(schedule, self.stages, micro_batches, len(self.modules))
-        self._splits = schedules.find(schedule).splits
         self._replicas = _alone_or_replicas(data_group)
         self._p2p = PipeP2P(self.comm, timeout=timeout)
         self._events: list[tuple[int, Action, float, float]] = []
-        self._tied = self._tie(tied or {})
+        self._failed = ""
+        try:
+            self._tied = self._tie(tied or {}, self._agree(tied or {}))
+        except Exception as error:
+            if not isinstance(error, CommunicationError):
+                self._p2p.close()  # collective, but then all stages raise
+            raise
+        self._splits = schedules.find(schedule).splits
 
     @property
     def is_first_stage(self) -> bool:
@@ -136,11 +176,11 @@ class PipelineEngine:
 
         Raises ArgumentError or ShapeError before any message leaves where a stage lacks what it needs.
         """
-        batch = self._batch("train_batch", inputs, targets, self.micro_batches, train=True)
-        self._run(batch, self._actions(self.schedule, self.micro_batches))
+        batch = self._batch("train_batch", inputs, targets, self.schedule, self.micro_batches)
+        loss = self._run(batch)
         if reduce:
             self.reduce_gradients()
-        return self._mean(batch)
+        return self._mean(loss)
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of tied parameters over their stages, and average all over `data_group`."""
@@ -152,21 +192,14 @@ class PipelineEngine:
     def eval_batch(self, inputs: Any = None, targets: Any = None) -> Tensor:
         """The loss of a batch as :meth:`train_batch` gives it, without gradients, and with the modules in evaluation
         mode."""
-        batch = self._batch("eval_batch", inputs, targets, self.micro_batches, train=False)
-        self._forward_only(batch, self.micro_batches)
-        return self._mean(batch)
+        batch = self._batch("eval_batch", inputs, targets, "forward_only", self.micro_batches)
+        return self._mean(self._forward_only(batch))
 
     def predict(self, inputs: Any = None, *, micro_batches: int = 1) -> Any:
         """What the model returns for `inputs`, on every stage, without gradients and with the modules in evaluation
         mode. The first stage passes `inputs`; outputs of several micro-batches are joined along axis 0."""
-        batch = self._batch("predict", inputs, None, micro_batches, train=False, scored=False)
-        self._forward_only(batch, micro_batches)
-        if not self.is_last_stage:
-            return self._p2p.recv(self.stages - 1)
-        outputs = _join([batch.outputs[number] for number in range(micro_batches)])
-        for stage in range(self.stages - 1):
-            self._p2p.send(outputs, stage)
-        return outputs
+        batch = self._batch("predict", inputs, None, "forward_only", micro_batches)
+        return self._forward_only(batch)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the whole model to a norm of at most `max_norm`; see
@@ -185,21 +218,27 @@ class PipelineEngine:
         return measured([event for events in self._everyones(self._events) for event in events], name=self.schedule)
 
     def free(self) -> None:
-        """Collective: give the engine's communicators back."""
-        self._p2p.close()
+        """Collective: give the engine's communicators back. After an exception in the middle of a batch, what is left
+        of that is dropped; Timeout if another stage doesn't come."""
+        try:
+            self._p2p.close()
+        except CommunicationError as error:
+            if not self._failed or isinstance(error, Timeout):
+                raise
         for _, comm in self._tied:
             comm.free()
         self._tied = []
 
     # --- a batch
 
-    def _batch(
-        self, operation: str, inputs: Any, targets: Any, count: int, *, train: bool, scored: bool = True
-    ) -> _Batch:
+    def _batch(self, operation: str, inputs: Any, targets: Any, schedule: str, count: int) -> _Batch:
+        actions = schedules.actions(schedule, self.stage, self.stages, count, len(self.modules))
+        scored = self.is_last_stage and operation != "predict"
         ins = self._parts(operation, "inputs", inputs, count) if self.is_first_stage else []
-        outs = self._parts(operation, "targets", targets, count) if self.is_last_stage and scored else []
+        outs = self._parts(operation, "targets", targets, count) if scored else []
         lengths = [len(_tensors(part)[0]) for part in outs]
-        return _Batch(ins, outs, [length / sum(lengths) for length in lengths], train)
+        weights = [length / sum(lengths) for length in lengths]
+        return _Batch(f"{operation} of {count} micro-batches", actions, ins, outs, weights, operation == "train_batch")
 
     def _parts(self, operation: str, name: str, value: Any, count: int) -> list[Any]:
         """`value`, which was passed as `name`, cut along axis 0 for `count` micro-batches."""
@@ -212,26 +251,34 @@ class PipelineEngine:
                 f"{operation}: {name} must be tensors with one length along axis 0, at least the {count} micro-batches,"
                 f" got shapes {[tuple(one.shape) for one in _tensors(value)]} {where}"
             )
-        return [_cut(value, number, count) for number in range(count)]
+        return _cut(value, count)
 
-    def _actions(self, schedule: str, count: int) -> Sequence[Action]:
-        return schedules.actions(schedule, self.stage, self.stages, count, len(self.modules))
-
-    def _forward_only(self, batch: _Batch, count: int) -> None:
+    def _forward_only(self, batch: _Batch) -> Any:
         with torch.no_grad(), _evaluating(self.modules):
-            self._run(batch, self._actions("forward_only", count))
+            return self._run(batch)
 
-    def _mean(self, batch: _Batch) -> Tensor:
-        """The loss, from the last stage to all, averaged over data parallel ranks."""
-        loss = bcast(batch.loss, self.stages - 1, comm=self.comm)
-        if self._replicas is not None:
-            loss = allreduce(loss, "avg", comm=self._replicas)
-        assert isinstance(loss, Tensor)
-        return loss
+    def _mean(self, loss: Tensor) -> Tensor:
+        """`loss`, averaged over data parallel ranks."""
+        return loss if self._replicas is None else allreduce(loss, "avg", comm=self._replicas)
 
     # --- actions
 
-    def _run(self, batch: _Batch, actions: Sequence[Action]) -> None:
+    def _run(self, batch: _Batch) -> Any:
+        """Carry it out; returns what the last stage has found out, on all stages."""
+        if self._failed and self.stages > 1:
+            raise CommunicatorError(
+                f"{batch.mark}: an engine can't be used after an exception in the middle of a batch, as its stages are"
+                f" out of step; make a new one on all of them (stage {self.stage} of {self.stages}: {self._failed})"
+            )
+        try:
+            self._carry_out(batch)
+            return self._from_last_stage(batch)
+        except BaseException as error:
+            self._failed = f"{batch.mark} ended in {type(error).__name__}"
+            raise
+
+    def _carry_out(self, batch: _Batch) -> None:
+        actions = batch.actions
         self._events = []
         arriving: dict[Action, Request] = {}
         own: dict[tuple[bool, int, int], Any] = {}
@@ -240,7 +287,10 @@ class PipelineEngine:
             if following is not None:
                 # Posted before this action computes, so that what the next one needs can come meanwhile.
                 self._expect(following, arriving)
-            came = arriving.pop(action).wait() if action in arriving else own.pop(_inlet(action), None)
+            if action in arriving:
+                came = self._come(batch, action, arriving.pop(action))
+            else:
+                came = own.pop(_inlet(action), None)
             begin = time.perf_counter()
             result = self._do(batch, action, came)
             self._events.append((self.stage, action, begin, time.perf_counter()))
@@ -248,9 +298,36 @@ class PipelineEngine:
             if to is not None and to[0] == self.stage:
                 own[action.kind == "F", action.microbatch, to[1]] = _apart(result)
             elif to is not None:
-                self._p2p.isend(result, to[0], channel=_channel(action, action.chunk))
+                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_channel(action, action.chunk))
             self._p2p.poll()
         self._p2p.wait()
+
+    def _come(self, batch: _Batch, action: Action, request: Request) -> Any:
+        """What `action` takes in from another stage."""
+        try:
+            return self._opened(batch, *request.wait())
+        except CommunicationError as error:
+            what = "output of the part before" if action.kind == "F" else "gradient of its output"
+            raise explained(f"{batch.mark}: {action} waits for the {what}: {error}", error) from error
+
+    def _opened(self, batch: _Batch, sender: int, mark: str, value: Any) -> Any:
+        """The `value` that came from stage `sender`, if it is of `batch`."""
+        if mark != batch.mark:
+            raise CommunicationError(
+                f"stage {self.stage} runs {batch.mark}, but stage {sender} sent it a value of {mark};"
+                " all stages must call the same method with the same micro_batches"
+            )
+        return value
+
+    def _from_last_stage(self, batch: _Batch) -> Any:
+        """The loss, or the outputs of all micro-batches if it is not scored."""
+        if not self.is_last_stage:
+            return self._opened(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT))
+        found = batch.loss if batch.targets else _join([batch.outputs[number] for number in sorted(batch.outputs)])
+        for stage in range(self.stages - 1):
+            self._p2p.isend((self.stage, batch.mark, found), stage, channel=_RESULT)
+        self._p2p.wait()
+        return found
 
     def _expect(self, action: Action, arriving: dict[Action, Request]) -> None:
         """Start to receive what `action` needs from another stage."""
@@ -284,14 +361,25 @@ class PipelineEngine:
                 output = self._weighted_loss(batch, output, number)
             else:
                 batch.outputs[number] = output
-        elif batch.train and self._splits:
-            output = own_memory(output)
+        else:
+            self._check_output(output, virtual)
+            if batch.train and self._splits:
+                output = own_memory(output)
         if batch.train:
             batch.kept[number, action.chunk] = _Kept(
-                [one for one in _tensors(value) if one.requires_grad],
+                [one for one in _tensors(value) if virtual and one.requires_grad],
                 [one for one in _tensors(output) if one.requires_grad],
             )
         return output
+
+    def _check_output(self, output: Any, virtual: int) -> None:
+        for one in tree_leaves(output):
+            if not isinstance(one, _PLAIN):
+                raise DTypeError(
+                    f"PipelineEngine: part {virtual} of the model returned a {type(one).__name__}, through which no"
+                    " gradient finds its way; it must return tuples, lists and dicts of tensors, numbers, strings and"
+                    f" None (stage {self.stage} of {self.stages})"
+                )
 
     def _weighted_loss(self, batch: _Batch, output: Any, number: int) -> Tensor:
         loss = self.loss_fn(output, batch.targets[number])
@@ -318,19 +406,56 @@ class PipelineEngine:
             self._p2p.send_obj(everyones, stage)
         return everyones
 
-    def _tie(self, tied: Mapping[str, nn.Parameter]) -> list[tuple[nn.Parameter, Communicator]]:
-        """The parameters that other stages hold, too, each with a communicator of those stages."""
-        everyones = self._everyones({name: (tuple(one.shape), str(one.dtype)) for name, one in tied.items()})
-        found = []
-        for name in sorted({name for names in everyones for name in names}):
-            holders = [stage for stage, names in enumerate(everyones) if name in names]
-            kinds = {stage: everyones[stage][name] for stage in holders}
+    def _agree(self, tied: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
+        """Which stages hold what is tied. Raises on all stages if one can't go on, or would do something else."""
+        chunks = len(self.modules)
+        work = f"schedule {self.schedule!r}, {self.micro_batches} micro-batches, {chunks} chunks"
+        mine, failure = _Terms(work, 0, "", {}), None
+        try:
+            if not schedules.find(self.schedule).backward:
+                able = ", ".join(name for name, one in schedules.schedules().items() if one.backward)
+                raise AlgorithmError(
+                    f"PipelineEngine: schedule {self.schedule!r} has no backward, so it can't train; take one of {able}"
+                    " (eval_batch and predict need none)"
+                )
+            verify(self.schedule, self.stages, self.micro_batches, chunks)
+            script = schedules.schedule(self.schedule, self.stages, self.micro_batches, chunks)
+            own = {name: (tuple(one.shape), str(one.dtype)) for name, one in tied.items()}
+            mine = _Terms(work, zlib.crc32(repr(script).encode()), "", own)
+        except Exception as error:  # noqa: BLE001  whatever it is, no stage must wait for this one
+            mine, failure = _Terms(work, 0, f"{type(error).__name__}: {error}", {}), error
+        everyones: list[_Terms] = self._everyones(mine)
+        if failure is not None:
+            raise failure
+        for stage, other in enumerate(everyones):
+            if other.failure:
+                raise ArgumentError(f"PipelineEngine: stage {stage} can't be made: {other.failure}")
+            if (other.work, other.script) != (mine.work, mine.script):
+                same = ", but another schedule of that name" if other.work == mine.work else ""
+                raise ArgumentError(
+                    f"PipelineEngine: all stages must pass the same schedule, micro_batches and number of modules;"
+                    f" stage {self.stage} has {mine.work}; stage {stage} has {other.work}{same}"
+                )
+        holders: dict[str, list[int]] = {}
+        for stage, other in enumerate(everyones):
+            for name in other.tied:
+                holders.setdefault(name, []).append(stage)
+        for name, stages in holders.items():
+            kinds = {stage: everyones[stage].tied[name] for stage in stages}
             if len({shape for shape, _ in kinds.values()}) > 1:
                 raise ShapeError(f"PipelineEngine: tied parameter {name!r} differs in shape among stages: {kinds}")
             if len(set(kinds.values())) > 1:
                 raise DTypeError(f"PipelineEngine: tied parameter {name!r} differs in dtype among stages: {kinds}")
-            if self.stage in holders and len(holders) > 1:
-                comm = self.comm.group(holders)
+        return holders
+
+    def _tie(
+        self, tied: Mapping[str, nn.Parameter], holders: Mapping[str, list[int]]
+    ) -> list[tuple[nn.Parameter, Communicator]]:
+        """The parameters that other stages hold, too, each with a communicator of those stages."""
+        found = []
+        for name, stages in holders.items():
+            if self.stage in stages and len(stages) > 1:
+                comm = self.comm.group(stages)
                 assert comm is not None
                 bcast(tied[name].detach(), 0, out=tied[name].detach(), comm=comm)
                 found.append((tied[name], comm))
@@ -353,7 +478,7 @@ def _inlet(action: Action) -> tuple[bool, int, int]:
 def _channel(action: Action, chunk: int) -> int:
     """Where messages from `chunk` travel that go the way of `action`. With two stages the next is the one before, too,
     so ways must be kept apart."""
-    return 2 * chunk + (action.kind != "F")
+    return 1 + 2 * chunk + (action.kind != "F")
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -365,9 +490,11 @@ def _apart(value: Any) -> Any:
     return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
 
 
-def _cut(value: Any, number: int, count: int) -> Any:
-    """The part of `value` for micro-batch `number` of `count`."""
-    return tree_map_only(Tensor, lambda one: one.tensor_split(count)[number], value)
+def _cut(value: Any, count: int) -> list[Any]:
+    """`value` for each of `count` micro-batches."""
+    leaves, structure = tree_flatten(value)
+    columns = [one.tensor_split(count) if isinstance(one, Tensor) else [one] * count for one in leaves]
+    return [tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
 
 
 def _join(values: Sequence[Any]) -> Any:

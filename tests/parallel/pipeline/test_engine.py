@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launch import mpirun
 from ranks import Ranks, ranks, several, some, some_more
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,6 +19,7 @@ import mpicoll
 from mpicoll.parallel import groups
 from mpicoll.parallel.pipeline import schedules
 from mpicoll.parallel.pipeline.engine import PipelineEngine
+from mpicoll.parallel.pipeline.schedules import Action
 from mpicoll.parallel.topology import PipelineParallelGrid, ProcessTopology
 
 __all__ = ["ranks", "several", "some", "some_more"]  # fixtures
@@ -371,6 +375,8 @@ def test_wrong_losses() -> None:
 
 def test_wrong_schedules() -> None:
     def body() -> None:
+        with pytest.raises(mpicoll.AlgorithmError, match=r"'forward_only' has no backward.* take one of gpipe, 1f1b"):
+            PipelineEngine(Plain(0), loss_fn, micro_batches=4, schedule="forward_only")
         with pytest.raises(mpicoll.AlgorithmError, match="no pipeline schedule 'fast'; there are gpipe"):
             PipelineEngine(Plain(0), loss_fn, micro_batches=4, schedule="fast")
         with pytest.raises(mpicoll.AlgorithmError, match="1f1b has one chunk per stage, got chunks=2"):
@@ -409,3 +415,270 @@ def test_a_backward_that_cannot_be_split_is_refused() -> None:
     assert model[1].weight.grad is not None
     with pytest.raises(mpicoll.ArgumentError, match=r"can't be split.*choose a schedule with whole backwards"):
         mpicoll.run_local(body, 3, "zero_bubble", timeout=10)
+
+
+def test_own_schedules(several: Ranks, own_schedules: None) -> None:
+    """The engine does what verify lets pass: any order, whole and split backwards mixed, several chunks."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        for schedule, chunks in (("reversed", 1), ("one by one", 1), ("mixed", 1), ("depth first", 2)):
+            model, oracle = parts(Plain, world.size * chunks), parts(Plain, world.size * chunks)
+            mine = model[world.rank :: world.size]
+            inputs, targets = data(9)
+            engine = PipelineEngine(mine, loss_fn, micro_batches=4, schedule=schedule, group=world)
+            torch.testing.assert_close(engine.train_batch(inputs, targets), whole(oracle, inputs, targets))
+            check_gradients(mine, oracle[world.rank :: world.size])
+            engine.free()
+
+    several(body)
+
+
+@pytest.fixture
+def own_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "_REGISTRY", schedules.schedules())
+
+    @schedules.register(name="reversed")
+    def backwards(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+        yield from (Action("F", one) for one in reversed(range(microbatches)))
+        yield from (Action("B", one) for one in range(microbatches))
+
+    @schedules.register(name="one by one")
+    def one_by_one(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+        yield from (Action(kind, one) for one in range(microbatches) for kind in ("F", "B"))
+
+    @schedules.register(name="mixed", splits=True)
+    def mixed(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+        yield from (Action("F", one) for one in range(microbatches))
+        yield from (Action("I" if one % 2 else "B", one) for one in range(microbatches))
+        yield from (Action("W", one) for one in range(1, microbatches, 2))
+
+    @schedules.register(name="depth first", chunked=True)
+    def depth_first(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+        yield from (Action("F", one, chunk) for one in range(microbatches) for chunk in range(chunks))
+        yield from (
+            Action("B", one, chunk) for one in reversed(range(microbatches)) for chunk in reversed(range(chunks))
+        )
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "has"),
+    [
+        ({"micro_batches": 2}, {}, ["2 micro-batches", "12 micro-batches"]),
+        ({"schedule": "gpipe"}, {}, ["schedule 'gpipe'", "schedule '1f1b'"]),
+        ({"schedule": "interleaved", "chunks": 2}, {"schedule": "interleaved"}, ["2 chunks", "1 chunks"]),
+    ],
+    ids=["micro_batches", "schedule", "chunks"],
+)
+def test_stages_must_agree(several: Ranks, first: dict[str, Any], others: dict[str, Any], has: list[str]) -> None:
+    """All of them raise, and can make an engine afterwards."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        options = {"micro_batches": 12, "chunks": 1} | (others if world.rank else first)
+        modules = [Plain(0)] * options.pop("chunks")
+        with pytest.raises(mpicoll.ArgumentError, match="all stages must pass the same") as caught:
+            PipelineEngine(modules, loss_fn, group=world, timeout=20, **options)
+        other = 0 if world.rank else 1
+        mine, theirs = has[world.rank > 0], has[other]
+        assert re.search(f"stage {world.rank} has .*{mine}.*; stage {other} has .*{theirs}", str(caught.value))
+        engine = PipelineEngine(parts(Plain, world.size)[world.rank], loss_fn, micro_batches=1, group=world)
+        engine.train_batch(*data(1))
+        engine.free()
+
+    several(body)
+
+
+@pytest.mark.mpi
+def test_schedules_of_one_name_must_be_the_same(own_schedules: None) -> None:
+    """Processes only: threads have one registry."""
+    world = mpicoll.world()
+    if world.size < 2:
+        pytest.skip("needs two ranks")
+
+    @schedules.register(name="differs")
+    def differs(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
+        order = list(range(microbatches)) if world.rank else list(reversed(range(microbatches)))
+        yield from (Action(kind, one) for kind in ("F", "B") for one in order)
+
+    with pytest.raises(mpicoll.ArgumentError, match=r"but another schedule of that name$"):
+        PipelineEngine(Plain(0), loss_fn, micro_batches=2, schedule="differs", timeout=20)
+
+
+def test_a_stage_that_cannot_be_made_is_named(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        options: dict[str, Any] = {"schedule": "fast"} if world.rank == 1 else {}
+        kind = mpicoll.AlgorithmError if world.rank == 1 else mpicoll.ArgumentError
+        told = "" if world.rank == 1 else "PipelineEngine: stage 1 can't be made: AlgorithmError: "
+        with pytest.raises(kind, match=f"^{told}no pipeline schedule 'fast'"):
+            PipelineEngine(Plain(0), loss_fn, micro_batches=2, group=world, timeout=20, **options)
+
+    several(body)
+
+
+@pytest.mark.parametrize("first", ["train", "evaluate", "predict 1", "predict 2"])
+def test_other_methods_are_noticed(several: Ranks, first: str) -> None:
+    """Nobody gets a result, and nobody goes on with what is left over."""
+    others = {"train": "evaluate", "evaluate": "train", "predict 1": "predict 2", "predict 2": "predict 1"}[first]
+
+    def body() -> None:
+        world = mpicoll.world()
+        part = nn.Linear(WIDTH, WIDTH)
+        engine = PipelineEngine(part, functional.mse_loss, micro_batches=4, group=world, timeout=20)
+        engine._p2p.timeout = 0.4
+        inputs, targets = data(4)
+        calls: dict[str, Callable[[], Any]] = {
+            "train": lambda: engine.train_batch(inputs, targets),
+            "evaluate": lambda: engine.eval_batch(inputs, targets),
+            "predict 1": lambda: engine.predict(inputs, micro_batches=1),
+            "predict 2": lambda: engine.predict(inputs, micro_batches=2),
+        }
+        with pytest.raises(mpicoll.CommunicationError) as caught:
+            calls[others if world.rank else first]()
+        if world.rank == 1:
+            assert re.search(
+                r"F0 waits for .*: stage 1 runs \w+ of \d micro-batches, but stage 0 sent it a value of \w+ of \d",
+                str(caught.value),
+            )
+        for call in calls.values():
+            with pytest.raises(mpicoll.CommunicatorError, match="out of step; make a new one"):
+                call()
+        engine._p2p.timeout = 20
+        mpicoll.barrier()
+        engine.free()
+
+    several(body)
+
+
+class Once(Plain):
+    """Fails in its second forward."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ValueError("a part of the model fails")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_after_a_failure_no_batch_is_mixed_with_another(several: Ranks, failing: int) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        number = world.rank
+        part = Once(number) if number == failing else Plain(number)
+        engine = PipelineEngine(part, loss_fn, micro_batches=4, group=world, timeout=20)
+        engine._p2p.timeout = 0.4
+        waits = r"train_batch of 4 micro-batches: [FB]\d waits for .*: stage \d .* from"
+        raises = (ValueError, "fails") if number == failing else (mpicoll.CommunicationError, waits)
+        with pytest.raises(raises[0], match=raises[1]):
+            engine.train_batch(*data(4))
+        with pytest.raises(mpicoll.CommunicatorError, match="train_batch of 4 micro-batches ended in"):
+            engine.train_batch(*data(4))
+        engine._p2p.timeout = 20
+        mpicoll.barrier()
+        engine.free()
+        engine.free()
+
+    several(body)
+
+
+def test_one_stage_alone_is_never_out_of_step() -> None:
+    def body() -> None:
+        part, oracle = Once(0), Plain(0)
+        oracle.load_state_dict(part.state_dict())
+        engine = PipelineEngine(part, loss_fn, micro_batches=2)
+        with pytest.raises(ValueError, match="fails"):
+            engine.train_batch(*data(4))
+        part.zero_grad()
+        torch.testing.assert_close(engine.train_batch(*data(4)), whole([oracle], *data(4)))
+        check_gradients([part], [oracle])
+        engine.free()
+
+    mpicoll.run_local(body, 1)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_inputs_may_require_gradients(several: Ranks, schedule: str) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        model, oracle = parts(Plain, world.size), parts(Plain, world.size)
+        inputs, targets = data(5)
+        mine, expected = (inputs.clone().requires_grad_() for _ in range(2))
+        engine = PipelineEngine(model[world.rank], loss_fn, micro_batches=2, schedule=schedule, group=world)
+        engine.train_batch(mine, targets)
+        whole(oracle, expected, targets)
+        if engine.is_first_stage:
+            torch.testing.assert_close(mine.grad, expected.grad)
+        check_gradients([model[world.rank]], [oracle[world.rank]])
+        engine.free()
+
+    several(body)
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_what_hides_tensors_is_refused() -> None:
+    """Its tensors would arrive, but no gradient would come back."""
+
+    class Hides(Plain):
+        def forward(self, x: Tensor) -> Any:
+            return [Opaque(super().forward(x))]
+
+    def body() -> None:
+        world = mpicoll.world()
+        engine = PipelineEngine(Hides(0), loss_fn, micro_batches=2, timeout=0.5)
+        kind = mpicoll.CommunicationError if world.rank else mpicoll.DTypeError
+        with pytest.raises(kind, match="F0 waits" if world.rank else "part 0 of the model returned a Opaque, through"):
+            engine.train_batch(*data(2))
+
+    mpicoll.run_local(body, 2, timeout=10)
+
+
+def test_predict_needs_a_micro_batch(some: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        engine = PipelineEngine(parts(Plain, world.size)[world.rank], loss_fn, micro_batches=2, group=world)
+        with pytest.raises(mpicoll.AlgorithmError, match="microbatches must be at least 1, got 0"):
+            engine.predict(data(2)[0], micro_batches=0)
+        engine.train_batch(*data(2))
+        engine.free()
+
+    some(body)
+
+
+LEAVES = """
+import sys
+import torch, mpicoll
+from mpicoll.parallel.pipeline import PipelineEngine
+
+class Leaves(torch.nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 3:
+            sys.exit(0)
+        return super().forward(x)
+
+rank = mpicoll.world().rank
+part = (Leaves if rank == 1 else torch.nn.Linear)(3, 3)
+engine = PipelineEngine(part, torch.nn.functional.mse_loss, micro_batches=6, timeout=1)
+try:
+    engine.train_batch(torch.ones(6, 3), torch.ones(6, 3))
+except mpicoll.CommunicationError as error:
+    print(f"rank {rank}: {error}", flush=True)
+"""
+
+
+def test_a_process_that_leaves_in_the_middle_of_a_batch(tmp_path: Path) -> None:
+    program = tmp_path / "leaves.py"
+    program.write_text(LEAVES)
+    done = mpirun(2, program, seconds=40)
+    assert "rank 0: train_batch of 6 micro-batches: B" in done.stdout
+    assert re.search(r"stage 0 \(global rank 0\): irecv from stage 1 \(global rank 1\)", done.stdout)
+    assert done.returncode != 124
