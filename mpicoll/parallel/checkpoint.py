@@ -131,8 +131,9 @@ def load(
     """Load into `model` and `optimizer` what :func:`save` has left in `path`, and return its `extra`.
 
     As :func:`save`, in any layout. Parameters and buffers are overwritten in place, and converted where dtypes differ.
-    The optimizer need not have made a step; its state becomes that of the checkpoint, bit by bit, as do the options of
-    its parameter groups (learning rate, betas, ...). Entries of the checkpoint that nobody asks for are left alone.
+    The optimizer need not have made a step; its state becomes that of the checkpoint, bit by bit but for what has to
+    have the dtype of a parameter that was converted, as do the options of its parameter groups (learning rate, betas,
+    ...). Entries of the checkpoint that nobody asks for are left alone.
     Reads what each rank needs, and unpickles it, so load what you trust only.
 
     Raises ArgumentError, on all ranks and with nothing changed, if there is no checkpoint, or it lacks an entry that
@@ -390,8 +391,9 @@ def _optimizer_template(
                 missing.append(f"optimizer.{key}")
             else:
                 template[key] = _room(entries[f"optimizer.{key}"])
+        saved = entries.get(f"model.{name}")
         for entry in states.get(name, []):
-            template[f"state.{name}.{entry}"] = _room(entries[f"{prefix}{name}.{entry}"], param, cuts.get(name))
+            template[f"state.{name}.{entry}"] = _room(entries[f"{prefix}{name}.{entry}"], param, cuts.get(name), saved)
     if missing:
         raise ArgumentError(
             f"load: the checkpoint lacks {_some(missing)}; was it saved with an optimizer of another kind than"
@@ -400,12 +402,20 @@ def _optimizer_template(
     return template
 
 
-def _room(found: STORAGE_TYPES, param: Tensor | None = None, cut: _Cut | None = None) -> Any:
-    """Where DCP may put an entry: a tensor like `param`, and cut as it is, if it has the shape of the whole of it."""
+def _room(
+    found: STORAGE_TYPES,
+    param: Tensor | None = None,
+    cut: _Cut | None = None,
+    saved: STORAGE_TYPES | None = None,
+) -> Any:
+    """Where DCP may put an entry: a tensor like `param`, and cut as it is, if it has the shape of the whole of it. What
+    was of the dtype of the parameter that was `saved` becomes that of `param`, as optimizers need it."""
     if not isinstance(found, TensorStorageMetadata):
         return None
     dtype = found.properties.dtype
     if param is not None and found.size == (param.shape if cut is None else cut.whole(param.shape)):
+        if isinstance(saved, TensorStorageMetadata) and dtype == saved.properties.dtype:
+            dtype = param.dtype
         return _whole(torch.empty_like(param, dtype=dtype), cut)
     return torch.empty(found.size, dtype=dtype)
 

@@ -180,6 +180,24 @@ def test_one_process(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     other.train(3, 4).check(4, optimize)
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_into_another_dtype(tmp_path: Path, kind: str) -> None:
+    """The optimizer's state follows the parameters, or it could make no step."""
+    part = Part(OPTIMIZERS[kind], dtype=torch.float32).start().train(1, 2)
+    save(tmp_path / "a", part.module, part.optimizer)
+    other = Part(OPTIMIZERS[kind], dtype=torch.float64)
+    load(tmp_path / "a", other.module, other.optimizer)
+    for (name, param), expected in zip(other.module.named_parameters(), part.module.parameters(), strict=True):
+        assert torch.equal(param, expected.double()), name
+        for entry, value in part.optimizer.state[expected].items():
+            found = other.optimizer.state[param][entry]
+            if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
+                assert found.dtype is torch.float64
+            if isinstance(value, Tensor):
+                assert torch.equal(found.double(), value.double()), (name, entry)
+    other.train(3)
+
+
 def test_a_checkpoint_that_is_there_is_replaced(tmp_path: Path) -> None:
     part = Part(adamw).start()
     save(tmp_path / "a", part.module, part.optimizer, "old", overwrite=True)
