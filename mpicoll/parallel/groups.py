@@ -7,34 +7,15 @@ mpicoll, a 1-D DeviceMesh, an mpicoll Communicator or an mpi4py one. Without it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.torch import groups as torch_groups
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def eager(function: _F) -> _F:
-    """Keep torch.compile out of `function`, which communicates: what it calls would be taken for a part of the model.
-
-    Compiled code breaks off before it and goes on after it. These are the marks that ``torch.compiler.disable`` leaves,
-    which would import the whole compiler.
-    """
-    marked: Any = function
-    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
-    skip = frames._FrameAction.SKIP  # noqa: SLF001
-    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))  # noqa: SLF001
-    marked._torchdynamo_disable = True  # noqa: SLF001
-    marked._torchdynamo_disable_msg = "it communicates with other ranks"  # noqa: SLF001
-    return function
 
 
 class Grid(Protocol):

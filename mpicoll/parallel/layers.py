@@ -48,7 +48,7 @@ from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request
 from mpicoll.errors import ArgumentError, ShapeError
-from mpicoll.parallel.groups import communicator, eager
+from mpicoll.parallel.groups import communicator
 from mpicoll.parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -58,6 +58,7 @@ from mpicoll.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from mpicoll.parallel.shards import mark, shard_of
+from mpicoll.torch.eager import eager
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -73,7 +73,8 @@ from mpicoll.collectives.alltoall import alltoall
 from mpicoll.collectives.reduce_scatter import reduce_scatter
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import DTypeError, ShapeError
-from mpicoll.parallel.groups import communicator, eager
+from mpicoll.parallel.groups import communicator
+from mpicoll.torch.eager import eager
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",

@@ -8,30 +8,23 @@ from collections.abc import Mapping
 from types import FrameType, FunctionType
 from typing import Any
 
-import torch
-
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import SetupError
 from mpicoll.torch import backend, jobs, lanes, meeting, mixed, quick, sparse, work
 from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
+from mpicoll.torch.eager import eager
 from mpicoll.torch.groups import default_group
 from mpicoll.torch.mixed import MixedProcessGroup, others
 
 
 def _hide_from_the_compiler() -> None:
-    """Keep torch.compile from looking into the process group, which it would take for a part of the model.
-
-    These are the marks that ``torch.compiler.disable`` leaves, which would import the whole compiler.
-    """
-    frames = torch._C._dynamo.eval_frame
-    never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    """Keep torch.compile from looking into the process group."""
     for module in (backend, jobs, lanes, mixed, quick, sparse, work):
         for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
             for value in vars(holder).values():
                 if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                    frames.set_code_exec_strategy(value.__code__, never)
-                    value._torchdynamo_disable = True
+                    eager(value)
 
 
 _hide_from_the_compiler()

@@ -1,0 +1,24 @@
+"""What torch.compile must not look into: it would take communication for a part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def eager(function: _F) -> _F:
+    """Keep torch.compile out of `function`: compiled code breaks off before it and goes on after it.
+
+    These are the marks that ``torch.compiler.disable`` leaves, which would import the whole compiler.
+    """
+    marked: Any = function
+    frames = torch._C._dynamo.eval_frame
+    never = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(marked.__code__, never)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "it communicates with other ranks"
+    return function
