@@ -11,7 +11,7 @@ Besides mpicoll this needs ``pip install torch rich``, and matplotlib for --plot
 like
 
     4 ranks: pp=2 dp=1 cp=1 tp=2, 1f1b, a rank holds 58688 to 62656 parameters
-    300 steps, 9,241 tokens/s, loss 6.02232 -> 1.77110
+    300 steps, 20,187 tokens/s, loss 6.02232 -> 1.77110
 
     The sucction the can containg the a for are the stric class and "__getattributer__()" "The sualt be expression ...
 
