@@ -42,8 +42,7 @@ def mark(param: Tensor, dim: int, group: Any, comm: Communicator) -> None:
 
     Negative dims count from the end. ``Module.to`` and the like keep the mark. What makes a new Parameter does not,
     such as ``copy.deepcopy`` of one or of a module other than our layers, or ``torch.save`` and ``load``: mark what it
-    makes.
-    Raises ShapeError if `param` has no such axis.
+    makes. Raises ShapeError if `param` has no such axis.
     """
     if not -param.dim() <= dim < param.dim():
         raise ShapeError(
