@@ -1,0 +1,1205 @@
+"""Connections among the ranks of a job beside MPI: a death is known at once, and word gets through when MPI is stuck.
+
+The shape is a star. Its hub is the lowest living rank; all others are connected to it, and what they tell each other
+goes through it. When the hub is gone all connect to the next lowest rank: every rank listens from the start, so that
+this needs no MPI. Each rank's one watch thread drives it by :meth:`Lifeline.poll`; the class starts no thread.
+
+Who is dead is the kernel's word, never a guess from silence: a connection ends at once with its process, and keepalives
+find a host that is lost within 9 s. A process that is stopped, sits in a debugger or holds the interpreter's lock for
+minutes does not read, but its kernel answers for it. For the same reason no more is under way on a connection than the
+receiver's kernel takes without the process's help (``_WINDOW``): TCP could not tell a full buffer from a lost host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import resource
+import secrets
+import selectors
+import socket
+import struct
+import termios
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger("mpicoll")
+
+KEEPALIVE_IDLE = 2
+KEEPALIVE_INTERVAL = 1
+"""Seconds of silence before the kernel asks the other host whether it is there, and between such questions."""
+UNREACHABLE_AFTER = 7.0
+"""Seconds without any answer of the other host's kernel until it counts as lost."""
+CONNECT_WITHIN = 2.0
+"""Seconds for a connection to be made."""
+PROVE_WITHIN = 5.0
+"""Seconds that a stranger has to prove that it knows the token."""
+HEAR_WITHIN = 0.5
+"""Seconds that the hub's death is held back, for the next hub to add the words that only it has heard."""
+ASK_AFTER = 1.0
+"""Seconds until the hub asks the kernel after a rank that has not come to it."""
+MISSED_AFTER = 60.0
+"""Seconds until it is logged that a rank has not come. It is not taken for dead."""
+MESSAGE_LIMIT = 16 << 20
+WORDS_LIMIT = 64 << 10
+
+_WINDOW = 32 << 10
+_FRAGMENT = 8 << 10
+_ACK_EVERY = 8 << 10
+_STRANGER_LIMIT = 1 << 10
+_SETTLE_EVERY = 1.0
+_RESERVE = 128  # descriptors left for the program
+_DESCRIPTORS = resource.RLIMIT_NOFILE
+
+# Magic, bytes that follow, last fragment, source, destination, kind. In this order no header that text has cut passes
+# for one, wherever it was cut.
+_HEADER = struct.Struct("!8sIBiic")
+_MAGIC = b"\0mpicoll"
+_FATAL = b"Fatal Python error"
+
+_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED = b"C", b"H", b"W", b"J", b"R"
+_MESSAGE, _LEAVE, _HEARD, _GONE, _ACK = b"M", b"L", b"B", b"G", b"A"
+_KINDS = {_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED, _MESSAGE, _LEAVE, _HEARD, _GONE, _ACK}
+_ALL = -1
+
+_LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What another rank has sent."""
+
+    source: int
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A rank that is no longer there. `why` is
+
+    - "left": it said goodbye by :meth:`Lifeline.leave`;
+    - "closed": its connection ended without a word, so its process did;
+    - "unreachable": its host does not answer.
+
+    `words` is what it wrote into its crash descriptor before it died, if anything; `pid` and `host` are what it had
+    told of itself (0 and "" if unknown).
+    """
+
+    rank: int
+    why: str
+    words: str
+    pid: int
+    host: str
+
+
+class _Violation(Exception):
+    """A peer does not keep to the protocol."""
+
+
+_Outgoing = tuple[bytes, int, int, bytes]  # kind, source, destination, payload
+
+
+class _Connection:
+    """A socket with what is to be sent on it and what has come of the next message.
+
+    Messages go in fragments, so that acknowledgements find their way between them. An acknowledgement tells how many
+    bytes the other process has read; no more than _WINDOW are sent ahead of it.
+    """
+
+    def __init__(self, sock: socket.socket, role: str, rank: int = -1, where: str = "") -> None:
+        self.sock = sock
+        self.role = role  # "stranger" or "client" (they came to us), "attempt", "hub" or "probe" (we went to them)
+        self.rank = rank
+        self.where = where
+        self.connecting = False
+        self.deadline = float("inf")
+        self.nonce = secrets.token_hex(16)
+        self.error: int | None = None
+        self.events = 0  # what the selector watches for
+        self.unsettled = False  # whether the other host may not have taken all yet
+        self.queue: deque[_Outgoing] = deque()
+        self.words = bytearray()
+        self._sent = 0  # bytes of the first message in the queue
+        self._wire = bytearray()
+        self._unread = 0  # bytes sent that the other process has not acknowledged
+        self._acks = bytearray()
+        self._received = bytearray()
+        self._message = bytearray()
+        self._read = 0  # bytes not yet acknowledged
+
+    def name(self) -> str:
+        """Who is at the other end."""
+        return f"rank {self.rank}" if self.rank >= 0 else "a stranger"
+
+    @property
+    def idle(self) -> bool:
+        """Whether all is handed to the kernel."""
+        return not (self.queue or self._wire or self._acks)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether there is something that only the kernel keeps from being sent."""
+        return bool(self._wire)
+
+    def write(self) -> None:
+        """Hand the kernel as much as it takes. An error is kept until the end has been read."""
+        if self.connecting or self.error is not None:
+            return
+        while self._wire or self._next():
+            try:
+                sent = self.sock.send(self._wire)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self.error = error.errno or errno.EPIPE
+                return
+            del self._wire[:sent]
+            self.unsettled = True
+
+    def _next(self) -> bool:
+        if self._acks:
+            self._wire += self._acks
+            self._acks.clear()
+        if self.queue:
+            kind, source, dest, payload = self.queue[0]
+            piece = memoryview(payload)[self._sent : self._sent + _FRAGMENT]
+            size = _HEADER.size + len(piece)
+            if self._unread + size <= _WINDOW:
+                self._sent += len(piece)
+                last = self._sent == len(payload)
+                self._wire += _HEADER.pack(_MAGIC, len(piece), last, source, dest, kind)
+                self._wire += piece
+                self._unread += size
+                if last:
+                    self.queue.popleft()
+                    self._sent = 0
+        return bool(self._wire)
+
+    def read(self) -> Iterator[_Outgoing]:
+        """The messages that have come. EOFError at the end of the connection, when all before it has been read."""
+        ended = False
+        for _ in range(8):  # then others have their turn
+            try:
+                data = self.sock.recv(_WINDOW * 2)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:
+                self.error = self.error or error.errno or errno.ECONNRESET
+                ended = True
+                break
+            if not data:
+                ended = True
+                break
+            self._received += data
+            yield from self._messages()
+        if ended:
+            # Text that cut a message in the middle; it may go on after what had seemed to be the end of that.
+            self.words[:0] = _from_fatal(self._message)
+            self._add_words(self._received)
+            raise EOFError
+
+    def _messages(self) -> Iterator[_Outgoing]:
+        buffer = self._received
+        while buffer:
+            known = self.role in ("client", "hub")
+            start = buffer.find(_MAGIC)
+            header = _header(buffer) if start == 0 else None
+            if header is None:
+                if start == 0 and len(buffer) < _HEADER.size:
+                    return
+                if start <= 0:  # look behind what looked like a header, and spare what may become one
+                    start = buffer.find(_MAGIC, 1)
+                    partial = next((n for n in range(len(_MAGIC) - 1, 0, -1) if buffer.endswith(_MAGIC[:n])), 0)
+                    start = len(buffer) - partial if start < 0 else start
+                if start == 0:
+                    return
+                # What is no frame was written by a signal handler of a process that dies.
+                if not known:
+                    raise _Violation("it speaks another language")
+                self._add_words(bytes(buffer[:start]))
+                del buffer[:start]
+                continue
+            length, last, source, dest, kind = header
+            if kind == _ACK:
+                del buffer[: _HEADER.size]
+                self._unread -= length
+                continue
+            size = _HEADER.size + length
+            if len(buffer) < size:
+                return
+            self._message += memoryview(buffer)[_HEADER.size : size]
+            del buffer[:size]
+            self._acknowledge(size)
+            if len(self._message) > (MESSAGE_LIMIT if known else _STRANGER_LIMIT):
+                raise _Violation("a message that is too long")
+            if last:
+                payload = bytes(self._message)
+                self._message.clear()
+                yield kind, source, dest, payload
+
+    def _acknowledge(self, size: int) -> None:
+        self._read += size
+        if self._read >= _ACK_EVERY:
+            self._acks += _HEADER.pack(_MAGIC, self._read, 1, 0, 0, _ACK)
+            self._read = 0
+
+    def _add_words(self, data: bytes | bytearray) -> None:
+        self.words += data[: max(0, 2 * WORDS_LIMIT - len(self.words))]
+
+    def spoilt(self, payload: bytes) -> None:
+        """What began as a message may have been cut by last words."""
+        self._add_words(_from_fatal(payload))
+
+    def text(self) -> str:
+        """The last words, without the remains of what they have cut."""
+        start = self.words.find(_FATAL)
+        return self.words[start : start + WORDS_LIMIT].decode("utf-8", "backslashreplace") if start >= 0 else ""
+
+
+def _from_fatal(data: bytes | bytearray) -> bytes | bytearray:
+    """The part that may belong to last words, which may go on behind it."""
+    start = data.find(_FATAL)
+    return data[start:] if start >= 0 else data[-len(_FATAL) :]
+
+
+def _header(buffer: bytearray) -> tuple[int, int, int, int, bytes] | None:
+    """What follows the magic of a header, if this is one."""
+    if len(buffer) < _HEADER.size:
+        return None
+    _, length, last, source, dest, kind = _HEADER.unpack_from(buffer)
+    if length > (_WINDOW if kind == _ACK else _FRAGMENT) or last > 1 or source < 0 or dest < _ALL or kind not in _KINDS:
+        return None
+    return length, last, source, dest, kind
+
+
+class Lifeline:
+    """This rank's connections to the others of its job.
+
+    `token` is the job's secret, the same on all ranks: who does not prove to know it is not listened to, be it a
+    scanner of ports, a rank of another job or another user of the machine. What is sent is neither encrypted nor
+    signed.
+
+    Every living rank is told exactly once of each rank that is gone, after all messages of that rank that came.
+    Messages of one rank arrive in the order in which they were sent. Those that are under way through a hub that dies
+    may be lost; those that had not left this process go through the next one.
+
+    A rank that has never come to the hub is dead if it is on the same host and nobody listens on its port any more;
+    else it is only missed, by a line in the log.
+    """
+
+    def __init__(self, rank: int, size: int, token: bytes) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size}")
+        self.rank = rank
+        self.size = size
+        self._token = token
+        self._lock = threading.Lock()  # of all below; held for no longer than it takes to do what does not block
+        self._driver = threading.Lock()  # held by who waits in select
+        self._outbox: deque[_Outgoing] = deque()
+        self._events: deque[Message | Gone] = deque()
+        self._gone: dict[int, Gone] = {}
+        self._unsure: dict[int, tuple[Gone, float]] = {}  # see HEAR_WITHIN
+        self._peers: Sequence[dict[str, Any]] = ()
+        self._clients: dict[int, _Connection] = {}
+        self._others: set[_Connection] = set()  # strangers, attempts, probes
+        self._hub: _Connection | None = None
+        self._target = -1
+        self._retry: dict[str, tuple[float, float]] = {}  # address of the target -> when to try again, pause before
+        self._failed: dict[str, str] = {}  # address of the target -> why it could not be reached
+        self._ask: dict[int, tuple[float, float]] = {}  # rank that has not come -> when to ask, pause before
+        self._asked: dict[int, dict[str, str]] = {}
+        self._held: deque[_Outgoing] = deque()  # own messages, until there is a hub
+        self._backlog: dict[int, deque[_Outgoing]] = {}  # to ranks that have not come
+        self._farewell: _Outgoing | None = None
+        self._leaving = False  # the farewell is on its way, behind all other messages
+        self._heard = False  # a hub has passed it on
+        self._informed = False  # a client has been sent it
+        self._farewells: dict[int, _Outgoing] = {}
+        self._leavers: list[tuple[_Connection, _Outgoing]] = []  # whose farewell is to be passed on
+        self._missed_at = float("inf")
+        self._settle_at = float("inf")
+        self._accept_at = 0.0
+        self._over = False
+        self._selector = selectors.DefaultSelector()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._crash_fd = _stderr() if size > 1 else None
+        self._crash_to: _Connection | None = None
+        # Whoever writes to these may do so at any time, and must not meet another file that has the same number.
+        self._kept = [fd for fd in (self._bell, self._crash_fd) if fd is not None]
+        weakref.finalize(self, _close, self._kept).atexit = False
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._listener = _listen(size)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._listening = True
+        self._fork_lock = False
+        _all.add(self)
+
+    # --- what any thread may call
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """Where this rank listens: what JSON can carry, to be handed to all others for :meth:`connect`."""
+        return {
+            "host": socket.gethostname(),
+            "place": _place(),
+            "pid": os.getpid(),
+            "port": self._listener.getsockname()[1],
+            "addresses": _addresses(),
+        }
+
+    def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Give every rank's :attr:`address`, by rank. The connections are made within :meth:`poll`."""
+        if len(addresses) != self.size:
+            raise ValueError(f"{len(addresses)} addresses for {self.size} ranks")
+        with self._lock:
+            self._peers = list(addresses)
+            self._missed_at = time.monotonic() + MISSED_AFTER
+            self._elect()
+        self.wake()
+
+    @property
+    def gone(self) -> dict[int, Gone]:
+        """The ranks that are gone."""
+        return self._gone.copy()
+
+    @property
+    def crash_fd(self) -> int | None:
+        """Where a process that dies may write text from a signal handler (``faulthandler.enable(file=...)``), which the
+        others get as :attr:`Gone.words`. It stays the same for life, whatever it leads to: a connection, or stderr
+        while there is none and in forked children. None for a world of one."""
+        return self._crash_fd
+
+    def wake(self) -> None:
+        """Let :meth:`poll` return."""
+        if self._bell in self._kept:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._bell, 1)
+
+    def send(self, body: dict[str, Any], to: int | None = None) -> None:
+        """Send `body` to rank `to`, or to all others. Returns at once; what is sent to a rank that is gone is dropped.
+
+        Cost: one message to the hub, and one from there to each that gets it. At most 16 MiB of JSON.
+        """
+        if to is not None and (not 0 <= to < self.size or to == self.rank):
+            raise ValueError(f"rank {self.rank} of {self.size} can't send to rank {to}")
+        self._post((_MESSAGE, self.rank, _ALL if to is None else to, _encode(body)))
+
+    def leave(self, body: dict[str, Any], timeout: float = 2.0) -> None:
+        """Say goodbye: the others get `body` as a message, then that this rank has left. From then on this one hears
+        nothing, sends nothing, and is told of nobody's end. Waits, at most `timeout` seconds, until it is certain that
+        the others will know, so that this process may end: longer than a moment only if somebody is stopped, or has
+        never been connected. Other messages to a rank that has never been connected may be lost."""
+        if self._farewell is None:
+            farewell = (_LEAVE, self.rank, _ALL, _encode(body))
+            self._farewell = farewell
+            self._outbox.append(farewell)
+        self.flush(timeout)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait, at most `timeout` seconds, until what was sent is with the kernels of those it goes to first: this
+        process may die then. Whether that came about."""
+        deadline = time.monotonic() + timeout
+        woken = False
+        while True:
+            left = deadline - time.monotonic()
+            if self._lock.acquire(timeout=max(left, 0)):
+                try:
+                    self._pump()
+                    done = self._delivered()
+                finally:
+                    self._lock.release()
+                if done or self._over or self.size == 1:
+                    return done
+            if left <= 0:
+                return False
+            # The acknowledgements have to be read. Usually another thread does so in poll.
+            if self._driver.acquire(blocking=False):
+                try:
+                    if not self._over:
+                        self._turn(min(left, 0.01))
+                finally:
+                    self._driver.release()
+            else:
+                if not woken:
+                    self.wake()  # it does not know of what this thread has tried to send
+                    woken = True
+                time.sleep(0.002)
+
+    def close(self) -> None:
+        """Close all connections. The others take it for death, unless this rank has left."""
+        self._over = True
+        self.wake()
+        with self._driver, self._lock:
+            self._close_all()
+
+    def forget(self) -> None:
+        """For a forked child: close its copies of all descriptors without a word, or its life would hide its parent's
+        death from the others. It happens by itself in children made by ``os.fork``."""
+        self._over = True
+        self._lock, self._driver = threading.Lock(), threading.Lock()
+        self._close_all()
+        if self._bell in self._kept:
+            self._kept.remove(self._bell)
+            os.close(self._bell)
+
+    # --- the watch thread
+
+    def poll(self, timeout: float) -> list[Message | Gone]:
+        """Do all the work for at most `timeout` seconds, and return what has come by then. It returns as soon as there
+        is something, sometimes earlier, and at once after :meth:`close`. For one thread, in a loop."""
+        if self._over or not self._driver.acquire(timeout=timeout):
+            return []
+        try:
+            if not self._over:
+                self._turn(0 if self._events else timeout)
+        finally:
+            self._driver.release()
+        events: list[Message | Gone] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def _turn(self, timeout: float) -> None:
+        with self._lock:
+            self._pump()
+            self._watch_for()
+            if self._settle_at == float("inf") and any(one.unsettled for one in self._established()):
+                self._settle_at = time.monotonic() + _SETTLE_EVERY
+            timeout = max(0.0, min(timeout, self._next_time() - time.monotonic()))
+        ready = self._selector.select(timeout)
+        with self._lock:
+            for key, mask in ready:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Connection):
+                    self._serve(key.data, mask)
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(self._bell)
+            self._on_time(time.monotonic())
+            self._pump()
+
+    # --- from here on the lock is held
+
+    def _post(self, message: _Outgoing) -> None:
+        if self._farewell is not None or self._over or self.size == 1:
+            return
+        self._outbox.append(message)
+        # A lock that is taken must not be waited for: its holder may be this very thread, under a signal handler.
+        if not self._lock.acquire(blocking=False):
+            self.wake()
+            return
+        try:
+            self._pump()
+            busy = self._settle_at == float("inf") or any(one.blocked for one in self._connections())
+        finally:
+            self._lock.release()
+        if busy:
+            self.wake()
+
+    def _established(self) -> list[_Connection]:
+        return [*self._clients.values(), *([self._hub] if self._hub else ())]
+
+    def _connections(self) -> list[_Connection]:
+        return [*self._established(), *self._others]
+
+    def _pump(self) -> None:
+        while self._outbox:
+            message = self._outbox.popleft()
+            if message[0] == _LEAVE:
+                self._say_goodbye(message)
+            elif self._is_hub():
+                self._spread(message)
+            else:
+                (self._hub.queue if self._hub else self._held).append(message)
+        for connection in self._connections():
+            connection.write()
+        for leaver, message in list(self._leavers):
+            if self._is_known(message):
+                self._leavers.remove((leaver, message))
+                leaver.queue.append((_HEARD, self.rank, leaver.rank, b"{}"))
+                leaver.write()
+
+    def _is_known(self, farewell: _Outgoing) -> bool:
+        """Whether all others have it: else, if this process died, the leaver would seem to have died as well."""
+        if (
+            self._is_hub()
+            and not self._leaving
+            and any(rank != self.rank and rank not in self._clients for rank in self._alive())
+        ):
+            return False  # somebody is still to come
+        return not any(client.blocked or farewell in client.queue for client in self._clients.values())
+
+    def _say_goodbye(self, farewell: _Outgoing) -> None:
+        """Tell the hub, or as the hub its clients. One that stays is enough: it tells those that come to it. A rank
+        that knows of none goes to the next, be it a higher one: that may leave as well, and each then tells the
+        other."""
+        self._leaving = True
+        for one in self._established():
+            one.queue.append(farewell)
+        self._informed = any(rank not in self._gone for rank in self._clients)
+        if self._is_hub() and not self._informed:
+            self._elect()
+
+    def _is_hub(self) -> bool:
+        return self._target == self.rank
+
+    def _spread(self, message: _Outgoing) -> None:
+        """Send on to all it is for, but the rank where it comes from."""
+        _, source, dest, _ = message
+        for rank in range(self.size) if dest == _ALL else (dest,):
+            if rank not in (self.rank, source) and rank not in self._gone:
+                client = self._clients.get(rank)
+                (client.queue if client else self._backlog.setdefault(rank, deque())).append(message)
+
+    def _delivered(self) -> bool:
+        if self._heard or len(self._gone) == self.size - 1:
+            return True
+        if self._leaving:
+            clients = self._clients.values()
+            return self._informed and all(client.idle and not _under_way(client.sock) for client in clients)
+        if self._outbox or self._held or any(self._backlog.values()):
+            return False
+        return all(connection.idle and not _under_way(connection.sock) for connection in self._connections())
+
+    def _watch_for(self) -> None:
+        """Tell the selector what to wait for."""
+        if not self._listening and time.monotonic() >= self._accept_at:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._listening = True
+        for one in self._connections():
+            events = selectors.EVENT_READ
+            if one.connecting or one.blocked:
+                events |= selectors.EVENT_WRITE
+            if events != one.events:
+                change = self._selector.modify if one.events else self._selector.register
+                change(one.sock, events, one)
+                one.events = events
+
+    def _next_time(self) -> float:
+        times = [self._missed_at, self._settle_at, *(when for _, when in self._unsure.values())]
+        times += [one.deadline for one in self._others]
+        times += [when for when, _ in self._retry.values()]
+        times += [when for when, _ in self._ask.values()]
+        if not self._listening:
+            times.append(self._accept_at)
+        return min(times)
+
+    def _on_time(self, now: float) -> None:
+        for one in [one for one in self._others if one.deadline <= now]:
+            if one.connecting and _is_connected(one.sock):
+                self._connected(one)  # in time, but this process had no time for it
+            else:
+                one.error = errno.ETIMEDOUT
+                self._lost(one)
+        for gone, when in list(self._unsure.values()):
+            if when <= now:
+                self._declare(gone)
+        for where, (when, pause) in list(self._retry.items()):
+            if when <= now and where in self._retry:
+                self._retry[where] = float("inf"), pause
+                self._reach(self._target, where, "attempt")
+        self._ask_for_missing(now)
+        if self._settle_at <= now:
+            self._settle_at = float("inf")
+            self._settle()
+        if self._missed_at <= now:
+            self._missed_at = float("inf")
+            self._log_missed()
+
+    def _ask_for_missing(self, now: float) -> None:
+        for rank, (when, pause) in list(self._ask.items()):
+            if when <= now and rank in self._ask:
+                self._ask[rank] = now + pause, min(pause * 2, 10.0)
+                if self._near(rank) or self._is_late():  # else no answer would prove anything
+                    self._asked[rank] = {}
+                    for where in self._ways(rank):
+                        self._reach(rank, where, "probe")
+
+    def _settle(self) -> None:
+        """Find hosts that have been silent for too long and owe an answer. TCP by itself starts to count anew when
+        something is sent: it does not ask any more, and measures from there."""
+        for one in self._established():
+            if one.unsettled and one.sock.fileno() >= 0:
+                one.unsettled = _under_way(one.sock) > 0
+                if one.unsettled and _silence(one.sock) >= UNREACHABLE_AFTER:
+                    one.error = errno.ETIMEDOUT
+                    self._lost(one)
+
+    def _log_missed(self) -> None:
+        if self._farewell is not None:
+            return
+        if self._is_hub():
+            missed = sorted(set(self._alive()) - {self.rank} - set(self._clients))
+        else:
+            missed = [] if self._hub else [self._target]
+        if missed:
+            _log.info(
+                "rank %d has no connection with rank %s yet, whose death would not be noticed at once",
+                self.rank,
+                ", ".join(map(str, missed)),
+            )
+
+    # --- connections
+
+    def _accept(self) -> None:
+        for _ in range(64):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                self._rest(f"{error}")
+                return
+            limit = _allow_descriptors(sock.fileno())
+            if sock.fileno() > limit - _RESERVE:
+                sock.close()
+                self._rest(f"the limit of {limit} descriptors is near")
+                return
+            try:
+                _tune(sock)
+            except OSError:  # it is over already
+                sock.close()
+                continue
+            stranger = _Connection(sock, "stranger")
+            stranger.deadline = time.monotonic() + PROVE_WITHIN
+            stranger.queue.append((_CHALLENGE, self.rank, -1, _encode({"nonce": stranger.nonce, "rank": self.rank})))
+            self._others.add(stranger)
+
+    def _rest(self, why: str) -> None:
+        """Accept nobody for a while."""
+        self._selector.unregister(self._listener)
+        self._listening = False
+        if not self._accept_at:
+            _log.info("rank %d can't take all connections of its job: %s; it works without the others", self.rank, why)
+        self._accept_at = time.monotonic() + 1.0
+
+    def _ways(self, rank: int) -> list[str]:
+        peer = self._peers[rank]
+        return ["127.0.0.1"] if self._near(rank) else list(peer["addresses"])
+
+    def _near(self, rank: int) -> bool:
+        return bool(self._peers[rank]["place"] == self._peers[self.rank]["place"])
+
+    def _reach(self, rank: int, where: str, role: str) -> None:
+        """Begin to connect to a rank's listener."""
+        family = socket.AF_INET6 if ":" in where else socket.AF_INET
+        try:
+            one = _Connection(socket.socket(family, socket.SOCK_STREAM), role, rank, where)
+        except OSError as error:
+            _log.debug("rank %d has no socket: %s", self.rank, error)
+            if role == "attempt":
+                self._again(where)
+            return
+        self._others.add(one)
+        try:
+            _tune(one.sock)
+            code = one.sock.connect_ex((where, int(self._peers[rank]["port"])))
+        except OSError as error:
+            code = error.errno or errno.EHOSTUNREACH
+        one.deadline = time.monotonic() + CONNECT_WITHIN
+        one.connecting = True
+        if code not in (0, errno.EINPROGRESS):
+            one.error = code
+            self._lost(one)
+
+    def _serve(self, one: _Connection, mask: int) -> None:
+        """Something can be done on a connection."""
+        if one.sock.fileno() < 0:
+            return  # closed in this very turn
+        if one.connecting:
+            self._connected(one)
+            return
+        if mask & selectors.EVENT_WRITE:
+            one.write()
+        try:
+            for message in one.read():
+                self._take(one, message)
+                if one.sock.fileno() < 0:
+                    return
+        except EOFError:
+            self._lost(one)
+        except _Violation as violation:
+            level = logging.WARNING if one.role in ("client", "hub") else logging.DEBUG
+            _log.log(level, "rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
+            one.error = errno.EPROTO
+            self._lost(one)
+
+    def _connected(self, one: _Connection) -> None:
+        code = one.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code == 0:
+            try:
+                # Who connects to a free port of its own host may, by chance, meet itself.
+                code = errno.ECONNREFUSED if one.sock.getsockname() == one.sock.getpeername() else 0
+            except OSError as error:
+                code = error.errno or errno.ECONNREFUSED
+        if code:
+            one.error = code
+            self._lost(one)
+            return
+        one.connecting = False
+        one.deadline = float("inf")  # a process that is stopped says nothing for long
+        self._failed.pop(one.where, None)
+        if one.role == "probe":
+            self._asked.pop(one.rank, None)  # somebody listens
+            self._drop(one)
+
+    def _drop(self, one: _Connection) -> None:
+        """Close a connection, whoever has it."""
+        if one.events:
+            self._selector.unregister(one.sock)
+            one.events = 0
+        self._others.discard(one)
+        self._leavers = [leaver for leaver in self._leavers if leaver[0] is not one]
+        if self._clients.get(one.rank) is one:
+            del self._clients[one.rank]
+        if self._hub is one:
+            self._hub = None
+        self._aim()
+        one.sock.close()
+
+    def _lost(self, one: _Connection) -> None:
+        """A connection has ended."""
+        role, rank = one.role, one.rank
+        why = "unreachable" if one.error in _LOST_HOST else "closed"
+        established = self._hub is one or self._clients.get(rank) is one
+        self._drop(one)
+        if role == "attempt" and rank == self._target:
+            self._again(one.where)
+            self._judge(one, self._failed)
+        elif role == "probe" and rank in self._asked:
+            self._judge(one, self._asked[rank])
+        elif role == "client" and established and rank not in self._gone and self._farewell is None:
+            self._declare(self._obituary(rank, why, one.text()))
+        elif role == "hub" and established:
+            self._hub_lost(one, why)
+
+    def _is_late(self) -> bool:
+        """Whether there has been another hub: then all ranks had their time to start."""
+        return self._target > 0
+
+    def _judge(self, one: _Connection, failed: dict[str, str]) -> None:
+        """There is no way here to a rank. If none is left, that is its death if its host says so, or if it comes after
+        a hub's death."""
+        rank = one.rank
+        if one.error in (errno.ECONNREFUSED, errno.EPROTO):
+            failed[one.where] = "closed"
+        elif one.connecting and one.error != errno.ECONNRESET:  # which may pass, or become a refusal
+            failed[one.where] = "unreachable"
+        if len(failed) < len(self._ways(rank)):
+            return
+        refused = all(why == "closed" for why in failed.values())
+        if (self._near(rank) and refused) or self._is_late():
+            self._suspect(self._obituary(rank, "closed" if refused else "unreachable", ""))
+
+    def _hub_lost(self, one: _Connection, why: str) -> None:
+        # What has not been sent completely was not understood.
+        self._held.extendleft(message for message in reversed(one.queue) if message[0] == _MESSAGE)
+        if self._heard:
+            return  # nobody waits for this rank any more
+        if one.rank in self._gone:
+            self._elect()
+        else:
+            self._suspect(self._obituary(one.rank, why, one.text()))
+
+    def _suspect(self, gone: Gone) -> None:
+        """A rank is gone for certain; but the next hub may know more about it."""
+        if gone.words or gone.rank > self._target:
+            self._declare(gone)
+        else:
+            self._unsure[gone.rank] = gone, time.monotonic() + HEAR_WITHIN
+            self._elect()
+
+    def _obituary(self, rank: int, why: str, words: str) -> Gone:
+        peer = self._peers[rank] if self._peers else {}
+        return Gone(rank, why, words, int(peer.get("pid", 0)), str(peer.get("host", "")))
+
+    def _again(self, where: str) -> None:
+        pause = self._retry.get(where, (0.0, 0.1))[1]
+        self._retry[where] = time.monotonic() + pause, min(pause * 2, 2.0)
+
+    # --- who is the hub
+
+    def _alive(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self._gone and rank not in self._unsure]
+
+    def _elect(self) -> None:
+        if not self._peers or self._heard:
+            return
+        target = min((rank for rank in self._alive() if rank != self.rank or not self._leaving), default=self.rank)
+        if target == self._target:
+            return
+        for one in [one for one in self._others if one.role == "attempt"]:
+            self._drop(one)
+        self._target = target
+        self._retry.clear()
+        self._failed.clear()
+        if target != self.rank:
+            for where in self._ways(target):
+                self._retry[where] = 0.0, 0.1
+            return
+        for gone, _ in list(self._unsure.values()):
+            self._declare(gone)
+        while self._held:
+            self._spread(self._held.popleft())
+        _allow_descriptors(self.size)
+        now = time.monotonic()
+        self._ask = {rank: (now + ASK_AFTER, ASK_AFTER) for rank in self._alive() if rank != self.rank}
+        for rank in self._clients:
+            self._ask.pop(rank, None)
+
+    def _declare(self, gone: Gone, teller: _Connection | None = None) -> None:
+        """A rank is gone: tell it, once."""
+        rank = gone.rank
+        if rank in self._gone or rank == self.rank:
+            return
+        self._unsure.pop(rank, None)
+        self._gone[rank] = gone
+        if self._farewell is None:
+            self._events.append(gone)
+        self._backlog.pop(rank, None)
+        self._ask.pop(rank, None)
+        self._asked.pop(rank, None)
+        for one in self._established():
+            if one is not teller and one.rank != rank:
+                one.queue.append(self._news(gone))
+        if gone.why != "left" and rank in self._clients:
+            self._drop(self._clients[rank])
+        if self._hub is not None and self._hub.rank == rank:
+            one = self._hub
+            self._drop(one)
+            self._hub_lost(one, gone.why)
+        self._elect()
+
+    def _news(self, gone: Gone) -> _Outgoing:
+        if gone.rank in self._farewells:
+            return self._farewells[gone.rank]
+        what = {"rank": gone.rank, "why": gone.why, "words": gone.words, "pid": gone.pid, "host": gone.host}
+        return _GONE, self.rank, -1, _encode(what)
+
+    def _aim(self) -> None:
+        """Let the crash descriptor lead to the hub, or from the hub to the rank that would be the next."""
+        living = [rank for rank in self._clients if rank not in self._gone]
+        to = self._hub or (self._clients[min(living)] if living else None)
+        if to is self._crash_to or self._crash_fd is None:
+            return
+        self._crash_to = to
+        if to is not None:
+            os.dup2(to.sock.fileno(), self._crash_fd, inheritable=False)
+        else:
+            _to_stderr(self._crash_fd)
+
+    # --- what the others say
+
+    def _take(self, one: _Connection, message: _Outgoing) -> None:
+        kind, _, _, payload = message
+        try:
+            content = json.loads(payload)
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            one.spoilt(payload)
+            if one.role in ("stranger", "attempt"):
+                raise _Violation("no JSON object")
+            return
+        try:
+            steps: dict[tuple[str, bytes], Callable[[], None]] = {
+                ("stranger", _HELLO): lambda: self._hello(one, content),
+                ("stranger", _JOINED): lambda: self._join(one),
+                ("attempt", _CHALLENGE): lambda: self._answer(one, content),
+                ("attempt", _WELCOME): lambda: self._welcomed(one, content),
+                ("attempt", _REJECTED): lambda: self._rejected(one),
+            }
+            if one.role not in ("client", "hub"):
+                steps[one.role, kind]()
+            elif kind == _GONE:
+                self._told(one, Gone(**content))
+            elif kind == _HEARD:
+                self._heard = True
+            elif kind in (_MESSAGE, _LEAVE):
+                self._deliver(one, message, content)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise _Violation(f"{kind!r}: {error!r}") from error
+
+    def _deliver(self, one: _Connection, message: _Outgoing, body: dict[str, Any]) -> None:
+        kind, source, dest, _ = message
+        if kind == _LEAVE and source == one.rank:
+            self._leavers.append((one, message))
+        elif kind != _LEAVE and one.role == "client" and source != one.rank:
+            raise _Violation("it speaks for another rank")
+        if source in self._gone or not 0 <= source < self.size or source == self.rank:
+            return
+        if self._farewell is None and dest in (_ALL, self.rank):
+            self._events.append(Message(source, body))
+        if kind == _MESSAGE:
+            if one.role == "client":
+                self._spread(message)
+        else:
+            self._farewells[source] = message
+            self._declare(self._obituary(source, "left", ""), one)
+
+    def _told(self, one: _Connection, gone: Gone) -> None:
+        """Another rank tells of one that is gone. Who has a connection with that one knows better."""
+        if not 0 <= gone.rank < self.size or (self._hub is not None and self._hub.rank == gone.rank):
+            return
+        if one.role == "client" and gone.rank in self._clients:
+            return
+        self._declare(gone, one)
+
+    def _proof(self, side: str, server: str, client: str, rank: int, to: int) -> str:
+        """What only a rank of this job can compute. Each side gives one for a number that the other has just drawn, so
+        that neither is worth anything on another connection; `side` keeps one from being used as the other."""
+        text = f"{side} {server} {client} {rank} {to} {self.size}"
+        return hmac.new(self._token, text.encode(), hashlib.sha256).hexdigest()
+
+    def _answer(self, one: _Connection, content: dict[str, Any]) -> None:
+        challenge = str(content["nonce"])
+        if content["rank"] != one.rank:
+            raise _Violation("this is another rank")
+        for other in [other for other in self._others if other.role == "attempt" and other is not one]:
+            self._drop(other)
+            self._again(other.where)
+        proof = self._proof("client", challenge, one.nonce, self.rank, one.rank)
+        hello = {"rank": self.rank, "nonce": one.nonce, "proof": proof}
+        one.nonce = f"{challenge} {one.nonce}"
+        one.queue.append((_HELLO, self.rank, one.rank, _encode(hello)))
+
+    def _hello(self, one: _Connection, content: dict[str, Any]) -> None:
+        rank, nonce = int(content["rank"]), str(content["nonce"])
+        proof = self._proof("client", one.nonce, nonce, rank, self.rank)
+        if not 0 <= rank < self.size or rank == self.rank or not hmac.compare_digest(proof, str(content["proof"])):
+            raise _Violation("a wrong proof")
+        one.rank = rank
+        one.deadline = float("inf")
+        if rank in self._gone:
+            one.queue.append((_REJECTED, self.rank, rank, b"{}"))
+            return
+        proof = self._proof("server", one.nonce, nonce, rank, self.rank)
+        one.queue.append((_WELCOME, self.rank, rank, _encode({"proof": proof})))
+
+    def _welcomed(self, one: _Connection, content: dict[str, Any]) -> None:
+        challenge, _, nonce = one.nonce.partition(" ")
+        proof = self._proof("server", challenge, nonce, self.rank, one.rank)
+        if not hmac.compare_digest(proof, str(content["proof"])):
+            raise _Violation("a wrong proof")
+        for other in [other for other in self._others if other.role == "attempt" and other is not one]:
+            self._drop(other)
+        self._others.discard(one)
+        self._retry.clear()
+        one.role = "hub"
+        self._hub = one
+        # Only now does the other side take the end of this connection for the end of this process.
+        one.queue.append((_JOINED, self.rank, one.rank, b"{}"))
+        one.queue.extend(self._news(gone) for gone in self._gone.values())
+        one.queue.extend(message for message in self._held if message[2] not in self._gone)
+        self._held.clear()
+        if self._leaving and self._farewell is not None:
+            one.queue.extend(self._backlog.pop(one.rank, ()))
+            one.queue.append(self._farewell)
+        self._aim()
+
+    def _rejected(self, one: _Connection) -> None:
+        """For the other this rank is gone: it has said goodbye to another hub, or the network was cut for a while."""
+        rank = one.rank
+        self._heard = self._leaving
+        self._drop(one)
+        self._suspect(self._obituary(rank, "unreachable", ""))
+
+    def _join(self, one: _Connection) -> None:
+        rank = one.rank
+        if rank < 0 or rank in self._gone:
+            raise _Violation("not welcome")
+        old = self._clients.pop(rank, None)
+        if old is not None:
+            self._drop(old)
+        self._others.discard(one)
+        one.role = "client"
+        self._clients[rank] = one
+        self._ask.pop(rank, None)
+        self._asked.pop(rank, None)
+        one.queue.extend(self._backlog.pop(rank, ()))
+        one.queue.extend(self._news(gone) for gone in self._gone.values())
+        if self._leaving and self._farewell is not None:
+            one.queue.append(self._farewell)
+            self._informed = True
+        self._aim()
+
+    # --- the end
+
+    def _close_all(self) -> None:
+        for one in self._connections():
+            one.sock.close()
+        self._clients.clear()
+        self._others.clear()
+        self._hub = self._crash_to = None
+        if self._crash_fd is not None:
+            _to_stderr(self._crash_fd)
+        self._listener.close()
+        self._selector.close()
+
+    def _before_fork(self) -> None:
+        # No descriptor may be on its way from the kernel to where it is noted.
+        self._fork_lock = self._lock.acquire(timeout=1.0)
+
+    def _after_fork(self) -> None:
+        if self._fork_lock:
+            self._fork_lock = False
+            self._lock.release()
+
+
+_all: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+def _each(what: Callable[[Lifeline], None]) -> Callable[[], None]:
+    def call() -> None:
+        for lifeline in list(_all):
+            what(lifeline)
+
+    return call
+
+
+os.register_at_fork(
+    before=_each(Lifeline._before_fork),  # noqa: SLF001  they belong to the class
+    after_in_parent=_each(Lifeline._after_fork),  # noqa: SLF001
+    after_in_child=_each(Lifeline.forget),
+)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    if len(data) > MESSAGE_LIMIT:
+        raise ValueError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT} are possible")
+    return data
+
+
+def _listen(size: int) -> socket.socket:
+    """A listening socket for IPv6 and IPv4, or for IPv4 where there is no other."""
+    backlog = min(size + 64, 65535)
+    try:
+        sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    except (OSError, ValueError):
+        sock = socket.create_server(("", 0), backlog=backlog)
+    sock.setblocking(False)
+    return sock
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < 4 * _WINDOW:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _WINDOW)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    # It counts for both: questions without an answer, and data that nobody acknowledges.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREACHABLE_AFTER * 1000))
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    try:
+        sock.getpeername()
+    except OSError:
+        return False
+    return True
+
+
+def _under_way(sock: socket.socket) -> int:
+    """Bytes that the other host's kernel has not acknowledged."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:
+        return 0
+
+
+def _silence(sock: socket.socket) -> float:
+    """Seconds since the other host's kernel was last heard."""
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
+    return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
+
+
+def _allow_descriptors(number: int) -> int:
+    """How many descriptors this process may have; raised, as far as possible, if so many leave few for the program."""
+    soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_DESCRIPTORS))
+    enough = min(number + 8 * _RESERVE, hard)
+    if soft >= min(number + 4 * _RESERVE, hard):
+        return soft
+    try:
+        resource.setrlimit(_DESCRIPTORS, (enough, resource.getrlimit(_DESCRIPTORS)[1]))
+    except (OSError, ValueError):
+        return soft
+    return enough
+
+
+def _stderr() -> int:
+    """A descriptor of its own that leads to stderr."""
+    fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    _to_stderr(fd)
+    return fd
+
+
+def _to_stderr(fd: int) -> None:
+    try:
+        os.dup2(2, fd, inheritable=False)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, fd, inheritable=False)
+        os.close(null)
+
+
+def _place() -> str:
+    """The same for processes that reach each other by 127.0.0.1."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/net").readlink()))
+    return " ".join(parts)
+
+
+def _addresses() -> list[str]:
+    """This host's addresses: the one by which it reaches the world first, those of bridges last."""
+    found: list[tuple[int, str]] = []
+    likely = _outward()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            address = socket.inet_ntoa(answer[20:24])
+            if not address.startswith(("127.", "169.254.")):
+                bridge = re.match("docker|br-|virbr|cni|veth|lxc", name) is not None
+                found.append((0 if address == likely else 2 if bridge else 1, address))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == "00":  # global
+                found.append((3, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return [address for _, address in sorted(found, key=lambda one: one[0])]
+
+
+def _outward() -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing: asks for the route only
+            return str(sock.getsockname()[0])
+        except OSError:
+            return ""

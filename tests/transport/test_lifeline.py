@@ -1,0 +1,995 @@
+"""Connections beside MPI: messages, deaths of real processes, last words, strangers, a network that is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT
+
+from mpicoll.transport import lifeline
+from mpicoll.transport.lifeline import Gone, Lifeline, Message
+
+TOKEN = b"the secret of this job"
+SOON = 20.0
+"""Seconds after which something that should have happened has not."""
+
+
+def until(what: Callable[[], Any], why: Callable[[], Any] = lambda: "") -> None:
+    deadline = time.monotonic() + SOON
+    while not what():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.005)
+
+
+# --- ranks that are threads of this process
+
+
+class Star:
+    """The ranks of a job, each with a thread that drives it."""
+
+    def __init__(self, size: int, tokens: dict[int, bytes] | None = None) -> None:
+        tokens = tokens or {}
+        self.lines = [Lifeline(rank, size, tokens.get(rank, TOKEN)) for rank in range(size)]
+        self.heard: list[list[Message | Gone]] = [[] for _ in range(size)]
+        self.over = [False] * size
+        self.threads = [threading.Thread(target=self._drive, args=(rank,)) for rank in range(size)]
+
+    def start(self) -> Star:
+        addresses = json.loads(json.dumps([line.address for line in self.lines]))
+        for line in self.lines:
+            line.connect(addresses)
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def meet(self) -> Star:
+        """Until all have heard of all; this is then forgotten."""
+        for line in self.lines:
+            line.send({"here": line.rank})
+        for heard in self.heard:
+            until(lambda heard=heard: len(heard) == len(self.lines) - 1, lambda heard=heard: heard)
+            heard.clear()
+        return self
+
+    def _drive(self, rank: int) -> None:
+        while not self.over[rank]:
+            self.heard[rank] += self.lines[rank].poll(1.0)
+
+    def end(self, rank: int) -> None:
+        self.over[rank] = True
+        self.lines[rank].close()
+
+    def messages(self, rank: int, source: int | None = None) -> list[dict[str, Any]]:
+        heard = [one for one in self.heard[rank] if isinstance(one, Message)]
+        return [one.body for one in heard if source in (None, one.source)]
+
+    def gone(self, rank: int) -> list[tuple[int, str]]:
+        return sorted((one.rank, one.why) for one in self.heard[rank] if isinstance(one, Gone))
+
+
+Make = Callable[..., Star]
+
+
+@pytest.fixture
+def star() -> Iterator[Make]:
+    """Makes stars of ranks in this process, and ends them."""
+    made: list[Star] = []
+
+    def make(size: int, tokens: dict[int, bytes] | None = None) -> Star:
+        made.append(Star(size, tokens))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for rank in range(len(one.lines)):
+            one.end(rank)
+        for thread in one.threads:
+            if thread.ident is not None:
+                thread.join(SOON)
+                assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_messages_reach_whom_they_are_for(star: Make, size: int) -> None:
+    job = star(size).start()
+    for rank, line in enumerate(job.lines):
+        line.send({"from": rank, "to": "all"})
+        for to in range(size):
+            if to != rank:
+                line.send({"from": rank, "to": to}, to)
+    for rank in range(size):
+        until(lambda rank=rank: len(job.messages(rank)) == 2 * (size - 1), lambda rank=rank: job.heard[rank])
+        for source in range(size):
+            expected = [{"from": source, "to": "all"}, {"from": source, "to": rank}] if source != rank else []
+            assert job.messages(rank, source) == expected
+        assert job.gone(rank) == []
+        assert job.lines[rank].gone == {}
+
+
+def test_messages_of_a_megabyte_from_several_threads_keep_their_order(star: Make) -> None:
+    job = star(3).start()
+    big = "x" * 1_000_000
+
+    def talk(rank: int, thread: int) -> None:
+        for number in range(34):
+            text = big if number == 17 else "y" * (number * 400)
+            job.lines[rank].send({"thread": thread, "number": number, "text": text})
+
+    threads = [threading.Thread(target=talk, args=(rank, thread)) for rank in range(3) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in range(3):
+        until(lambda rank=rank: len(job.messages(rank)) == 2 * 2 * 34, lambda rank=rank: len(job.messages(rank)))
+        for source in {0, 1, 2} - {rank}:
+            for number in range(2):
+                part = [one for one in job.messages(rank, source) if one["thread"] == number]
+                assert [one["number"] for one in part] == list(range(34))
+                assert all(one["text"] == (big if i == 17 else "y" * (i * 400)) for i, one in enumerate(part))
+
+
+def test_what_is_sent_before_there_are_connections_arrives(star: Make) -> None:
+    job = star(3)
+    for rank, line in enumerate(job.lines):
+        line.send({"early": rank})
+    job.lines[2].send({"early": "1 only"}, 1)
+    job.start()
+    until(lambda: len(job.messages(1)) == 3 and len(job.messages(0)) == 2 and len(job.messages(2)) == 2)
+    assert job.messages(1, 2) == [{"early": 2}, {"early": "1 only"}]
+    assert job.messages(1, 0) == [{"early": 0}]
+
+
+@pytest.mark.parametrize("leaver", [0, 1, 2])
+def test_goodbye(star: Make, leaver: int) -> None:
+    job = star(3).start().meet()
+    job.lines[leaver].send({"last": "word"})
+    job.lines[leaver].leave({"done": True})
+    job.end(leaver)
+    others = {0, 1, 2} - {leaver}
+    for rank in others:
+        until(lambda rank=rank: job.gone(rank), lambda rank=rank: job.heard[rank])
+        assert job.heard[rank] == [
+            Message(leaver, {"last": "word"}),
+            Message(leaver, {"done": True}),
+            Gone(leaver, "left", "", os.getpid(), socket.gethostname()),
+        ]
+    # The star goes on without it.
+    first, second = sorted(others)
+    job.lines[first].send({"still": "here"})
+    job.lines[second].send({"me": "too"})
+    until(lambda: len(job.heard[first]) == len(job.heard[second]) == 4)
+    assert job.messages(second)[-1] == {"still": "here"}
+    assert job.messages(first)[-1] == {"me": "too"}
+    assert job.heard[leaver] == []
+
+
+def test_all_leave_one_after_the_other(star: Make) -> None:
+    job = star(4).start().meet()
+    for rank in range(4):
+        job.lines[rank].leave({"rank": rank})
+    for rank in range(4):
+        expected = [(other, "left") for other in range(rank)]
+        until(lambda rank=rank, expected=expected: job.gone(rank) == expected, lambda rank=rank: job.heard[rank])
+
+
+@pytest.mark.parametrize("stay", [set(), {0, 3}, {4, 5}], ids=str)
+def test_many_leave_at_once(star: Make, stay: set[int]) -> None:
+    """And end as soon as they have, as at the end of a program: nobody seems to have died."""
+    size = 6
+    leavers = set(range(size)) - stay
+    job = star(size).start().meet()
+    together = threading.Barrier(len(leavers))
+
+    def leave(rank: int) -> None:
+        together.wait()
+        job.lines[rank].leave({}, timeout=SOON)
+        job.end(rank)
+
+    threads = [threading.Thread(target=leave, args=(rank,)) for rank in leavers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON / 2)
+        assert not thread.is_alive()
+    for rank in stay:
+        until(lambda rank=rank: len(job.gone(rank)) == len(leavers), lambda rank=rank: job.heard[rank])
+    for rank in range(size):
+        assert all(why == "left" for _, why in job.gone(rank)), job.heard[rank]
+        assert len(job.messages(rank)) == len(job.gone(rank))  # each with its goodbye
+
+
+def test_a_rank_that_is_late_hears_of_a_goodbye_from_before(star: Make) -> None:
+    """Rank 0 lives on after it has left, and rank 2 has never been connected with it."""
+    job = star(3)
+    addresses = [line.address for line in job.lines]
+    for rank in (0, 1):
+        job.lines[rank].connect(addresses)
+        job.threads[rank].start()
+    job.lines[0].leave({"bye": 0}, timeout=0.2)
+    until(lambda: job.gone(1) == [(0, "left")])
+    job.lines[2].connect(addresses)
+    job.threads[2].start()
+    until(lambda: job.gone(2) == [(0, "left")], lambda: job.heard[2])
+    assert job.messages(2) == [{"bye": 0}]
+    job.lines[2].send({"hello": 2})
+    until(lambda: job.messages(1)[-1] == {"hello": 2}, lambda: job.heard[1])
+    assert job.gone(1) == [(0, "left")]
+
+
+def test_flush_says_whether_all_has_gone(star: Make) -> None:
+    job = star(2)
+    addresses = [line.address for line in job.lines]
+    assert job.lines[0].flush(0.0)
+    job.lines[0].send({"text": "x" * 500_000})
+    assert not job.lines[0].flush(0.05)
+    for line in job.lines:
+        line.connect(addresses)
+    job.threads[1].start()
+    # Nobody polls rank 0: flush does the work by itself.
+    assert job.lines[0].flush(SOON)
+    until(lambda: job.messages(1) == [{"text": "x" * 500_000}])
+
+
+def test_what_flush_hears_is_not_lost(star: Make) -> None:
+    job = star(2)
+    addresses = [line.address for line in job.lines]
+    for line in job.lines:
+        line.connect(addresses)
+    job.threads[1].start()
+    job.lines[1].send({"to": "zero"})
+    job.lines[0].send({"to": "one"})
+    assert job.lines[0].flush(SOON)
+    assert job.lines[1].flush(SOON)
+    heard: list[Message | Gone] = []
+    until(lambda: heard.extend(job.lines[0].poll(0.1)) or heard)
+    assert heard == [Message(1, {"to": "zero"})]
+
+
+def test_poll_waits_no_longer_than_it_may_and_wakes() -> None:
+    line = Lifeline(0, 2, TOKEN)
+    assert line.poll(0.0) == []
+    woken = threading.Event()
+
+    def poll() -> None:
+        line.poll(SOON * 10)
+        woken.set()
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    line.wake()
+    assert woken.wait(SOON)
+    thread.join()
+    line.close()
+
+
+def test_at_rest_nothing_wakes(star: Make) -> None:
+    """Two ranks that know each other and have nothing to say: one turn of poll per time that it is given."""
+    job = star(2)
+    addresses = [line.address for line in job.lines]
+    for line in job.lines:
+        line.connect(addresses)
+    job.threads[1].start()
+    job.lines[0].send({})
+    until(lambda: job.lines[0].poll(0.05) == [] and job.messages(1))
+    while job.lines[0].poll(0.2):
+        pass
+    turns = 0
+    end = time.monotonic() + 1.0
+    while time.monotonic() < end:
+        job.lines[0].poll(0.5)
+        turns += 1
+    assert turns <= 3
+
+
+def test_a_world_of_one() -> None:
+    line = Lifeline(0, 1, TOKEN)
+    line.connect([line.address])
+    line.send({"to": "nobody"})
+    assert line.flush(1.0)
+    assert line.poll(0.0) == []
+    assert line.crash_fd is None
+    line.leave({})
+    line.close()
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
+        Lifeline(2, 2, TOKEN)
+    line = Lifeline(1, 3, TOKEN)
+    with pytest.raises(ValueError, match="1 addresses for 3 ranks"):
+        line.connect([line.address])
+    for to in (-1, 1, 3):
+        with pytest.raises(ValueError, match=f"can't send to rank {to}"):
+            line.send({}, to)
+    with pytest.raises(ValueError, match="at most 16777216"):
+        line.send({"text": "x" * (16 << 20)})
+    with pytest.raises(TypeError, match="JSON"):
+        line.send({"bytes": b""})
+    line.close()
+    line.close()
+    line.wake()
+    assert line.poll(1.0) == []
+
+
+def test_addresses() -> None:
+    line = Lifeline(0, 2, TOKEN)
+    address = line.address
+    line.close()
+    assert json.loads(json.dumps(address)) == address
+    assert address["pid"] == os.getpid()
+    assert address["host"] == socket.gethostname()
+    assert not any(re.match(r"127\.|169\.254\.", one) for one in address["addresses"])
+
+
+def test_closed_descriptors_are_given_back(star: Make) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    job = star(3).start()
+    job.lines[2].send({})
+    until(lambda: job.messages(0) and job.messages(1))
+    for rank in range(3):
+        job.end(rank)
+    for thread in job.threads:
+        thread.join()
+    job.lines.clear()
+    until(lambda: descriptors() <= before)
+
+
+# --- strangers
+
+
+def _connect(line: Lifeline) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", line.address["port"]), timeout=SOON)
+    sock.settimeout(SOON)
+    return sock
+
+
+def _frame(kind: bytes, body: bytes, source: int = 1, dest: int = 0) -> bytes:
+    return lifeline._HEADER.pack(lifeline._MAGIC, len(body), 1, source, dest, kind) + body
+
+
+_GARBAGE = {
+    "scan": b"",
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(100_000),
+    "magic only": b"\0mpicoll",
+    "no json": _frame(b"H", b"\xff{"),
+    "no object": _frame(b"H", b"[1, 2]"),
+    "no proof": _frame(b"H", b'{"rank": 1}'),
+    "wrong types": _frame(b"H", b'{"rank": [], "nonce": {}, "proof": 3}'),
+    "wrong proof": _frame(b"H", b'{"rank": 1, "nonce": "1", "proof": "2"}'),
+    "strange proof": _frame(b"H", b'{"rank": 1, "nonce": "1", "proof": "\\u00e4"}'),
+    "own rank": _frame(b"H", b'{"rank": 0, "nonce": "1", "proof": "2"}'),
+    "deep": _frame(b"H", b"[" * 900),
+    "uninvited": _frame(b"J", b"{}"),
+    "message": _frame(b"M", b'{"evil": 1}'),
+    "obituary": _frame(b"G", b'{"rank": 1, "why": "closed", "words": "", "pid": 0, "host": ""}'),
+    "acknowledgement": lifeline._HEADER.pack(lifeline._MAGIC, 30_000, 1, 1, 0, b"A"),
+    "too long": _frame(b"H", b" " * 2000),
+    "far too long": lifeline._HEADER.pack(lifeline._MAGIC, 2**32 - 1, 1, 1, 0, b"H"),
+}
+
+
+def test_strangers_change_nothing(star: Make) -> None:
+    job = star(3).start()
+    socks = []
+    for line in job.lines:
+        for garbage in _GARBAGE.values():
+            for reset in (False, True):
+                sock = _connect(line)
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(garbage)
+                if reset:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    sock.close()
+                else:
+                    socks.append(sock)
+    for rank, line in enumerate(job.lines):
+        line.send({"from": rank})
+    for rank in range(3):
+        until(lambda rank=rank: len(job.heard[rank]) == 2, lambda rank=rank: job.heard[rank])
+        assert all(isinstance(one, Message) and one.body == {"from": one.source} for one in job.heard[rank])
+    for sock in socks:
+        sock.close()
+
+
+@pytest.mark.parametrize("garbage", [*_GARBAGE])
+def test_who_does_not_prove_the_token_is_shut_out(star: Make, garbage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "PROVE_WITHIN", 0.3)
+    job = star(2).start()
+    with _connect(job.lines[0]) as sock:
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(_GARBAGE[garbage])
+        with contextlib.suppress(ConnectionError):
+            while sock.recv(4096):
+                pass  # a challenge, then the end
+
+
+def test_another_token(star: Make) -> None:
+    job = star(3, {2: b"another secret"}).start()
+    for line in job.lines:
+        line.send({"secret": line.rank})
+    until(lambda: job.messages(0) and job.messages(1))
+    time.sleep(0.5)
+    assert job.heard[0] == [Message(1, {"secret": 1})]
+    assert job.heard[1] == [Message(0, {"secret": 0})]
+    assert job.heard[2] == []
+
+
+# --- last words
+
+
+def _pair(role: str = "client") -> tuple[lifeline._Connection, lifeline._Connection]:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return lifeline._Connection(ends[0], role), lifeline._Connection(ends[1], role)
+
+
+def _read_all(connection: lifeline._Connection) -> list[tuple[bytes, int, int, bytes]]:
+    """All messages until the end, as the lifeline reads them."""
+    got = []
+    while True:
+        try:
+            for one in connection.read():
+                try:
+                    json.loads(one[3])
+                    got.append(one)
+                except ValueError:
+                    connection.spoilt(one[3])
+        except EOFError:
+            connection.sock.close()
+            return got
+
+
+WORDS = b'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File "a.py", line 1\n'
+
+
+@pytest.mark.parametrize("size", [3, 60, 400, 10_000])
+def test_words_that_cut_a_message_anywhere(size: int) -> None:
+    """A signal handler writes when a part of a message has gone, and the process dies."""
+    whole = json.dumps({"text": "x" * size}).encode()
+    fragments = [whole[at : at + lifeline._FRAGMENT] for at in range(0, len(whole), lifeline._FRAGMENT)]
+    wire = b"".join(
+        lifeline._HEADER.pack(lifeline._MAGIC, len(part), number == len(fragments) - 1, 1, -1, b"M") + part
+        for number, part in enumerate(fragments)
+    )
+    cuts = range(len(wire) + 1) if len(wire) < 1000 else range(0, len(wire) + 1, 97)
+    for cut in cuts:
+        writer, reader = _pair()
+        writer.sock.sendall(wire + wire[:cut] + WORDS)
+        writer.sock.close()
+        got = _read_all(reader)
+        assert got == [(b"M", 1, -1, whole)] * (2 if cut == len(wire) else 1)
+        assert reader.text() == WORDS.decode(), cut
+
+
+def test_words_in_pieces_and_a_message_after_them() -> None:
+    """Another thread of the process that dies may still send."""
+    writer, reader = _pair()
+    for letter in WORDS:
+        writer.sock.send(bytes([letter]))
+    writer.sock.sendall(_frame(b"M", b'{"after": 1}') + b"more words\n")
+    writer.sock.close()
+    assert _read_all(reader) == [(b"M", 1, 0, b'{"after": 1}')]
+    assert reader.text() == WORDS.decode() + "more words\n"
+
+
+def test_words_have_a_bound() -> None:
+    writer, reader = _pair()
+
+    def write() -> None:
+        writer.sock.setblocking(True)
+        writer.sock.sendall(WORDS * 10_000)
+        writer.sock.close()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert _read_all(reader) == []
+    thread.join()
+    assert len(reader.text()) == lifeline.WORDS_LIMIT
+    assert len(reader.words) <= 2 * lifeline.WORDS_LIMIT
+
+
+# --- ranks that are processes
+
+RANK = """
+import ctypes, faulthandler, json, os, resource, signal, socket, sys, threading, time, logging
+from mpicoll.transport import lifeline
+
+rank, size, constants, prelude = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+for name, value in constants.items():
+    setattr(lifeline, name, value)
+exec(prelude)
+line = lifeline.Lifeline(rank, size, b"token of these processes")
+faulthandler.enable(file=line.crash_fd)
+
+def tell(*what):
+    os.write(1, (json.dumps(what) + "\\n").encode())
+
+def watch():
+    while True:
+        for one in line.poll(10.0):
+            if isinstance(one, lifeline.Message):
+                tell("message", one.source, one.body)
+            else:
+                tell("gone", one.rank, one.why, one.words, one.pid, one.host)
+
+def crash():
+    ctypes.string_at(0)
+
+tell("address", line.address)
+line.connect(json.loads(sys.stdin.readline()))
+threading.Thread(target=watch, daemon=True).start()
+for command in sys.stdin:
+    exec(json.loads(command))
+os._exit(0)
+"""
+
+DEATHS = {
+    "segv": "crash()",
+    "abort": "os.abort()",
+    "bus": "os.kill(os.getpid(), signal.SIGBUS)",
+    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+    "exit": "os._exit(0)",
+}
+SPEAKING = {"segv": "Segmentation fault", "abort": "Aborted", "bus": "Bus error"}
+
+
+class Process:
+    """A rank in a process of its own, which does what it is told."""
+
+    def __init__(self, rank: int, size: int, constants: dict[str, float], prelude: str, within: list[str]) -> None:
+        command = [*within, sys.executable, "-c", RANK, str(rank), str(size), json.dumps(constants), prelude]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.rank = rank
+        self.told: list[list[Any]] = []
+        self.stderr = ""
+        self.threads = [threading.Thread(target=self._hear), threading.Thread(target=self._hear_stderr)]
+        for thread in self.threads:
+            thread.start()
+
+    def _hear(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.endswith("\n"):  # else it was killed before it had written all
+                self.told.append(json.loads(text))
+
+    def _hear_stderr(self) -> None:
+        assert self.process.stderr is not None
+        for text in self.process.stderr:
+            self.stderr += text
+
+    def write(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def do(self, program: str) -> None:
+        self.write(json.dumps(program))
+
+    def of(self, kind: str) -> list[list[Any]]:
+        return [one[1:] for one in self.told if one[0] == kind]
+
+    def gone(self) -> list[tuple[int, str]]:
+        return sorted((one[0], one[1]) for one in self.of("gone"))
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for thread in self.threads:
+            thread.join()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+class Job:
+    """Ranks in processes of their own."""
+
+    def __init__(
+        self, size: int, constants: dict[str, float], preludes: dict[int, str], within: dict[int, list[str]]
+    ) -> None:
+        self.ranks = [
+            Process(rank, size, constants, preludes.get(rank, ""), within.get(rank, [])) for rank in range(size)
+        ]
+
+    def connect(self) -> Job:
+        for rank in self.ranks:
+            until(lambda rank=rank: rank.of("address"), lambda rank=rank: rank.stderr)
+        addresses = json.dumps([rank.of("address")[0][0] for rank in self.ranks])
+        for rank in self.ranks:
+            rank.write(addresses)
+        return self
+
+    def meet(self) -> Job:
+        """Until all have heard of all."""
+        for rank in self.ranks:
+            rank.do("line.send({'here': rank})")
+        for rank in self.ranks:
+            until(lambda rank=rank: len(rank.of("message")) == len(self.ranks) - 1, self.said)
+        return self
+
+    def __getitem__(self, rank: int) -> Process:
+        return self.ranks[rank]
+
+    def said(self) -> str:
+        return "\n".join(f"{rank.rank}: {rank.told} {rank.stderr}" for rank in self.ranks)
+
+    def survivors(self, *dead: int) -> list[Process]:
+        return [rank for rank in self.ranks if rank.rank not in dead]
+
+    def expect(self, expected: dict[int, str]) -> None:
+        """Every survivor is told exactly this of exactly these."""
+        want = sorted(expected.items())
+        for rank in self.survivors(*expected):
+            until(lambda rank=rank: rank.gone() == want, self.said)
+        for rank in self.survivors(*expected):
+            for number, _, _, pid, host in rank.of("gone"):
+                address = self[number].of("address")[0][0]
+                assert (pid, host) == (address["pid"], address["host"])
+
+    def talk(self, *dead: int) -> None:
+        """The survivors' messages still reach all."""
+        living = self.survivors(*dead)
+        for rank in living:
+            rank.do("line.send({'after': rank})")
+        for rank in living:
+            want = {other.rank for other in living} - {rank.rank}
+            until(
+                lambda rank=rank, want=want: {s for s, body in rank.of("message") if "after" in body} == want, self.said
+            )
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts jobs of processes, and ends them."""
+    jobs: list[Job] = []
+
+    def begin(
+        size: int,
+        constants: dict[str, float] | None = None,
+        preludes: dict[int, str] | None = None,
+        within: dict[int, list[str]] | None = None,
+    ) -> Job:
+        jobs.append(Job(size, constants or {}, preludes or {}, within or {}))
+        return jobs[-1].connect()
+
+    yield begin
+    for job in jobs:
+        for rank in job.ranks:
+            rank.end()
+
+
+@pytest.mark.parametrize(
+    ("size", "victims", "death"),
+    [
+        (2, [0], "segv"),
+        (2, [1], "abort"),
+        (3, [0], "exit"),
+        (3, [2], "bus"),
+        (3, [0, 1], "kill"),
+        (4, [0], "abort"),
+        (4, [3], "segv"),
+        (4, [0, 3], "kill"),
+        (8, [0], "segv"),
+        (8, [5], "kill"),
+        (8, [0, 1], "kill"),
+        (8, [2, 7], "segv"),
+    ],
+)
+def test_death(start: Start, size: int, victims: list[int], death: str) -> None:
+    job = start(size).meet()
+    for victim in victims:
+        job[victim].do(DEATHS[death])
+    job.expect(dict.fromkeys(victims, "closed"))
+    for rank in job.survivors(*victims):
+        for number, _, words, *_ in rank.of("gone"):
+            # Each hub had another rank to hear its words, except if that died with it.
+            if death in SPEAKING:
+                assert f"Fatal Python error: {SPEAKING[death]}" in words, number
+                assert 'File "<string>"' in words
+            else:
+                assert words == ""
+    job.talk(*victims)
+    job.expect(dict.fromkeys(victims, "closed"))
+
+
+def test_one_hub_after_the_other_dies(start: Start) -> None:
+    job = start(5).meet()
+    dead: dict[int, str] = {}
+    for victim in range(4):
+        job[victim].do(DEATHS["segv"])
+        dead[victim] = "closed"
+        job.expect(dead)
+        for rank in job.survivors(*dead):
+            assert all("Segmentation fault" in words for _, _, words, *_ in rank.of("gone"))
+        job.talk(*dead)
+        for rank in job.ranks:
+            rank.told = [one for one in rank.told if one[0] != "message"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_what_was_sent_before_a_death_comes_before_it(start: Start, victim: int) -> None:
+    job = start(3).meet()
+    job[victim].do(
+        "for number in range(50): line.send({'number': number, 'text': 'x' * 20_000})\n"
+        "line.send({'number': 50}, 2)\n"
+        "assert line.flush(10.0)\n"
+        "crash()"
+    )
+    job.expect({victim: "closed"})
+    told = job[2].told
+    numbers = [one[2]["number"] for one in told if one[0] == "message" and one[1] == victim and "number" in one[2]]
+    assert numbers == list(range(51))
+    assert told[-1][0] == "gone"
+    assert "Segmentation fault" in told[-1][3]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_goodbye_of_processes(start: Start, size: int) -> None:
+    job = start(size).meet()
+    for leaver in range(size - 1):
+        job[leaver].do("line.leave({'bye': rank}); os._exit(3)")
+        job.expect(dict.fromkeys(range(leaver + 1), "left"))
+        for rank in job.survivors(*range(leaver + 1)):
+            assert rank.told[-2][:3] == ["message", leaver, {"bye": leaver}]
+            assert rank.told[-1][:3] == ["gone", leaver, "left"]
+
+
+def test_goodbye_before_all_are_connected(start: Start) -> None:
+    job = start(4)
+    for rank in (0, 1, 3):
+        job[rank].do("line.leave({'bye': rank}); os._exit(0)")
+    until(lambda: job[2].gone() == [(0, "left"), (1, "left"), (3, "left")], job.said)
+    assert sorted(job[2].of("message")) == [[rank, {"bye": rank}] for rank in (0, 1, 3)]
+
+
+@pytest.mark.parametrize("victims", [[0], [2], [0, 1]])
+def test_death_before_there_was_a_connection(start: Start, victims: list[int]) -> None:
+    """These die while they still import, so to say: they listen, but nobody has ever driven them."""
+    constants = {"ASK_AFTER": 0.2}
+    job = Job(4, constants, {}, {})
+    try:
+        for rank in job.ranks:
+            until(lambda rank=rank: rank.of("address"), lambda rank=rank: rank.stderr)
+        addresses = json.dumps([rank.of("address")[0][0] for rank in job.ranks])
+        for victim in victims:
+            job[victim].signal(signal.SIGKILL)
+            job[victim].process.wait()
+        for rank in job.survivors(*victims):
+            rank.write(addresses)
+        job.expect(dict.fromkeys(victims, "closed"))
+        job.talk(*victims)
+        job.expect(dict.fromkeys(victims, "closed"))
+    finally:
+        for rank in job.ranks:
+            rank.end()
+
+
+QUICK = {"KEEPALIVE_IDLE": 1, "KEEPALIVE_INTERVAL": 1, "UNREACHABLE_AFTER": 2.0, "ASK_AFTER": 0.3, "CONNECT_WITHIN": 1}
+
+
+def test_a_stopped_process_is_not_dead(start: Start) -> None:
+    """Nor when much more is sent to it than its kernel can hold, nor when it is the hub, or the next one."""
+    job = start(4, QUICK).meet()
+    for rank in (0, 2):
+        job[rank].signal(signal.SIGSTOP)
+    for rank in (1, 3):
+        job[rank].do("for number in range(3): line.send({'number': number, 'text': 'x' * 1_000_000})")
+    time.sleep(3.5)  # a host has 2 s
+    for rank in (0, 2):
+        job[rank].signal(signal.SIGCONT)
+    for rank in job.ranks:
+        want = [(source, number) for source in (1, 3) if source != rank.rank for number in range(3)]
+        until(
+            lambda rank=rank, want=want: (
+                sorted((s, b["number"]) for s, b in rank.of("message") if "number" in b) == want
+            ),
+            lambda: "not all has arrived",
+        )
+    job[1].signal(signal.SIGSTOP)
+    job[0].signal(signal.SIGKILL)
+    time.sleep(3.0)
+    assert all(number != 1 for rank in job.survivors(0, 1) for number, _ in rank.gone())
+    job[1].signal(signal.SIGCONT)
+    job.expect({0: "closed"})
+    job.talk(0)
+    job.expect({0: "closed"})
+
+
+def test_what_was_queued_goes_through_the_next_hub(start: Start) -> None:
+    job = start(4).meet()
+    job[0].signal(signal.SIGSTOP)
+    job[3].do("for number in range(5): line.send({'number': number, 'text': 'x' * 300_000}, 2 if number % 2 else None)")
+    time.sleep(0.3)
+    job[0].signal(signal.SIGKILL)
+    job.expect({0: "closed"})
+    for rank, want in ((1, [0, 2, 4]), (2, [0, 1, 2, 3, 4])):
+        until(
+            lambda rank=rank, want=want: [b["number"] for s, b in job[rank].of("message") if "number" in b] == want,
+            lambda rank=rank: [b.get("number") for _, b in job[rank].of("message")],
+        )
+
+
+_FORK = """
+import subprocess
+sleeper = subprocess.Popen(["sleep", "60"])
+child = os.fork()
+if child == 0:
+    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2
+             and os.path.lexists(f"/proc/self/fd/{fd}")]
+    line.send({"from": "a child"})
+    line.leave({"from": "a child"})
+    tell("child", os.getpid(), [link for link in links if link.startswith(("socket:", "anon_inode:"))], line.poll(0))
+    if "crash" in MODE:
+        crash()
+    time.sleep(60)
+    os._exit(0)
+tell("sleeper", sleeper.pid)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_children_hide_no_death(start: Start, victim: int) -> None:
+    job = start(3).meet()
+    job[victim].do(_FORK.replace("MODE", '"sleep"'))
+    until(lambda: job[victim].of("child") and job[victim].of("sleeper"), job.said)
+    child, kept, heard = job[victim].of("child")[0]
+    try:
+        assert kept == []
+        assert heard == []
+        job[victim].do("line.send({'parent': 'still here'})")
+        until(lambda: job[2].of("message")[-1] == [victim, {"parent": "still here"}])
+        job[victim].signal(signal.SIGKILL)
+        job.expect({victim: "closed"})
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.kill(job[victim].of("sleeper")[0][0], signal.SIGKILL)
+
+
+def test_a_child_has_its_own_last_words(start: Start) -> None:
+    job = start(2).meet()
+    job[1].do(_FORK.replace("MODE", '"crash"'))
+    until(lambda: "Segmentation fault" in job[1].stderr, job.said)
+    os.kill(job[1].of("sleeper")[0][0], signal.SIGKILL)
+    job.talk()
+    assert job[0].gone() == []
+
+
+def test_no_thread_is_started_and_words_go_to_stderr_while_there_is_no_connection(start: Start) -> None:
+    job = start(2)
+    job[1].signal(signal.SIGKILL)
+    job.expect({1: "closed"})
+    job[0].do("tell('threads', threading.active_count()); crash()")
+    until(lambda: "Segmentation fault" in job[0].stderr, job.said)
+    assert job[0].of("threads") == [[2]]
+
+
+def test_too_few_descriptors(start: Start) -> None:
+    """The hub says so, works without the others, and takes nobody for dead."""
+    few = "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); logging.basicConfig(level=logging.INFO)"
+    job = start(3, {"MISSED_AFTER": 0.5}, {0: few})
+    until(lambda: "can't take all connections" in job[0].stderr, job.said)
+    until(lambda: "no connection with rank 1, 2" in job[0].stderr, job.said)
+    job[0].do("before = time.process_time(); time.sleep(1); tell('cpu', time.process_time() - before)")
+    until(lambda: job[0].of("cpu"))
+    assert job[0].of("cpu")[0][0] < 0.5
+    assert [rank.gone() for rank in job.ranks] == [[], [], []]
+
+
+def test_more_descriptors_are_allowed_when_needed(start: Start) -> None:
+    few = "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 4000))"
+    job = start(3, preludes={0: few}).meet()
+    job[0].do("tell('limit', resource.getrlimit(resource.RLIMIT_NOFILE))")
+    until(lambda: job[0].of("limit"))
+    [[[soft, hard]]] = job[0].of("limit")
+    assert 500 < soft < hard == 4000
+
+
+# --- hosts
+
+
+def _can_make_hosts() -> bool:
+    try:
+        return subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+class Hosts:
+    """Two hosts: network namespaces with a wire between them that passes through two switches."""
+
+    def __init__(self) -> None:
+        self.holders = [
+            subprocess.Popen(
+                ["unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec sleep 100"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(3)
+        ]
+        for holder in self.holders:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+        self.run(2, "ip link add name switch type bridge")
+        self.run(2, "ip link set switch up")
+        for host in (0, 1):
+            pid = self.holders[host].pid
+            self.run(2, f"ip link add port{host} type veth peer name eth0 netns {pid}")
+            self.run(2, f"ip link set port{host} master switch up")
+            self.run(host, f"ip addr add 10.79.0.{host + 1}/24 dev eth0")
+            self.run(host, "ip link set eth0 up")
+
+    def run(self, host: int, command: str) -> None:
+        subprocess.run([*self.within(host), *command.split()], check=True)
+
+    def within(self, host: int) -> list[str]:
+        return ["nsenter", "--target", str(self.holders[host].pid), "--net"]
+
+    def cut(self) -> None:
+        """Nothing comes through any more, and no host is told."""
+        self.run(2, "ip link set port1 nomaster")
+
+    def end(self) -> None:
+        for holder in self.holders:
+            holder.kill()
+            holder.wait()
+            assert holder.stdout is not None
+            holder.stdout.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    if not _can_make_hosts():
+        pytest.skip("network namespaces can't be made: this needs root and iproute2")
+    made = Hosts()
+    yield made
+    made.end()
+
+
+def test_the_network_is_cut(start: Start, hosts: Hosts) -> None:
+    """Each side is told that the other is out of reach, and goes on by itself."""
+    job = start(5, QUICK, within={rank: hosts.within(int(rank in (2, 3, 4))) for rank in range(5)}).meet()
+    job[3].do(DEATHS["segv"])
+    job.expect({3: "closed"})
+    job[1].do("line.send({'text': 'x' * 1_000_000})")
+    until(lambda: len(job[4].of("message")) == 5)
+    hosts.cut()
+    job[0].do("line.send({'nobody': 'hears it'})")  # to rank 2 and 4: not even questions, only lost data
+    for side, others in (((0, 1), (2, 4)), ((2, 4), (0, 1))):
+        want = sorted([(3, "closed"), *((other, "unreachable") for other in others)])
+        for rank in side:
+            until(lambda rank=rank, want=want: job[rank].gone() == want, job.said)
+    for first, second in ((0, 1), (2, 4)):
+        job[first].do("line.send({'side': rank})")
+        job[second].do("line.send({'side': rank})")
+        until(lambda first=first, second=second: job[first].of("message")[-1] == [second, {"side": second}])
+        until(lambda first=first, second=second: job[second].of("message")[-1] == [first, {"side": first}])
