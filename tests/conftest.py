@@ -12,6 +12,8 @@ import pytest
 
 # A table that somebody has tuned for this machine must not change what the tests see.
 os.environ.setdefault("MPICOLL_TUNED", "off")
+# What goes wrong on purpose must not leave its report behind.
+os.environ.setdefault("MPICOLL_REPORT", "off")
 
 # Shared machines are slow at times: a slow example is no failure.
 hypothesis.settings.register_profile("mpicoll", deadline=None)

@@ -51,6 +51,8 @@ def extents(counts: Iterable[int]) -> list[int]:
 
 @dataclass(slots=True)
 class _Step:
+    round: int
+    """Which of the schedule's rounds it is: those in which this rank has nothing to do are left out."""
     before: list[Action] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     recvs: list[Message] = field(default_factory=list)
@@ -77,7 +79,8 @@ class Program:
                     function(*arguments)
         except CommunicationError as error:
             what = f"{self.schedule.collective}/{self.schedule.algorithm}"
-            where = f"rank {self.schedule.rank} of {self.schedule.size}, round {number + 1} of {len(self.steps)}"
+            now = f"round {self.steps[number].round + 1} of {len(self.schedule.rounds)}"
+            where = f"rank {self.schedule.rank} of {self.schedule.size}, {now}"
             error.args = (f"{what} on {where}: {error}",)
             raise
 
@@ -103,7 +106,8 @@ class _Binder:
 
     def steps(self) -> list[_Step]:
         self._incoming = self._incoming_memory()
-        return [step for step in map(self._step, self._schedule.rounds) if step is not None]
+        steps = (self._step(number, one) for number, one in enumerate(self._schedule.rounds))
+        return [step for step in steps if step is not None]
 
     def _incoming_memory(self) -> Array | None:
         """Scratch for what arrives to be reduced, enough for the largest round."""
@@ -113,8 +117,8 @@ class _Binder:
         )
         return self._empty(need, self._regions[0].array.dtype) if need else None
 
-    def _step(self, one: Any) -> _Step | None:
-        step = _Step()
+    def _step(self, number: int, one: Any) -> _Step | None:
+        step = _Step(number)
         used = 0
         for recv in one.recvs:
             if not recv.chunks:

@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine, Fold, Reduction
 from mpicoll.engine import shared
 from mpicoll.engine.arena import Arena, Body
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, bind, scratch
+from mpicoll.engine.record import Call
 from mpicoll.engine.request import Request
 from mpicoll.engine.select import Choice, Hierarchy, Method, Problem, choose
 from mpicoll.errors import ScheduleError
 from mpicoll.schedules import Schedule
+from mpicoll.schedules.model import ROOTED
 from mpicoll.transport.base import Native
 
 
@@ -47,6 +50,8 @@ class Flat:
 class Operation:
     """What a collective's file prepares.
 
+    `block` is this rank's array that is alike on all ranks, but for its rows where there are `counts`: the rows of all
+    ranks' blocks. alltoall has those that leave, and in `arrivals` those that come.
     `flat` is what it works on through shared memory. `native` runs the MPI library's own collective. For a schedule,
     `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` moves
     what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but
@@ -61,6 +66,9 @@ class Operation:
     native: Callable[[Native], None]
     regions: Callable[[Schedule], Sequence[Region]]
     result: Callable[[], Any]
+    block: Buffer | None = None
+    counts: tuple[int, ...] = ()
+    arrivals: tuple[int, ...] = ()
     flat: Callable[[], Flat] | None = None
     combine: Combine | None = None
     load: Callable[[], None] = _nothing
@@ -70,26 +78,54 @@ class Operation:
     reduction: Reduction | None = None
     work: Array | None = None
 
-    def __str__(self) -> str:
-        nbytes = "" if self.problem.nbytes is None else f" of {self.problem.nbytes} bytes"
-        return f"{self.problem.collective}{nbytes} on rank {self.comm.rank} of {self.comm.size}"
+
+class Task:
+    """What carries out `operations`, to be run by the queue of their communicator, and how it is called there."""
+
+    __slots__ = ("call", "operations", "run")
+
+    def __init__(self, run: Callable[[], None], call: Call, *operations: Operation) -> None:
+        self.run = run
+        self.call = call
+        self.operations = operations
+
+    def __call__(self) -> None:
+        self.run()
 
 
 def run(operation: Operation) -> Any:
     """Carry out `operation` and return its result."""
-    operation.comm.progress.run(body(operation), (operation,))
+    made = task(operation)
+    operation.comm.progress.run(made, made.call)
     return operation.result()
 
 
 def start(operation: Operation) -> Request:
     """Carry out `operation` in the background. The request's value is its result."""
-    job = operation.comm.progress.submit(body(operation), (operation,))
-    return Request(job, operation.result)
+    made = task(operation)
+    return Request(operation.comm.progress.submit(made, made.call), operation.result)
 
 
-def body(operation: Operation) -> Callable[[], None]:
-    """What carries out `operation`, to be run by the queue of its communicator, alone or as a part of a larger job."""
-    return body_of(operation, choose(operation.problem, operation.algorithm))
+def task(operation: Operation) -> Task:
+    """What carries out `operation`."""
+    choice = choose(operation.problem, operation.algorithm)
+    return Task(body_of(operation, choice), call_of(operation, choice), operation)
+
+
+def call_of(operation: Operation, choice: Choice) -> Call:
+    """`operation`, carried out by `choice`, to those who look at it from outside."""
+    problem, block, reduction = operation.problem, operation.block, operation.reduction
+    return Call(
+        problem.collective,
+        problem.nbytes,
+        "" if block is None else block.dtype.name,
+        None if block is None else block.array.shape,
+        op="" if reduction is None else reduction.name,
+        root=problem.root if problem.collective in ROOTED else None,
+        counts=operation.counts,
+        arrivals=operation.arrivals,
+        algorithm=choice.name,
+    )
 
 
 def body_of(
@@ -173,7 +209,7 @@ class Shared:
         if arena is None:
             arena = self._arena = self._comm.arena()
             if arena is None:
-                raise Unshared
+                raise Unshared("there is no shared memory after all; it is carried out another way")
             self._body = shared.bind(arena, self._spec)
         assert self._body is not None
         arena.run(self._body, source, target, load, self._signature)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from mpicoll.engine.operation import Operation, body_of
+from mpicoll.engine.operation import Operation, Task, body_of, call_of
 from mpicoll.engine.progress import Job
+from mpicoll.engine.record import Call, keepers
 from mpicoll.engine.select import NATIVE, choose
 from mpicoll.errors import ArgumentError
 
@@ -24,7 +25,7 @@ class Plan:
     make the plan and run it alike.
     """
 
-    __slots__ = ("_body", "_comm", "_job", "_operation", "_progress", "_result", "_same", "choice")
+    __slots__ = ("_body", "_call", "_comm", "_job", "_operation", "_progress", "_result", "_same", "choice")
 
     def __init__(self, operation: Operation) -> None:
         self.choice = choose(operation.problem, operation.algorithm)
@@ -33,12 +34,13 @@ class Plan:
         self._comm = comm = operation.comm
         self._progress = comm.progress
         # Persistent requests are made by all ranks together, so this takes its turn among the collectives.
-        self._body = comm.progress.run(self._bound, ("making a plan of", operation))
+        self._call = call_of(operation, self.choice)
+        self._body = comm.progress.run(self._bound, Call(f"{self._call.name}_init", parts=(self._call,)))
         # Where MPI itself writes the result, it is the same array each time, unless it is a number.
         self._result = operation.result() if operation.bare else None
         self._same = operation.bare and not isinstance(self._result, (bool, int, float, complex, np.generic))
 
-    def _bound(self) -> Callable[[], None]:
+    def _bound(self) -> Task:
         """What carries out a run. Where it may be a persistent collective, all ranks decide on that together."""
         operation, native = self._operation, self._comm.transport.native
         nbytes = operation.problem.nbytes
@@ -49,30 +51,32 @@ class Plan:
             bare = np.array([operation.bare], np.int32)
             native.allreduce(bare, bare, "min")
             persistent = bool(bare[0])
-        return body_of(operation, self.choice, bound=True, persistent=persistent)
+        run = body_of(operation, self.choice, bound=True, persistent=persistent)
+        return Task(run, self._call, operation)
 
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
         progress = self._progress
-        if self._job is not None or self._comm.freed or progress.queue:
+        if self._job is not None or self._comm.freed or progress.queue or progress.observer is not None:
             self._idle("call")
-            progress.run(self._body, (self._operation,))
+            progress.run(self._body, self._call)
             return self._operation.result()
         # progress.run, written out for the call that is made most.
         with progress.lock:
-            progress.current = (self._operation,)
+            progress.number = number = progress.number + 1
+            progress.current = entry = (progress.group, number, self._call, monotonic(), None)
             try:
-                self._body()
-            except Exception as error:  # noqa: BLE001  raised again
-                raise progress.explained(error)  # noqa: B904  it has its cause
-            finally:
-                progress.current = None
+                self._body.run()
+            except BaseException as error:  # noqa: BLE001  raised again
+                raise progress.failed(entry, error)  # noqa: B904  it has its cause
+            progress.current = None
+            keepers.keep((entry, monotonic(), ""))
         return self._result if self._same else self._operation.result()
 
     def start(self) -> None:
         """Begin a run in the background. Raises ArgumentError while another one has not been waited for."""
         self._idle("start")
-        self._job = self._operation.comm.progress.submit(self._body, (self._operation,))
+        self._job = self._operation.comm.progress.submit(self._body, self._call)
 
     def test(self) -> bool:
         """Whether the started run has completed."""

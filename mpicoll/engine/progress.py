@@ -14,15 +14,21 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident
-from typing import Any
+from time import monotonic
+from typing import Any, Protocol
 
-from mpicoll.engine.watch import Watch
+from mpicoll.engine import report
+from mpicoll.engine.record import Call, Group, Raw, Site, call_site, keepers
+from mpicoll.engine.watch import FULL_FROM, Watch
 from mpicoll.errors import CommunicatorError, Timeout
 
 _log = logging.getLogger("mpicoll")
 
 _ENDING = threading.Lock()
 """Held for the moment in which a job ends or is asked to say when it does."""
+
+_NAPS = 20e-6, 1e-3
+"""Seconds between looks of who waits with a bound: first, and at most."""
 
 _IDLE = 5.0
 """Seconds after which a worker with nothing to do ends. A program may have thousands of communicators."""
@@ -47,15 +53,33 @@ class _Refusal:
         """Never reached, but asked for by ``with``."""
 
 
+class Observer(Protocol):
+    """Who wants to see operations before and after they run, in their turn.
+
+    ``sites`` asks for where they were called. A ``thorough`` one wants each call to be prepared anew, so that
+    `function` is a :class:`~mpicoll.engine.operation.Task` where it is a collective on arrays.
+    """
+
+    sites: bool
+    thorough: bool
+
+    def before(self, entry: Raw, function: Callable[..., Any]) -> None:
+        """May raise, on all ranks alike, in the place of the operation."""
+
+    def after(self, entry: Raw, function: Callable[..., Any]) -> None:
+        """The same, when the operation has been carried out."""
+
+
 class Job:
     """An operation in the queue."""
 
-    __slots__ = ("_callbacks", "_function", "_progress", "done", "error", "reported", "value", "what")
+    __slots__ = ("_callbacks", "_function", "_progress", "call", "done", "error", "reported", "site", "value")
 
-    def __init__(self, progress: Progress, function: Callable[[], Any], what: tuple[Any, ...]) -> None:
+    def __init__(self, progress: Progress, function: Callable[[], Any], call: Call, site: Site | None) -> None:
         self._progress = progress
         self._function = function
-        self.what = what
+        self.call = call
+        self.site = site
         self.done = False
         self.reported = False  # whether somebody has learned how it ended
         self._callbacks: list[Callable[[Job], None]] = []
@@ -63,21 +87,19 @@ class Job:
         self.error: BaseException | None = None
 
     def __str__(self) -> str:
-        return " ".join(map(str, self.what))
+        return f"{self.call} on {self._progress.group}"
 
     def run(self) -> None:
         """Carry it out. The progress lock is held."""
-        self._progress.current = self.what
         try:
-            self.value = self._function()
+            self.value = self._progress.carry_out(self._function, self.call, self.site)
         except Exception as error:  # noqa: BLE001  whoever waits for it gets it
-            self.error = self._progress.explain(error)
+            self.error = error
         except BaseException as error:
             # An interrupt is meant for the thread that it reaches, whatever that thread is doing for others.
             self.error = error
             raise
         finally:
-            self._progress.current = None
             self.finish()
 
     def finish(self) -> None:
@@ -104,9 +126,16 @@ class Job:
         self._progress.poke()
         return self.done
 
-    def wait(self, timeout: float | None) -> Any:
-        """Its value or its exception. Raises Timeout after `timeout` seconds; the operation stays pending then."""
-        self._progress.complete(self, timeout)
+    @property
+    def limit(self) -> float:
+        """Seconds that it may take."""
+        return self._progress.group.timeout
+
+    def wait(self, timeout: float | None, bound: float | None = None) -> Any:
+        """Its value or its exception. Raises Timeout after `timeout` seconds; the operation stays pending then.
+
+        `bound` is what the caller was given, if `timeout` is what is left of it."""
+        self._progress.complete(self, timeout, bound)
         self.reported = True
         if self.error is not None:
             raise self.error
@@ -118,15 +147,15 @@ class Job:
 
 
 class Progress:
-    """The queue of one communicator."""
+    """The queue of one communicator, which is `group` to those who look at it from outside."""
 
     def __repr__(self) -> str:
-        return f"the queue of communicator {self._name}"
+        return f"the queue of communicator {self.group.name}"
 
     def __init__(
-        self, name: str, watch: Watch | None, *, background: bool, explain: Callable[[Exception], Exception]
+        self, group: Group, watch: Watch | None, *, background: bool, explain: Callable[[Exception], Exception]
     ) -> None:
-        self._name = name
+        self.group = group
         self._watch = watch
         self._background = background
         self.explain = explain
@@ -135,35 +164,96 @@ class Progress:
         self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
-        self.current: tuple[Any, ...] | None = None
+        self.observer: Observer | None = None
+        # How many collectives have begun, which all ranks count alike; and the one that runs.
+        self.number = 0
+        self.current: Raw | None = None
         if watch is not None:
             watch.add(self)
 
-    def guarded(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
-        """Call `function` under the watch, which reports `what` if it takes too long. For whatever blocks outside the
+    @property
+    def thorough(self) -> bool:
+        """Whether each call has to be prepared anew."""
+        return self.observer is not None and self.observer.thorough
+
+    def guarded(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
+        """Call `function` under the watch, which reports `call` if it takes too long. For whatever blocks outside the
         queue.
         """
+        site = call_site() if self.observer is not None and self.observer.sites else None
+        entry = (self.group, 0, call, monotonic(), site)
         if self._watch is None:
-            return function(*args)
+            return self._kept(entry, function, args)
         active, ident = self._watch.active, get_ident()
-        active[ident] = what
+        active[ident] = entry
         try:
-            return function(*args)
+            return self._kept(entry, function, args)
         finally:
             del active[ident]
 
-    def run(self, function: Callable[..., Any], what: tuple[Any, ...], *args: Any) -> Any:
-        """Run a blocking operation after everything that was submitted before it."""
+    def _kept(self, entry: Raw, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function`, and keep how that ended."""
+        try:
+            value = function(*args)
+        except BaseException as error:
+            keepers.keep((entry, monotonic(), _words(error)))
+            raise
+        keepers.keep((entry, monotonic(), ""))
+        return value
+
+    def run(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
+        """Run a blocking operation, in which all ranks take part, after everything that was submitted before it."""
         with self.lock:
             while self.queue:
                 self.queue.popleft().run()
-            self.current = what
+            if self.observer is not None:
+                return self.carry_out(function, call, None, *args)
+            # carry_out, written out for the calls that are made most.
+            self.number = number = self.number + 1
+            self.current = entry = (self.group, number, call, monotonic(), None)
             try:
-                return function(*args)
-            except Exception as error:  # noqa: BLE001  raised again
-                raise self.explained(error)  # noqa: B904  it has its cause
-            finally:
-                self.current = None
+                value = function(*args)
+            except BaseException as error:  # noqa: BLE001  raised again
+                raise self.failed(entry, error)  # noqa: B904  it has its cause
+            self.current = None
+            keepers.keep((entry, monotonic(), ""))
+            return value
+
+    def aside(self, function: Callable[..., Any], call: Call) -> Any:
+        """Run something after everything that was submitted before it, in which not all ranks take part."""
+        with self.lock:
+            while self.queue:
+                self.queue.popleft().run()
+            return self.guarded(function, call)
+
+    def carry_out(self, function: Callable[..., Any], call: Call, site: Site | None, *args: Any) -> Any:
+        """Run an operation now, before the eyes of the observer. The lock is held."""
+        observer = self.observer
+        if observer is not None and observer.sites and site is None:
+            site = call_site()
+        self.number += 1
+        self.current = entry = (self.group, self.number, call, monotonic(), site)
+        try:
+            if observer is not None:
+                observer.before(entry, function)
+            value = function(*args)
+            if observer is not None:
+                observer.after(entry, function)
+        except BaseException as error:  # noqa: BLE001  raised again
+            raise self.failed(entry, error)  # noqa: B904  it has its cause
+        self.current = None
+        keepers.keep((entry, monotonic(), ""))
+        return value
+
+    def failed(self, entry: Raw, error: BaseException) -> BaseException:
+        """The operation that runs has ended by `error`: what to raise for it."""
+        shown = self.explained(error) if isinstance(error, Exception) else error
+        if isinstance(shown, Timeout):
+            # While the others still see it here.
+            shown = self._given_up(entry, shown)
+        self.current = None
+        keepers.keep((entry, monotonic(), _words(shown)))
+        return shown
 
     def explained(self, error: Exception) -> Exception:
         """What to raise for `error`, which is its cause unless it is the same."""
@@ -172,14 +262,14 @@ class Progress:
             explained.__cause__ = error
         return explained
 
-    def submit(self, function: Callable[[], Any], what: tuple[Any, ...]) -> Job:
-        """Queue an operation for the background."""
-        job = Job(self, function, what)
+    def submit(self, function: Callable[[], Any], call: Call) -> Job:
+        """Queue an operation, in which all ranks take part, for the background."""
+        job = Job(self, function, call, call_site() if self.observer is not None and self.observer.sites else None)
         with self._filled:
             self.queue.append(job)
             self._filled.notify()
             if self._background and self._worker is None:
-                self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self._name}", daemon=True)
+                self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self.group.name}", daemon=True)
                 self._worker.start()
         return job
 
@@ -191,7 +281,7 @@ class Progress:
             finally:
                 self.lock.release()
 
-    def complete(self, job: Job, timeout: float | None) -> None:
+    def complete(self, job: Job, timeout: float | None, bound: float | None = None) -> None:
         """Return when `job` is done. Without a timeout this thread helps, else the worker does it alone."""
         if timeout is None:
             while not job.done:
@@ -199,11 +289,46 @@ class Progress:
                     self._head()
             return
         deadline = time.monotonic() + timeout
+        nap = _NAPS[0]
         while not job.done:
             if time.monotonic() > deadline:
-                raise Timeout(f"{job}: not complete within the timeout of {timeout:g} s; it is still pending")
+                whole = timeout if bound is None else bound
+                raise self.late(self._place(job, whole), whole)
             self.poke()
-            time.sleep(20e-6)
+            time.sleep(nap)
+            nap = min(1.1 * nap, _NAPS[1])
+
+    def _place(self, job: Job, seconds: float) -> str:
+        """Which collective `job` is, and how far it has come in `seconds`."""
+        queue, running = self.queue.copy(), self.current
+        if job in queue:
+            behind = "" if running is None else f" (behind {running[2]} number {running[1]})"
+            return f"{job.call} number {self.number + 1 + queue.index(job)}{behind}"
+        if seconds < FULL_FROM:
+            return f"{job.call} number {self.number}"
+        group = self.group
+        state = report.own_state(group.members[group.rank], len(group.members), [self], {}, full=False)
+        where = next((one["where"] for one in state.get("pending", ()) if one.get("waits_for")), "")
+        return f"{job.call} number {self.number}{where and f' (in {where})'}"
+
+    def late(self, what: str, seconds: float, after: str = "; it is still pending") -> Timeout:
+        """What to raise when `what` has not completed within `seconds`. From half a second on, it asks all ranks where
+        they are."""
+        group = self.group
+        text = f"{what} on {group}, rank {group.rank}: not complete within {seconds:g} s{after}"
+        return Timeout(self._with_report(text, seconds))
+
+    def _given_up(self, entry: Raw, error: Timeout) -> Timeout:
+        """What to raise for a collective that has waited for longer than the communicator's timeout."""
+        group, number, call, _, _ = entry
+        text = f"{call} number {number} on {group}, rank {group.rank}: {error}"
+        shown = Timeout(self._with_report(text, group.timeout))
+        shown.__cause__ = error
+        return shown
+
+    def _with_report(self, text: str, seconds: float) -> str:
+        words = "" if self._watch is None or seconds < FULL_FROM else self._watch.inquire(text)
+        return f"{text}\n{words}" if words else text
 
     def drain(self, timeout: float) -> bool:
         """Wait for everything that was submitted; whether that came about."""
@@ -234,7 +359,7 @@ class Progress:
 
     def refuse(self) -> None:
         """Raise CommunicatorError from now on: this process was forked from the one that communicates."""
-        self.lock = self._filled = self._watch = _Refusal(self._name)  # type: ignore[assignment]
+        self.lock = self._filled = self._watch = _Refusal(self.group.name)  # type: ignore[assignment]
 
     def stop(self) -> None:
         """Let the worker end when the queue is empty."""
@@ -258,3 +383,7 @@ class Progress:
                     return
             with self.lock, suppress(BaseException):  # the job keeps it for whoever waits
                 self._head()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

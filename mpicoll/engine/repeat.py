@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,11 +12,15 @@ import numpy as np
 from mpicoll.buffers.buffer import numpy_views
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, run
+from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, call_of, run
+from mpicoll.engine.record import Call, keepers
 from mpicoll.engine.select import NATIVE, Choice, Method, choose, forced
 
-Kept: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool]]"
+Ready: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool]]"
 """What carries out a call ``(x, out)`` and returns its result, and whether it can do so for these."""
+
+Kept: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool], Call]"
+"""The same, and what the call is to others."""
 
 _BYTES = 16 * 1024
 """Up to here, two copies cost less than to prepare an operation anew."""
@@ -47,26 +52,29 @@ def repeated(
 def _repeated(
     comm: Communicator, key: tuple[Any, ...], x: Array, out: Any, prepare: Callable[[Array, Any], Operation]
 ) -> Any:
-    # The key is made anew for each call: the watch tells calls apart by it.
+    progress = comm.progress
+    fresh = forced() or (progress.observer is not None and progress.observer.thorough)
     try:
-        known = None if forced() else comm.repeated.get(key)
+        known = None if fresh else comm.repeated.get(key)
     except TypeError:
         # What can't be hashed is no name of an algorithm: `prepare` says so.
         known = None
     if known is not None and known[1](x, out):
-        again, progress = known[0], comm.progress
+        again, _, call = known
         try:
-            if progress.queue:
-                return progress.run(again, key, x, out)
+            if progress.queue or progress.observer is not None:
+                return progress.run(again, call, x, out)
             # progress.run, written out for the calls that are made most.
             with progress.lock:
-                progress.current = key
+                progress.number = number = progress.number + 1
+                progress.current = entry = (progress.group, number, call, monotonic(), None)
                 try:
-                    return again(x, out)
-                except Exception as error:  # noqa: BLE001  raised again
-                    raise progress.explained(error)  # noqa: B904  it has its cause
-                finally:
-                    progress.current = None
+                    value = again(x, out)
+                except BaseException as error:  # noqa: BLE001  raised again
+                    raise progress.failed(entry, error)  # noqa: B904  it has its cause
+                progress.current = None
+                keepers.keep((entry, monotonic(), ""))
+                return value
         except Unshared:
             comm.repeated.clear()
         except BaseException:
@@ -74,7 +82,7 @@ def _repeated(
             comm.repeated.pop(key, None)
             raise
     operation = prepare(x, out)
-    if known is None and not forced():
+    if known is None and not fresh:
         kept = _kept(operation, x, prepare)
         if kept is not None:
             if len(comm.repeated) >= KEPT:
@@ -93,10 +101,11 @@ def _kept(operation: Operation, x: Array, prepare: Callable[[Array, Any], Operat
         return None
     own = np.empty(x.shape, x.dtype)
     prepared = prepare(own, None)
-    return _by_copies(own, prepared) if small and not shared else _on_arrays(own, prepared, choice)
+    ready = _by_copies(own, prepared) if small and not shared else _on_arrays(own, prepared, choice)
+    return None if ready is None else (*ready, call_of(operation, choice))
 
 
-def _by_copies(own: Array, operation: Operation) -> Kept:
+def _by_copies(own: Array, operation: Operation) -> Ready:
     """Prepared on arrays of its own, between which and the caller's it copies."""
     body = body_of(operation, choose(operation.problem, operation.algorithm), bound=True)
     value = operation.result()
@@ -127,7 +136,7 @@ def _like(value: Any) -> Callable[[Array, Any], bool]:
     return fits
 
 
-def _on_arrays(own: Array, operation: Operation, choice: Choice) -> Kept | None:
+def _on_arrays(own: Array, operation: Operation, choice: Choice) -> Ready | None:
     """From the caller's arrays to the caller's arrays, through shared memory or by MPI."""
     assert operation.flat is not None
     flat, value = operation.flat(), operation.result()

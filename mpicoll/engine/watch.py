@@ -1,25 +1,74 @@
-"""A bound on calls that block inside the MPI library, where no exception can reach them."""
+"""The thread of a rank that never waits for the others: it bounds their waits, learns of deaths, and ends the job.
+
+MPI's calls can't be left, and tell nobody whom they wait for. So each rank has this thread, which talks to those of
+the other ranks beside MPI (:mod:`mpicoll.transport.lifeline`). The lowest rank that lives is the *speaker*: it collects
+what the ranks say about themselves, writes the report, and says on stderr what has happened, once for all.
+"""
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
-import io
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, Protocol
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeAlias
 from weakref import WeakSet
+
+from mpicoll.engine import report
+from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
+from mpicoll.engine.record import Entry, Group, Raw
+from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.transport.lifeline import Gone, Lifeline, Message
+from mpicoll.transport.processes import Process, signal_name
+
+_AFTER_INTERRUPT = 2.0
+"""Seconds that an interrupted call has to return to Python."""
+
+_TERM_TOGETHER = 0.1
+"""Seconds in which a launcher's SIGTERM reaches all ranks that it ends."""
+
+_ANSWER = 2.0
+"""Seconds in which the watches of the other ranks answer."""
+
+_ANSWER_AT_DEATH = 0.15
+"""The same when somebody has died: the launcher leaves the others a quarter of a second."""
+
+_STUCK = 5.0
+"""Seconds after which somebody who waits is looked at more closely, and between such looks."""
+
+_SETTLED = 2.0
+"""Seconds between two looks, if they are to tell what is stuck from what is slow."""
+
+_GRACE = 1.0
+"""Seconds that a call that waits in vain has to raise, before the job is ended."""
+
+_BEHIND = 3.0
+"""Seconds that the others leave to the speaker."""
+
+_FLUSH = 0.2
+"""Seconds in which last words get out."""
+
+FULL_FROM = 0.5
+"""A bound of fewer seconds is a program's way to look whether something has come, and worth no report."""
+
+
+_Key: TypeAlias = tuple[str, int, float]
 
 
 class Watched(Protocol):
-    """Something that waits for one thing at a time."""
+    """A queue of collectives, which waits for one thing at a time."""
 
-    current: tuple[Any, ...] | None
+    group: Group
+    number: int
+    current: Raw | None
+    queue: deque[Any]
 
     def drain(self, timeout: float) -> bool:
         """Wait until there is nothing left to do; whether that came about."""
@@ -28,24 +77,60 @@ class Watched(Protocol):
         """Raise CommunicatorError from now on."""
 
 
+class _Inquiry:
+    """Somebody's question where everybody is."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.answered = threading.Event()
+        self.text = ""
+
+
 class Watch:
-    """Ends the job when something has been waiting for longer than `timeout` seconds.
+    """Ends the job when something has been waiting for longer than its communicator's timeout, when it waits in vain,
+    or when a rank has died, unless ranks may (`survives`, under ULFM).
 
-    Who waits says so in ``current`` (a queue of collectives) or in ``active``, by thread: a tuple made for this call,
-    whose parts say what it is. The tuples are compared by identity, so to be watched costs two assignments.
-
-    `interrupts`, from :func:`listen_for_signals`, lets it end the job when Ctrl-C can't interrupt who waits.
+    Who waits says so in ``current`` (a queue of collectives) or in ``active``, by thread; ``period`` is the most
+    seconds between two looks. `interrupts`, from :func:`~mpicoll.engine.ending.listen_for_signals`, lets it end the job
+    when Ctrl-C can't interrupt who waits, and say what SIGTERM has ended.
     """
 
-    def __init__(self, timeout: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
-        self.active: dict[int, tuple[Any, ...]] = {}
+    def __init__(self, period: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
+        self.active: dict[int, Raw] = {}
+        self.survives = False
+        # What has to be done about a rank that has died, where others survive that.
+        self.mourn: Callable[[int], None] = lambda rank: None
+        self.rank, self.size = 0, 1
+        self._line: Lifeline | None = None
+        self._joined = threading.Event()
+        self._job = ""
+        self._folder: Path | None = None
+        self._places: list[Any] = []  # where each rank lives
+        self._processes: dict[int, Process] = {}
         self._interrupts = interrupts
-        self._interrupted: tuple[float, set[int]] | None = None
+        self._interrupted: tuple[float, set[_Key]] | None = None
         self._queues: WeakSet[Watched] = WeakSet()
         self._lock = threading.Lock()
-        self._timeout = timeout
+        self._period = period
         self._abort = abort
+        self._cut_off = False  # whether a host is lost
+        self._suspect = ""  # why the launcher may be about to end the job
+        self._told: dict[int, str] = {}  # ranks that said of what they die
+        self._left: dict[int, dict[str, int]] = {}  # ranks that have exited, and how many collectives they had begun
+        self._doomed: dict[str, str] = {}  # by the key of a communicator: why what waits on it waits in vain
+        self._doomed_since: dict[_Key, float] = {}
+        self._stuck_since: Any = None  # what the last look has found
+        self._looked = 0.0
+        self._asked = 0
+        self._answers: dict[int, Any] = {}
+        self._later: deque[Message | Gone] = deque()
+        self._inquiries: deque[_Inquiry] = deque()
+        self._leaving = False
+        self._ending: float | None = None  # when this rank ends the job if nobody else has
+        self._why = ""
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
+
+    # --- what others call
 
     def add(self, queue: Watched) -> None:
         """Watch `queue` for as long as it lives."""
@@ -57,118 +142,390 @@ class Watch:
         with self._lock:
             return list(self._queues)
 
-    def _run(self) -> None:
-        since: dict[int, tuple[tuple[Any, ...], float]] = {}
-        while True:
-            time.sleep(min(1.0, self._timeout / 4))
-            now = time.monotonic()
-            waiting = [*self.active.copy().values(), *(one.current for one in self.queues())]
-            # The tuples are kept while they are watched, so that no other takes over the identity of one of them.
-            since = {id(what): since.get(id(what), (what, now)) for what in waiting if what is not None}
-            for what, begin in since.values():
-                if now - begin > self._timeout:
-                    self._end(
-                        f"{_text(what)} has been waiting for more than {self._timeout:g} s (MPICOLL_TIMEOUT); the job"
-                        " is ended. A rank may have died, left early or called another operation."
-                    )
-            self._heed_interrupt(now, since)
+    def join(
+        self, line: Lifeline, addresses: Sequence[dict[str, Any]], job: str, folder: Path | None, *, survives: bool
+    ) -> None:
+        """Talk to the other ranks by `line` from now on, whose `addresses` it has. `job` names the job; reports go to
+        `folder`, if that is not None."""
+        self.rank, self.size, self.survives = line.rank, line.size, survives
+        self._job, self._folder = job, folder
+        self._places = [one["place"] for one in addresses]
+        for rank, one in enumerate(addresses):
+            if rank != line.rank and one["place"] == self._places[line.rank]:
+                with suppress(OSError):  # of another namespace of processes, or just gone
+                    self._processes[rank] = Process(one["pid"])
+        if line.crash_fd is not None and not faulthandler.is_enabled():
+            faulthandler.enable(file=line.crash_fd)
+        self._line = line
+        self._joined.set()
 
-    def _heed_interrupt(self, now: float, since: dict[int, tuple[tuple[Any, ...], float]]) -> None:
-        """Python can't interrupt a call that blocks inside MPI; so end the job if one outlasts an interrupt."""
+    def dying(self, of: str) -> None:
+        """Say that this rank ends the job, to stderr and to the others."""
+        say(f"rank {self.rank} of {self.size} {of}")
+        self._tell_end(of)
+
+    def _tell_end(self, of: str) -> None:
+        """Tell the other watches, so that they don't look for another reason, and do what is to be done before."""
+        for act in last_acts:
+            act()
+        line = self._line
+        if line is not None:
+            line.send({"kind": "dying", "of": of})
+            line.flush(_FLUSH)
+
+    def leave(self) -> None:
+        """Tell the others that this rank calls nothing any more."""
+        line, self._leaving = self._line, True
+        leave_signals_alone()
+        if line is not None:
+            line.leave({"kind": "left", "numbers": {queue.group.key: queue.number for queue in self.queues()}})
+
+    def close(self) -> None:
+        """The ranks have all left: MPI is at its end."""
+        line, self._line = self._line, None
+        self._joined.clear()
+        if line is not None:
+            line.close()
+
+    def look(self, group: Group) -> None:
+        """For who waits on `group` without blocking: raise if that is in vain, because a rank has left or died, or
+        because the ranks wait for each other."""
+        why = self._doomed.get(group.key)
+        if why is not None:
+            raise CommunicationError(why)
+        dead = self.dead() & set(group.members)
+        if dead:
+            names = ", ".join(map(str, sorted(dead)))
+            raise RankFailed(f"rank {self.rank} of {self.size}: rank {names} has died", tuple(sorted(dead)))
+
+    def dead(self) -> set[int]:
+        """The ranks of the job that have died."""
+        line = self._line
+        return set() if line is None else {rank for rank, one in line.gone.items() if one.why != "left"}
+
+    def inquire(self, why: str) -> str:
+        """Ask all ranks where they are, because of `why`, and write the report: what it says, in short. Not for the
+        watch's own thread. Takes some seconds at most."""
+        if self._line is None:
+            return ""
+        inquiry = _Inquiry(why)
+        self._inquiries.append(inquiry)
+        self._line.wake()
+        inquiry.answered.wait(2 * _ANSWER)
+        return inquiry.text
+
+    # --- its thread
+
+    def _run(self) -> None:
+        while True:
+            events = self._wait(self._pause())
+            if self._leaving:
+                continue  # what others say goes through this rank, but means it no more
+            while self._later:
+                self._heed(self._later.popleft())
+            for event in events:
+                self._heed(event)
+            now = time.monotonic()
+            waiting = self._waiting()
+            for entry in waiting:
+                # Who waits in shared memory raises by itself, and asks the others meanwhile.
+                if now - entry.begin > entry.group.timeout + _GRACE:
+                    self._end_together(
+                        f"{self._pending(entry)} has been waiting for more than {entry.group.timeout:g} s"
+                        " (MPICOLL_TIMEOUT, or the timeout of its communicator)"
+                    )
+            self._heed_the_left(waiting)
+            self._heed_the_doomed(waiting, now)
+            self._look_closer(waiting, now)
+            self._heed_signals(waiting, now)
+            while self._inquiries:
+                self._answer(self._inquiries.popleft())
+            if self._ending is not None and now > self._ending:
+                self._end(self._why)
+
+    def _pause(self) -> float:
+        """Seconds until the next look."""
+        bounds = [entry.group.timeout / 4 for entry in self._waiting()]
+        if self._ending is not None or self._doomed_since or self._suspect:
+            bounds.append(0.05)  # of the last, the launcher's SIGTERM is next, and leaves little time
+        return min(self._period, *bounds) if bounds else self._period
+
+    def _wait(self, seconds: float) -> list[Message | Gone]:
+        line = self._line
+        if line is not None:
+            return line.poll(seconds)
+        self._joined.wait(seconds)
+        return []
+
+    def _waiting(self) -> list[Entry]:
+        found = [*self.active.copy().values(), *(queue.current for queue in self.queues())]
+        return [Entry._make(one) for one in found if one is not None]
+
+    def _speaker(self) -> int:
+        """The rank that speaks for those that can be heard."""
+        line = self._line
+        gone = {} if line is None else line.gone
+        return min({self.rank, *(rank for rank in range(self.size) if rank not in gone and rank not in self._told)})
+
+    # --- what comes from the others
+
+    def _heed(self, event: Message | Gone) -> None:
+        if isinstance(event, Gone):
+            if event.why != "left":
+                self._heed_death(event)
+            return
+        body, source = event.body, event.source
+        match body.get("kind"):
+            case "dying":
+                self._told[source] = body["of"]
+                self._expect_the_end(
+                    f"rank {source} of {self.size} {body['of'].partition('; the job is ')[0]}", 2 * _BEHIND
+                )
+            case "left":
+                self._left[source] = body["numbers"]
+            case "ask":
+                self._tell_state(source, body["number"], full=body["full"])
+            case "state":
+                if body["number"] == self._asked:
+                    self._answers[source] = body["state"]
+            case "end":
+                self._end(body["why"])
+            case "stuck":
+                self._looked = min(self._looked, time.monotonic() - _STUCK)
+            case "doomed":
+                self._doom(body["ranks"], body["why"])
+
+    def _heed_death(self, gone: Gone) -> None:
+        if self.survives:
+            self.mourn(gone.rank)
+            return
+        if gone.rank in self._told or gone.rank in self._left:
+            return
+        process = self._processes.pop(gone.rank, None)
+        status = None if process is None else process.status()
+        if process is not None:
+            process.close()
+        where = f" (process {gone.pid} on {gone.host})" if gone.pid else ""
+        why = f"rank {gone.rank} of {self.size}{where} {_death(gone, status)}"
+        if status == 0:
+            # If its goodbye was lost, all is well; if it left MPI out, the launcher is about to end the job.
+            self._suspect = self._suspect or f"{why}; the job is ended"
+            return
+        lost = [gone.rank]
+        if gone.why == "unreachable":  # and so is all else on its host
+            self._cut_off = True
+            lost = [rank for rank, place in enumerate(self._places) if place == self._places[gone.rank]]
+            ranks = f"ranks {', '.join(map(str, lost))}" if len(lost) > 1 else f"rank {gone.rank}"
+            why = f"{ranks} of {self.size} can't be reached any more: {gone.host} does not answer"
+        self._told.update(dict.fromkeys(lost, why))
+        if self._speaker() != self.rank:
+            self._expect_the_end(why, _GRACE)
+            return
+        say(f"{why}; the job is ended" + (f". Its stacks:\n{gone.words}" if gone.words else ""))
+        self._report(why, _ANSWER_AT_DEATH)
+        self._tell_end("ends the job")
+        self._end_all(1 if status is None or status == 0 else status if status > 0 else 128 - status)
+
+    def _expect_the_end(self, why: str, seconds: float) -> None:
+        """Somebody ends the job. Should that fail, this rank does."""
+        if self._ending is None:
+            self._ending, self._why = time.monotonic() + seconds, why
+
+    def _pending(self, entry: Entry) -> str:
+        """An operation that waits, and where it was called."""
+        group, number = entry.group, f" number {entry.number}" if entry.call.collective else ""
+        sites = [
+            f"{one['site']['file']}:{one['site']['line']} in {one['site']['function']}"
+            for one in self._state(full=False).get("pending", [])
+            if (one["key"], one["number"]) == (group.key, entry.number) and one.get("site")
+        ]
+        at = f", called at {sites[0]}," if sites else ""
+        return f"{entry.call}{number} on {group.name}, rank {group.rank} of {len(group.members)}{at}"
+
+    def _tell_state(self, to: int, number: int, *, full: bool) -> None:
+        if self._line is not None:
+            self._line.send({"kind": "state", "number": number, "state": self._state(full=full)}, to)
+
+    def _state(self, *, full: bool) -> dict[str, Any]:
+        return report.own_state(self.rank, self.size, self.queues(), self.active.copy(), full=full)
+
+    def _collect(self, seconds: float, *, full: bool) -> dict[int, dict[str, Any] | None]:
+        """The states of all ranks; None of those that don't answer within `seconds`."""
+        self._asked += 1
+        self._answers = {self.rank: self._state(full=full)}
+        line = self._line
+        if line is not None:
+            line.send({"kind": "ask", "number": self._asked, "full": full})
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                if len(self._answers) + len(line.gone) >= self.size:
+                    break
+                for event in line.poll(max(0.0, deadline - time.monotonic())):
+                    if isinstance(event, Message) and event.body.get("kind") in ("ask", "state"):
+                        self._heed(event)
+                    else:
+                        self._later.append(event)
+        states = {rank: self._answers.get(rank) for rank in range(self.size)}
+        if line is not None:
+            for rank, one in line.gone.items():
+                how, words = ("left", "") if one.why == "left" else ("died", self._told.get(rank, one.why))
+                states[rank] = report.absent(rank, how, words, self._left.get(rank))
+        return states
+
+    # --- what goes wrong
+
+    def _heed_the_left(self, waiting: list[Entry]) -> None:
+        """Who waits in a collective for a rank that has exited waits in vain. (A message may still be on its way.)"""
+        for rank, numbers in self._left.items():
+            for entry in waiting:
+                group = entry.group
+                if rank not in group.members or group.key in self._doomed or not entry.call.collective:
+                    continue
+                # A communicator that it has dropped before is not among them.
+                if numbers.get(group.key, entry.number) < entry.number:
+                    self._doomed[group.key] = (
+                        f"{self._pending(entry)} waits for rank {rank}, which has left the program without calling it"
+                    )
+
+    def _heed_the_doomed(self, waiting: list[Entry], now: float) -> None:
+        """Who can't raise by itself has the job ended."""
+        doomed = {_key(entry): entry for entry in waiting if entry.group.key in self._doomed}
+        self._doomed_since = {key: self._doomed_since.get(key, now) for key in doomed}
+        for key, since in self._doomed_since.items():
+            if now - since > _GRACE:
+                self._end_together(self._doomed[doomed[key].group.key])
+
+    def _look_closer(self, waiting: list[Entry], now: float) -> None:
+        """Find ranks that wait for each other."""
+        if self._line is None or self._doomed:
+            return
+        if self._stuck_since is None:
+            due = now - self._looked > _STUCK and any(now - entry.begin > _STUCK for entry in waiting)
+        else:
+            due = now - self._looked > _SETTLED
+        if not due:
+            return
+        if self._speaker() != self.rank:
+            self._looked = now
+            self._line.send({"kind": "stuck"}, self._speaker())
+            return
+        states = {rank: one for rank, one in self._collect(_ANSWER, full=False).items() if one is not None}
+        self._looked = time.monotonic()
+        found = report.deadlock(states, self.size)
+        before, self._stuck_since = self._stuck_since, found
+        if found is not None and before == found:
+            self._line.send({"kind": "doomed", "ranks": found.ranks, "why": str(found)})
+            self._doom(found.ranks, str(found))
+
+    def _doom(self, ranks: Sequence[int], why: str) -> None:
+        """What has been waiting on these ranks for long waits in vain."""
+        if self.rank in ranks:
+            old = time.monotonic() - _SETTLED
+            self._doomed.update({entry.group.key: why for entry in self._waiting() if entry.begin < old})
+
+    def _answer(self, inquiry: _Inquiry) -> None:
+        try:
+            inquiry.text = self._report(inquiry.why, _ANSWER)
+        finally:
+            inquiry.answered.set()
+
+    def _report(self, why: str, seconds: float) -> str:
+        """Write the report. What it says, in short."""
+        try:
+            states = self._collect(seconds, full=True)
+            analysis = report.analyse(states, self.size)
+            words = "\n".join(one for one in analysis.words if one != why)
+            if self._folder is None:
+                return words
+            path, _ = report.write(self._folder, self._job, why, states, analysis)
+        except Exception as error:  # noqa: BLE001  whatever is wrong with it must not keep the job from being ended
+            return f"There is no report, because of {error!r}"
+        return f"{words}\nWhere each rank stands, its stacks and its last operations: {path}"
+
+    def _end_together(self, why: str) -> None:
+        """Have the job ended, by the speaker if possible."""
+        if self._ending is not None:
+            return
+        speaker = self._speaker()
+        if self._line is None or speaker == self.rank:
+            self._end(why)
+        self._line.send({"kind": "end", "why": why}, speaker)
+        self._expect_the_end(why, _ANSWER + _BEHIND)
+
+    def _end_all(self, status: int) -> None:
+        """End all ranks that can be reached."""
+        if self._cut_off and self._places.index(self._places[self.rank]) == self.rank:
+            end_launcher()  # one for each host
+        self._abort(status)
+
+    def _end(self, why: str) -> NoReturn:
+        say(f"{why}; the job is ended.\n{self._report(why, _ANSWER)}")
+        self._tell_end("ends the job")
+        self._end_all(1)
+        raise SystemExit  # never reached but in tests: this thread has nothing more to do
+
+    # --- signals
+
+    def _heed_signals(self, waiting: list[Entry], now: float) -> None:
         if self._interrupts is None:
             return
         with suppress(BlockingIOError):
-            if signal.SIGINT in os.read(self._interrupts, 4096):
-                self._interrupted = now, set(since)
+            numbers = os.read(self._interrupts, 4096)
+            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is left_to_the_watch:
+                self._terminated()
+            if signal.SIGINT in numbers:
+                self._interrupted = now, {_key(entry) for entry in waiting}
+        self._heed_interrupt(waiting, now)
+
+    def _terminated(self) -> None:
+        """SIGTERM: somebody's word to this rank alone, or the launcher's to all that it ends."""
+        if self.survives:
+            say(f"rank {self.rank} of {self.size} died of SIGTERM")
+            os._exit(128 + signal.SIGTERM)  # the others go on
+        if self._line is not None and not self._suspect:
+            self._line.send({"kind": "term"})
+            deadline = time.monotonic() + _TERM_TOGETHER
+            while (left := deadline - time.monotonic()) > 0:
+                for event in self._line.poll(left):
+                    if isinstance(event, Message) and event.body.get("kind") == "term":
+                        self._told.setdefault(event.source, "was ended by SIGTERM")
+                    else:
+                        self._heed(event)
+        if self._suspect:
+            if self._speaker() == self.rank:
+                say(self._suspect)
+        elif not self._told:
+            stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0]))  # noqa: SLF001
+            self.dying(f"died of SIGTERM; the job is ended. It was here:\n{stack}")
+        elif set(self._told.values()) == {"was ended by SIGTERM"} and self.rank < min(self._told):
+            say(f"ranks {', '.join(map(str, [self.rank, *sorted(self._told)]))} of {self.size} were ended by SIGTERM")
+        self._end_all(128 + signal.SIGTERM)
+
+    def _heed_interrupt(self, waiting: list[Entry], now: float) -> None:
+        """Python can't interrupt a call that blocks inside MPI; so end the job if one outlasts an interrupt."""
         if self._interrupted is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
-        when, waiting = self._interrupted
-        stuck = waiting & set(since)
+        when, then = self._interrupted
+        stuck = [entry for entry in waiting if _key(entry) in then]
         if not stuck:
             self._interrupted = None
         elif now - when >= _AFTER_INTERRUPT:
-            self._end(f"interrupted, but {_text(since[stuck.pop()][0])} goes on waiting; the job is ended.")
-
-    def _end(self, why: str) -> None:
-        sys.stderr.write(f"mpicoll: {why} Stacks of this rank:\n")
-        faulthandler.dump_traceback(file=sys.stderr)
-        sys.stderr.flush()
-        self._abort(1)
+            self._end(f"interrupted, but {self._pending(stuck[0])} goes on waiting")
 
 
-_AFTER_INTERRUPT = 2.0
-"""Seconds that an interrupted call has to return to Python."""
+def _key(entry: Entry) -> _Key:
+    """By which an operation is known again: its call may be that of many."""
+    return entry.group.key, entry.number, entry.begin
 
 
-def _text(what: tuple[Any, ...]) -> str:
-    return " ".join(map(str, what))
-
-
-def listen_for_signals() -> int | None:
-    """Where the numbers of signals can be read as they come, even while the main thread is blocked outside Python; None
-    if somebody else listens there, or this is not the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if taken == -1:
-        return reader
-    signal.set_wakeup_fd(taken)
-    os.close(reader)
-    os.close(writer)
-    return None
-
-
-def abort_on_failure(abort: Callable[[int], None]) -> None:
-    """Let an uncaught exception, or ``sys.exit`` with a status other than 0, end the whole job: the other ranks would
-    wait for this one for ever."""
-    previous = sys.excepthook
-    owner = os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        previous(kind, error, traceback)
-        if os.getpid() != owner:
-            return  # a forked child, whose end concerns nobody
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed collects what earlier hooks write, to show it when they have returned.
-            sys.__stderr__.write(sys.stderr.getvalue())
-            sys.__stderr__.flush()
-        abort(1)
-
-    sys.excepthook = hook
-    sys.exit = _exit
-
-    def left() -> None:
-        if _Exit.status and os.getpid() == owner:
-            sys.stdout.flush()
-            sys.stderr.write(f"mpicoll: this rank left by sys.exit with status {_Exit.status}; the job is ended\n")
-            sys.stderr.flush()
-            abort(_Exit.status)
-
-    atexit.register(left)
-
-
-class _Exit(SystemExit):
-    """What ``sys.exit`` raises.
-
-    Python tells nobody with which status it ends; but the exception that ends it is the one that is dropped when no
-    Python code is left to run."""
-
-    status = 0
-
-    def __del__(self) -> None:
-        try:
-            sys._getframe(1)  # noqa: SLF001  there is no other way to ask
-        except ValueError:
-            if threading.current_thread() is not threading.main_thread():
-                return
-            _Exit.status = self.code if isinstance(self.code, int) else int(self.code is not None)
-
-
-def _exit(status: object = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status)."""
-    raise _Exit(status)
+def _death(gone: Gone, status: int | None) -> str:
+    """How a rank came to its end."""
+    if status is None and gone.words:
+        return f"has crashed ({gone.words.splitlines()[0]})"
+    if status is None:
+        return "is gone without a word: killed, or left by os._exit"
+    if status >= 0:
+        return f"ended with exit status {status} without a word (os._exit?)"
+    name = signal_name(-status)
+    hint = " (kill -9, or the kernel for want of memory)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}" if not gone.words else f"died of {name}"

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
+import json
 import os
-import signal
+import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
-from mpicoll.engine import tuned
+from mpicoll.engine import check, notes, tuned
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.watch import Watch, abort_on_failure, listen_for_signals
-from mpicoll.errors import CommunicatorError, RankError, SetupError
+from mpicoll.engine.ending import abort_on_failure, leave_signals_alone, listen_for_signals
+from mpicoll.engine.record import Call, Group
+from mpicoll.engine.watch import Watch
+from mpicoll.errors import CommunicatorError, MpicollError, RankError, SetupError
 from mpicoll.transport import local, probe
 from mpicoll.transport.base import Transport
+from mpicoll.transport.lifeline import Lifeline
 
 T = TypeVar("T")
 
 CommLike: TypeAlias = "Communicator | Any | None"
 """What users may pass as ``comm``: a Communicator, an mpi4py communicator, or None for the world."""
+
+_SETTLE = 1.0
+"""Seconds that a process which ends waits for the last messages of the others."""
 
 _FAREWELL = 5.0
 """Seconds that a process which ends gives to its pending operations."""
@@ -32,6 +42,7 @@ _FAREWELL = 5.0
 _default: ContextVar[Communicator | None] = ContextVar("mpicoll_default", default=None)
 _world: Communicator | None = None
 _world_lock = threading.Lock()
+_last_words: list[Callable[[], None]] = []
 
 
 def world() -> Communicator:
@@ -55,8 +66,37 @@ def _make_world() -> Communicator:
                 _world = _mpi_world()
             else:
                 alone = local.transports(local.World(1, timeout=config().timeout))[0]
-                _world = Communicator(alone, None, name="world")
+                _world = Communicator(alone, None, name="world", checks=check.Options.of(config().check))
+            _world.replaced = _rebind
+            _trace(_world)
     return _world
+
+
+def _rebind(comm: Communicator) -> None:
+    """`comm` is what has become of the world."""
+    global _world  # noqa: PLW0603  see above
+    with _world_lock:
+        _world = comm
+
+
+def _rebind_here(comm: Communicator) -> None:
+    _default.set(comm)
+
+
+def _trace(comm: Communicator) -> None:
+    """Collective: trace the job, if a rank wants that."""
+    folder = next(filter(None, _watched(comm.watch, "starting", lambda: comm.transport.texts(config().trace))), "")
+    if not folder:
+        return
+    from mpicoll.engine.trace import Tracing  # which needs this module
+
+    tracing = _watched(
+        comm.watch, "starting the trace", lambda: Tracing(Path(folder), comm.transport, config().timeout)
+    )
+    if comm.watch is None:
+        atexit.register(tracing.finish)
+    else:
+        _last_words.append(tracing.finish)
 
 
 def _refuse_children() -> None:
@@ -71,8 +111,11 @@ def _refuse_children() -> None:
 
 
 def _mpi_world() -> Communicator:
+    if "mpicoll.transport.mpi" not in sys.modules:
+        # Before that module is loaded, hence called after MPI was finalised.
+        atexit.register(_close)
     try:
-        from mpicoll.transport import mpi
+        mpi = _mpi_init_waits_for_all_ranks()
     except (ImportError, RuntimeError) as error:
         by_launcher = probe.launched(os.environ)
         who = "an MPI launcher started this process" if by_launcher else "MPICOLL_TRANSPORT=mpi asks for MPI"
@@ -82,19 +125,55 @@ def _mpi_world() -> Communicator:
         ) from error
     watch = _guard()
     transport = _watched(watch, "making the world", lambda: mpi.world(probe.launched_size(os.environ)))
+    if watch is not None:
+        watch.mourn = mpi.mourn
+        _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.survives()))
     table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, mpi.library()))
-    return Communicator(transport, watch, name="world", table=table)
+    checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
+    return Communicator(transport, watch, name="world", table=table, checks=checks)
+
+
+def _mpi_init_waits_for_all_ranks() -> Any:
+    """Load the module of MPI's transport, which starts MPI. For a rank that never comes the others would wait for ever,
+    in a call during which no Python can run: so this process ends after MPICOLL_TIMEOUT, and this function's name in
+    its stack has to say why."""
+    stderr = None if "mpi4py.MPI" in sys.modules else sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(config().timeout, exit=True, file=stderr)
+    try:
+        from mpicoll.transport import mpi
+    finally:
+        if stderr is not None:
+            faulthandler.cancel_dump_traceback_later()
+    return mpi
+
+
+def _connect(watch: Watch, transport: Transport, *, survives: bool) -> None:
+    """Collective: let the watches of all ranks talk to each other."""
+    job, secret = transport.texts(f"{secrets.token_hex(4)} {secrets.token_hex(16)}")[0].split()
+    line = Lifeline(transport.rank, transport.size, bytes.fromhex(secret))
+    addresses = [json.loads(text) for text in transport.texts(json.dumps(line.address))]
+    line.connect(addresses)
+    folder = None if config().report == "off" else Path(config().report)
+    watch.join(line, addresses, job, folder, survives=survives)
 
 
 def _watched(watch: Watch | None, what: str, make: Callable[[], T]) -> T:
     """Make something, which is collective, within the watch's bound."""
     if watch is None:
         return make()
-    watch.active[threading.get_ident()] = (what,)
+    group = Group("", "world", (), 0, config().timeout)
+    watch.active[threading.get_ident()] = (group, 0, Call(what, collective=False), time.monotonic(), None)
     try:
         return make()
     finally:
         del watch.active[threading.get_ident()]
+
+
+def _close() -> None:
+    """At exit, when MPI has ended."""
+    if _guard.cache_info().currsize and (watch := _guard()) is not None:
+        watch.close()
 
 
 @lru_cache(maxsize=1)
@@ -104,17 +183,16 @@ def _guard() -> Watch | None:
 
     if mpi.world_size() == 1:
         return None
-    watch = Watch(config().timeout, mpi.abort, listen_for_signals())
+    watch = Watch(1.0, mpi.abort, listen_for_signals())
     atexit.register(_finish_pending, watch, mpi.abort, os.getpid())
-    abort_on_failure(mpi.abort)
+    abort_on_failure(watch, mpi.abort)
     os.register_at_fork(after_in_child=lambda: _refuse_all(watch))
     return watch
 
 
 def _refuse_all(watch: Watch) -> None:
     """In a forked child: MPI belongs to its parent alone, and so do the signals that it listens to."""
-    with suppress(ValueError):  # if no main thread is left
-        signal.set_wakeup_fd(-1)
+    leave_signals_alone()
     for queue in watch.queues():
         queue.refuse()
 
@@ -125,11 +203,22 @@ def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> N
         return
     for queue in watch.queues():
         if not queue.drain(timeout=min(_FAREWELL, config().timeout)):
-            sys.stderr.write(
-                f"mpicoll: this process exits while {queue!r} holds operations that the other ranks did not join;"
-                " the job is ended\n"
-            )
+            watch.dying(f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended")
             abort(1)
+    _warn_of_messages()
+    for last in _last_words:
+        last()
+    watch.leave()
+
+
+def _warn_of_messages() -> None:
+    """At exit: say which messages nobody has received."""
+    if _world is None or _world.freed:
+        return
+    with suppress(MpicollError):  # where ranks have died
+        if _world.transport.settle(_SETTLE):
+            sys.stderr.write(notes.warnings(check.family.members()))
+            sys.stderr.flush()
 
 
 def resolve(comm: CommLike) -> Communicator:
@@ -144,19 +233,24 @@ def resolve(comm: CommLike) -> Communicator:
         from mpicoll.transport import mpi
 
         if mpi.is_communicator(comm):
-            made: Communicator = mpi.attached(comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library))
+            made: Communicator = mpi.attached(
+                comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library, mpi.world_size())
+            )
             return made
     raise CommunicatorError(
         f"comm must be an mpicoll.Communicator, an mpi4py communicator or None, got {type(comm).__name__}"
     )
 
 
-def _adopt(duplicate: Callable[[], Transport], library: Callable[[], str]) -> Communicator:
+def _adopt(duplicate: Callable[[], Transport], library: Callable[[], str], mpi_size: int) -> Communicator:
     watch = _guard()
     transport = _watched(watch, "first use of an mpi4py communicator", duplicate)
+    if _world is None and transport.size == mpi_size:
+        _make_world()  # in which the watches learn of each other, and which is traced
     known = None if _world is None else _world.site.table
     table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, library(), known))
-    return Communicator(transport, watch, name="mpi4py", world=False, table=table)
+    checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
+    return Communicator(transport, watch, name="mpi4py", world=False, table=table, checks=checks)
 
 
 def run_local(
@@ -183,9 +277,15 @@ def run_local(
     universe = local.World(size, faults, timeout)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
+    worlds: list[Communicator] = []
 
     def rank_main(transport: local.LocalTransport) -> None:
-        comm = Communicator(transport, None, name="world")
+        # Each rank is a thread here, and has what a process has elsewhere.
+        comm = Communicator(
+            transport, None, name="world", checks=check.Options.of(config().check), family=check.Family()
+        )
+        worlds.append(comm)
+        comm.replaced = _rebind_here
         _default.set(comm)
         completed = False
         try:
@@ -196,6 +296,7 @@ def run_local(
         except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
             failures.append((transport.rank, error))
         finally:
+            comm = _default.get() or comm
             if completed:
                 comm.progress.close()
             # A worker that waits for others fails when they learn that this rank is gone, and only then can be closed.
@@ -210,6 +311,9 @@ def run_local(
         thread.start()
     for thread in threads:
         thread.join()
+    if not failures and not faults:
+        worlds.sort(key=lambda comm: comm.rank)
+        sys.stderr.write(notes.warnings(comm for one in worlds for comm in one.family.members()))
     if failures:
         rank, error = failures[0]
         if sys.version_info >= (3, 11):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.record import Call
 from mpicoll.errors import CommunicationError
 from mpicoll.torch.groups import communicator
 
@@ -57,7 +58,7 @@ class _Buckets:
             and self._comm.lost is None
             and (known is None or known.data_ptr() != memory.data_ptr())
         ):
-            self._comm.progress.run(self._move, ("sharing bucket", index), memory, index)
+            self._comm.progress.run(self._move, Call(f"share_buckets/{index}"), memory, index)
 
     def _move(self, memory: torch.Tensor, index: int) -> None:
         if self._comm.arena() is None:

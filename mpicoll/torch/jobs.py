@@ -7,9 +7,9 @@ between torch's conventions and MPI's is settled here, and nothing else is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,8 @@ from mpicoll.collectives import (
 )
 from mpicoll.collectives.arguments import names_rank
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import body
+from mpicoll.engine.operation import Task, task
+from mpicoll.engine.record import Call
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.torch.tensors import (
     Restore,
@@ -52,8 +53,6 @@ from mpicoll.torch.tensors import (
     joined_input,
     joined_output,
 )
-
-Body: TypeAlias = "Callable[[], None]"
 
 # By hash, which is the number of the operation: a ReduceOp and the member of its enumeration that it stands for are no
 # equal keys, and to ask the one for the other takes longer than to reduce a small tensor.
@@ -91,50 +90,58 @@ def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
     return _BOOL_OPS.get(name, name) if dtype is torch.bool else name
 
 
-def in_order(bodies: Sequence[Body]) -> Body:
+def in_order(bodies: Sequence[Task]) -> Task:
     """One job of several."""
 
     def run() -> None:
         for one in bodies:
             one()
 
-    return run
+    operations = [operation for one in bodies for operation in one.operations]
+    return Task(run, Call("several", parts=tuple(one.call for one in bodies)), *operations)
 
 
-def _then(run: Body, restore: Restore) -> Body:
-    return run if restore is None else in_order([run, restore])
+def _then(made: Task, restore: Restore) -> Task:
+    if restore is None:
+        return made
+
+    def run() -> None:
+        made()
+        restore()
+
+    return Task(run, made.call, *made.operations)
 
 
 @names_rank
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Body:
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     """In place."""
     plain, restore = in_place(tensor)
     native = op_of("all_reduce", op, tensor.dtype)
-    return _then(body(allreduce.prepare(comm, plain, native, plain, None)), restore)
+    return _then(task(allreduce.prepare(comm, plain, native, plain, None)), restore)
 
 
 @names_rank
-def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Body:
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Task:
     """In place at the root; nothing changes elsewhere."""
     plain, restore = in_place(tensor)
     out = plain if comm.rank == root else None
     native = op_of("reduce", op, tensor.dtype)
-    return _then(body(reduces.prepare(comm, plain, native, root, out, None)), restore)
+    return _then(task(reduces.prepare(comm, plain, native, root, out, None)), restore)
 
 
 @names_rank
-def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Body:
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Task:
     """In place."""
     plain, restore = in_place(tensor)
-    return _then(body(bcast.prepare(comm, plain, root, plain, None)), restore)
+    return _then(task(bcast.prepare(comm, plain, root, plain, None)), restore)
 
 
-def barrier(comm: Communicator) -> Body:
-    return body(barriers.prepare(comm, None))
+def barrier(comm: Communicator) -> Task:
+    return task(barriers.prepare(comm, None))
 
 
 @names_rank
-def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Body:
+def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Task:
     """``outputs[i]`` gets rank i's tensor. Tensors may differ in size from rank to rank, if all ranks say so."""
     check_list("all_gather", "the output list", outputs, comm.size)
     check_pair("all_gather", tensor, outputs[0])
@@ -142,20 +149,20 @@ def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torc
     check_numel("all_gather", "the input", tensor.numel(), sizes[comm.rank])
     whole, restore = joined_output("all_gather", outputs)
     counts = sizes if len(set(sizes)) > 1 else None
-    return _then(body(allgather.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+    return _then(task(allgather.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
 
 
 @names_rank
-def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Body:
+def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Task:
     """`output` gets the tensors of all ranks, one after the other."""
     check_pair("all_gather_single", tensor, output)
     check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size)
     whole, restore = flat_output("all_gather_single", output)
-    return _then(body(allgather.prepare(comm, flat_input(tensor), None, whole, None)), restore)
+    return _then(task(allgather.prepare(comm, flat_input(tensor), None, whole, None)), restore)
 
 
 @names_rank
-def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Body:
+def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Task:
     """At the root, ``outputs[i]`` gets rank i's tensor; all are of the same size."""
     check_plain("gather", tensor)
     whole, restore = None, None
@@ -165,11 +172,11 @@ def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Te
         for i, one in enumerate(outputs):
             check_numel("gather", f"output {i}", one.numel(), tensor.numel())
         whole, restore = joined_output("gather", outputs)
-    return _then(body(gathers.prepare(comm, flat_input(tensor), root, None, whole, None)), restore)
+    return _then(task(gathers.prepare(comm, flat_input(tensor), root, None, whole, None)), restore)
 
 
 @names_rank
-def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Body:
+def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Task:
     """Rank i's `output` gets the root's ``tensors[i]``; all are of the same size."""
     check_plain("scatter", output)
     whole = None
@@ -180,11 +187,11 @@ def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Te
             check_numel("scatter", f"input {i}", one.numel(), output.numel())
         whole = joined_input(tensors)
     target, restore = flat_output("scatter", output)
-    return _then(body(scatters.prepare(comm, whole, root, None, target, None)), restore)
+    return _then(task(scatters.prepare(comm, whole, root, None, target, None)), restore)
 
 
 @names_rank
-def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Body:
+def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Task:
     """Rank i's `output` gets the reduction of all ranks' ``tensors[i]``. Sizes may differ from i to i."""
     check_list("reduce_scatter", "the input list", tensors, comm.size)
     check_pair("reduce_scatter", tensors[0], output)
@@ -194,21 +201,21 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[t
     target, restore = flat_output("reduce_scatter", output)
     counts = sizes if len(set(sizes)) > 1 else None
     prepared = reduce_scatters.prepare(comm, joined_input(tensors), native, counts, target, None)
-    return _then(body(prepared), restore)
+    return _then(task(prepared), restore)
 
 
 @names_rank
-def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Body:
+def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Task:
     """Rank i's `output` gets the reduction of the i-th part of all ranks' tensors."""
     check_pair("reduce_scatter_single", tensor, output)
     check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size)
     native = op_of("reduce_scatter_single", op, output.dtype)
     target, restore = flat_output("reduce_scatter_single", output)
-    return _then(body(reduce_scatters.prepare(comm, flat_input(tensor), native, None, target, None)), restore)
+    return _then(task(reduce_scatters.prepare(comm, flat_input(tensor), native, None, target, None)), restore)
 
 
 @names_rank
-def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Body:
+def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Task:
     """``outputs[j]`` gets the tensor that rank j has for this rank; ``tensors[i]`` goes to rank i. Any sizes."""
     check_list("all_to_all", "the output list", outputs, comm.size)
     check_list("all_to_all", "the input list", tensors, comm.size)
@@ -216,7 +223,7 @@ def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Seq
     # Even where this rank's sizes are all equal, those of the others may not be; they must choose alike.
     counts = [one.numel() for one in tensors], [one.numel() for one in outputs]
     whole, restore = joined_output("all_to_all", outputs)
-    return _then(body(alltoall.prepare(comm, joined_input(tensors), counts, whole, None)), restore)
+    return _then(task(alltoall.prepare(comm, joined_input(tensors), counts, whole, None)), restore)
 
 
 @names_rank
@@ -226,7 +233,7 @@ def all_to_all_single(
     tensor: torch.Tensor,
     output_splits: Sequence[int],
     input_splits: Sequence[int],
-) -> Body:
+) -> Task:
     """Rows of `tensor` go to the ranks, ``input_splits[i]`` of them to rank i; ``output_splits[j]`` come from rank j.
 
     Without splits the rows are divided evenly, on all ranks.
@@ -248,7 +255,7 @@ def all_to_all_single(
                     f" {comm.size} ranks; pass split sizes"
                 )
     whole, restore = flat_output(operation, output)
-    return _then(body(alltoall.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+    return _then(task(alltoall.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
 
 
 def _elements(operation: str, name: str, tensor: torch.Tensor, splits: Sequence[int], comm: Communicator) -> list[int]:

@@ -5,7 +5,6 @@ What the general path finds out for each call is found out here once for each ki
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,12 +16,13 @@ from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Shared, Unshared
+from mpicoll.engine.record import Call
 from mpicoll.engine.repeat import KEPT
 from mpicoll.engine.select import Method, choose, forced
 from mpicoll.torch.jobs import op_of
-from mpicoll.transport.base import Native
 
-Memory: TypeAlias = "Callable[[int, int], Any]"
+Found: TypeAlias = "tuple[Any, Call] | bool"
+"""What carries out calls of one kind, and what such a call is to others; False if the general path has to."""
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -49,6 +49,7 @@ class Quick:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._progress = comm.progress
         self._run = comm.progress.run
         self._native = comm.transport.native
         # Together with what native calls keep, which goes when choices may change.
@@ -64,148 +65,155 @@ class Quick:
             count, address = tensor.numel(), tensor.data_ptr()
         except RuntimeError:
             return False
-        if forced():
+        if forced() or (self._progress.observer is not None and self._progress.thorough):
             return False
         key = (tensor.dtype, hash(op), count)
-        reduce = self._kept.get(key)
-        if reduce is None:
-            reduce = self._keep(key, self._in_place(tensor, op, count))
-        if reduce is False:
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._keep(key, self._in_place(tensor, op, count), "all_reduce")
+        if kept is False:
             return False
+        reduce, call = kept
         if reduce.__class__ is Shared:
             flat = _flat(tensor)
-            return self._through(reduce, ("all_reduce of", count, "elements"), flat, flat)
-        self._run(reduce, ("all_reduce of", count, "elements"), address)
+            return self._through(reduce, call, flat, flat)
+        self._run(reduce, call, address)
         return True
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """In place; see :func:`mpicoll.torch.jobs.broadcast`."""
-        if not _plain(tensor) or tensor.is_conj() or forced():
+        if not _plain(tensor) or tensor.is_conj() or forced() or self._progress.thorough:
             return False
         nbytes = tensor.nbytes
         key = ("broadcast", nbytes, root)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._move("bcast", nbytes, root))
+            kept = self._keep(key, self._move("bcast", nbytes, root), "broadcast")
         if kept is False:
             return False
-        if kept.__class__ is Shared:
+        ready, call = kept
+        if ready.__class__ is Shared:
             flat = _bytes(tensor)
-            return self._through(kept, ("broadcast of", nbytes, "bytes"), flat, flat)
-        memory, native = kept
+            return self._through(ready, call, flat, flat)
+        memory, native = ready
         place = memory(tensor.data_ptr(), nbytes)
-        self._run(native.bcast, ("broadcast of", nbytes, "bytes"), place, root)
+        self._run(native.bcast, call, place, root)
         return True
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """See :func:`mpicoll.torch.jobs.all_gather_single`."""
-        if not _apart(output, tensor) or forced():
+        if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = output.nbytes
         key = ("all_gather_single", nbytes)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._move("allgather", nbytes, 0))
+            kept = self._keep(key, self._move("allgather", nbytes, 0), "all_gather_single")
         if kept is False or nbytes != tensor.nbytes * self._comm.size:
             return False
-        if kept.__class__ is Shared:
-            return self._through(kept, ("all_gather of", nbytes, "bytes"), _bytes(tensor), _bytes(output))
-        memory, native = kept
+        ready, call = kept
+        if ready.__class__ is Shared:
+            return self._through(ready, call, _bytes(tensor), _bytes(output))
+        memory, native = ready
         source = memory(tensor.data_ptr(), tensor.nbytes)
         target = memory(output.data_ptr(), nbytes)
-        self._run(native.allgather, ("all_gather of", nbytes, "bytes"), source, target, None)
+        self._run(native.allgather, call, source, target, None)
         return True
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """With even splits; see :func:`mpicoll.torch.jobs.all_to_all_single`."""
-        if not _apart(output, tensor) or forced():
+        if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = tensor.nbytes
         key = ("all_to_all_single", nbytes)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._move("alltoall", nbytes, 0))
+            kept = self._keep(key, self._move("alltoall", nbytes, 0), "all_to_all_single")
         if kept is False or nbytes != output.nbytes:
             return False
         size = self._comm.size
         if not tensor.ndim or tensor.shape[0] % size or not output.ndim or output.shape[0] % size:
             return False
-        if kept.__class__ is Shared:
-            return self._through(kept, ("all_to_all of", nbytes, "bytes"), _bytes(tensor), _bytes(output))
-        memory, native = kept
+        ready, call = kept
+        if ready.__class__ is Shared:
+            return self._through(ready, call, _bytes(tensor), _bytes(output))
+        memory, native = ready
         source, target = memory(tensor.data_ptr(), nbytes), memory(output.data_ptr(), nbytes)
-        self._run(native.alltoall, ("all_to_all of", nbytes, "bytes"), source, target)
+        self._run(native.alltoall, call, source, target)
         return True
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
         """See :func:`mpicoll.torch.jobs.reduce_scatter_single`."""
-        if not _apart(output, tensor) or forced():
+        if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         count = tensor.numel()
         key = ("reduce_scatter_single", tensor.dtype, hash(op), count)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._scatter(tensor, op, count))
+            kept = self._keep(key, self._scatter(tensor, op, count), "reduce_scatter_single")
         part = output.numel()
         if kept is False or count != part * self._comm.size:
             return False
-        if kept.__class__ is Shared:
-            return self._through(kept, ("reduce_scatter of", count, "elements"), _flat(tensor), _flat(output))
-        memory, name, native = kept
+        ready, call = kept
+        if ready.__class__ is Shared:
+            return self._through(ready, call, _flat(tensor), _flat(output))
+        memory, name, native = ready
         source, target = memory(tensor.data_ptr(), count), memory(output.data_ptr(), part)
-        self._run(native.reduce_scatter, ("reduce_scatter of", count, "elements"), source, target, None, name)
+        self._run(native.reduce_scatter, call, source, target, None, name)
         return True
 
     def barrier(self) -> bool:
         """See :func:`mpicoll.torch.jobs.barrier`."""
-        if forced():
+        if forced() or self._progress.thorough:
             return False
         kept = self._kept.get(("barrier",))
         if kept is None:
-            kept = self._keep(("barrier",), self._move("barrier", 0, 0))
+            kept = self._keep(("barrier",), self._move("barrier", 0, 0), "barrier")
         if kept is False:
             return False
-        if kept.__class__ is Shared:
-            return self._through(kept, ("barrier of", self._comm.size, "ranks"), None, None)
-        self._run(kept[1].barrier, ("barrier of", self._comm.size, "ranks"))
+        ready, call = kept
+        if ready.__class__ is Shared:
+            return self._through(ready, call, None, None)
+        self._run(ready[1].barrier, call)
         return True
 
-    def _keep(self, key: tuple[Any, ...], value: Any) -> Any:
+    def _keep(self, key: tuple[Any, ...], found: tuple[Any, Call] | bool, name: str) -> Any:
+        """Keep what was found for calls like this one, and how torch calls them."""
         if len(self._kept) >= KEPT:
             self._kept.clear()
-        self._kept[key] = value
-        return value
+        if not isinstance(found, bool):
+            found[1].name = name
+        self._kept[key] = found
+        return found
 
-    def _through(self, shared: Shared, what: tuple[Any, ...], source: Any, target: Any) -> bool:
+    def _through(self, shared: Shared, call: Call, source: Any, target: Any) -> bool:
         try:
-            self._run(shared, what, source, target)
+            self._run(shared, call, source, target)
         except Unshared:
             # The same on all ranks: it is chosen anew, now that this is known.
             self._kept.clear()
             return False
         return True
 
-    def _in_place(self, tensor: torch.Tensor, op: Any, count: int) -> Callable[[int], None] | Shared | bool:
+    def _in_place(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
         """What reduces `count` elements in place: at an address, or through shared memory."""
         found = self._reduction("allreduce", tensor, op, (count,))
-        if not isinstance(found, tuple):
+        if isinstance(found, bool) or isinstance(found[0], Shared):
             return found
-        dtype, name, native = found
-        return native.allreduce_in_place(dtype, count, name)
+        (dtype, name, native), call = found
+        return native.allreduce_in_place(dtype, count, name), call
 
-    def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> tuple[Memory, str, Native] | Shared | bool:
+    def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
         """What reduces `count` elements and scatters them."""
         size = self._comm.size
         found = False if count % size else self._reduction("reduce_scatter", tensor, op, (count // size,) * size)
-        if not isinstance(found, tuple):
+        if isinstance(found, bool) or isinstance(found[0], Shared):
             return found
-        dtype, name, native = found
-        return native.typed(dtype), name, native
+        (dtype, name, native), call = found
+        return (native.typed(dtype), name, native), call
 
-    def _reduction(
-        self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]
-    ) -> tuple[np.dtype[Any], str, Native] | Shared | bool:
-        """Through shared memory, or the dtype and the name for MPI's own; False if neither serves."""
+    def _reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> Found:
+        """Through shared memory, or the dtype and the name for MPI's own, and the call; False if neither serves."""
         name, count = op_of(collective, op, tensor.dtype), sum(counts)
         if not count or not isinstance(name, str) or tensor.dtype.is_complex:
             return False
@@ -215,26 +223,33 @@ class Quick:
         ready = reduction(collective, name, buffer.dtype, buffer.library.wrap, (count,))
         wanted = problem(collective, self._comm, None, nbytes=tensor.nbytes, count=count, reduction=ready)
         choice = choose(wanted, None)
+        shape = tuple(tensor.shape)
+        call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
         if isinstance(choice.algorithm, Method) and ready.prepare is None:
-            return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, Fold(ready, buffer))
+            return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, Fold(ready, buffer)), call
         dtype = _NUMPY.get(tensor.dtype)
         if choice.algorithm is not None or self._native is None or dtype is None:
             return False
-        return False if ready.finish is not None or ready.native is None else (dtype, ready.native, self._native)
+        if ready.finish is not None or ready.native is None:
+            return False
+        return (dtype, ready.native, self._native), call
 
-    def _move(self, collective: str, nbytes: int, root: int) -> tuple[Memory, Native] | Shared | bool:
+    def _move(self, collective: str, nbytes: int, root: int) -> Found:
         size = self._comm.size
         blocks = {"barrier": 0, "bcast": 1}.get(collective, size)
         if (not nbytes and blocks) or not 0 <= root < size or (blocks and nbytes % blocks):
             return False
         wanted = problem(collective, self._comm, None, nbytes=nbytes, count=nbytes, root=root)
         choice = choose(wanted, None)
+        call = Call(
+            collective, nbytes, root=root if collective == "bcast" else None, algorithm=choice.name
+        )  # kept by bytes, for all dtypes and shapes
         if isinstance(choice.algorithm, Method):
             counts = (nbytes // blocks,) * blocks if blocks else ()
-            return Shared(self._comm, wanted, choice, _BYTES, counts)
+            return Shared(self._comm, wanted, choice, _BYTES, counts), call
         if choice.algorithm is not None or self._native is None:
             return False
-        return self._native.typed(_BYTES), self._native
+        return (self._native.typed(_BYTES), self._native), call
 
 
 def _flat(tensor: torch.Tensor) -> Any:

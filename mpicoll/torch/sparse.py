@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 from mpicoll.collectives import allgather
 from mpicoll.collectives.arguments import names_rank
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import body
+from mpicoll.engine.operation import Task, task
+from mpicoll.engine.record import Call
 from mpicoll.errors import DTypeError
 from mpicoll.torch.jobs import op_of
 
 
 @names_rank
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[], None]:
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     """Reduce sparse COO tensors of one shape elementwise, in place; ``tensor`` gets the coalesced result.
 
     `op` is SUM or AVG; half types are added up in float32. The ranks' numbers of entries may differ. Two exchanges: of
@@ -39,14 +39,14 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[]
         mine = own.coalesce()
         entries = torch.tensor([mine._nnz()])
         everyone = torch.empty(comm.size, dtype=torch.int64)
-        body(allgather.prepare(comm, entries, None, everyone, None))()
+        task(allgather.prepare(comm, entries, None, everyone, None))()
         counts = everyone.tolist()
         indices = mine.indices().t().contiguous()
         values = mine.values().contiguous()
         all_indices = torch.empty((sum(counts), *indices.shape[1:]), dtype=indices.dtype)
         all_values = torch.empty((sum(counts), *values.shape[1:]), dtype=values.dtype)
-        body(allgather.prepare(comm, indices, counts, all_indices, None))()
-        body(allgather.prepare(comm, values, counts, all_values, None))()
+        task(allgather.prepare(comm, indices, counts, all_indices, None))()
+        task(allgather.prepare(comm, values, counts, all_values, None))()
         half = own.dtype in (torch.float16, torch.bfloat16)
         wide = all_values.float() if half else all_values
         total = torch.sparse_coo_tensor(all_indices.t(), wide, own.shape, check_invariants=False).coalesce()
@@ -56,4 +56,6 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Callable[[]
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(total.to(own.dtype))
 
-    return lambda: context.run(exchange)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    call = Call("all_reduce", None, f"sparse {dtype}", tuple(tensor.shape), op=str(name), algorithm="allgather")
+    return Task(lambda: context.run(exchange), call)

@@ -15,14 +15,15 @@ from ranks import Ranks
 import mpicoll
 from mpicoll.engine import progress
 from mpicoll.engine.progress import Job, Progress
+from mpicoll.engine.record import Call, Group
 from mpicoll.transport import local
 
-WHAT = ("a test", "of the queue")
+WHAT = Call("a test of the queue")
 
 
 @pytest.fixture
 def queue() -> Iterator[Progress]:
-    one = Progress("test", None, background=True, explain=lambda error: error)
+    one = Progress(Group("0.0", "test", (0,), 0, 60.0), None, background=True, explain=lambda error: error)
     yield one
     worker = one._worker
     one.stop()
@@ -33,7 +34,7 @@ def queue() -> Iterator[Progress]:
 
 def lazy() -> Progress:
     """A queue without a worker."""
-    return Progress("test", None, background=False, explain=lambda error: error)
+    return Progress(Group("0.0", "test", (0,), 0, 60.0), None, background=False, explain=lambda error: error)
 
 
 def fail() -> None:
@@ -158,7 +159,8 @@ def test_a_failure_is_raised_at_each_wait(queue: Progress) -> None:
 
 
 def test_failures_are_explained() -> None:
-    queue = Progress("test", None, background=False, explain=lambda error: mpicoll.CommunicationError(f"so: {error}"))
+    group = Group("0.0", "test", (0,), 0, 60.0)
+    queue = Progress(group, None, background=False, explain=lambda error: mpicoll.CommunicationError(f"so: {error}"))
     with pytest.raises(mpicoll.CommunicationError, match="so: of the operation"):
         queue.submit(fail, WHAT).wait(None)
     with pytest.raises(mpicoll.CommunicationError, match="so: of the operation") as caught:
@@ -174,7 +176,7 @@ def test_a_failure_that_nobody_waits_for_is_logged(queue: Progress, caplog: pyte
         until(lambda: bool(gc.collect() or caplog.records))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("mpicoll", "ERROR")
-    assert record.getMessage() == "a test of the queue failed, and nobody waited for it"
+    assert record.getMessage() == "a test of the queue() on test (1 ranks) failed, and nobody waited for it"
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
 
@@ -192,7 +194,7 @@ def test_a_lost_message_shows_at_wait(caplog: pytest.LogCaptureFixture) -> None:
     def main() -> None:
         request = mpicoll.iallreduce(np.ones(3))
         for _ in range(2):
-            with pytest.raises((mpicoll.Timeout, mpicoll.RankFailed), match=r"^allreduce/") as caught:
+            with pytest.raises((mpicoll.Timeout, mpicoll.RankFailed), match=r"allreduce/.* round 1") as caught:
                 request.wait()
             assert f"on rank {mpicoll.world().rank} of 2" in str(caught.value)
         del request, caught
@@ -245,9 +247,8 @@ def test_timeout_is_prompt_and_leaves_it_pending(queue: Progress) -> None:
     gate = threading.Event()
     job = queue.submit(lambda: gate.wait(20), WHAT)
     begin = time.monotonic()
-    with pytest.raises(
-        mpicoll.Timeout, match=r"^a test of the queue: not complete within the timeout of 0\.1 s; it is still pending$"
-    ):
+    words = r"^a test of the queue\(\) number 1 on test \(1 ranks\), rank 0: not complete within 0\.1 s; it is"
+    with pytest.raises(mpicoll.Timeout, match=words):
         job.wait(0.1)
     assert 0.1 <= time.monotonic() - begin < 1.1
     assert not job.test()
@@ -406,7 +407,7 @@ def test_what_is_abandoned_fails_and_what_runs_goes_on(queue: Progress) -> None:
     first, second = queue.submit(operation, WHAT), queue.submit(lambda: "never", WHAT)
     assert running.wait(20)
     queue.abandon()
-    with pytest.raises(mpicoll.CommunicatorError, match="a test of the queue: abandoned"):
+    with pytest.raises(mpicoll.CommunicatorError, match=r"a test of the queue\(\) on test \(1 ranks\): abandoned"):
         second.wait(20)
     gate.set()
     assert first.wait(20) == "done"

@@ -7,32 +7,47 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
-from mpicoll.engine.watch import Watch, abort_on_failure
+from mpicoll.engine.ending import abort_on_failure
+from mpicoll.engine.record import Call, Group, Raw
+from mpicoll.engine.watch import Watch
 
 Job = Callable[..., "CompletedProcess[str]"]
 
 
+def entry(name: str, timeout: float, number: int = 1) -> Raw:
+    """An operation that begins now."""
+    return Group("0.0", "world", (0, 1), 1, timeout), number, Call(name, 8), time.monotonic(), None
+
+
 class Queue:
-    def __init__(self, current: tuple[Any, ...] | None = None) -> None:
+    number = 1
+
+    def __init__(self, current: Raw | None = None) -> None:
         self.current = current
+        self.group = Group("0.0", "world", (0, 1), 1, 60.0)
+        self.queue: deque[Any] = deque()
 
     def drain(self, timeout: float) -> bool:
         return True
+
+    def refuse(self) -> None:
+        pass
 
 
 class Watched:
     """A watch that tells when it would have ended the job."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self) -> None:
         self.ended = threading.Event()
         self.codes: list[int] = []
-        self.watch = Watch(timeout, self._abort)
+        self.watch = Watch(0.05, self._abort)
 
     def _abort(self, code: int) -> None:
         self.codes.append(code)
@@ -44,36 +59,42 @@ class Watched:
 
 
 def test_an_operation_that_waits_too_long(capfd: pytest.CaptureFixture[str]) -> None:
-    watched = Watched(0.2)
-    queue = Queue(("allreduce", "of 8 bytes", "on rank 1 of 2"))
+    watched = Watched()
+    queue = Queue(entry("allreduce", 0.2))
     watched.watch.add(queue)
     assert watched.ended.wait(20)
     assert watched.codes == [1]
-    text = capfd.readouterr().err
-    assert text.startswith(
-        "mpicoll: allreduce of 8 bytes on rank 1 of 2 has been waiting for more than 0.2 s (MPICOLL_TIMEOUT); the"
-        " job is ended. A rank may have died, left early or called another operation. Stacks of this rank:\n"
+    assert capfd.readouterr().err.startswith(
+        "mpicoll: allreduce(8 bytes) number 1 on world, rank 1 of 2 has been waiting for more than 0.2 s"
+        " (MPICOLL_TIMEOUT, or the timeout of its communicator); the job is ended.\n"
     )
-    assert "test_an_operation_that_waits_too_long" in text
 
 
 def test_a_call_outside_of_the_queues(capfd: pytest.CaptureFixture[str]) -> None:
-    watched = Watched(0.2)
-    watched.watch.active[threading.get_ident()] = ("recv from", "rank 0")
+    watched = Watched()
+    watched.watch.active[-1] = entry("recv", 0.2)  # a thread that is not there, whose stack would be named
     assert watched.ended.wait(20)
-    assert "mpicoll: recv from rank 0 has been waiting" in capfd.readouterr().err
+    assert "mpicoll: recv(8 bytes) number 1 on world, rank 1 of 2 has been waiting" in capfd.readouterr().err
+
+
+def test_the_bound_is_that_of_the_communicator() -> None:
+    watched = Watched()
+    patient, hasty = Queue(entry("bcast", 60.0)), Queue()
+    watched.watch.add(patient)
+    watched.watch.add(hasty)
+    assert not watched.ended.wait(0.3)
+    hasty.current = entry("bcast", 0.1)
+    assert watched.ended.wait(20)
 
 
 def test_equal_operations_one_after_the_other_are_several() -> None:
     """The watch looks in between, and sees a call each time; but never the same for long."""
-    watched = Watched(0.4)
+    watched = Watched()
     queue = Queue()
     watched.watch.add(queue)
     deadline = time.monotonic() + 1.0
-    number = 0
     while time.monotonic() < deadline:
-        queue.current = ("allreduce", number * 0)  # equal to the one before, but another object
-        number += 1
+        queue.current = entry("allreduce", 0.4)
         time.sleep(1e-3)
     queue.current = None
     assert not watched.ended.is_set()
@@ -81,7 +102,7 @@ def test_equal_operations_one_after_the_other_are_several() -> None:
 
 def test_queues_may_come_while_the_watch_looks() -> None:
     """The set of queues is walked on the watch's thread, and grows and shrinks on others."""
-    watched = Watched(0.04)
+    watched = Watched()
     others: list[Queue] = []
 
     class Growing(Queue):
@@ -99,26 +120,34 @@ def test_queues_may_come_while_the_watch_looks() -> None:
     watched.watch.add(growing)
     while len(others) < 50:
         time.sleep(1e-3)
-    stuck = Queue(("the last one",))
+    stuck = Queue(entry("the last one", 0.1))
     watched.watch.add(stuck)
     assert watched.ended.wait(20)
 
 
 def test_dropped_queues_are_not_watched() -> None:
-    watched = Watched(0.2)
-    watched.watch.add(Queue(("gone",)))
+    watched = Watched()
+    watched.watch.add(Queue(entry("gone", 0.1)))
     assert watched.watch.queues() == []
     assert not watched.ended.wait(0.6)
+
+
+class Teller:
+    def __init__(self, told: list[Any]) -> None:
+        self._told = told
+
+    def dying(self, of: str) -> None:
+        self._told.append(of)
 
 
 def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
     monkeypatch.setattr(sys, "exit", sys.exit)
-    abort_on_failure(calls.append)
-    error = ValueError("uncaught")
+    abort_on_failure(Teller(calls), calls.append)
+    error = ValueError("uncaught\nand more")
     sys.excepthook(ValueError, error, None)
-    assert calls == [(ValueError, error, None), 1]
+    assert calls == ["died of ValueError: uncaught; the job is ended", (ValueError, error, None), 1]
     with pytest.raises(SystemExit) as leaving:
         sys.exit(3)
     assert leaving.value.code == 3
@@ -132,7 +161,7 @@ def test_what_a_hook_of_others_swallows_is_shown(
     monkeypatch.setattr(sys, "__stderr__", shown)
     monkeypatch.setattr(sys, "excepthook", lambda *error: sys.stderr.write("the traceback"))
     monkeypatch.setattr(sys, "exit", sys.exit)
-    abort_on_failure(lambda code: None)
+    abort_on_failure(Teller([]), lambda code: None)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     sys.excepthook(ValueError, ValueError(), None)
     assert shown.getvalue() == "the traceback"
@@ -144,8 +173,8 @@ WAITS = {
     "native allreduce": ("mpicoll.allreduce(np.ones(5))", "allreduce"),
     "schedule": ("mpicoll.allreduce(np.ones(5), algorithm='ring')", "allreduce"),
     "barrier": ("mpicoll.barrier()", "barrier"),
-    "recv": ("mpicoll.recv(np.ones(5), 0)", "recv from rank 0"),
-    "irecv": ("mpicoll.irecv(np.ones(5), 0).wait()", "irecv from rank 0"),
+    "recv": ("mpicoll.recv(np.ones(5), 0)", "recv"),
+    "irecv": ("mpicoll.irecv(np.ones(5), 0).wait()", "irecv"),
     "background": ("r = mpicoll.iallreduce(np.ones(5))\nwhile not r.test(): pass", "allreduce"),
 }
 
@@ -169,9 +198,10 @@ waits_here()
     )
     assert done.returncode not in (0, 124), done.stdout
     assert time.monotonic() - begin < 10
-    assert f"mpicoll: {what}" in done.stdout
-    assert re.search(r"on rank 1 of 2\b.* has been waiting for more than 1 s \(MPICOLL_TIMEOUT\)", done.stdout)
-    assert "in waits_here" in done.stdout
+    # In the background nobody has taken down where it was called.
+    at = "" if name == "background" else r", called at .*program.py:\d+ in waits_here,"
+    waits = rf"mpicoll: {what}\(.* on world, rank 1 of 2{at} has been waiting for more than 1 s \(MPICOLL_TIMEOUT"
+    assert re.search(waits, done.stdout), done.stdout
 
 
 def test_many_short_operations_are_no_long_one(job: Job) -> None:
@@ -208,6 +238,7 @@ mpicoll.allreduce(np.ones(2))
     )
     assert done.returncode not in (0, 124), done.stdout
     assert time.monotonic() - begin < 10
+    assert "mpicoll: rank 1 of 3 died of ZeroDivisionError: on rank 1 alone" in done.stdout
     assert "in breaks" in done.stdout
     assert "ZeroDivisionError: on rank 1 alone" in done.stdout
 
@@ -223,7 +254,7 @@ mpicoll.barrier()
 """,
     )
     assert done.returncode not in (0, 124), done.stdout
-    assert "KeyboardInterrupt" in done.stdout
+    assert "mpicoll: rank 1 of 3 died of KeyboardInterrupt" in done.stdout
 
 
 def test_a_killed_rank_ends_the_job(job: Job) -> None:
@@ -238,6 +269,7 @@ mpicoll.barrier()
 """,
     )
     assert done.returncode not in (0, 124), done.stdout
+    assert re.search(r"mpicoll: rank 1 of 3 .* was killed by SIGKILL", done.stdout)
 
 
 # --- the end of the interpreter
@@ -276,7 +308,7 @@ if mpicoll.world().rank == 0:
     assert done.returncode not in (0, 124), done.stdout
     assert time.monotonic() - begin < 10
     assert re.search(
-        r"mpicoll: (this process exits while .*world.* holds operations|allreduce .* has been waiting)", done.stdout
+        r"mpicoll: (rank 0 of 2 exits while .*world.* holds operations|.* allreduce.* has been waiting)", done.stdout
     )
 
 

@@ -1,0 +1,142 @@
+"""How this process tells the others that it ends, whatever ends it."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+last_acts: list[Callable[[], None]] = []
+"""What is to be done before this process ends the job. Must neither wait nor raise."""
+
+
+class Teller(Protocol):
+    """Who tells the other ranks."""
+
+    def dying(self, of: str) -> None:
+        """This rank is about to end the job, because of what ``of`` says."""
+
+
+def listen_for_signals() -> int | None:
+    """Where the numbers of signals can be read as they come, even while the main thread is blocked outside Python; None
+    if somebody else listens there, or this is not the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if taken == -1:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, left_to_the_watch)
+        return reader
+    signal.set_wakeup_fd(taken)
+    os.close(reader)
+    os.close(writer)
+    return None
+
+
+def left_to_the_watch(number: int, frame: Any) -> None:
+    """The handler of SIGTERM. It lets the number come to where the watch listens: the main thread may be blocked in
+    MPI, and never get here."""
+
+
+def leave_signals_alone() -> None:
+    """At the end of the program, and in a forked child, whose signals are its own."""
+    with suppress(ValueError):  # if this is not the main thread, or none is left
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is left_to_the_watch:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_launcher() -> None:
+    """Have the launcher's process on this host end, if it is Open MPI's: when another host is lost it goes on waiting
+    for that for as long as TCP sends again, a quarter of an hour. It takes three requests, as three Ctrl-C; the first
+    one ends this process, so another one makes them."""
+    launcher = os.getppid()
+    with suppress(OSError):
+        if Path(f"/proc/{launcher}/comm").read_text().strip() in ("prted", "prterun"):
+            program = f"for i in 1 2 3; do kill -TERM {launcher}; sleep 0.3; done"
+            subprocess.Popen(["/bin/sh", "-c", program], start_new_session=True)
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, and what stands before it."""
+    stream = sys.stderr
+    with suppress(OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
+        if isinstance(stream, io.StringIO) and sys.__stderr__ is not None:
+            # torch.distributed collects what the hooks of others write, to show it when they have returned.
+            stream = sys.__stderr__
+        stream.write(f"mpicoll: {text}\n")
+        stream.flush()
+
+
+def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
+    """Let an uncaught exception, or ``sys.exit`` with a status other than 0, end the whole job: the other ranks would
+    wait for this one for ever."""
+    previous = sys.excepthook
+    owner = os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if os.getpid() != owner:
+            previous(kind, error, traceback)
+            return  # a forked child, whose end concerns nobody
+        teller.dying(f"died of {_line(kind, error)}; the job is ended")
+        previous(kind, error, traceback)
+        _flush()
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            sys.__stderr__.write(sys.stderr.getvalue())
+            sys.__stderr__.flush()
+        abort(1)
+
+    sys.excepthook = hook
+    sys.exit = _exit
+
+    def left() -> None:
+        if _Exit.status and os.getpid() == owner:
+            _flush()
+            teller.dying(f"left by sys.exit with status {_Exit.status}; the job is ended")
+            abort(_Exit.status)
+
+    atexit.register(left)
+
+
+def _line(kind: type[BaseException], error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+class _Exit(SystemExit):
+    """What ``sys.exit`` raises.
+
+    Python tells nobody with which status it ends; but the exception that ends it is the one that is dropped when no
+    Python code is left to run."""
+
+    status = 0
+
+    def __del__(self) -> None:
+        try:
+            sys._getframe(1)  # noqa: SLF001  there is no other way to ask
+        except ValueError:
+            if threading.current_thread() is not threading.main_thread():
+                return
+            _Exit.status = self.code if isinstance(self.code, int) else int(self.code is not None)
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status)."""
+    raise _Exit(status)

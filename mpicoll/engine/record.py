@@ -1,0 +1,218 @@
+"""What a rank has been asked to do: the flight recorder, which keeps the last operations of this process.
+
+It is always on and costs 0.2 µs per operation; where a call came from is taken down only while somebody wants to know
+(``MPICOLL_CHECK``, ``MPICOLL_TRACE``), which costs 0.3 µs more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, TypeAlias
+
+LENGTH = 1000
+"""How many operations are kept."""
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+
+_OTHERS_INSIDE = (
+    "/torch/distributed/",
+    "/torch/nn/",
+    "/torch/autograd/",
+    "/torch/_",
+    "/torch/utils/",
+    "/typing_extensions.py",
+    "<frozen ",
+)
+"""What stands between a program and a call of ours, besides ourselves."""
+
+
+class Call:
+    """What a call asks for, in so far as the ranks have to ask for the same; and `algorithm`, which is chosen alike.
+
+    `shape` is that of this rank's array, `counts` the rows of all ranks' blocks where they may differ (of alltoall
+    those that leave this rank, and `arrivals` those that come to it). `nbytes` are those by which bandwidth is counted
+    (as :func:`mpicoll.explain` counts them), None if no rank knows those of others.
+    Messages have a `peer` (a rank of their communicator, None for any) and a `tag` (None for any). `parts` are the
+    calls that were put into one. Not `collective` is what not all ranks of the communicator take part in.
+    """
+
+    __slots__ = (
+        "algorithm",
+        "arrivals",
+        "collective",
+        "counts",
+        "dtype",
+        "name",
+        "nbytes",
+        "op",
+        "parts",
+        "peer",
+        "root",
+        "shape",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        nbytes: int | None = None,
+        dtype: str = "",
+        shape: tuple[int, ...] | None = None,
+        *,
+        op: str = "",
+        root: int | None = None,
+        counts: tuple[int, ...] = (),
+        arrivals: tuple[int, ...] = (),
+        algorithm: str = "",
+        peer: int | None = None,
+        tag: int | None = None,
+        parts: tuple[Call, ...] = (),
+        collective: bool = True,
+    ) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self.dtype = dtype
+        self.shape = shape
+        self.op = op
+        self.root = root
+        self.counts = counts
+        self.arrivals = arrivals
+        self.algorithm = algorithm
+        self.peer = peer
+        self.tag = tag
+        self.parts = parts
+        self.collective = collective
+
+    def __str__(self) -> str:
+        """Such as ``allreduce(float32[3, 4], op=sum) by ring``."""
+        return self.text()
+
+    def text(self) -> str:
+        """The call as a person would write it."""
+        words = []
+        if self.shape is not None:
+            words.append(f"{self.dtype}{list(self.shape)}")
+        elif self.nbytes:
+            words.append(f"{self.nbytes} bytes")
+        if self.op:
+            words.append(f"op={self.op}")
+        if self.root is not None:
+            words.append(f"root={self.root}")
+        if self.counts:
+            words.append(f"counts={list(self.counts)}")
+        if self.arrivals:
+            words.append(f"arrivals={list(self.arrivals)}")
+        if not self.collective and (self.peer is not None or self.tag is not None):
+            words.append(f"peer={'any' if self.peer is None else self.peer}")
+            words.append(f"tag={'any' if self.tag is None else self.tag}")
+        words += [str(part) for part in self.parts]
+        by = f" by {self.algorithm}" if self.algorithm else ""
+        return f"{self.name}({', '.join(words)}){by}"
+
+
+@dataclass(slots=True)
+class Group:
+    """A communicator as others get to know it. `key` is the same on all its ranks, and that of no other; `members` are
+    ranks of the world; `timeout` the seconds that an operation on it may take."""
+
+    key: str
+    name: str
+    members: tuple[int, ...]
+    rank: int
+    timeout: float
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.members)} ranks)"
+
+
+class Site(NamedTuple):
+    """A line of a program."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+class Entry(NamedTuple):
+    """An operation that has begun: the `number`-th collective on `group` (0 for what is none), at `begin` on the
+    monotonic clock. `site` is None where nobody took it down."""
+
+    group: Group
+    number: int
+    call: Call
+    begin: float
+    site: Site | None
+
+
+Raw: TypeAlias = "tuple[Group, int, Call, float, Site | None]"
+"""An Entry as a plain tuple, which is made in a fifth of the time; ``Entry._make`` gives the names back."""
+
+Past: TypeAlias = "tuple[Raw, float | None, str]"
+"""An operation, when it ended (None: a message that was only started), and what went wrong."""
+
+Sink: TypeAlias = Callable[[Past], None]
+
+past: deque[Past] = deque(maxlen=LENGTH)
+"""The last operations of this process, in the order in which they ended."""
+
+
+class _Keepers:
+    """Who is told of each operation that has ended. One function, replaced as a whole: it is called each time."""
+
+    def __init__(self) -> None:
+        self._more: tuple[Sink, ...] = ()
+        self.keep: Sink = past.append
+
+    def add(self, sink: Sink) -> None:
+        """Tell `sink` too, from now on."""
+        self._change((*self._more, sink))
+
+    def remove(self, sink: Sink) -> None:
+        """Tell `sink` no more."""
+        self._change(tuple(one for one in self._more if one is not sink))
+
+    def _change(self, more: tuple[Sink, ...]) -> None:
+        self._more = more
+        if not more:
+            self.keep = past.append
+            return
+
+        def keep(one: Past) -> None:
+            past.append(one)
+            for sink in more:
+                sink(one)
+
+        self.keep = keep
+
+
+keepers = _Keepers()
+
+
+def call_site(frame: FrameType | None = None) -> Site | None:
+    """The line of the program that (directly, or through torch) called us; `frame` is where to begin to look, by
+    default here."""
+    frame = frame or sys._getframe(1)  # noqa: SLF001  there is no other way to ask
+    outermost: Site | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            site = Site(file, frame.f_lineno, frame.f_code.co_name)
+            if not any(part in file for part in _OTHERS_INSIDE):
+                return site
+            outermost = outermost or site
+        frame = frame.f_back
+    return outermost
+
+
+def described(call: Call) -> dict[str, Any]:
+    """`call` for JSON, without what it doesn't have."""
+    fields = {name: getattr(call, name) for name in Call.__slots__ if name not in ("parts", "collective")}
+    return {name: value for name, value in fields.items() if value not in (None, "", ())} | {"text": str(call)}

@@ -1,0 +1,1212 @@
+"""Where every rank of a job stands, in words: who waits for whom, who has not called what, who never will.
+
+The watch thread of each rank takes :func:`own_state`, one rank collects them and makes a text file and a JSON of them.
+Nothing is kept in the paths of operations for this: how far an operation has come is read from the frames of the thread
+that carries it out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeAlias
+
+from mpicoll.engine import record
+from mpicoll.engine.arena import _WORDS, Arena
+from mpicoll.engine.execute import Program
+from mpicoll.engine.record import Call, Entry, Group, Raw, Site
+from mpicoll.errors import ArgumentError
+
+State: TypeAlias = dict[str, Any]
+"""What a rank says of itself, for JSON; of one that is gone what :func:`absent` says."""
+
+LIMIT = 1_000_000
+"""Bytes that the state of a rank may take as JSON."""
+
+IN_TRANSIT = 30.0
+"""Seconds for which a message may be on its way when its sender is done with it: a slow network takes 3 s for what the
+kernels keep."""
+
+_DEPTH = 400
+"""Frames of a stack that are looked at, from the innermost one."""
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PROGRESS = str(Path(__file__).with_name("progress.py"))
+_COMMUNICATOR = str(Path(__file__).with_name("communicator.py"))
+_HIERARCHY = str(Path(__file__).with_name("hierarchy.py"))
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_LIBRARIES = (_STANDARD, *_INSTALLED)
+
+
+class Queue(Protocol):
+    """The queue of a communicator, in so far as it is looked at here: a :class:`~mpicoll.engine.progress.Progress`."""
+
+    current: Raw | None
+    number: int
+    group: Group
+    queue: deque[Any]
+
+
+# --- what a rank says of itself
+
+
+def own_state(
+    rank: int,
+    size: int,
+    queues: Iterable[Queue],
+    active: Mapping[int, Raw],
+    *,
+    full: bool,
+    program: int | None = None,
+) -> State:
+    """The state of this rank, for JSON. `queues` are those of its communicators, `active` what blocks outside of them
+    by thread; `program` is the thread that runs the program, by default the main one. With `full` there are the stacks
+    of all threads and the last operations too, as many as fit into ``LIMIT`` bytes.
+
+    To be called on any thread at any time, also while others are stuck: takes no lock that they may hold, sends
+    nothing, raises nothing; what could not be found out is named under "failed".
+    """
+    state: State = {"rank": rank, "size": size}
+    try:
+        _Looker(rank, list(queues), dict(active), program, state).look(full=full)
+    except Exception as error:  # noqa: BLE001  what there is must be told
+        state.setdefault("failed", []).append(f"{type(error).__name__}: {error}")
+    return state
+
+
+def absent(rank: int, how: str, words: str = "", numbers: Mapping[str, int] | None = None) -> State:
+    """The state of a rank that will not give one: it has "left" (it said goodbye, and calls nothing any more) or
+    "died", of which `words` say more. `numbers` are the collectives that it had begun on each communicator by key;
+    without them nobody can be said to wait for it in vain."""
+    assert how in ("left", "died")
+    return {"rank": rank, how: words, "numbers": dict(numbers or {})}
+
+
+class _Looker:
+    """One look at this process."""
+
+    def __init__(
+        self, rank: int, queues: list[Queue], active: dict[int, Raw], program: int | None, state: State
+    ) -> None:
+        self._rank = rank
+        self._queues = queues
+        self._active = active
+        self._frames = sys._current_frames()  # noqa: SLF001  there is no other way to ask
+        self._names = {one.ident: one.name for one in threading.enumerate()}
+        self._program = program or threading.main_thread().ident or 0
+        self._twice: set[str] = set()
+        # One look at each: they change meanwhile.
+        self._current = [(queue, queue.current) for queue in queues]
+        self._state = state
+
+    def look(self, *, full: bool) -> None:
+        state = self._state
+        with suppress(Exception):
+            names = Counter(queue.group.name for queue in self._queues)
+            self._twice = {name for name, times in names.items() if times > 1}
+        parts: list[tuple[str, Callable[[], Any]]] = [
+            ("process", self._process),
+            ("queues", self._of_queues),
+            ("pending", self._pending),
+            ("program", self._of_program),
+            ("others", self._others),
+            ("started", self._started),
+        ]
+        if full:
+            parts += [("threads", self._threads), ("past", self._past)]
+        for name, find in parts:
+            try:
+                state[name] = find()
+            except Exception as error:  # noqa: BLE001  the rest must be told
+                state.setdefault("failed", []).append(f"{name}: {type(error).__name__}: {error}")
+        if full:
+            _trim(state)
+
+    def _process(self) -> State:
+        versions = {"python": platform.python_version()}
+        for name in ("mpicoll", "torch", "numpy"):
+            module = sys.modules.get(name)
+            if module is not None:
+                versions[name] = str(getattr(module, "__version__", "unknown"))
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "versions": versions,
+            "time": time.time(),
+            "clock": time.monotonic(),
+            "thread": self._names.get(self._program, ""),
+        }
+
+    def _of_queues(self) -> list[State]:
+        return [
+            {
+                "key": queue.group.key,
+                "name": self._name(queue.group),
+                "members": list(queue.group.members),
+                "number": queue.number if current is None else current[1],
+                "running": current is not None,
+                "queued": len(queue.queue),
+                "background": bool(getattr(queue, "_background", True)),
+            }
+            for queue, current in self._current
+        ]
+
+    def _pending(self) -> list[State]:
+        found = []
+        for _, current in self._current:
+            if current is not None:
+                found.append(self._operation(current, self._runner(current)))
+        found += [self._operation(raw, ident) for ident, raw in self._active.items()]
+        return found
+
+    def _name(self, group: Group) -> str:
+        """What tells it from others."""
+        return f"{group.name} [{group.key}]" if group.name in self._twice else group.name
+
+    def _runner(self, current: Raw) -> int | None:
+        """The thread that carries out what runs in a queue."""
+        for ident, frame in self._frames.items():
+            for one in _walk(frame):
+                if _entry_of(one) is current:
+                    return ident
+        return None
+
+    def _operation(self, raw: Raw, ident: int | None) -> State:
+        entry = Entry._make(raw)
+        frame = None if ident is None else self._frames.get(ident)
+        site = entry.site or _program_site(_operation_of(frame, raw))
+        found: State = {
+            "key": entry.group.key,
+            "group": self._name(entry.group),
+            "members": list(entry.group.members),
+            "number": entry.number,
+            "call": _described(entry.call, entry.group),
+            "begin": entry.begin,
+            "seconds": round(time.monotonic() - entry.begin, 3),
+            "site": _site(site),
+            "thread": "" if ident is None else self._names.get(ident, "?"),
+            "program": ident == self._program,
+        }
+        if frame is not None:
+            found |= _where(frame, raw)
+        return found
+
+    def _of_program(self) -> State:
+        """What the thread of the program does: nothing of ours, or in which wait it is."""
+        frame = self._frames.get(self._program)
+        if frame is None:
+            return {"site": None, "waits": "ended"}
+        return {"site": _site(_program_site(frame))} | self._wait_of(frame)
+
+    def _wait_of(self, frame: FrameType) -> State:
+        """In which wait of ours the thread is whose innermost frame is `frame`: for a queue, or for a message. Those
+        that have a bound of their own are none."""
+        running = {id(raw): queue.group.key for queue, raw in self._current if raw is not None}
+        for one in _walk(frame):
+            code = one.f_code
+            if not code.co_filename.startswith(_PACKAGE):
+                continue
+            entry = _entry_of(one)
+            if id(entry) in running:
+                return {"waits": "queue", "key": running[id(entry)]}
+            waits = code.co_name if code.co_filename == _PROGRESS else ""
+            if waits == "guarded":
+                held = entry is not None and self._active.get(self._program) is entry
+                return {"waits": "message" if held else ""}
+            if waits == "complete":
+                bounded = one.f_locals.get("timeout") is not None
+                return {"waits": ""} if bounded else {"waits": "queue", "key": one.f_locals["self"].group.key}
+            if one is frame and (waits in ("run", "aside", "close") or "progress" in code.co_varnames):
+                # With nothing of its own running it waits for the lock, if somebody else holds it.
+                queue = one.f_locals.get("self" if waits else "progress")
+                if queue in self._queues and queue.lock.locked():
+                    return {"waits": "queue", "key": queue.group.key}
+        return {"waits": ""}
+
+    def _others(self) -> list[str]:
+        """The threads that may communicate in the program's name, besides its own: also those of ours that run the
+        program's code, as is done when an operation in the background ends."""
+        found = []
+        for ident, frame in self._frames.items():
+            name = self._names.get(ident, "?")
+            if ident in (threading.get_ident(), self._program) or name.startswith("mpicoll-rank-"):
+                continue
+            if _is_idle(frame):
+                continue
+            if not name.startswith("mpicoll-") or any(_is_foreign(one) for one in _walk(frame)):
+                found.append(name)
+        return found
+
+    def _started(self) -> list[State]:
+        """Messages that may be under way though nobody waits here for them. To whom those go that are just being sent
+        in the background is not known."""
+        kinds: set[tuple[str, str | None, int | None, int | None]] = set()
+        transport: Any = sys.modules.get("mpicoll.transport.mpi")
+        if transport is not None:
+            # Copied in one step: its lock may be held by who is stuck.
+            for pending in list(transport._under_way._pending.copy().values()):  # noqa: SLF001
+                comm, _, tag = pending.takes
+                kinds.add(("send" if comm is None else "recv", None, None, tag))
+        now = time.monotonic()
+        for raw, end, _ in record.past.copy():
+            group, _, call, _, _ = raw
+            if not call.collective and end is not None and now - end < IN_TRANSIT and self._mine(group):
+                sent = _messages(_described(call, group), group.key)
+                kinds |= {("send", group.key, one["peer"], one["tag"]) for one in sent if one["way"] == "send"}
+        return [dict(zip(("way", "key", "peer", "tag"), kind, strict=True)) for kind in kinds]
+
+    def _mine(self, group: Group) -> bool:
+        """Whether it was this rank that did it: ranks may be threads of one process."""
+        return not group.members or group.members[group.rank] == self._rank
+
+    def _threads(self) -> list[State]:
+        found = []
+        for ident, frame in self._frames.items():
+            if ident == threading.get_ident() != self._program:
+                continue  # it does this
+            stack = traceback.StackSummary.extract(itertools.islice(traceback.walk_stack(frame), _DEPTH))
+            found.append(
+                {
+                    "name": self._names.get(ident, "?"),
+                    "ident": ident,
+                    "program": ident == self._program,
+                    "stack": [
+                        f"{one.filename}:{one.lineno} in {one.name}" + (f"\n    {one.line}" if one.line else "")
+                        for one in stack
+                    ],
+                }
+            )
+        return sorted(found, key=lambda one: not one["program"])
+
+    def _past(self) -> list[State]:
+        found = []
+        for raw, end, error in record.past.copy():
+            entry = Entry._make(raw)
+            if not self._mine(entry.group):
+                continue
+            found.append(
+                {
+                    "number": entry.number,
+                    "key": entry.group.key,
+                    "group": self._name(entry.group),
+                    "name": entry.call.name,
+                    "call": entry.call.text()[:500],
+                    "begin": entry.begin,
+                    "seconds": None if end is None else end - entry.begin,
+                    "state": "failed" if error else "started" if end is None else "ok",
+                    "error": error[:500],
+                    "site": _site(entry.site),
+                }
+            )
+        return found
+
+
+def _trim(state: State) -> None:
+    """Keep what there is room for: of the operations the newest, and of stacks the innermost frames."""
+    past, threads = state.get("past", []), state.get("threads", [])
+    if len(json.dumps(state)) > LIMIT:
+        for one in past:
+            one["call"], one["error"] = one["call"][:80], one["error"][:80]
+    while len(json.dumps(state)) > LIMIT and (past or threads):
+        if past:
+            del past[: (len(past) + 1) // 2]
+        elif any(len(one["stack"]) > 10 for one in threads):
+            for one in threads:
+                del one["stack"][10:]
+        else:
+            del threads[len(threads) // 2 :]
+
+
+def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _entry_of(frame: FrameType) -> Any:
+    """The raw entry that a frame of ours holds."""
+    code = frame.f_code
+    if "entry" not in code.co_varnames or not code.co_filename.startswith(_PACKAGE):
+        return None
+    return frame.f_locals.get("entry")
+
+
+def _operation_of(frame: FrameType | None, raw: Raw) -> FrameType | None:
+    """The frame of ours that carries out `raw`, from which on the program is to be found."""
+    return next((one for one in _walk(frame) if _entry_of(one) is raw), frame)
+
+
+def _program_site(frame: FrameType | None) -> Site | None:
+    """The innermost line of the program; of a library that was installed if there is none. None for a thread that has
+    none of either, as one of ours that works in the background."""
+    sites = [site for one in _walk(frame) if (site := record.call_site(one)) is not None]
+    own = (site for site in sites if not site.file.startswith(_LIBRARIES))
+    return next(own, next((site for site in sites if site.file.startswith(_INSTALLED)), None))
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    """Whether it belongs neither to us nor to the standard library."""
+    file = frame.f_code.co_filename
+    if file.startswith(_PACKAGE):
+        return False
+    return file.startswith(_INSTALLED) or not file.startswith((_STANDARD, "<frozen "))
+
+
+def _is_idle(frame: FrameType) -> bool:
+    """Whether a thread can't do anything by itself: only others of this process can wake it, as when it waits without a
+    bound for an event or for work; or it is known to do nothing that matters."""
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if file == threading.__file__ and name == "wait":
+        return frame.f_locals.get("timeout") is None
+    return (file.endswith(_POOL) and name == "_worker") or any(
+        _MONITOR in one.f_code.co_filename for one in _walk(frame)
+    )
+
+
+_POOL, _MONITOR = "/concurrent/futures/thread.py", "/tqdm/_monitor.py"
+
+
+def _site(site: Site | None) -> State | None:
+    return None if site is None else {"file": site.file, "line": site.line, "function": site.function}
+
+
+def _described(call: Call, group: Group) -> State:
+    """`call` for JSON, with the peers of messages as ranks of the world too."""
+    found = {name: _plain(getattr(call, name)) for name in Call.__slots__ if name != "parts"}
+    # A shape without dimensions says something; no counts don't.
+    found = {
+        name: value for name, value in found.items() if value is not None and (value not in ("", []) or name == "shape")
+    }
+    found["text"] = call.text()
+    if not call.collective and call.peer is not None and call.peer < len(group.members):
+        found["world"] = group.members[call.peer]
+    if call.parts:
+        found["parts"] = [_described(part, group) for part in call.parts]
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """`value` for JSON: callers pass numpy's numbers, too."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return int(value) if hasattr(value, "__index__") else str(value)
+
+
+def _messages(call: State, key: str) -> list[State]:
+    """The messages that a call sends or receives: to or from whom (None: any rank), with which tag (None: any)."""
+    if call.get("collective"):
+        return []
+    parts = call.get("parts", [call])
+    found = []
+    for part in parts:
+        name = part["name"]
+        way = "send" if name in _SENDS else "recv" if name in _RECEIVES else None
+        if way is not None:
+            found.append({"way": way, "key": key, "peer": part.get("world"), "tag": part.get("tag")})
+    return found
+
+
+_SENDS = ("send", "isend", "ssend", "issend")
+_RECEIVES = ("recv", "irecv", "probe")
+
+
+# --- how far an operation has come
+
+
+def _where(frame: FrameType, raw: Raw) -> State:
+    """How far the operation has come that the thread of `frame` carries out, and whom it waits for in this very
+    moment, as ranks of the world; whether it has a bound of its own."""
+    found: State = {"where": "", "waits_for": [], "bounded": False}
+    for one in _walk(frame):
+        code = one.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            continue
+        if code is Program.run.__code__ and not found["where"]:
+            found["where"], found["waits_for"] = _round(one)
+        elif code in _ARENA and not found["where"]:
+            found["where"], found["waits_for"] = _shared(one.f_locals["self"], one.f_locals)
+        elif code.co_filename == _HIERARCHY and code.co_name == "run" and "joint" in code.co_varnames:
+            phase = _phase(one.f_locals)
+            found["where"] = f"{phase}: {found['where']}" if found["where"] else phase
+        elif code.co_filename == _COMMUNICATOR and code.co_name in _MAKING and not found["where"]:
+            found["where"] = _MAKING[code.co_name]
+        elif _entry_of(one) is raw:
+            found["bounded"] = not raw[1] and _bounded(raw[2], one.f_locals.get("args", ()))
+            break
+    if not found["where"] and raw[2].algorithm == "native":
+        found["where"] = "the MPI library"
+    return found
+
+
+_ARENA = {Arena.sync.__code__, Arena._wait.__code__, Arena._let_through.__code__}  # noqa: SLF001  same package
+
+
+_MAKING = {"arena": "the making of shared memory", "levels": "the making of communicators for the nodes"}
+"""Methods of a communicator that are called by operations, and communicate."""
+
+
+def _bounded(call: Call, arguments: Sequence[Any]) -> bool:
+    """Whether a wait outside of the queues ends by itself: ``wait`` and ``probe`` are called with their bound last."""
+    return call.name in ("isend", "irecv", "probe") and bool(arguments) and arguments[-1] is not None
+
+
+def _round(frame: FrameType) -> tuple[str, list[int]]:
+    """Where the run of a Program stands."""
+    names = frame.f_locals
+    program: Program = names["self"]
+    schedule = program.schedule
+    members: Sequence[int] = getattr(names["transport"], "members", ()) or range(schedule.size)
+    name = f"{schedule.collective}/{schedule.algorithm}"
+    if not program.steps:
+        return name, []
+    step = program.steps[names["number"]]
+    one = schedule.rounds[step.round]
+    sent, received = {peer for peer, _ in step.sends}, {peer for peer, _ in step.recvs}
+    # What has no bytes is not exchanged.
+    words = [f"sends {_chunks(send.chunks)} to rank {members[send.to]}" for send in one.sends if send.to in sent]
+    words += [
+        f"waits for {_chunks(recv.chunks)} from rank {members[recv.source]}{' (reduce)' if recv.reduce else ''}"
+        for recv in one.recvs
+        if recv.source in received
+    ]
+    if not words:
+        words = ["local steps"]
+    where = f"round {step.round + 1} of {len(schedule.rounds)} of {name}: {', '.join(words)}"
+    return where, sorted({members[peer] for peer in received})
+
+
+def _chunks(chunks: Sequence[int]) -> str:
+    if not chunks:
+        return "a token"
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and runs[-1][-1] == chunk - 1:
+            runs[-1] = [runs[-1][0], chunk]
+        else:
+            runs.append([chunk])
+    text = ", ".join("-".join(map(str, dict.fromkeys(run))) for run in runs[:6])
+    return f"chunk{'s' if len(chunks) > 1 else ''} {text}{', …' if len(runs) > 6 else ''}"
+
+
+def _shared(arena: Arena, names: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """Who has not come to the step for which a rank waits in shared memory."""
+    members: Sequence[int] = getattr(arena._transport, "members", ()) or range(arena.size)  # noqa: SLF001
+    late = names.get("late")
+    if late is None:
+        words, step = arena._words, arena._step  # noqa: SLF001  reading them disturbs nobody
+        late = [at // _WORDS for at in arena._others if words[at] < step]  # noqa: SLF001
+    if not late:
+        return "shared memory", []
+    world = sorted(members[peer] for peer in late)
+    return f"shared memory: waits for {_ranks(world)}", world
+
+
+def _phase(names: Mapping[str, Any]) -> str:
+    """Which phase of a hierarchical operation this is."""
+    steps = [step for step, joint in names["self"]._steps if joint]  # noqa: SLF001  it keeps nothing else
+    at = next((i for i, step in enumerate(steps) if step is names.get("step")), None)
+    if at is None:
+        return f"between the {len(steps)} phases"
+    return f"phase {at + 1} of {len(steps)}"
+
+
+# --- what the states say together
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock:
+    """Ranks that wait for each other, none of which can go on.
+
+    `waits` are the operations in which they wait, as (rank, key of the communicator, number, begin): the same at two
+    looks if and only if these are. `keys` are the communicators of these, `cycle` ranks that wait each for the next,
+    and the last for the first (empty where all wait for one that has left), `words` a sentence for each operation,
+    those of the cycle first.
+    """
+
+    ranks: tuple[int, ...]
+    cycle: tuple[int, ...]
+    keys: tuple[str, ...]
+    waits: tuple[tuple[int, str, int, float], ...]
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """All in one sentence."""
+        who = _ranks(self.ranks)
+        head = f"{who} wait for each other" if len(self.ranks) > 1 and self.cycle else f"{who} can't go on"
+        return f"deadlock: {head}: {', '.join(_some(self.words))}"
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What happened, in `words`: sentences, the first of which is the point. `waiting` are the operations that ranks
+    wait in, each with the ranks that have begun it and those that have not; `missing` are all ranks that are waited
+    for, `silent` those that have not answered."""
+
+    words: list[str] = field(default_factory=list)
+    waiting: list[State] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+    deadlock: Deadlock | None = None
+
+
+def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
+    """What the states of the ranks of a job of `size` say together; None is that of a rank that did not answer."""
+    known = {rank: state for rank, state in states.items() if state is not None}
+    found = Analysis(silent=[rank for rank in range(size) if rank not in known])
+    collectives, messages = _waits(known)
+    for wait in collectives:
+        found.mismatches += _mismatch(wait, known)
+    found.deadlock = _Deadlocks(known, _SURE).find()
+    roots: list[str] = []
+    others: list[str] = []
+    for wait in [*collectives, *messages]:
+        (roots if _is_root(wait, known) else others).append(_sentence(wait, known))
+        found.waiting.append({name: wait[name] for name in ("key", "group", "number", "call", "begun", "missing")})
+        found.missing = sorted({*found.missing, *wait["missing"]})
+    others += [_stand(wait) for wait in collectives if wait["missing"] and any(_where_of(wait))]
+    found.words = [*found.mismatches]
+    if found.deadlock is not None:
+        found.words.append(str(found.deadlock))
+    found.words += _some(roots + others, "sentences")
+    found.words += [
+        f"rank {rank} {_whereabouts(state, '')}" for rank, state in sorted(known.items()) if "died" in state
+    ]
+    if found.silent:
+        found.words.append(f"{_ranks(found.silent)} {_have(found.silent, 'has', 'have')} not answered")
+    if not found.words:
+        found.words.append("no rank waits in an operation")
+    return found
+
+
+def _some(words: Sequence[str], what: str = "") -> list[str]:
+    """No more of them than people read; all is in what is said of each rank."""
+    more = len(words) - _READ
+    return list(words) if more < 2 else [*words[:_READ], f"and {more} more{what and f' {what}'}"]
+
+
+_READ = 8
+
+
+def _have(ranks: Sequence[int], one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many
+
+
+def _waits(known: Mapping[int, State]) -> tuple[list[State], list[State]]:
+    """The operations that ranks wait in, those that have waited longest first: collectives, and others."""
+    collectives: dict[tuple[str, int], State] = {}
+    messages: list[State] = []
+    for rank, state in sorted(known.items()):
+        for one in state.get("pending", []):
+            if not one["number"]:
+                missing = [peer["peer"] for peer in _messages(one["call"], one["key"]) if peer["peer"] is not None]
+                messages.append(_wait(one) | {"by": {rank: one}, "begun": [rank], "missing": missing})
+                continue
+            wait = collectives.setdefault((one["key"], one["number"]), _wait(one) | {"by": {}})
+            wait["by"][rank] = one
+    for (key, number), wait in collectives.items():
+        numbers = {rank: _number(known.get(rank), key) for rank in wait["members"]}
+        wait["missing"] = [rank for rank, at in numbers.items() if at is None or at < number]
+        wait["begun"] = [rank for rank, at in numbers.items() if at is not None and at >= number]
+    return sorted(collectives.values(), key=_waited), sorted(messages, key=_waited)
+
+
+def _waited(wait: State) -> float:
+    return -max(float(one["seconds"]) for one in wait["by"].values())
+
+
+def _wait(one: State) -> State:
+    return {name: one[name] for name in ("key", "group", "members", "number")} | {"call": _text(one["call"])}
+
+
+def _queue(state: State | None, key: str) -> State | None:
+    return next((one for one in (state or {}).get("queues", []) if one["key"] == key), None)
+
+
+def _number(state: State | None, key: str) -> int | None:
+    """How many collectives of a communicator a rank has begun; None if that is not known."""
+    if state is not None and "numbers" in state:
+        number: int | None = state["numbers"].get(key)
+        return number
+    queue = _queue(state, key)
+    return None if queue is None else int(queue["number"])
+
+
+def _mismatch(wait: State, known: Mapping[int, State]) -> list[str]:
+    """Whether ranks have called something else as the same collective, be it that they still run it or not."""
+    kinds: list[list[int]] = []
+    for rank, one in wait["by"].items():
+        for alike in kinds:
+            if not _conflict(wait["by"][alike[0]]["call"], one["call"]):
+                alike.append(rank)
+                break
+        else:
+            kinds.append([rank])
+    each = [f"{_ranks(ranks)} {_have(ranks, 'calls', 'call')} {_call_at(wait['by'][ranks[0]])}" for ranks in kinds]
+    names = {_kind(one["call"]["name"]) for one in wait["by"].values()}
+    each += [
+        f"rank {rank} has called {one['call']}{_at(one['site'])}"
+        for rank in wait["begun"]
+        if rank not in wait["by"]
+        for one in known[rank].get("past", [])
+        if (one["key"], one["number"]) == (wait["key"], wait["number"]) and _kind(one["name"]) not in names
+    ]
+    if len(each) < 2:
+        return []
+    return [
+        f"collective number {wait['number']} on {wait['group']} is not the same on all ranks: {', '.join(_some(each))}"
+    ]
+
+
+def _conflict(one: State, other: State) -> bool:
+    """Whether two calls can't be the same collective. Only what both say counts: some keep no dtype."""
+    if _kind(one["name"]) != _kind(other["name"]):
+        return True
+    fields = [(call.get("dtype"), call.get("op"), call.get("root"), call.get("algorithm")) for call in (one, other)]
+    if any(a is not None and b is not None and a != b for a, b in zip(*fields, strict=True)):
+        return True
+    if "arrivals" not in one and "arrivals" not in other and _kind(one["name"]) != "alltoall":
+        if "counts" in one and "counts" in other:
+            return list(one["counts"]) != list(other["counts"])
+        shapes = [call["shape"] for call in (one, other) if "shape" in call and "counts" not in call]
+        if len(shapes) == 2 and math.prod(shapes[0]) != math.prod(shapes[1]):
+            return True
+    parts = [call.get("parts", []) for call in (one, other)]
+    return len(parts[0]) != len(parts[1]) or any(map(_conflict, *parts))
+
+
+_KINDS = (
+    ("allreduce", "allreduce"),
+    ("allgather", "allgather"),
+    ("alltoall", "alltoall"),
+    ("barrier", "barrier"),
+    ("bcast", "bcast"),
+    ("broadcast", "bcast"),
+    ("exscan", "exscan"),
+    ("gather", "gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("reduce", "reduce"),
+    ("scan", "scan"),
+    ("scatter", "scatter"),
+    ("split", "split"),
+)
+
+
+def _kind(name: str) -> str:
+    """Which collective it is that is called `name` here or by torch."""
+    short = name.replace("_", "")
+    return next((kind for begin, kind in _KINDS if short.startswith(begin)), name)
+
+
+def _sentence(wait: State, known: Mapping[int, State]) -> str:
+    """Who waits for whom in an operation."""
+    missing, number = wait["missing"], wait["number"]
+    if number:
+        what = f"{wait['call']} number {number} on {wait['group']}"
+        if not missing:
+            late = max(one["seconds"] for one in wait["by"].values())
+            return f"{what} was begun by all its ranks, and has not ended after {late:.3g} s{_where_text(wait)}"
+        what += f" waits for {_ranks(missing)}"
+    else:
+        (rank, one), *_ = wait["by"].items()
+        what = f"rank {rank} has been waiting for {one['seconds']:.3g} s in {_call_at(one)}"
+        if not missing:
+            return what
+    doing: dict[str, list[int]] = {}
+    for rank in missing:
+        doing.setdefault(_whereabouts(known.get(rank), wait["key"] if number else ""), []).append(rank)
+    if len(doing) > 1 or not number:
+        each = [f"{_ranks(ranks)} {_plural(text, ranks)}" for text, ranks in doing.items()]
+        return f"{what}: {', '.join(_some(each))}"
+    (text,) = doing
+    state = known.get(missing[0])
+    if state is None or "left" in state or "died" in state:
+        return f"{what}, which {_plural(text, missing)}"
+    called = f"which {_have(missing, 'has', 'have')} not called it: {_have(missing, 'it', 'they')}"
+    return f"{what}, {called} {_plural(text, missing)}"
+
+
+def _is_root(wait: State, known: Mapping[int, State]) -> bool:
+    """Whether others may wait because of this one: some that are missing don't wait themselves, or none is missing."""
+    if not wait["missing"]:
+        return bool(wait["number"])
+    return any(not known.get(rank, {}).get("pending") for rank in wait["missing"])
+
+
+def _where_of(wait: State) -> dict[str, list[int]]:
+    """The ranks by how far they have come."""
+    found: dict[str, list[int]] = {}
+    for rank, one in wait["by"].items():
+        if one.get("where"):
+            found.setdefault(one["where"], []).append(rank)
+    return found
+
+
+def _where_text(wait: State) -> str:
+    stand = [f"{_ranks(ranks)} {_have(ranks, 'is', 'are')} in {where}" for where, ranks in _where_of(wait).items()]
+    return f": {'; '.join(_some(stand))}" if stand else ""
+
+
+def _stand(wait: State) -> str:
+    return f"{wait['call']} number {wait['number']} on {wait['group']}{_where_text(wait)}"
+
+
+def _plural(what: str, ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return what
+    for one, many in (
+        ("is ", "are "),
+        ("has ", "have "),
+        ("runs its ", "run their "),
+        ("waits ", "wait "),
+    ):
+        if what.startswith(one):
+            return many + what[len(one) :]
+    return what
+
+
+def _whereabouts(state: State | None, key: str) -> str:
+    """What a rank does that has not come: a verb and what follows."""
+    if state is None:
+        return "has not answered"
+    if "left" in state:
+        return "has left the job without calling it" if key in state["numbers"] else "has left the job"
+    if "died" in state:
+        return f"has died{f' ({words})' if (words := state['died']) else ''}"
+    pending = state.get("pending", [])
+    own = next((one for one in pending if one["key"] == key and one["number"]), None)
+    if own is not None:
+        return f"is still in number {own['number']}, {_call_at(own)}"
+    program = state.get("program", {})
+    now = next((one for one in pending if one["program"]), None)
+    if now is not None:
+        return f"is in {_call_at(now)}"
+    if program.get("waits") == "queue":
+        behind = next((one for one in pending if one["key"] == program["key"] and one["number"]), None)
+        after = f", behind {_text(behind['call'])}" if behind is not None else ""
+        return f"waits for what it has started{after}{_at(program.get('site'))}"
+    return f"runs its own program{_at(program.get('site'))}"
+
+
+def _text(call: State) -> str:
+    """The call without its algorithm."""
+    text: str = call["text"]
+    return text.removesuffix(f" by {call.get('algorithm')}")
+
+
+def _named(one: State) -> str:
+    """A call with its number and its communicator."""
+    number = f" number {one['number']}" if one["number"] else ""
+    return f"{_text(one['call'])}{number} on {one['group']}"
+
+
+def _call_at(one: State) -> str:
+    """A call with where it was called; on the world unless it says otherwise."""
+    on = "" if one["group"] == "world" else f" on {one['group']}"
+    return f"{_text(one['call'])}{on}{_at(one.get('site'))}"
+
+
+def _at(site: State | None) -> str:
+    return "" if site is None else f" at {Path(site['file']).name}:{site['line']} in {site['function']}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Such as ``rank 3``, ``ranks 0, 2-5``."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])]
+    if not parts:
+        return "no rank"
+    if len(ordered) == 1:
+        return f"rank {parts[0]}"
+    if len(parts) > 2 * _READ:
+        return f"{len(ordered)} ranks ({', '.join(parts[:_READ])}, …)"
+    text = ", ".join(parts[:-1])
+    return f"ranks {text}{text and ' and '}{parts[-1]}"
+
+
+# --- deadlocks
+
+
+_ALL_NEED_ALL = ("allreduce", "allgather", "alltoall", "reduce_scatter", "barrier", "split")
+_FROM_ROOT, _TO_ROOT = ("bcast", "scatter"), ("reduce", "gather")
+
+_SURE = 2.0
+"""Seconds for which ranks must have waited if there is only one look: longer than it takes to look at all ranks."""
+
+_Agent: TypeAlias = tuple[str, int, str]
+"""What waits for one thing at a time: ("queue", rank, key), or ("program", rank, "")."""
+
+
+def deadlock(states: Mapping[int, State], size: int) -> Deadlock | None:
+    """Ranks that can't go on, whatever happens, as each waits for others that can't go on either; None if there are
+    none, or if that is not certain. Call it when the same operations were pending at two looks 2 s or more apart.
+
+    A collective is taken to wait for no more ranks than the data that it moves makes it, and for those that its
+    algorithm is just waiting for; a message may be under way if its other side has been started. Ranks without a state
+    may do anything, and so may a rank with threads of its own beside that of the program.
+    """
+    return _Deadlocks(states, 0.0).find()
+
+
+class _Deadlocks:
+    """`least` are the seconds that an operation must have been pending to count."""
+
+    def __init__(self, states: Mapping[int, State], least: float) -> None:
+        self._states = states
+        self._least = least
+        self._absent: dict[tuple[str, int], list[int]] = {}
+        self._queues = {
+            (rank, queue["key"]): queue for rank, state in states.items() for queue in state.get("queues", [])
+        }
+
+    def find(self) -> Deadlock | None:
+        released: dict[_Agent, _Wait] = {}
+        for rank, state in self._states.items():
+            for one in state.get("pending", []):
+                if one["number"] and one["seconds"] >= self._least:
+                    released["queue", rank, one["key"]] = self._collective(rank, one)
+            wait = self._program(rank, state)
+            if wait is not None:
+                released["program", rank, ""] = wait
+        stuck = set(released)
+        while True:
+            free = {agent for agent in stuck if released[agent].may_go_on(stuck)}
+            if not free:
+                break
+            stuck -= free
+        return self._told({agent: released[agent] for agent in sorted(stuck)}, stuck) if stuck else None
+
+    def _collective(self, rank: int, one: State) -> _Wait:
+        members, number, key = one["members"], one["number"], one["key"]
+        absent = self._absent.get((key, number))
+        if absent is None:
+            absent = [peer for peer in members if not self._has_begun(peer, key, number)]
+            self._absent[key, number] = absent
+        call = one["call"]
+        needed = _needed(call, members, members.index(rank)) | set(one.get("waits_for", []))
+        needs = [peer for peer in absent if peer in needed]
+        # Who only gives may be done without the others, but not while nobody at all is there to take it.
+        gives = _kind(call["name"]) in (*_FROM_ROOT, *_TO_ROOT, "scan", "exscan") and not _is_empty(call)
+        some = absent if gives and not needs and len(absent) == len(members) - 1 else []
+
+        def may_go_on(stuck: set[_Agent]) -> bool:
+            if needs:
+                return all(self._comes(peer, key, stuck) for peer in needs)
+            return not some or any(self._comes(peer, key, stuck) for peer in some)
+
+        return _Wait(
+            rank, one, may_go_on, lambda stuck: [peer for peer in needs or some if not self._comes(peer, key, stuck)]
+        )
+
+    def _has_begun(self, rank: int, key: str, number: int) -> bool:
+        queue = self._queues.get((rank, key))
+        begun = self._states.get(rank, {}).get("numbers", {}).get(key, 0) if queue is None else queue["number"]
+        return bool(begun >= number)
+
+    def _comes(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
+        """Whether `rank` may still begin another collective of a communicator."""
+        state = self._states.get(rank, {})
+        if "left" in state:
+            return key not in state["numbers"]  # of one that was dropped nothing is known any more
+        queue = self._queues.get((rank, key))
+        if queue is None:
+            return True
+        return ("queue", rank, key) not in stuck and self._goes_on(rank, stuck)
+
+    def _goes_on(self, rank: int, stuck: set[_Agent]) -> bool:
+        """Whether `rank` may still do something."""
+        state = self._states.get(rank, {})
+        if "left" in state:
+            return False
+        if ("program", rank, "") not in stuck or state.get("others", True):
+            return True
+        # What is in the background may be just that, and what is done when it ends may start others.
+        return any(
+            (one["running"] or (one["queued"] and one["background"])) and ("queue", rank, one["key"]) not in stuck
+            for one in state.get("queues", [])
+        )
+
+    def _program(self, rank: int, state: State) -> _Wait | None:
+        """What the program of `rank` waits for, if that has no bound."""
+        program = state.get("program", {})
+        if program.get("waits") == "queue":
+            agent = ("queue", rank, program["key"])
+            return _Wait(rank, None, lambda stuck: agent not in stuck, lambda stuck: [])
+        if program.get("waits") != "message":
+            return None
+        one = next((one for one in state.get("pending", []) if one["program"] and not one["number"]), None)
+        if one is None or one.get("bounded") or one["seconds"] < self._least:
+            return None
+        ways = _messages(one["call"], one["key"])
+        if not ways:
+            return None
+        others = [peer for peer in one["members"] if peer != rank]
+
+        def peers(way: State) -> list[int]:
+            return others if way["peer"] is None else [way["peer"]]
+
+        def may(stuck: set[_Agent]) -> bool:
+            # Of a sendrecv either way may be the one that is still to come.
+            return any(
+                self._under_way(rank, way, peer, one["seconds"]) or self._goes_on(peer, stuck)
+                for way in ways
+                for peer in peers(way)
+            )
+
+        return _Wait(rank, one, may, lambda stuck: [peer for way in ways for peer in peers(way)])
+
+    def _under_way(self, rank: int, way: State, peer: int, waited: float) -> bool:
+        """Whether the other side of a message may have been started, so that the message may be on its way."""
+        state = self._states.get(peer)
+        if state is None:
+            return True
+        started = list(state.get("started", []))
+        for one in state.get("pending", []):
+            started += _messages(one["call"], one["key"])
+        if "left" in state and waited < IN_TRANSIT:
+            return True
+        return any(
+            other["key"] in (None, way["key"])
+            and other["way"] != way["way"]
+            and other["peer"] in (None, rank)
+            and (other["tag"] is None or way["tag"] is None or other["tag"] == way["tag"])
+            for other in started
+        )
+
+    def _told(self, waits: dict[_Agent, _Wait], stuck: set[_Agent]) -> Deadlock:
+        """In words."""
+        edges: dict[int, list[int]] = {}
+        same: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        found = []
+        for wait in waits.values():
+            one = wait.one
+            if one is None:
+                continue
+            on = tuple(dict.fromkeys(wait.on(stuck)))
+            edges.setdefault(wait.rank, []).extend(on)
+            same.setdefault((f"{_named(one)}{_at(one.get('site'))}", on), []).append(wait.rank)
+            found.append((wait.rank, one["key"], one["number"], one["begin"]))
+        cycle = _cycle(edges)
+        return Deadlock(
+            ranks=tuple(sorted(edges)),
+            cycle=cycle,
+            keys=tuple(sorted({key for _, key, _, _ in found})),
+            waits=tuple(sorted(found)),
+            words=tuple(
+                f"{_ranks(ranks)} {_have(ranks, 'waits', 'wait')} in {what} for {_ranks(on)}"
+                for (what, on), ranks in sorted(same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1]))
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Wait:
+    """An agent that waits: `one` is the operation, `may_go_on` and `on` (for whom) depend on what else is stuck."""
+
+    rank: int
+    one: State | None
+    may_go_on: Callable[[set[_Agent]], bool]
+    on: Callable[[set[_Agent]], list[int]]
+
+
+def _needed(call: State, members: Sequence[int], me: int) -> set[int]:
+    """The ranks of the world without which a collective can't end on the `me`-th of `members`, whatever algorithm
+    carries it out: those whose data it needs."""
+    if call.get("parts"):
+        return {rank for part in call["parts"] for rank in _needed(part, members, me)}
+    name, counts, root = _kind(call["name"]), call.get("counts", []), call.get("root")
+    if _is_empty(call):
+        return set()
+    if name in ("scan", "exscan"):
+        return set(members[:me])
+    if name in _FROM_ROOT:
+        empty = name == "scatter" and counts and not counts[me]
+        return set() if empty or root is None else {members[root]}
+    if name in _TO_ROOT and root != me:
+        return set()
+    if name not in (*_ALL_NEED_ALL, *_TO_ROOT):
+        return set()
+    if name in ("allgather", "gather", "alltoall"):
+        blocks = call.get("arrivals", []) if name == "alltoall" else counts
+        return {rank for rank, count in zip(members, blocks, strict=True) if count} if blocks else set(members)
+    if name == "reduce_scatter" and counts and not counts[me]:
+        return set()
+    return set(members)
+
+
+def _is_empty(call: State) -> bool:
+    """Whether nothing is moved, and nobody need wait."""
+    if _kind(call["name"]) in ("barrier", "split"):
+        return False
+    shape = call.get("shape")
+    uneven = "counts" in call or "arrivals" in call
+    return bool(shape is not None and 0 in (shape[1:] if uneven else shape))
+
+
+def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Ranks that wait each for the next, and the last for the first; empty if there are none, as when all wait for one
+    that has left."""
+    left = dict(edges)
+    while idle := [rank for rank, peers in left.items() if not any(peer in left for peer in peers)]:
+        for rank in idle:
+            del left[rank]
+    if not left:
+        return ()
+    path = [min(left)]
+    while (following := next(peer for peer in left[path[-1]] if peer in left)) not in path:
+        path.append(following)
+    found = path[path.index(following) :]
+    first = found.index(min(found))
+    return (*found[first:], *found[:first])
+
+
+# --- files
+
+
+def write(
+    folder: Path, job: str, why: str, states: Mapping[int, State | None], analysis: Analysis
+) -> tuple[Path, Path]:
+    """Write the report to `folder`, which is made if need be: as text, and as JSON for :func:`words_of`. A later report
+    of the same `job` gets a number; none is ever overwritten. Both appear as a whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "mpicoll-report-" + (re.sub(r"[^\w.-]+", "_", job) or "job")
+    content = {
+        "format": _FORMAT,
+        "job": job,
+        "why": why,
+        "time": time.time(),
+        "size": 1 + max(states, default=-1),
+        "states": {str(rank): state for rank, state in sorted(states.items())},
+        "analysis": asdict(analysis),
+    }
+    text, data = text_of(why, states, analysis).encode(), json.dumps(content).encode()
+    for number in itertools.count(1):
+        stem = folder / (name if number == 1 else f"{name}-{number}")
+        paths = stem.with_name(f"{stem.name}.txt"), stem.with_name(f"{stem.name}.json")
+        if not paths[0].exists() and _new(paths[1], data):
+            _new(paths[0], text)
+            return paths
+    raise AssertionError
+
+
+_FORMAT = "mpicoll report 1"
+
+
+def _new(path: Path, content: bytes) -> bool:
+    """Make a file of `content`; whether there was none of that name before."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        temporary.chmod(0o644)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links; then the name is taken first
+            path.touch(exist_ok=False)
+            temporary.replace(path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def text_of(why: str, states: Mapping[int, State | None], analysis: Analysis) -> str:
+    """The report for people: what happened, then each rank."""
+    lines = [*analysis.words, "", f"Reason: {why}"]
+    lines.append(f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
+    for rank, state in sorted(states.items()):
+        lines += ["", *_rank_lines(rank, state)]
+        for thread in (state or {}).get("threads", []):
+            lines += ["", f"  Thread {thread['name']} (most recent call first):"]
+            lines += [f"    {line}" for one in thread["stack"] for line in one.split("\n")]
+        past = (state or {}).get("past", [])
+        if past:
+            lines += ["", f"  Last {len(past)} operations, the last one first:"]
+            lines += [f"    {_past_line(one)}" for one in reversed(past)]
+    return "\n".join(lines) + "\n"
+
+
+def _rank_lines(rank: int, state: State | None) -> list[str]:
+    """A rank in a few lines."""
+    if state is None:
+        return [f"Rank {rank}: no answer"]
+    if "left" in state or "died" in state:
+        return [f"Rank {rank}: {_whereabouts(state, '')}"]
+    process = state.get("process", {})
+    versions = ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items())
+    lines = [f"Rank {rank}: pid {process.get('pid')} on {process.get('host')} ({versions})"]
+    for one in state.get("pending", []):
+        number = f" number {one['number']}" if one["number"] else ""
+        where = one.get("where", "")
+        lines.append(
+            f"  in {one['call']['text']}{number} on {one['group']} for {one['seconds']:.3g} s{_at(one['site'])}"
+            f" [{one['thread']}]{f'; {where}' if where else ''}"
+        )
+    if not any(one["program"] for one in state.get("pending", [])):
+        lines.append(f"  {_whereabouts(state | {'pending': []}, '')}")
+    lines += [
+        f"  {one['name']}: {one['number']} collectives begun{', one runs' if one['running'] else ''}"
+        + (f", {one['queued']} queued" if one["queued"] else "")
+        for one in state.get("queues", [])
+        if one["number"] or one["queued"]
+    ]
+    lines += [f"  could not be found out: {failure}" for failure in state.get("failed", [])]
+    return lines
+
+
+def _past_line(one: State) -> str:
+    number = f" number {one['number']}" if one["number"] else ""
+    took = "" if one["seconds"] is None else f" in {one['seconds'] * 1e3:.3g} ms"
+    error = f": {one['error']}" if one["error"] else ""
+    return f"{one['call']}{number} on {one['group']}: {one['state']}{took}{_at(one['site'])}{error}"
+
+
+def words_of(path: Path) -> str:
+    """What happened, from the JSON of a report. Raises ArgumentError if it is none."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+        known = content["format"] == _FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{path} is no report of mpicoll: {type(error).__name__}: {error}") from error
+    if not known:
+        raise ArgumentError(f"{path} is no report that this version can read: {content['format']!r}")
+    states = {int(rank): state for rank, state in content["states"].items()}
+    analysis = analyse(states, content["size"])
+    when = f"{datetime.fromtimestamp(content['time'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    lines = [*analysis.words, "", f"Job {content['job']}, {when}: {content['why']}", ""]
+    for rank, state in sorted(states.items()):
+        lines += _rank_lines(rank, state)
+    return "\n".join(lines) + "\n"
