@@ -13,6 +13,9 @@ from mpicoll.errors import SetupError
 Transport = Literal["auto", "mpi", "local"]
 SharedMemory = Literal["auto", "named", "off"]
 
+CHECKS = ("calls", "numerics", "checksum")
+"""The words of MPICOLL_CHECK. Each of them includes the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -23,9 +26,15 @@ class Config:
     ========================  =======================================================================  ========
     ``MPICOLL_ALGORITHMS``    which algorithm to take, such as ``allreduce:0-64k:native,64k-inf:ring``  (empty)
                               or ``bcast:chain/8``; several collectives are separated by ``;``
+    ``MPICOLL_REPORT``        the folder for reports of what went wrong, or ``off``                       ``.``
+    ``MPICOLL_CHECK``         ``1`` (or ``calls``): compare the ranks' calls before each collective, and   off
+                              messages with their receives; ``numerics``: look for NaN and infinity,
+                              too; ``checksum``: compare what must be equal on all ranks; several
+                              words with commas. Set on one rank it counts for all
     ``MPICOLL_SHARED_MEMORY`` ``auto``; ``named``: files in /dev/shm, where nameless memory can't be passed  auto
                               on; ``off``: none
     ``MPICOLL_TIMEOUT``       seconds after which a call that waits is given up                         1800
+    ``MPICOLL_TRACE``         the folder for a trace of all operations; set on one rank it counts for all  (none)
     ``MPICOLL_TRANSPORT``     ``mpi``, ``local`` (a world of one), or ``auto``: MPI under a launcher,    auto
                               a world of one otherwise
     ``MPICOLL_TUNED``         the table of ``mpicoll tune`` to go by, or ``off``; rank 0's counts for    (found)
@@ -34,8 +43,11 @@ class Config:
     """
 
     algorithms: str = ""
+    check: tuple[str, ...] = ()
+    report: str = "."
     shared_memory: SharedMemory = "auto"
     timeout: float = 1800.0
+    trace: str = ""
     transport: Transport = "auto"
     tuned: str = ""
 
@@ -57,11 +69,24 @@ class Config:
             raise SetupError(f"MPICOLL_TIMEOUT={text!r}: must be a positive number of seconds")
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
+            check=_checks(environ.get("MPICOLL_CHECK", "")),
+            report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
             timeout=timeout,
+            trace=environ.get("MPICOLL_TRACE", ""),
             transport=cast(Transport, transport),
             tuned=environ.get("MPICOLL_TUNED", ""),
         )
+
+
+def _checks(text: str) -> tuple[str, ...]:
+    """The words of MPICOLL_CHECK."""
+    if text.strip() in ("", "0", "off"):
+        return ()
+    words = ["calls" if word.strip() in ("1", "on") else word.strip() for word in text.split(",")]
+    if not set(words) <= set(CHECKS):
+        raise SetupError(f"MPICOLL_CHECK={text!r}: must be 0, 1, or some of {', '.join(CHECKS)}")
+    return tuple(word for word in CHECKS if word in words or word == "calls")
 
 
 @lru_cache(maxsize=1)

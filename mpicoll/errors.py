@@ -11,15 +11,19 @@
     │   └── DeviceError          (also a TypeError) memory that this version can't reach
     ├── CommunicatorError        (also a RuntimeError) a communicator that was freed, or can't be used at all
     ├── CommunicationError       (also a RuntimeError) the exchange itself failed
+    │   ├── MismatchError        the ranks disagree about a call; ``ranks`` and ``calls`` say how
     │   ├── TruncationError      a message and the buffer that receives it differ in size
     │   ├── RankFailed           a peer is gone; ``ranks`` names it
     │   └── Timeout              (also a TimeoutError) nothing arrived within the bound
+    ├── NumericsError            (also a FloatingPointError) NaN or infinity where MPICOLL_CHECK=numerics finds them
     ├── SetupError               (also a RuntimeError) the surroundings are wrong: no MPI, two of them, a bad variable
     ├── SpawnError               (also a RuntimeError) a rank of a spawned job failed; ``rank`` and ``status`` say more
     └── ScheduleError            a schedule that does not do what its collective promises (see ``schedules.verify``)
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 __all__ = [
     "AlgorithmError",
@@ -28,7 +32,9 @@ __all__ = [
     "CommunicatorError",
     "DTypeError",
     "DeviceError",
+    "MismatchError",
     "MpicollError",
+    "NumericsError",
     "RankError",
     "RankFailed",
     "ScheduleError",
@@ -76,6 +82,31 @@ class CommunicationError(MpicollError, RuntimeError):
     """The exchange itself failed."""
 
 
+class MismatchError(CommunicationError):
+    """The ranks disagree about a call, or a message is not what its receiver expects. The same on all ranks that raise
+    it; the communicator stays usable.
+
+    ``calls`` holds for each rank of the communicator what it has called (of a message: for the sender, then the
+    receiver), as a dict with ``text``, ``site`` (``file:line in function``; None where nobody knows) and the fields
+    that are compared; None where a rank's is not known. ``fields`` names those that differ, and ``ranks`` are the ranks
+    that differ from most others. ``number`` says which collective of the communicator it is (0 for a message).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        ranks: tuple[int, ...] = (),
+        fields: tuple[str, ...] = (),
+        calls: tuple[dict[str, Any] | None, ...] = (),
+        number: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.fields = fields
+        self.calls = calls
+        self.number = number
+
+
 class TruncationError(CommunicationError):
     """A message and the buffer that receives it differ in size."""
 
@@ -90,6 +121,15 @@ class RankFailed(CommunicationError):
 
 class Timeout(CommunicationError, TimeoutError):
     """Nothing arrived within the bound. The operation is still pending where it waited for a message."""
+
+
+class NumericsError(MpicollError, FloatingPointError):
+    """NaN or infinity in what goes into a collective, or in what comes out although there was none in what went in.
+    The same on all ranks; ``ranks`` are those, of the communicator, where it was found."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class SetupError(MpicollError, RuntimeError):

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from time import monotonic
+from typing import Any, TypeAlias
 
 from mpicoll.buffers.buffer import Buffer, recognise
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import names_rank, result, template
+from mpicoll.collectives.arguments import names_rank, result, seconds_of, template, within
 from mpicoll.collectives.memory import Source, Target
+from mpicoll.engine import notes
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.request import Request
+from mpicoll.engine.record import Call, call_site, keepers
+from mpicoll.engine.request import Request, waitall
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.errors import CommunicationError, RankError, TruncationError
+from mpicoll.errors import CommunicationError, MismatchError, RankError, Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Pending
+
+Explained: TypeAlias = "Callable[[TruncationError], TruncationError]"
+"""What says more of a message that was too large."""
 
 
 @dataclass(slots=True)
@@ -27,18 +33,24 @@ class Status:
     nbytes: int = -1
 
 
-def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> None:
+def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> None:
     """Send the array `x` to rank `dest`; return when `x` may be changed again, which may wait for the receiver.
 
     `dest` must receive an array of the same shape and dtype with an equal `tag` (0 or more). Any dtype of fixed size.
     Sending to oneself needs a pending :func:`irecv` that takes it. Raises DTypeError, RankError before any message
-    leaves.
+    leaves. After `timeout` seconds it raises Timeout (see :meth:`Request.wait <mpicoll.Request.wait>`); the message is
+    then still on its way: leave `x` alone until it has been received.
     """
     communicator = resolve(comm)
-    data, dest, tag = _outgoing(communicator, "send", x, dest, tag)
-    if dest == communicator.rank:
+    data, call = _outgoing(communicator, "send", x, dest, tag)
+    if timeout is not None:
+        within(communicator, "send", timeout, lambda: _start_send(communicator, data, call))
+        return
+    if call.peer == communicator.rank:
         _need_own_recv(communicator, tag)
-    communicator.progress.guarded(communicator.transport.send, _what("send to", dest, communicator), data, dest, tag)
+    communicator.progress.guarded(
+        communicator.transport.send, call, _noted(communicator, data, call), call.peer, call.tag
+    )
 
 
 def recv(
@@ -49,19 +61,27 @@ def recv(
     out: Any = None,
     status: Status | None = None,
     comm: CommLike = None,
+    timeout: float | None = None,
 ) -> Any:
     """Receive an array like `x` from rank `source` (None: from any) with `tag` (None: with any).
 
     `x` tells shape, dtype and library; its contents don't matter, and it may be None if `out` is given. Returns `out`,
     or a new array. `status`, if given, is filled with where the message came from. Raises DTypeError, ShapeError,
-    RankError before it waits; TruncationError if the message has another size than `x`.
+    RankError before it waits; TruncationError if the message has another size than `x`; after `timeout` seconds Timeout
+    (see :meth:`Request.wait <mpicoll.Request.wait>`), and the message, if it comes later, is there for another receive.
     """
     communicator = resolve(comm)
-    filled, target, source, tag = _incoming(communicator, "recv", x, source, tag, out)
-    envelope = communicator.progress.guarded(
-        communicator.transport.recv, _what("recv from", source, communicator), target.raw, source, tag
-    )
-    return _received(communicator, "recv", filled, target, envelope, status)
+    if timeout is not None:
+        bound = seconds_of(communicator, "recv", timeout)
+        receiving = _start_recv(communicator, "recv", x, source, tag, out, status)
+        return _within(receiving, [], bound)
+    arrival = _incoming(communicator, "recv", x, source, tag, out)
+    call = arrival.call
+    try:
+        envelope = communicator.progress.guarded(communicator.transport.recv, call, arrival.memory, call.peer, call.tag)
+    except TruncationError as error:
+        raise arrival.explained(error) from error
+    return arrival.finish(envelope, status)
 
 
 def sendrecv(
@@ -75,6 +95,7 @@ def sendrecv(
     out: Any = None,
     status: Status | None = None,
     comm: CommLike = None,
+    timeout: float | None = None,
 ) -> Any:
     """Send `x` to `dest` and receive an array from `source` (None: from any) at once, which can't deadlock.
 
@@ -82,24 +103,45 @@ def sendrecv(
     and errors as for :func:`send` and :func:`recv`.
     """
     communicator = resolve(comm)
-    outgoing, dest, sendtag = _outgoing(communicator, "sendrecv", x, dest, sendtag)
+    data, sent = _outgoing(communicator, "sendrecv", x, dest, sendtag)
     expected = like if like is not None else x if out is None else out
-    filled, target, source, recvtag = _incoming(
-        communicator, "sendrecv", expected, source, recvtag, out, avoid=outgoing
-    )
-    what = (f"sendrecv to {dest}, from {source}, on rank {communicator.rank} of {communicator.size}",)
-    envelope = communicator.progress.guarded(
-        communicator.transport.sendrecv, what, outgoing, dest, sendtag, target.raw, source, recvtag
-    )
-    return _received(communicator, "sendrecv", filled, target, envelope, status)
+    if timeout is not None:
+        bound = seconds_of(communicator, "sendrecv", timeout)
+        receiving = _start_recv(communicator, "sendrecv", expected, source, recvtag, out, status, avoid=data)
+        return _within(receiving, [_start_send(communicator, data, sent)], bound)
+    arrival = _incoming(communicator, "sendrecv", expected, source, recvtag, out, avoid=data)
+    received, message = arrival.call, _noted(communicator, data, sent)
+    sent.name, received.name = "send", "recv"
+    call = Call("sendrecv", parts=(sent, received), collective=False)
+    try:
+        envelope = communicator.progress.guarded(
+            communicator.transport.sendrecv,
+            call,
+            message,
+            sent.peer,
+            sent.tag,
+            arrival.memory,
+            received.peer,
+            received.tag,
+        )
+    except TruncationError as error:
+        raise arrival.explained(error) from error
+    return arrival.finish(envelope, status)
 
 
 def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request:
     """:func:`send` in the background: `x` must not be changed before the request has completed. Its value is None."""
     communicator = resolve(comm)
-    data, dest, tag = _outgoing(communicator, "isend", x, dest, tag)
-    pending = communicator.transport.isend(data, dest, tag)
-    return _request(communicator, pending, lambda envelope: None, _what("isend to", dest, communicator))
+    return _start_send(communicator, *_outgoing(communicator, "isend", x, dest, tag))
+
+
+def _start_send(comm: Communicator, data: Array, call: Call) -> Request:
+    assert call.peer is not None
+    assert call.tag is not None
+    call.name = "isend"
+    pending = comm.transport.isend(_noted(comm, data, call), call.peer, call.tag)
+    transfer = _transfer(comm, pending, lambda envelope: None, call)
+    return Request(transfer, transfer.value)
 
 
 def irecv(
@@ -112,14 +154,38 @@ def irecv(
     comm: CommLike = None,
 ) -> Request:
     """:func:`recv` in the background. The request's value is the array; `status` is filled by its ``wait``."""
-    communicator = resolve(comm)
-    filled, target, source, tag = _incoming(communicator, "irecv", x, source, tag, out)
-    pending = communicator.transport.irecv(target.raw, source, tag)
+    transfer = _start_recv(resolve(comm), "irecv", x, source, tag, out, status)
+    return Request(transfer, transfer.value)
 
-    def finish(envelope: Envelope) -> Any:
-        return _received(communicator, "irecv", filled, target, envelope, status)
 
-    return _request(communicator, pending, finish, _what("irecv from", source, communicator))
+def _start_recv(
+    comm: Communicator,
+    operation: str,
+    x: Any,
+    source: int | None,
+    tag: int | None,
+    out: Any,
+    status: Status | None,
+    avoid: Array | None = None,
+) -> _Transfer:
+    arrival = _incoming(comm, operation, x, source, tag, out, avoid=avoid)
+    call = arrival.call
+    call.name = "irecv"
+    pending = comm.transport.irecv(arrival.memory, call.peer, call.tag)
+    return _transfer(comm, pending, lambda envelope: arrival.finish(envelope, status), call, arrival.explained)
+
+
+def _within(receiving: _Transfer, others: list[Request], bound: float) -> Any:
+    """What is received within `bound` seconds, in which the `others` complete too. A receive that does not is taken
+    back."""
+    request = Request(receiving, receiving.value)
+    try:
+        return waitall([request, *others], bound)[0]
+    except Timeout:
+        # It may have come this very moment.
+        if not request.waited and receiving.take_back() and not others:
+            return request.wait()
+        raise
 
 
 def probe(
@@ -128,12 +194,22 @@ def probe(
     """Wait until a message from `source` (None: any) with `tag` (None: any) can be received, and say which; it stays
     there.
 
-    Raises RankError before it waits, Timeout after `timeout` seconds.
+    Raises RankError before it waits, Timeout after `timeout` seconds (see :meth:`Request.wait <mpicoll.Request.wait>`).
     """
     communicator = resolve(comm)
     source, tag = _checked_probe(communicator, "probe", source, tag)
-    what = _what("probe from", source, communicator)
-    return _status(communicator.progress.guarded(communicator.transport.probe, what, source, tag, timeout))
+    bound = None if timeout is None else seconds_of(communicator, "probe", timeout)
+    call = Call("probe", peer=source, tag=tag, collective=False)
+
+    def wait(bound: float | None) -> Envelope:
+        try:
+            return communicator.transport.probe(source, tag, bound)
+        except Timeout:
+            given = communicator.timeout if bound is None else bound
+            raise communicator.progress.late(str(call), given, "") from None
+
+    # The timeout comes last, where a report of where this rank stands looks for it.
+    return _status(communicator, communicator.progress.guarded(wait, call, bound))
 
 
 def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike = None) -> Status | None:
@@ -141,25 +217,121 @@ def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike 
     communicator = resolve(comm)
     source, tag = _checked_probe(communicator, "iprobe", source, tag)
     envelope = communicator.transport.iprobe(source, tag)
-    return None if envelope is None else _status(envelope)
+    return None if envelope is None else _status(communicator, envelope)
 
 
-def _status(envelope: Envelope) -> Status:
-    return Status(envelope.source, envelope.tag, envelope.nbytes)
+def _status(comm: Communicator, envelope: Envelope) -> Status:
+    nbytes = envelope.nbytes
+    if comm.checks.calls and nbytes >= notes.LENGTH:
+        nbytes -= notes.LENGTH
+    return Status(envelope.source, envelope.tag, nbytes)
+
+
+def _noted(comm: Communicator, data: Array, call: Call) -> Array:
+    """The message `data` as it is sent: with a note of what it is, where messages are checked."""
+    return notes.with_note(data, notes.note(call, call_site())) if comm.checks.calls else data
+
+
+class _Arrival:
+    """Where a message goes. `memory` is what the transport fills, with room for a note where messages are checked."""
+
+    __slots__ = ("_comm", "_filled", "_name", "_note", "_target", "call", "memory")
+
+    def __init__(self, comm: Communicator, filled: Buffer, target: Target, call: Call) -> None:
+        self._comm = comm
+        self._filled = filled
+        self._target = target
+        self._name = call.name
+        self.call = call
+        self._note: notes.Note | None = None
+        self.memory = target.raw
+        if comm.checks.calls:
+            self._note = notes.note(call, call_site())
+            self.memory = notes.room(self.memory.size)
+
+    def finish(self, envelope: Envelope, status: Status | None) -> Any:
+        """The array, filled by what has come. Raises TruncationError or MismatchError if that is something else."""
+        target, nbytes = self._target, envelope.nbytes
+        begin = 0
+        if self._note is not None:
+            sent = notes.note_of(self.memory[:nbytes])
+            if sent is not None:
+                begin = notes.LENGTH
+                nbytes -= begin
+                self._compare(sent, envelope.source, envelope.tag)
+        if status is not None:
+            status.source, status.tag, status.nbytes = envelope.source, envelope.tag, nbytes
+        if nbytes != target.raw.size:
+            raise TruncationError(
+                f"{self._name}: a message of {nbytes} bytes from rank {envelope.source} (tag {envelope.tag})"
+                f" arrived where {target.raw.size} bytes, shape {self._filled.array.shape} of dtype"
+                f" {self._filled.dtype.name}, were expected (rank {self._comm.rank} of {self._comm.size})"
+            )
+        if self._note is not None:
+            target.raw[:] = self.memory[begin : begin + nbytes]
+        target.store()
+        return self._filled.result()
+
+    def explained(self, error: TruncationError) -> TruncationError:
+        """For a message that was larger than the memory for it: what it was, if its beginning has come."""
+        if self._note is not None:
+            sent = notes.note_of(self.memory)
+            if sent is not None:
+                try:
+                    self._compare(sent, self.call.peer, self.call.tag)
+                except TruncationError as better:
+                    return better
+        return error
+
+    def _compare(self, sent: notes.Note, source: int | None, tag: int | None) -> None:
+        """Raise TruncationError or MismatchError if it was sent as something else than is expected here."""
+        expected = self._note
+        assert expected is not None
+        fields = tuple(
+            name
+            for name, differ in (
+                ("size", sent["nbytes"] != expected["nbytes"]),
+                ("dtype", sent["dtype"] != expected["dtype"]),
+                ("shape", not _go_together(sent["shape"], expected["shape"])),
+            )
+            if differ
+        )
+        if not fields:
+            return
+        whence = "" if source is None else f" from rank {source}"
+        what = "" if tag is None else f", tag {tag},"
+        text = (
+            f"rank {self._comm.rank} of {self._comm.size} ({self._comm.name}): the message{whence}{what} is not what is"
+            f" received: they differ in {' and '.join(fields)}\n"
+            f"  it was sent by {_told(sent)}\n  and is received by {_told(expected)}"
+        )
+        if "size" in fields:
+            raise TruncationError(text)
+        raise MismatchError(text, () if source is None else (source,), fields, (sent, expected))
+
+
+def _go_together(sent: Sequence[int] | None, expected: Sequence[int] | None) -> bool:
+    """Whether shapes may meet: torch's messages are flat on the side of the sender."""
+    return sent is None or expected is None or sent == expected or min(len(sent), len(expected)) < 2
+
+
+def _told(about: notes.Note) -> str:
+    return f"{about['text']}" + (f" at {about['site']}" if about["site"] else "")
 
 
 class _Transfer:
     """A point-to-point transfer as a request's handle; waits under the watch."""
 
-    __slots__ = ("_comm", "_envelope", "_finish", "_pending", "_what")
+    __slots__ = ("_call", "_comm", "_envelope", "_explained", "_finish", "_pending")
 
     def __init__(
-        self, comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], what: tuple[Any, ...]
+        self, comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], call: Call, explained: Explained
     ) -> None:
         self._comm = comm
         self._pending = pending
         self._finish = finish
-        self._what = what
+        self._call = call
+        self._explained = explained
 
     def test(self) -> bool:
         try:
@@ -167,40 +339,68 @@ class _Transfer:
         except CommunicationError:
             return True  # it has failed, which is for its own wait to say
 
-    def wait(self, timeout: float | None) -> None:
-        self._envelope = self._comm.progress.guarded(self._pending.wait, self._what, timeout)
+    @property
+    def limit(self) -> float:
+        return self._comm.timeout
+
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
+        # The timeout comes last, where a report of where this rank stands looks for it.
+        try:
+            self._envelope = self._comm.progress.guarded(self._within, self._call, bound, timeout)
+        except TruncationError as error:
+            raise self._explained(error) from error
+
+    def _within(self, bound: float | None, timeout: float | None) -> Envelope:
+        try:
+            return self._pending.wait(timeout)
+        except Timeout:
+            given = next(one for one in (bound, timeout, self.limit) if one is not None)
+            raise self._comm.progress.late(str(self._call), given) from None
+
+    def take_back(self) -> bool:
+        """Give up a receive for which nothing has come; whether something has."""
+        return self._comm.progress.guarded(self._pending.take_back, self._call) is not None
 
     def value(self) -> Any:
         return self._finish(self._envelope)
 
 
-def _request(comm: Communicator, pending: Pending, finish: Callable[[Envelope], Any], what: tuple[Any, ...]) -> Request:
-    transfer = _Transfer(comm, pending, finish, what)
-    return Request(transfer, transfer.value)
-
-
-def _what(verb: str, peer: int | None, comm: Communicator) -> tuple[Any, ...]:
-    return verb, "any rank" if peer is None else f"rank {peer}", f"on rank {comm.rank} of {comm.size}"
+def _transfer(
+    comm: Communicator,
+    pending: Pending,
+    finish: Callable[[Envelope], Any],
+    call: Call,
+    explained: Explained = lambda error: error,
+) -> _Transfer:
+    # That it was started; its wait is kept, too.
+    keepers.keep(((comm.progress.group, 0, call, monotonic(), None), None, ""))
+    return _Transfer(comm, pending, finish, call, explained)
 
 
 @names_rank
-def _outgoing(comm: Communicator, operation: str, x: Any, dest: Any, tag: Any) -> tuple[Array, int, int]:
-    """The bytes of `x`, and `dest` and `tag` checked."""
+def _outgoing(comm: Communicator, operation: str, x: Any, dest: Any, tag: Any) -> tuple[Array, Call]:
+    """The bytes of `x`, and the call with `dest` and `tag` checked."""
     checked = arguments.rank(operation, "dest", dest, comm), arguments.tag(operation, tag, comm)
-    source = Source(recognise(operation, x))
+    buffer = recognise(operation, x)
+    source = Source(buffer)
     source.load()
-    return source.raw, *checked
+    return source.raw, _call(operation, buffer, *checked)
+
+
+def _call(operation: str, buffer: Buffer, peer: int | None, tag: int | None) -> Call:
+    array = buffer.array
+    return Call(operation, array.nbytes, buffer.dtype.name, array.shape, peer=peer, tag=tag, collective=False)
 
 
 @names_rank
 def _incoming(
     comm: Communicator, operation: str, x: Any, source: Any, tag: Any, out: Any, avoid: Array | None = None
-) -> tuple[Buffer, Target, int | None, int | None]:
-    """Where what arrives goes, and `source` and `tag` checked."""
+) -> _Arrival:
+    """Where what arrives goes, with `source` and `tag` checked."""
     checked = _checked(comm, operation, source, tag)
     like = template(operation, x, out)
     filled = result(operation, out, like, like.array.shape)
-    return filled, Target(filled, avoid), *checked
+    return _Arrival(comm, filled, Target(filled, avoid), _call(operation, filled, *checked))
 
 
 def _checked(comm: Communicator, operation: str, source: Any, tag: Any) -> tuple[int | None, int | None]:
@@ -220,18 +420,3 @@ def _need_own_recv(comm: Communicator, tag: int) -> None:
             f"send: rank {comm.rank} sends to itself, and has no irecv pending that takes tag {tag}: that would wait"
             " for ever; post the irecv first, or use isend or sendrecv"
         )
-
-
-def _received(
-    comm: Communicator, operation: str, filled: Buffer, target: Target, envelope: Envelope, status: Status | None
-) -> Any:
-    if status is not None:
-        status.source, status.tag, status.nbytes = envelope.source, envelope.tag, envelope.nbytes
-    if envelope.nbytes != target.raw.size:
-        raise TruncationError(
-            f"{operation}: a message of {envelope.nbytes} bytes from rank {envelope.source} (tag {envelope.tag})"
-            f" arrived where {target.raw.size} bytes, shape {filled.array.shape} of dtype {filled.dtype.name}, were"
-            f" expected (rank {comm.rank} of {comm.size})"
-        )
-    target.store()
-    return filled.result()

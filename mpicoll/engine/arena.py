@@ -11,7 +11,7 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.errors import CommunicationError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import give_way
 
@@ -32,6 +32,10 @@ less of them give the core away to whatever else runs on the machine."""
 _PATIENCE = 3000
 """Looks at a flag after which whoever is late is not just late."""
 
+_LOOKS = 64
+"""Looks between two moments in which the peers are asked after, and MPI gets to move messages. They take long where the
+cores are busy."""
+
 _NAP = 50e-6
 
 _FAILED = 1
@@ -45,6 +49,16 @@ _BADLY = 1 << 31
 
 _OPERATIONS = (1 << 31) - 1
 """Operations are counted modulo one more than this."""
+
+_TEXT = 1024
+"""Bytes, of each rank and of even and odd operations, for what a rank has called: the number of the operation, the
+length of the text, and the text."""
+
+Describe: TypeAlias = "Callable[[], str]"
+"""What this rank has called, in less than 1000 bytes."""
+
+Judge: TypeAlias = "Callable[[list[str]], Exception | None]"
+"""The error for what all ranks have called (empty: not known), the same on all of them."""
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """``body(source, target)`` on this rank's flat input and output; None where the collective has none here."""
@@ -67,11 +81,14 @@ class Arena:
     a rank writes to the slots and results of its parity, and reads what was written in the step before. That is why
     two of each suffice: whoever writes to one of them has seen the end of the step in which it was last read. What is
     read after an operation's last ``sync`` belongs to the next step, and needs no other.
+
+    `describe` and `judge` make words of it when ranks carry out different operations.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, describe: Describe | None = None, judge: Judge | None = None) -> None:
         rank, size = transport.rank, transport.size
-        header = size * _WORDS * 8
+        words = size * _WORDS * 8
+        header = words + 2 * size * _TEXT
         header += -header % 4096
         common = header + 2 * SLOT
         memories = transport.share(2 * SLOT + (common if rank == 0 else 0))
@@ -88,7 +105,10 @@ class Arena:
         self._scratch: list[Array] = []
         self.readers: Sequence[Read] = () if transport.unread else transport.readers()
         self._transport = transport
-        self._words = memoryview(first[:header].data).cast("B").cast("q")
+        self._words = memoryview(first[:words].data).cast("B").cast("q")
+        self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
+        self._describe = describe
+        self._judge = judge
         self._step = 0
         self._operation = 0
         self._mine = rank * _WORDS
@@ -166,7 +186,8 @@ class Arena:
 
         Ranks that carry out operations of different `signature`, a number of 32 bits, get CommunicationError. If one
         fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they need
-        already. The ranks are in step again afterwards.
+        already. The ranks are in step again afterwards, but for Timeout, when others have not come: then it is the last
+        operation, and who comes late gets CommunicationError.
         """
         if self._step >= _GONE:
             raise CommunicationError(
@@ -181,12 +202,19 @@ class Arena:
                 load()
             body(source, target)
             self.agree()
-        except BaseException:
+        except BaseException as failure:
             try:
+                self._leave_text()
+                if isinstance(failure, Timeout):
+                    raise  # who has not come in all that time is not waited for again
                 self._let_through(begin)
             except BaseException:
                 self._step = self._words[self._mine] = _GONE | _FAILED
                 raise
+            if isinstance(failure, CommunicationError):
+                found = self._disagreement()
+                if found is not None:
+                    raise found from None
             raise
         self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
 
@@ -200,6 +228,33 @@ class Arena:
                     f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has called another"
                     " collective, or one of another size, dtype, op, root or algorithm"
                 )
+
+    def _differ(self) -> bool:
+        """Whether another rank carries out another operation, which is known after a first step."""
+        words, which = self._words, _ASKED[self._operation & 1]
+        mine = words[self._mine + which]
+        return any(words[at + which] != mine for at in self._others)
+
+    def _leave_text(self) -> None:
+        """For the others, if they may ask: what this rank has called."""
+        if self._describe is None or not self._differ():
+            return
+        text = self._describe().encode()
+        place = self._texts[self._operation & 1, self.rank]
+        place[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
+        place[:16].view(np.int64)[:] = self._operation, len(text)
+        self._barrier()
+
+    def _disagreement(self) -> Exception | None:
+        """When all ranks have ended an operation that has failed: the error for ranks that have carried out different
+        ones, if they have."""
+        if self._judge is None or not self._differ():
+            return None
+        texts = []
+        for place in self._texts[self._operation & 1]:
+            operation, length = map(int, place[:16].view(np.int64))
+            texts.append(place[16 : 16 + length].tobytes().decode() if operation == self._operation else "")
+        return self._judge(texts)
 
     def _let_through(self, begin: int) -> None:
         """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
@@ -295,10 +350,14 @@ class _Pause:
     def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
         give_way()
-        if self._turns == _PATIENCE:
-            self._begin = time.monotonic()
-        if self._turns >= _PATIENCE:
-            self._transport.check_peers(time.monotonic() - self._begin, peers)
+        late = self._turns >= _PATIENCE
+        if not late and self._turns % _LOOKS:
+            return
+        now = time.monotonic()
+        if self._turns == _LOOKS:
+            self._begin = now
+        self._transport.check_peers(now - self._begin, peers)
+        if late:
             time.sleep(_NAP)
 
 

@@ -15,6 +15,7 @@ from ranks import Ranks
 
 import mpicoll
 from mpicoll.engine.arena import Arena
+from mpicoll.engine.record import Call
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.local import LocalTransport, World, transports
 
@@ -430,7 +431,7 @@ def test_a_failed_allocation_fails_on_all(several: Ranks) -> None:
         arena = _arena()
         for nbytes in (2**62, 2**64):
             with pytest.raises(mpicoll.CommunicationError, match="can't allocate"):
-                world.progress.run(lambda size=nbytes if world.rank == 1 else 10: arena.allocate(size), ("test",))
+                world.progress.run(lambda size=nbytes if world.rank == 1 else 10: arena.allocate(size), Call("test"))
         own = arena.allocate(10)
         assert arena.find(own)[0] in arena.segments
         assert (mpicoll.allreduce(np.ones(3), algorithm="slots") == world.size).all()

@@ -1,0 +1,481 @@
+"""Whether all ranks call the same: compared before each collective, where that is asked for.
+
+``MPICOLL_CHECK`` and :func:`mpicoll.debug` ask for it. Each collective then begins with the exchange of one word; only
+where the words differ do the ranks tell each other what they call. All of them raise the same error then, before
+anything else has been sent, and the communicator stays usable.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ref
+
+from mpicoll.engine.record import Call, Entry, Group, Raw, Site, call_site
+from mpicoll.errors import CommunicationError, MismatchError, NumericsError, Timeout
+from mpicoll.transport.base import Transport
+
+if TYPE_CHECKING:
+    from mpicoll.engine.communicator import Communicator
+
+Told: TypeAlias = "dict[str, Any]"
+"""What a rank tells the others about its call."""
+
+_SAME = ("allreduce", "bcast", "allgather")
+"""Collectives whose results must have the same bits on all ranks."""
+
+_PAIRS = 5
+"""Blocks that don't fit, as many as are named."""
+
+_ORDINARY = ("operation", "number", "communicator", "dtype", "shape", "op", "root", "counts", "algorithm")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is checked: `calls` before each collective (and messages), `numerics`: NaN and infinity in what goes in and
+    comes out, `checksum`: that results which must be equal on all ranks are."""
+
+    calls: bool = False
+    numerics: bool = False
+    checksum: bool = False
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Options:
+        """Those that `words` name."""
+        return cls(bool(words), "numerics" in words, "checksum" in words)
+
+    def changed(self, check: bool | None, numerics: bool | None, checksum: bool | None) -> Options:
+        """With what is given in the place of what there is (None: as it is)."""
+        if check is False:
+            return Options()
+        numerics = self.numerics if numerics is None else numerics
+        checksum = self.checksum if checksum is None else checksum
+        return Options(check or self.calls or numerics or checksum, numerics, checksum)
+
+
+def agreed(transport: Transport, words: Sequence[str]) -> Options:
+    """Collective: what is checked where the ranks' variables ask for `words`: all that one of them asks for."""
+    if transport.size == 1:
+        return Options.of(words)
+    asked = transport.texts(",".join(words))
+    return Options.of([word for text in asked for word in text.split(",") if word])
+
+
+class Family:
+    """The communicators of one rank, and how :func:`mpicoll.debug` has changed what is checked on them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members: list[ref[Communicator]] = []
+        self._changes: list[tuple[bool | None, bool | None, bool | None]] = []
+
+    def add(self, comm: Communicator) -> None:
+        """A communicator was made."""
+        with self._lock:
+            self._members.append(ref(comm, self._members.remove))
+        _set(comm, self._now(comm))
+
+    def members(self) -> list[Communicator]:
+        """Those that are there and were not freed, in the order in which they were made."""
+        with self._lock:
+            known = [one() for one in self._members]
+        return [comm for comm in known if comm is not None and not comm.freed]
+
+    def change(self, *what: bool | None) -> tuple[bool | None, bool | None, bool | None]:
+        """Check something else from now on."""
+        check, numerics, checksum = what
+        added = (check, numerics, checksum)
+        self._changes.append(added)
+        self._apply(wait=True)
+        return added
+
+    def restore(self, added: tuple[bool | None, bool | None, bool | None], *, wait: bool) -> None:
+        """Take a change back."""
+        for index in reversed(range(len(self._changes))):
+            if self._changes[index] is added:
+                del self._changes[index]
+                break
+        self._apply(wait=wait)
+
+    def _now(self, comm: Communicator) -> Options:
+        options = comm.asked
+        for change in self._changes:
+            options = options.changed(*change)
+        return options
+
+    def _apply(self, *, wait: bool) -> None:
+        # In one order on all ranks, since what was started before is completed first, and may need the others for it.
+        for comm in self.members():
+            if wait:
+                with comm.progress.lock:
+                    while comm.progress.queue:
+                        comm.progress.queue.popleft().run()
+                    _set(comm, self._now(comm))
+            else:
+                _set(comm, self._now(comm))
+
+
+def _set(comm: Communicator, options: Options) -> None:
+    comm.checks = options
+    comm.progress.observer = Check(comm, options) if options.calls else None
+
+
+family = Family()
+"""That of a process which is one rank."""
+
+
+class Check:
+    """Observes the collectives of one communicator."""
+
+    sites = True
+    thorough = True
+
+    def __init__(self, comm: Communicator, options: Options) -> None:
+        self._comm = ref(comm)
+        self._transport = comm.transport
+        self._options = options
+        self._watch = comm.watch
+
+    def before(self, raw: Raw, function: Callable[..., Any]) -> None:
+        """Compare what the ranks call, and look at what goes in. Raises MismatchError or NumericsError on all ranks."""
+        entry = Entry._make(raw)
+        operations = getattr(function, "operations", ())
+        flaw = ""
+        if self._options.numerics and operations:
+            from mpicoll.engine.numerics import flaw_of_input
+
+            flaw = next(filter(None, map(flaw_of_input, operations)), "")
+        fields, apart = compared(entry, operations)
+        if self._transport.size == 1:
+            if flaw:
+                raise _flawed(entry.group, [described(entry, fields) | {"flaw": flaw}], "before")
+            return
+        word = hashed(fields)
+        if flaw or apart:
+            # So that the words differ, even if it is the same on all ranks.
+            word ^= self._transport.rank + 1
+        texts = self._compare(entry, word, lambda: described(entry, fields) | {"flaw": flaw})
+        if texts is None:
+            return
+        told = [json.loads(text) for text in texts]
+        error = judged(entry.group, told)
+        if error is not None:
+            raise error
+        if any(one["flaw"] for one in told):
+            raise _flawed(entry.group, told, "before")
+
+    def after(self, raw: Raw, function: Callable[..., Any]) -> None:
+        """Look at what has come out. Raises NumericsError or MismatchError on all ranks."""
+        operations = getattr(function, "operations", ())
+        if not operations or not (self._options.numerics or self._options.checksum):
+            return
+        from mpicoll.engine import numerics
+
+        growing = [one for one in operations if numerics.may_overflow(one)] if self._options.numerics else []
+        same = [one for one in operations if one.problem.collective in _SAME] if self._options.checksum else []
+        if not growing and not same:
+            return
+        entry = Entry._make(raw)
+        flaw = next(filter(None, map(numerics.flaw_of_result, growing)), "")
+        sums = [numerics.checksum(one) for one in same]
+        fields, _ = compared(entry, operations)
+
+        def told() -> Told:
+            return described(entry, fields) | {"flaw": flaw, "sums": sums}
+
+        if self._transport.size == 1:
+            if flaw:
+                raise _flawed(entry.group, [told()], "after")
+            return
+        word = hashed({"sums": sums}) ^ (self._transport.rank + 1 if flaw else 0)
+        texts = self._compare(entry, word, told)
+        if texts is None:
+            return
+        everyone = [json.loads(text) for text in texts]
+        if any(one["flaw"] for one in everyone):
+            raise _flawed(entry.group, everyone, "after")
+        raise _unequal(entry.group, everyone)
+
+    def _compare(self, entry: Entry, word: int, told: Callable[[], Told]) -> list[str] | None:
+        """The texts of all ranks, if their words differ. Raises what says that not all of them come."""
+        try:
+            return self._transport.compare(word, lambda: json.dumps(told()), lambda: self._look(entry))
+        except Timeout:
+            raise  # it is told with the call anyway
+        except CommunicationError as error:
+            where = "" if entry.site is None else f" at {entry.site}"
+            what = f"{entry.call}, collective {entry.number} of {entry.group.name},{where}"
+            error.args = (f"{what}: {error}",)
+            raise
+
+    def _look(self, entry: Entry) -> None:
+        if self._watch is not None:
+            self._watch.look(entry.group)
+
+
+def hashed(fields: Told) -> int:
+    """62 bits that are the same for the same `fields`, and nearly always others for others."""
+    return int.from_bytes(blake2b(repr(fields).encode(), digest_size=8).digest(), "big") >> 2
+
+
+def compared(entry: Entry, operations: Sequence[Any] = ()) -> tuple[Told, bool]:
+    """What must be the same on all ranks; and whether there are counts that must fit, which is to be seen only when all
+    ranks' are known."""
+    call = entry.call
+    fields: Told = {"operation": _name(call, operations), "number": entry.number, "communicator": entry.group.key}
+    if not call.parts:
+        _add(fields, "", call)
+    else:
+        # A call of several parts, or one that prepares another.
+        for number, part in enumerate(call.parts):
+            at = f"part {number}'s " if len(call.parts) > 1 else ""
+            fields[f"{at}operation"] = (
+                _name(part, operations[number : number + 1]) if at else f"{fields['operation']} of {_name(part, ())}"
+            )
+            _add(fields, at, part)
+    apart = any(one.arrivals for one in (call, *call.parts))
+    return fields, apart
+
+
+def _name(call: Call, operations: Sequence[Any]) -> str:
+    """What is called, whichever face it is called by."""
+    if len(operations) == 1 and not call.parts:
+        return str(operations[0].problem.collective)
+    return call.name.replace("_", "") if not call.name.endswith("_init") else call.name
+
+
+def _add(fields: Told, at: str, call: Call) -> None:
+    if call.dtype:
+        fields[f"{at}dtype"] = call.dtype
+    if call.shape is not None:
+        # Where there are counts, they say how many rows there are.
+        fields[f"{at}shape"] = ["any", *call.shape[1:]] if call.counts or call.arrivals else list(call.shape)
+    elif call.nbytes:
+        fields[f"{at}size"] = call.nbytes
+    if call.op:
+        fields[f"{at}op"] = call.op
+    if call.root is not None:
+        fields[f"{at}root"] = call.root
+    if call.arrivals:
+        fields[f"{at}counts"] = "of each rank's own"
+    elif call.counts:
+        fields[f"{at}counts"] = list(call.counts)
+    if call.algorithm:
+        fields[f"{at}algorithm"] = call.algorithm
+
+
+def described(entry: Entry, fields: Told) -> Told:
+    """What a rank tells the others about its call."""
+    flows = [[list(one.counts), list(one.arrivals)] for one in (entry.call, *entry.call.parts) if one.arrivals]
+    site = None if entry.site is None else str(entry.site)
+    return {"text": entry.call.text(), "site": site, "fields": fields, "flows": flows}
+
+
+def judged(group: Group, told: Sequence[Told | None]) -> MismatchError | None:
+    """The error for what the ranks of `group` have called (None: not known), the same whichever rank asks; None if it
+    goes together."""
+    known = {rank: one for rank, one in enumerate(told) if one is not None}
+    kinds: dict[str, list[int]] = {}
+    for rank, one in known.items():
+        kinds.setdefault(repr(one["fields"]), []).append(rank)
+    # Most ranks first, and of as many the lowest.
+    parties = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    if len(parties) < 2:
+        return _unfit(group, known)
+    fields = _differing([known[ranks[0]]["fields"] for ranks in parties])
+    usual, others = parties[0], parties[1:]
+    calls = [f"{_ranks(ranks)} {_s('calls', ranks)} {known[ranks[0]]['text']}" for ranks in others]
+    text = "; ".join(calls)
+    what = f"{text} where {_ranks(usual)} {_s('calls', usual)} {known[usual[0]]['text']}; they differ in {_and(fields)}"
+    ranks = tuple(rank for party in others for rank in party)
+    return _mismatch(group, what, ranks, fields, told, parties)
+
+
+def _differing(fields: Sequence[Told]) -> list[str]:
+    """Which of them are not the same everywhere; of calls of different operations, of what both have."""
+    first = fields[0]
+    names = [name for one in fields for name in one]
+    missing = object()
+    found = [
+        name
+        for name in dict.fromkeys(names)
+        if any(one.get(name, missing) != first.get(name, missing) for one in fields)
+    ]
+    if "operation" in found:
+        found = [name for name in found if all(name in one for one in fields)]
+    if len(found) > 1:
+        # It is chosen by the others.
+        found = [name for name in found if not name.endswith("algorithm")]
+    return [{"number": "the number of the collective"}.get(name, name) for name in found]
+
+
+def _unfit(group: Group, known: dict[int, Told]) -> MismatchError | None:
+    """The error for blocks whose receivers expect others; None if all of them fit."""
+    wrong: list[tuple[int, int, str]] = []
+    flows = [one["flows"] for one in known.values()]
+    for place in range(len(flows[0]) if flows else 0):
+        for source, one in known.items():
+            for dest, other in known.items():
+                leave, arrive = one["flows"][place][0][dest], other["flows"][place][1][source]
+                if leave != arrive:
+                    text = (
+                        f"rank {source} sends {leave} {_s('row', [0] * leave)} to rank {dest}, which expects {arrive}"
+                    )
+                    wrong.append((source, dest, text))
+    if not wrong:
+        return None
+    more = [f"and {len(wrong) - _PAIRS} more"] if len(wrong) > _PAIRS else []
+    what = f"{'; '.join([text for *_, text in wrong[:_PAIRS]] + more)}; they differ in counts"
+    ranks = tuple(sorted({rank for source, dest, _ in wrong for rank in (source, dest)}))
+    told = [known.get(rank) for rank in range(len(group.members))]
+    return _mismatch(group, f"in what {known[0]['text'].partition('(')[0]} moves: {what}", ranks, ["counts"], told, [])
+
+
+def _mismatch(
+    group: Group,
+    what: str,
+    ranks: tuple[int, ...],
+    fields: Sequence[str],
+    told: Sequence[Told | None],
+    parties: Sequence[Sequence[int]],
+) -> MismatchError:
+    known = {rank: one for rank, one in enumerate(told) if one is not None}
+    numbers = [one["fields"]["number"] for one in known.values()]
+    number = max(set(numbers), key=lambda one: (numbers.count(one), -one))
+    lines = [f"the ranks of {group.name} disagree about collective {number}: {what}{_outside(group, ranks)}"]
+    for party in parties or [[rank] for rank in known]:
+        lines.append(f"  {_ranks(party)}: {known[party[0]]['text']}")
+        lines += _sites({rank: known[rank]["site"] for rank in party})
+    unknown = [rank for rank in range(len(told)) if rank not in known]
+    if unknown:
+        lines.append(f"  {_ranks(unknown)}: not known")
+    calls = tuple(None if one is None else {**one["fields"], "text": one["text"], "site": one["site"]} for one in told)
+    return MismatchError("\n".join(lines), ranks, tuple(fields), calls, number)
+
+
+def _flawed(group: Group, told: Sequence[Told], when: str) -> NumericsError:
+    wrong = {rank: one for rank, one in enumerate(told) if one["flaw"]}
+    first = next(iter(wrong.values()))
+    number = first["fields"]["number"]
+    went, way = ("passes", "to") if when == "before" else ("gets", "from")
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for rank, one in wrong.items():
+        kinds.setdefault((one["flaw"], one["text"]), []).append(rank)
+    texts = [f"{_ranks(ranks)} {_s(went, ranks)} {flaw}, {way} {text}" for (flaw, text), ranks in kinds.items()]
+    because = "" if when == "before" else ", though all operands are finite: the result overflows"
+    outside = _outside(group, tuple(wrong))
+    lines = [f"NaN or infinity in collective {number} of {group.name}: {'; '.join(texts)}{because}{outside}"]
+    lines += _sites({rank: one["site"] for rank, one in wrong.items()}, "  ")
+    return NumericsError("\n".join(lines), tuple(wrong))
+
+
+def _unequal(group: Group, told: Sequence[Told]) -> MismatchError:
+    kinds: dict[str, list[int]] = {}
+    for rank, one in enumerate(told):
+        kinds.setdefault(repr(one["sums"]), []).append(rank)
+    parties = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    others = tuple(rank for party in parties[1:] for rank in party)
+    sums = ", ".join(f"{_ranks(party)}: {_hex(told[party[0]]['sums'])}" for party in parties)
+    what = (
+        f"{_ranks(others)} {_s('gets', others)} another result of {told[0]['text']} than {_ranks(parties[0])}, though"
+        f" it must have the same bits on all ranks (checksums: {sums})"
+    )
+    return _mismatch(group, what, others, ["result"], told, parties)
+
+
+def _hex(sums: Sequence[int]) -> str:
+    return " ".join(f"{one:08x}" for one in sums)
+
+
+def _sites(sites: dict[int, str | None], indent: str = "    ") -> list[str]:
+    """Lines that say where the ranks made their calls."""
+    places: dict[str, list[int]] = {}
+    for rank, site in sites.items():
+        if site is not None:
+            places.setdefault(site, []).append(rank)
+    return [f"{indent}{_ranks(ranks)} at {site}" for site, ranks in places.items()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{_s('rank', ranks)} {', '.join(map(str, ranks))}"
+
+
+def _s(word: str, many: Sequence[Any]) -> str:
+    """A noun in the plural, a verb in the singular, as it takes."""
+    if word in ("calls", "gets", "passes"):
+        return word if len(many) == 1 else word.removesuffix("es" if word == "passes" else "s")
+    return word if len(many) == 1 else f"{word}s"
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _outside(group: Group, ranks: Sequence[int]) -> str:
+    """What the ranks of a part are called in the job."""
+    if group.members == tuple(range(len(group.members))):
+        return ""
+    named = ", ".join(f"{rank} is {group.members[rank]}" for rank in ranks)
+    return f" (as ranks of the job, {named})"
+
+
+# In shared memory the ranks notice by themselves that their calls differ. What follows makes words of that.
+
+TEXT = 1000
+"""Bytes in which a rank tells what it has called."""
+
+
+def brief(raw: Raw | None) -> str:
+    """What a rank tells about the call that runs, in at most TEXT bytes."""
+    if raw is None:
+        return ""
+    entry = Entry._make(raw)
+    if entry.site is None:
+        entry = entry._replace(site=_foreground_site())
+    fields, _ = compared(entry)
+    fields.pop("communicator")
+    full = described(entry, fields)
+    for shorter in _shorter(full):
+        text = json.dumps(shorter, separators=(",", ":"), ensure_ascii=False)
+        if len(text.encode()) <= TEXT:
+            return text
+    return ""
+
+
+def from_texts(group: Group, texts: Sequence[str]) -> MismatchError | None:
+    """The error for what :func:`brief` has told on the ranks of `group`; None if that is all the same."""
+    told: list[Told | None] = [json.loads(text) if text else None for text in texts]
+    for one in told:
+        if one is not None:
+            one["flows"] = []  # a signature says nothing of rows that have to fit
+    return judged(group, told)
+
+
+def _shorter(told: Told) -> Iterator[Told]:
+    yield told
+    fields = {
+        name: value if len(str(value)) < 40 else f"{hashed({'': value}):x}" for name, value in told["fields"].items()
+    }
+    told = told | {"flows": [], "fields": fields}
+    yield told
+    told["text"] = _cut(told["text"], 200)
+    yield told
+    told["site"] = told["site"] and f"…{told['site'][-100:]}"
+    yield told
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
+def _foreground_site() -> Site | None:
+    """Where this thread was called; None on a worker, which doesn't know."""
+    if threading.current_thread().name.startswith("mpicoll-") and not threading.current_thread().name.startswith(
+        "mpicoll-rank-"
+    ):
+        return None
+    return call_site()

@@ -1,0 +1,126 @@
+"""What messages say of themselves where they are checked, and those that nobody has received."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.record import Call, Site
+from mpicoll.errors import MpicollError
+
+if TYPE_CHECKING:
+    from mpicoll.engine.communicator import Communicator
+
+Note: TypeAlias = "dict[str, Any]"
+"""``text``, ``dtype``, ``shape``, ``nbytes`` and ``site`` of a call."""
+
+LENGTH = 512
+"""Bytes of a note, which comes ahead of the message."""
+
+_ROOM = 64 * 1024
+"""Bytes by which a message may be larger than expected, and still say what it is with any MPI library."""
+
+_SPARE = 1 << 28
+"""Bytes behind the memory for a message: Open MPI writes all of a message that is too large, even where it raises an
+error for it. They take no memory while they are not touched."""
+
+_MAGIC = b"\\0mpicoll note 1\\n"
+
+_LINES = 10
+"""Messages that are named when they were not received."""
+
+_LARGE = 1 << 26
+"""Bytes of messages that are not received just to see what they are."""
+
+_PATIENCE = 0.5
+"""Seconds for a message that has been announced to come."""
+
+
+def note(call: Call, site: Site | None) -> Note:
+    """What there is to say of a message, or of its receive."""
+    return {
+        "text": call.text(),
+        "dtype": call.dtype,
+        "shape": list(call.shape or ()),
+        "nbytes": call.nbytes,
+        "site": None if site is None else str(site),
+    }
+
+
+def with_note(data: Array, about: Note) -> Array:
+    """A copy of the message `data`, with its note."""
+    whole = np.empty(LENGTH + data.size, np.uint8)
+    text = _fitting(about).ljust(LENGTH - len(_MAGIC))
+    whole[:LENGTH] = np.frombuffer(_MAGIC + text, np.uint8)
+    whole[LENGTH:] = data
+    return whole
+
+
+def _fitting(about: Note) -> bytes:
+    """As much of it as there is room for."""
+    for text, site in ((60, 300), (60, 100), (20, 40)):
+        shorter = about | {"text": about["text"][:text], "site": about["site"] and about["site"][-site:]}
+        whole = about if len(about["text"]) <= text and len(about["site"] or "") <= site else shorter
+        data = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(data) <= LENGTH - len(_MAGIC):
+            return data
+    return json.dumps(
+        {"text": "", "dtype": about["dtype"], "shape": None, "nbytes": about["nbytes"], "site": None}
+    ).encode()
+
+
+def room(nbytes: int) -> Array:
+    """Memory for a message of `nbytes`, its note, and somewhat more, should it be another message."""
+    length = LENGTH + nbytes + _ROOM
+    return np.empty(length + _SPARE, np.uint8)[:length]
+
+
+def note_of(data: Array) -> Note | None:
+    """The note at the beginning of what has come; None if there is none."""
+    begin = data[:LENGTH].tobytes()
+    if not begin.startswith(_MAGIC) or len(begin) < LENGTH:
+        return None
+    with suppress(ValueError):
+        found: Note = json.loads(begin[len(_MAGIC) :])
+        return found
+    return None
+
+
+def unreceived(comm: Communicator, limit: int = _LINES) -> list[str]:
+    """Of messages that came to this rank and were not received, and of receives for which nothing came: what to tell
+    about the first `limit` of them. Takes them away."""
+    transport, lines = comm.transport, []
+    who = f"rank {comm.rank} of {comm.size} ({comm.name})"
+    for source, tag in transport.receiving():
+        whence = "any rank" if source is None else f"rank {source}"
+        which = "any tag" if tag is None else f"tag {tag}"
+        lines.append(f"{who}: nothing came for a receive from {whence}, {which}")
+    # A message goes to the first receive that takes it, so there are none while such receives are pending.
+    while len(lines) < limit and (envelope := transport.iprobe(None, None)) is not None:
+        data = np.empty(envelope.nbytes if envelope.nbytes <= _LARGE else 0, np.uint8)
+        nbytes, about = envelope.nbytes, None
+        if data.size == nbytes:
+            transport.irecv(data, envelope.source, envelope.tag).wait(_PATIENCE)
+            about = note_of(data)
+        nbytes -= 0 if about is None else LENGTH
+        what = "" if about is None else f": {about['text']} at {about['site']}"
+        which = f"a message of {nbytes} bytes from rank {envelope.source}, tag {envelope.tag}"
+        lines.append(f"{who}: {which}, was never received{what}")
+        if data.size != envelope.nbytes:
+            break
+    return lines
+
+
+def warnings(comms: Iterable[Communicator]) -> str:
+    """The same for several communicators, as lines to be written at the end of a program."""
+    lines: list[str] = []
+    for comm in comms:
+        with suppress(MpicollError):  # where ranks have died there is no more to be learned
+            lines += unreceived(comm, _LINES + 1)
+    more = ["there are more of them"] if len(lines) > _LINES else []
+    return "".join(f"mpicoll: warning: {line}\n" for line in [*lines[:_LINES], *more])

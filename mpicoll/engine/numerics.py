@@ -1,0 +1,119 @@
+"""Looking at numbers: NaN and infinity where there should be none, and bits that should be the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.pair import PairLibrary
+from mpicoll.engine.operation import Operation
+
+_GROW = ("sum", "prod", "avg", "premul_sum", "user")
+"""Reductions whose result may be infinite though no operand is."""
+
+_EXPONENT = np.uint16(0x7F80)
+_FRACTION = np.uint16(0x007F)
+"""Of a bfloat16, seen as a word."""
+
+_BLOCK = 1 << 20
+"""Elements that are looked at in one go, where each of them is."""
+
+
+def flaw_of_input(operation: Operation) -> str:
+    """What is wrong with the numbers that this rank passes to `operation`; empty if nothing is."""
+    block, collective = operation.block, operation.problem.collective
+    if block is None:
+        return ""
+    if isinstance(block.library, PairLibrary):
+        values = block.library.values
+        return flaw(values.array, values.dtype.name)
+    if not _has_gaps(block):
+        return ""
+    if collective not in ("bcast", "scatter"):
+        return flaw(block.array, block.dtype.name)
+    # What the root sends is not the block that all have alike; others send nothing.
+    if operation.comm.rank != operation.problem.root or operation.flat is None:
+        return ""
+    flat = operation.flat()
+    if flat.source is None:
+        return ""
+    flat.load()
+    return flaw(flat.source.view(block.array.dtype), block.dtype.name)
+
+
+def may_overflow(operation: Operation) -> bool:
+    """Whether the result of `operation` may be infinite, or NaN, though no operand is."""
+    reduction, block = operation.reduction, operation.block
+    return reduction is not None and block is not None and reduction.name in _GROW and _has_gaps(block)
+
+
+def flaw_of_result(operation: Operation) -> str:
+    """What is wrong with the numbers that this rank gets from a reduction; empty if nothing is."""
+    # The first rank's prefix is that of no operands.
+    if operation.problem.collective == "exscan" and operation.comm.rank == 0:
+        return ""
+    buffer = result_of(operation)
+    return "" if buffer is None else flaw(buffer.array, buffer.dtype.name)
+
+
+def result_of(operation: Operation) -> Buffer | None:
+    """What this rank gets from `operation`, if it gets something."""
+    result = operation.result()
+    if result is None or isinstance(result, tuple):
+        return None
+    return recognise(operation.problem.collective, result)
+
+
+def checksum(operation: Operation) -> int:
+    """Of the bytes of what this rank gets; the same on all ranks if the bytes are."""
+    result = operation.result()
+    parts = result if isinstance(result, tuple) else () if result is None else (result,)
+    value = 0
+    for part in parts:
+        array = recognise(operation.problem.collective, part).array
+        value = crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, value)
+    return value
+
+
+def flaw(array: Array, dtype: str) -> str:
+    """How many elements are NaN or infinite, and which is the first; empty if none is. `dtype` is that of the elements
+    where numpy knows none."""
+    words = dtype == "bfloat16" and array.dtype == np.uint16
+    if not words and _all_finite(array):
+        return ""
+    flat, nans, others, first = array.reshape(-1), 0, 0, -1
+    for begin in range(0, flat.size, _BLOCK):
+        part = flat[begin : begin + _BLOCK]
+        nan, wrong = _of_words(part) if words else (np.isnan(part), ~np.isfinite(part))
+        count = int(wrong.sum())
+        if count and first < 0:
+            first = begin + int(wrong.argmax())
+        nans += int(nan.sum())
+        others += count
+    if not others:
+        return ""
+    kinds = [f"{nans} NaN"] * bool(nans) + [f"{others - nans} infinite"] * (others > nans)
+    where = [int(i) for i in np.unravel_index(first, array.shape)]
+    return f"{' and '.join(kinds)} of {array.size} element{'s' * (array.size != 1)}, the first at {where}"
+
+
+def _all_finite(array: Array) -> bool:
+    """Quickly, whether they are sure to be: any that is not makes the sum NaN or infinite."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(array.sum(dtype=np.float32) if array.dtype.itemsize == 2 else array.sum()))
+
+
+def _of_words(words: Array) -> tuple[Array, Array]:
+    """Which elements are NaN, and which are NaN or infinite."""
+    wrong = (words & _EXPONENT) == _EXPONENT
+    return wrong & ((words & _FRACTION) != 0), wrong
+
+
+def _has_gaps(block: Buffer) -> bool:
+    """Whether there are NaN and infinity among the numbers of its dtype, and they can be told."""
+    kind: Any = block.array.dtype.kind
+    return kind in "fc" or block.dtype.name == "bfloat16"
