@@ -17,7 +17,7 @@ from typing import Any
 _NAMES = ("mpicoll", "mpi")
 """What the backend is called. "mpi" is ours only in a torch that was built without MPI."""
 
-_DOORS = ("init_process_group", "new_group", "monitored_barrier", "split_group")
+_DOORS = ("init_process_group", "new_group", "monitored_barrier", "split_group", "_set_pg_timeout")
 
 _BACKEND = {"init_process_group": 0, "new_group": 2}
 """Functions that are told a backend, and as which of their arguments."""

@@ -14,6 +14,7 @@ from mpicoll.collectives.arguments import (
     problem,
     result,
     row_size,
+    within,
 )
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
@@ -33,6 +34,7 @@ def allgather(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Join the blocks of all ranks along axis 0, in the order of ranks; every rank gets the whole.
 
@@ -40,8 +42,17 @@ def allgather(
     one row. `counts`, the same on every rank, gives each rank's rows where they differ. Any dtype of fixed size.
     Returns an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given. Raises DTypeError,
     ShapeError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator,
+            "allgather",
+            timeout,
+            lambda: iallgather(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
+        )
     if counts is None:
         what = ("allgather", algorithm)
         return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
@@ -98,6 +109,8 @@ def prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorit
         problem("allgather", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, counts=rows),
         algorithm,
         native=native,
+        block=buffer,
+        counts=() if counts is None else rows,
         regions=lambda schedule: [Region(target.array, offsets)],
         result=whole.result,
         flat=lambda: Flat(

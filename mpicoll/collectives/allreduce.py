@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpicoll.buffers.ops import OpLike
-from mpicoll.collectives.arguments import names_rank, operand, problem, result
+from mpicoll.collectives.arguments import names_rank, operand, problem, result, within
 from mpicoll.collectives.memory import Work, flat_reduction, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, run, start
@@ -23,6 +23,7 @@ def allreduce(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks elementwise; every rank gets the result.
 
@@ -40,8 +41,16 @@ def allreduce(
     place), else a new one. `algorithm` forces one (see :func:`mpicoll.algorithms`).
 
     Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+
+    If it is not complete after `timeout` seconds it raises Timeout (see :meth:`Request.wait <mpicoll.Request.wait>`),
+    and goes on in the background, in its turn: leave `x` and `out` alone until the ranks that were late have come.
+    Ranks need not pass the same. Without a `timeout` the job is ended when the communicator's ``timeout`` is over.
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator, "allreduce", timeout, lambda: iallreduce(x, op, out=out, comm=comm, algorithm=algorithm)
+        )
     if type(op) is str:
         what = ("allreduce", op, algorithm)
         return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
@@ -92,6 +101,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         problem("allreduce", comm, algorithm, nbytes=buffer.array.nbytes, count=work.array.size, reduction=reduction),
         algorithm,
         native=native,
+        block=buffer,
         regions=lambda schedule: vector(schedule, work.array),
         result=target.result,
         flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),

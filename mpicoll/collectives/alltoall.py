@@ -16,6 +16,7 @@ from mpicoll.collectives.arguments import (
     result,
     row_size,
     send_and_recv_counts,
+    within,
 )
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
@@ -36,6 +37,7 @@ def alltoall(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Divide every rank's array along axis 0 into blocks, and send the i-th to rank i.
 
@@ -43,8 +45,17 @@ def alltoall(
     rank j. With ``counts=(send, recv)``, which each rank passes for itself, ``send[i]`` rows go to rank i and
     ``recv[j]`` rows come from rank j; the result then has ``sum(recv)`` rows. Any dtype of fixed size. Returns an array
     of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator,
+            "alltoall",
+            timeout,
+            lambda: ialltoall(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
+        )
     if counts is None:
         what = ("alltoall", algorithm)
         return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
@@ -120,6 +131,9 @@ def prepare(
         ),
         algorithm,
         native=native,
+        block=buffer,
+        counts=() if counts is None else send,
+        arrivals=() if counts is None else recv,
         regions=regions,
         result=arrived.result,
         flat=lambda: Flat(

@@ -13,6 +13,7 @@ from mpicoll.buffers.buffer import Buffer, output, recognise
 from mpicoll.buffers.ops import OpLike, Reduction
 from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.request import Request, seconds
 from mpicoll.engine.select import Problem, choose
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 
@@ -56,6 +57,20 @@ def result(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
         return like.library.empty(like, shape)
     make = output_pair if isinstance(like.library, PairLibrary) else output
     return make(operation, out, like, shape)
+
+
+@names_rank
+def within(comm: Communicator, operation: str, timeout: Any, start: Callable[[], Request]) -> Any:
+    """The result of what `start` starts, if that is complete after `timeout` seconds. Raises ArgumentError before it
+    starts, or Timeout."""
+    bound = seconds(operation, timeout)
+    return start().wait(bound)
+
+
+@names_rank
+def seconds_of(comm: Communicator, operation: str, timeout: Any) -> float:
+    """`timeout` of `operation`. Raises ArgumentError if it is no positive number."""
+    return seconds(operation, timeout)
 
 
 def rank(operation: str, name: str, value: Any, comm: Communicator) -> int:

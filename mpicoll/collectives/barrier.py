@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpicoll.collectives.arguments import names_rank, problem
+from mpicoll.collectives.arguments import names_rank, problem, within
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Flat, Operation, start
 from mpicoll.engine.plan import Plan
@@ -15,9 +15,13 @@ from mpicoll.engine.world import CommLike, resolve
 _NOTHING = np.empty(0, np.uint8)
 
 
-def barrier(*, comm: CommLike = None, algorithm: str | None = None) -> None:
-    """Return when all ranks have called it. Raises AlgorithmError before any message leaves."""
+def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: float | None = None) -> None:
+    """Return when all ranks have called it. Raises AlgorithmError before any message leaves, and Timeout after
+    `timeout` seconds (see :func:`allreduce`)."""
     communicator = resolve(comm)
+    if timeout is not None:
+        within(communicator, "barrier", timeout, lambda: ibarrier(comm=comm, algorithm=algorithm))
+        return
     repeated(communicator, ("barrier", algorithm), _NOTHING, None, lambda own, out: prepare(communicator, algorithm))
 
 

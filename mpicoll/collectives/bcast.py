@@ -6,7 +6,7 @@ from typing import Any
 
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import names_rank, problem, result, template
+from mpicoll.collectives.arguments import names_rank, problem, result, template, within
 from mpicoll.collectives.memory import Source, Target, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Flat, Operation, run, start
@@ -24,14 +24,19 @@ def bcast(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Send rank `root`'s array to all ranks.
 
     Every rank passes `x` of the same shape and dtype; its contents matter on the root only, and elsewhere it may be
     None if `out` is given. Any dtype of fixed size. Returns an array like `x`, on the root too: `out` if given
     (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(communicator, "bcast", timeout, lambda: ibcast(x, root, out=out, comm=comm, algorithm=algorithm))
     if type(root) is int:
         what = ("bcast", root, algorithm)
         return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, root, out, algorithm))
@@ -97,6 +102,7 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         problem("bcast", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, root=root),
         algorithm,
         native=native,
+        block=filled,
         regions=lambda schedule: vector(schedule, target.array),
         result=filled.result,
         flat=flat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from operator import index
 from typing import Any, Literal
@@ -10,8 +11,10 @@ import numpy as np
 
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.dtypes import Array
-from mpicoll.collectives.arguments import names_rank
+from mpicoll.collectives.arguments import names_rank, within
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.record import Call
+from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError, ShapeError
 
@@ -22,6 +25,7 @@ def empty(
     *,
     like: Literal["numpy", "torch"] = "numpy",
     comm: CommLike = None,
+    timeout: float | None = None,
 ) -> Any:
     """An array in memory that all ranks of `comm` reach, if they are on one node; collectives of `comm` on such arrays
     work in them, without copies in between.
@@ -33,16 +37,16 @@ def empty(
 
     The contents are undefined. The memory is private to the user, has no name, and goes with the last array that lies
     in it. Where ranks can't share memory (:func:`mpicoll.explain` says why) the array is an ordinary one. Raises
-    ShapeError or DTypeError for what can't be an array, and CommunicationError on all ranks if the node has not that
-    much shared memory.
+    ShapeError or DTypeError for what can't be an array, CommunicationError on all ranks if the node has not that
+    much shared memory, and Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
-    made: Any = _prepare(communicator, shape, dtype, like)
+    made: Any = _prepare(communicator, shape, dtype, like, timeout)
     return made
 
 
 @names_rank
-def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like: str) -> Any:
+def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like: str, timeout: float | None) -> Any:
     try:
         extents = tuple(index(n) for n in shape) if isinstance(shape, (tuple, list)) else (index(shape),)
     except TypeError:
@@ -52,7 +56,7 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
     if like == "torch":
         from mpicoll.buffers.torch import from_bytes, itemsize_of
 
-        return from_bytes(_memory(comm, prod(extents) * itemsize_of("empty", dtype)), dtype, extents)
+        return from_bytes(_memory(comm, prod(extents) * itemsize_of("empty", dtype), timeout), dtype, extents)
     if like != "numpy":
         raise DTypeError(f"empty: like must be 'numpy' or 'torch', got {like!r}")
     try:
@@ -60,9 +64,17 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
         numpy = dtypes.of_numpy(np.empty(0, dtype).dtype).storage
     except (TypeError, DTypeError) as error:
         raise DTypeError(f"empty: {error}") from None
-    return np.ndarray(extents, numpy, _memory(comm, prod(extents) * numpy.itemsize).data)
+    return np.ndarray(extents, numpy, _memory(comm, prod(extents) * numpy.itemsize, timeout).data)
 
 
-def _memory(comm: Communicator, nbytes: int) -> Array:
-    memory: Array = comm.progress.run(comm.allocate, ("empty of", nbytes, "bytes on", comm), nbytes)
-    return memory
+def _memory(comm: Communicator, nbytes: int, timeout: float | None) -> Array:
+    if timeout is not None:
+        late: Array = within(comm, "empty", timeout, lambda: _start(comm, nbytes))
+        return late
+    allocated: Array = comm.progress.run(comm.allocate, Call("empty"), nbytes)
+    return allocated
+
+
+def _start(comm: Communicator, nbytes: int) -> Request:
+    job = comm.progress.submit(partial(comm.allocate, nbytes), Call("empty"))
+    return Request(job, lambda: job.value)

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.ops import OpLike
-from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
+from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
 from mpicoll.collectives.memory import Work, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, run, start
@@ -26,6 +26,7 @@ def exscan(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Exclusive prefix reduction: rank r gets ``x_0 op ... op x_(r-1)``, elementwise and in this order.
 
@@ -33,8 +34,12 @@ def exscan(
     (minloc, maxloc, functions) it gets None, and `out` stays as it is. Every rank passes `x` of the same shape and
     dtype and the same `op` (see :func:`allreduce`; avg has no meaning here). Returns an array of `x`'s library, shape
     and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(communicator, "exscan", timeout, lambda: iexscan(x, op, out=out, comm=comm, algorithm=algorithm))
     if type(op) is str:
         what = ("exscan", op, algorithm)
         return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
@@ -91,9 +96,11 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         problem("exscan", comm, algorithm, nbytes=buffer.array.nbytes, count=prefix.size, reduction=reduction),
         algorithm,
         native=native,
+        block=buffer,
         regions=lambda schedule: vector(schedule, mine.array, prefix),
         result=lambda: None if nothing else target.result(),
         combine=reduction.combine,
+        reduction=reduction,
         load=mine.load,
         store=store,
     )

@@ -15,6 +15,7 @@ from mpicoll.collectives.arguments import (
     problem,
     result,
     row_size,
+    within,
 )
 from mpicoll.collectives.memory import Blocks, Source, Target
 from mpicoll.engine.communicator import Communicator
@@ -34,6 +35,7 @@ def gather(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Join the blocks of all ranks along axis 0, in the order of ranks; rank `root` gets the whole, the others None.
 
@@ -41,8 +43,17 @@ def gather(
     one row. `counts`, the same on every rank, gives each rank's rows where they differ. Any dtype of fixed size. The
     root gets an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given, which is for the
     root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator,
+            "gather",
+            timeout,
+            lambda: igather(x, root, counts=counts, out=out, comm=comm, algorithm=algorithm),
+        )
     if type(root) is int and counts is None:
         what = ("gather", root, algorithm)
         return repeated(
@@ -113,6 +124,8 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
         problem("gather", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
         algorithm,
         native=native,
+        block=buffer,
+        counts=() if counts is None else rows,
         regions=blocks.regions,
         result=lambda: None if whole is None else whole.result(),
         flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=source.load, store=store),

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import names_rank, operand, problem
+from mpicoll.collectives.arguments import names_rank, operand, problem, within
 from mpicoll.collectives.memory import Work, flat_reduction, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, run, start
@@ -25,13 +25,20 @@ def reduce(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks elementwise; rank `root` gets the result, the others None.
 
     Every rank passes `x` of the same shape and dtype, the same `op` (see :func:`allreduce`) and the same `root`. `out`
     is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator, "reduce", timeout, lambda: ireduce(x, op, root, out=out, comm=comm, algorithm=algorithm)
+        )
     if type(root) is int and type(op) is str:
         what = ("reduce", op, root, algorithm)
         return repeated(
@@ -95,6 +102,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorit
         ),
         algorithm,
         native=native,
+        block=buffer,
         regions=lambda schedule: vector(schedule, work.array),
         result=lambda: None if target is None else target.result(),
         flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),

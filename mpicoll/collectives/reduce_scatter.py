@@ -18,6 +18,7 @@ from mpicoll.collectives.arguments import (
     problem,
     result,
     row_size,
+    within,
 )
 from mpicoll.collectives.memory import Target, Work, flat_reduction
 from mpicoll.engine.communicator import Communicator
@@ -39,6 +40,7 @@ def reduce_scatter(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Reduce the arrays of all ranks elementwise, divide the result along axis 0 into blocks, and give rank i the i-th.
 
@@ -46,8 +48,17 @@ def reduce_scatter(
     function must be elementwise). Blocks are equal unless `counts`, the same on every rank, gives each rank's rows.
     Returns this rank's block, an array of `x`'s library and dtype and of shape ``(rows, ...)``: `out` if given. Raises
     DTypeError, ShapeError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator,
+            "reduce_scatter",
+            timeout,
+            lambda: ireduce_scatter(x, op, counts=counts, out=out, comm=comm, algorithm=algorithm),
+        )
     if type(op) is str and counts is None:
         what = ("reduce_scatter", op, algorithm)
         return repeated(
@@ -142,6 +153,8 @@ def prepare(
         ),
         algorithm,
         native=native,
+        block=buffer,
+        counts=() if counts is None else rows,
         regions=lambda schedule: [Region(work.array, offsets)],
         result=block.result,
         flat=flat,

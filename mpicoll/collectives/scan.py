@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpicoll.buffers.ops import OpLike
-from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result
+from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
 from mpicoll.collectives.memory import Work, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, run, start
@@ -23,14 +23,19 @@ def scan(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Inclusive prefix reduction: rank r gets ``x_0 op x_1 op ... op x_r``, elementwise and in this order.
 
     Every rank passes `x` of the same shape and dtype and the same `op` (see :func:`allreduce`; avg has no meaning
     here). Returns an array of `x`'s library, shape and dtype, `out` if given. Raises DTypeError, ShapeError,
     AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(communicator, "scan", timeout, lambda: iscan(x, op, out=out, comm=comm, algorithm=algorithm))
     if type(op) is str:
         what = ("scan", op, algorithm)
         return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
@@ -78,9 +83,11 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         problem("scan", comm, algorithm, nbytes=buffer.array.nbytes, count=work.array.size, reduction=reduction),
         algorithm,
         native=native,
+        block=buffer,
         regions=lambda schedule: vector(schedule, work.array),
         result=target.result,
         combine=reduction.combine,
+        reduction=reduction,
         load=work.load,
         store=work.store,
     )

@@ -17,6 +17,7 @@ from mpicoll.collectives.arguments import (
     result,
     row_size,
     template,
+    within,
 )
 from mpicoll.collectives.memory import Blocks, Source, Target
 from mpicoll.engine.communicator import Communicator
@@ -36,6 +37,7 @@ def scatter(
     out: Any = None,
     comm: CommLike = None,
     algorithm: str | None = None,
+    timeout: float | None = None,
 ) -> Any:
     """Divide rank `root`'s array along axis 0 into blocks, and give rank i the i-th.
 
@@ -43,8 +45,17 @@ def scatter(
     block, ``(rows, ...)``, whose contents don't matter, or None if `out` is given. Blocks are equal unless `counts`,
     the same on every rank, gives each rank's rows. Any dtype of fixed size. Returns this rank's block, an array like
     `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+
+    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
+    if timeout is not None:
+        return within(
+            communicator,
+            "scatter",
+            timeout,
+            lambda: iscatter(x, root, counts=counts, out=out, comm=comm, algorithm=algorithm),
+        )
     if type(root) is int and counts is None:
         what = ("scatter", root, algorithm)
         return repeated(
@@ -116,6 +127,8 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
         problem("scatter", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
         algorithm,
         native=native,
+        block=block,
+        counts=() if counts is None else rows,
         regions=blocks.regions,
         result=block.result,
         flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=load, store=target.store),

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import nan
+from numbers import Real
 from typing import Any, Protocol
 
-from mpicoll.config import config
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.base import poll
 
 
 class Handle(Protocol):
     """What a request stands for."""
 
+    @property
+    def limit(self) -> float:
+        """Seconds that its communicator gives it."""
+
     def test(self) -> Any:
         """Truthy once it has completed."""
 
-    def wait(self, timeout: float | None) -> Any:
-        """Block until it has completed."""
+    def wait(self, timeout: float | None, bound: float | None = None) -> Any:
+        """Block until it has completed. Raises Timeout after `timeout` seconds; `bound` is what the caller was given,
+        if that is what is left of it."""
+
+
+def seconds(operation: str, timeout: Any, *, positive: bool = True) -> float:
+    """`timeout` of `operation`. Raises ArgumentError if it is no number of seconds, or not a `positive` one."""
+    value = float(timeout) if isinstance(timeout, Real) else nan
+    if not (value > 0 or (value <= 0 and not positive)):
+        what = "a positive number of seconds" if positive else "a number of seconds"
+        raise ArgumentError(f"{operation}: timeout must be {what} or None, got {timeout!r}")
+    return value
 
 
 class Request:
@@ -37,6 +52,11 @@ class Request:
         self._value: Any = None
 
     @property
+    def limit(self) -> float:
+        """Seconds that it may take: its communicator's ``timeout``."""
+        return self._handle.limit
+
+    @property
     def waited(self) -> bool:
         """Whether its result was handed out already."""
         return self._waited
@@ -45,31 +65,41 @@ class Request:
         """Whether it has completed; never blocks. ``wait`` gives the result, and the exception of one that failed."""
         return bool(self._waited or self._handle.test())
 
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None, bound: float | None = None) -> Any:
         """The result. Raises what the operation raised, or Timeout after `timeout` seconds, when it is still pending.
 
-        Without `timeout` the bound is ``MPICOLL_TIMEOUT``, past which the job is ended. Without MPI_THREAD_MULTIPLE a
-        collective runs in this call, which may then take longer than `timeout`. May be called again.
+        From half a second on, a Timeout says which ranks are missing and where they are; to ask them takes
+        milliseconds, or up to 4 s if one can't answer. Whatever `timeout` is, no operation may take longer than its
+        communicator's ``timeout``, past which the job is ended. Without MPI_THREAD_MULTIPLE a collective runs in this
+        call, which may then take longer than `timeout`. May be called again. Raises ArgumentError for a `timeout` that
+        is no number. A Timeout speaks of `bound` seconds, if `timeout` is what is left of them.
         """
         if not self._waited:
-            self._handle.wait(timeout)
+            self._handle.wait(None if timeout is None else seconds("wait", timeout, positive=False), bound)
             self._value = self._finish()
             self._waited = True
         return self._value
 
 
 def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[Any]:
-    """The results of all `requests`, in their order. Raises the first exception, or Timeout after `timeout` seconds."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    return [one.wait(None if deadline is None else max(0.0, deadline - time.monotonic())) for one in requests]
+    """The results of all `requests`, in their order. Raises the first exception, or, after `timeout` seconds, Timeout
+    that names the first that is still pending (see :meth:`Request.wait`)."""
+    if timeout is None:
+        return [one.wait() for one in requests]
+    timeout = seconds("waitall", timeout, positive=False)
+    deadline = time.monotonic() + timeout
+    return [one.wait(max(0.0, deadline - time.monotonic()), timeout) for one in requests]
 
 
 def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[int, Any]:
     """The index and the result of one of `requests` that has completed, waiting for it if need be.
 
     Requests that were waited for already are passed over, as MPI does. Raises ArgumentError if none is left, the
-    operation's exception, or Timeout after `timeout` seconds (MPICOLL_TIMEOUT if that is None).
+    operation's exception, or Timeout after `timeout` seconds (if that is None, after the least ``timeout`` of their
+    communicators).
     """
+    if timeout is not None:
+        timeout = seconds("waitany", timeout, positive=False)
     active = [(index, one) for index, one in enumerate(requests) if not one.waited]
     if not active:
         raise ArgumentError(f"waitany: none of the {len(requests)} requests is pending")
@@ -80,7 +110,15 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
     def first_complete() -> tuple[int, Request] | None:
         return next(((index, one) for index, one in active if one.test()), None)
 
-    bound = config().timeout if timeout is None else timeout
-    found = poll(first_complete, bound, f"waitany on {len(active)} requests")
+    bound = min(one.limit for _, one in active) if timeout is None else timeout
+    try:
+        found = poll(first_complete, bound, f"waitany on {len(active)} requests")
+    except Timeout as error:
+        # One of them says more about itself, and asks the others; unless it has completed by now.
+        index, first = active[0]
+        try:
+            return index, first.wait(0.0, bound)
+        except Timeout as more:
+            raise Timeout(f"{error}; the first of them: {more}") from None
     assert found is not None
-    return found[0], found[1].wait(None)
+    return found[0], found[1].wait()

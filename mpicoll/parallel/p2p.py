@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from mpicoll.collectives.allgather import allgather
-from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.poller import poller
 from mpicoll.engine.request import Request
@@ -71,7 +70,7 @@ class PipeP2P:
 
     `group` is a grid, whose "pipe" axis it takes, or anything that :func:`mpicoll.parallel.groups.communicator` takes.
     Making one is collective over it, as is :meth:`close`. No operation waits longer than `timeout` seconds (by default
-    MPICOLL_TIMEOUT) unless it is given another bound. With `send_recv` False each value goes by broadcasts among the
+    the communicator's) unless it is given another bound. With `send_recv` False each value goes by broadcasts among the
     two stages, for libraries that have no better; then only adjacent stages reach each other (the last one and the
     first are adjacent). With `background` a thread keeps pending operations moving while the program computes.
 
@@ -92,7 +91,7 @@ class PipeP2P:
         comm.check()
         self.stage = comm.rank
         self.stages = comm.size
-        self.timeout = config().timeout if timeout is None else timeout
+        self.timeout = comm.timeout if timeout is None else timeout
         self._background = background
         if background and not comm.transport.background:
             raise CommunicatorError(
@@ -393,16 +392,23 @@ class PipeP2P:
             if one.ended() and (one.error is None or one.told):
                 del self._pending[one]
 
-    def _wait_for(self, operation: Operation, timeout: float | None) -> None:
-        """For its request."""
+    def _wait_for(self, operation: Operation, timeout: float | None, given: float | None) -> None:
+        """For its request. `timeout` may be what is left of the bound that was `given`."""
         try:
-            self._complete([operation], timeout, give_up=False)
+            self._complete([operation], timeout, give_up=False, given=given)
         finally:
             with self._lock:
                 if operation.ended():
                     self._pending.pop(operation, None)
 
-    def _complete(self, operations: Sequence[Operation], timeout: float | None, *, give_up: bool = True) -> None:
+    def _complete(
+        self,
+        operations: Sequence[Operation],
+        timeout: float | None,
+        *,
+        give_up: bool = True,
+        given: float | None = None,
+    ) -> None:
         """Wait until all have ended, then raise the first error. Past the bound, receives are withdrawn if `give_up`,
         else all stay pending."""
         with self._lock:
@@ -416,7 +422,7 @@ class PipeP2P:
                 failed.told = True
                 raise failed.error
             if not in_time:
-                raise Timeout(self._overdue(left[0], bound, give_up=give_up))
+                raise Timeout(self._overdue(left[0], bound if given is None else given, give_up=give_up))
         finally:
             if give_up and left:
                 with self._lock:
@@ -501,8 +507,12 @@ class _Handle:
     def test(self) -> bool:
         return self._p2p._test(self._operation)  # noqa: SLF001  it is a part of it
 
-    def wait(self, timeout: float | None) -> None:
-        self._p2p._wait_for(self._operation, timeout)  # noqa: SLF001
+    @property
+    def limit(self) -> float:
+        return self._p2p.timeout
+
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
+        self._p2p._wait_for(self._operation, timeout, bound)  # noqa: SLF001
 
 
 def _all_ended(operations: list[Operation]) -> bool:

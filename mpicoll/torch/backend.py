@@ -30,9 +30,10 @@ from torch.distributed.distributed_c10d import (
 from mpicoll.collectives import p2p
 from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.operation import Task
+from mpicoll.engine.watch import FULL_FROM
 from mpicoll.errors import ArgumentError, ShapeError
 from mpicoll.torch import jobs, monitor, sparse
-from mpicoll.torch.jobs import Body
 from mpicoll.torch.lanes import Lanes, here
 from mpicoll.torch.quick import Quick
 from mpicoll.torch.tensors import check_plain, flat_input, in_place
@@ -40,15 +41,12 @@ from mpicoll.torch.work import Received, Together, Work, transfer
 
 T = TypeVar("T")
 
-Make: TypeAlias = "Callable[[Communicator], Body]"
+Make: TypeAlias = "Callable[[Communicator], Task]"
 """What checks the arguments of a collective, and makes of them what carries it out on a communicator."""
 
 NAME = "mpicoll"
 
 _log = logging.getLogger("mpicoll")
-
-_OURS = timedelta(seconds=config().timeout)
-"""The bound of everything that waits, past which the job is ended."""
 
 _UNSET = timedelta(0)
 """torch's options hold a negative timeout where none was given."""
@@ -60,6 +58,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     Collectives run in the order of their calls, blocking ones and asynchronous ones in one queue for each group. The
     tensors of an asynchronous operation must not be changed before its Work has completed; its memory is kept until
     then, even if the Work is dropped.
+
+    `timeout` is for everything that waits, and so is that of the communicator from now on: the job is ended, with a
+    report, when an operation has taken longer, whether somebody waits for it or not. torch's default (30 minutes) means
+    MPICOLL_TIMEOUT.
     """
 
     # Where c10d asks for the backend of a device it gets the group itself, and looks at these.
@@ -72,7 +74,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         self.comm = comm
         self._quick: Quick | None = Quick(comm)
         self._store = store
-        self._timeout = timeout
+        comm.timeout = _seconds(timeout)
         self._group_name = self._group_desc = ""
         self._lanes = Lanes(comm, "")
         self._together: list[Work] | None = None
@@ -88,6 +90,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
+        self.comm.progress.group.name = f"torch's group {name}"
         # torch names a group right after it was made, before anything can be started on it.
         self._lanes = Lanes(self.comm, name)
 
@@ -110,10 +113,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        return torch._C._distributed_c10d.Backend.Options(NAME, self._timeout)
+        return torch._C._distributed_c10d.Backend.Options(NAME, timedelta(seconds=self.comm.timeout))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        """How long operations may take from now on, those under way as well."""
+        for comm in self._lanes.communicators():
+            comm.timeout = _seconds(timeout)
 
     _set_default_timeout = set_timeout
 
@@ -128,7 +133,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         If something is still pending after the group's timeout, other ranks have not joined it; the communicator is
         left alone then, since MPI is inside it."""
         self._quick = None
-        if self._lanes.drain(self._timeout.total_seconds()):
+        if self._lanes.drain(self.comm.timeout):
             self._lanes.free()
         else:
             _log.warning("%r is given up with an operation that the other ranks have not joined", self)
@@ -152,7 +157,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         if comm is None:
             return None
         store = dist.PrefixStore(f"split/{group_name}/", self._store)
-        part = ProcessGroupMpicoll(comm, store, timeout or self._timeout)
+        part = ProcessGroupMpicoll(comm, store, timeout or timedelta(seconds=self.comm.timeout))
         part.setGroupName(group_name or f"{self._group_name}:split")
         part.setGroupDesc(group_desc or f"{self._group_desc}:split")
         return part
@@ -184,7 +189,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work | None:
         opts = opts or AllreduceCoalescedOptions()
 
-        def make(comm: Communicator) -> Body:
+        def make(comm: Communicator) -> Task:
             return jobs.in_order([jobs.all_reduce(comm, one, opts.reduceOp) for one in tensors])
 
         return self._do("all_reduce_coalesced", opts, make, tensors)
@@ -223,7 +228,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
                 f" {len(inputs)} tensors like the inputs, got lists of {[len(one) for one in outputs]}"
             )
 
-        def make(comm: Communicator) -> Body:
+        def make(comm: Communicator) -> Task:
             return jobs.in_order(
                 [jobs.all_gather(comm, [of[j] for of in outputs], one) for j, one in enumerate(inputs)]
             )
@@ -241,7 +246,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         opts = _options(AllgatherOptions, opts)
         _pairs("all_gather_single_coalesced", outputs, inputs)
 
-        def make(comm: Communicator) -> Body:
+        def make(comm: Communicator) -> Task:
             return jobs.in_order([jobs.all_gather_single(comm, *pair) for pair in zip(outputs, inputs, strict=True)])
 
         return self._do("all_gather_single_coalesced", opts, make, outputs)
@@ -291,7 +296,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         _pairs("reduce_scatter_single_coalesced", outputs, inputs)
         op = opts.reduceOp
 
-        def make(comm: Communicator) -> Body:
+        def make(comm: Communicator) -> Task:
             return jobs.in_order(
                 [jobs.reduce_scatter_single(comm, *pair, op) for pair in zip(outputs, inputs, strict=True)]
             )
@@ -324,11 +329,15 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        """With a `timeout`, raise Timeout when that is over; the barrier is then still pending."""
         opts = _options(BarrierOptions, opts, timeout)
-        bound = opts.timeout if opts.timeout > _UNSET else self._timeout
-        if bound < _OURS and not opts.asyncOp:
+        if opts.timeout > _UNSET:
             # A call that blocks inside MPI can't be left any more, so that one runs in the background.
-            self._start("barrier", jobs.barrier, []).wait(bound)
+            work = self._start("barrier", jobs.barrier, [])
+            work.bound = opts.timeout.total_seconds()
+            if opts.asyncOp:
+                return work
+            work.wait()
             return None
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.barrier():
@@ -339,8 +348,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         """Wait for all ranks; rank 0 says which have not come within `timeout`. See ``monitor.barrier``."""
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}/", self._store)
-        bound = self._timeout if timeout is None else timeout
-        monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks)
+        bound = timedelta(seconds=self.comm.timeout if timeout is None else _seconds(timeout))
+        watch = self.comm.watch
+        ask = watch.inquire if watch is not None and bound.total_seconds() >= FULL_FROM else None
+        monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
 
     # Older names, which torch still uses in places.
 
@@ -396,24 +407,31 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             return self._start(name, make, outputs)
         comm = self._lanes.current().comm
         comm.check()
-        body, what = make(comm), (name, "on", self)
+        body = make(comm)
+        body.call.name = name
         if profiler._is_profiler_enabled:
             with profiler.record_function(f"{NAME}:{name}"):
-                comm.progress.run(body, what)
+                comm.progress.run(body, body.call)
         else:
-            comm.progress.run(body, what)
+            comm.progress.run(body, body.call)
         return None
 
     def _start(self, name: str, make: Make, outputs: list[torch.Tensor]) -> Work:
         lane = self._lanes.current()
         lane.comm.check()
         body = make(lane.comm)
+        body.call.name = name
         with _recorded(name):
-            job = lane.comm.progress.submit(body, (name, "on", self))
+            job = lane.comm.progress.submit(body, body.call)
         return self._collect(Work(job, outputs, lane.callbacks.call))
 
     def __repr__(self) -> str:
         return f"<ProcessGroupMpicoll {self._group_name}: rank {self.comm.rank} of {self.comm.size}>"
+
+
+def _seconds(timeout: timedelta) -> float:
+    """What torch calls a timeout. Where a program gives none, that is torch's default."""
+    return config().timeout if timeout == dist.default_pg_timeout else timeout.total_seconds()
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:

@@ -52,6 +52,15 @@ def monitored_barrier(original: Original, group: Any = None, timeout: Any = None
     found.monitored_barrier(timeout, wait_all_ranks)
 
 
+def _set_pg_timeout(original: Original, timeout: timedelta, group: Any = None) -> None:
+    """c10d's own takes gloo's and nccl's groups only."""
+    found = c10d._get_default_group() if group is None else group
+    if isinstance(found, ProcessGroupMpicoll):
+        found.set_timeout(timeout)
+    else:
+        original(timeout, group)
+
+
 def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     """c10d's own wants a GPU."""
     call = inspect.signature(original).bind(*args, **kwargs)

@@ -125,6 +125,10 @@ class Lanes:
                 return False
             time.sleep(1e-3)
 
+    def communicators(self) -> list[Communicator]:
+        """Those of all lanes."""
+        return [lane.comm for lane in list(self._lanes.values())]
+
     def abandon(self) -> None:
         """Fail what is queued and does not run yet."""
         for lane in list(self._lanes.values()):

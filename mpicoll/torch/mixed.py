@@ -118,6 +118,13 @@ class MixedProcessGroup(ProcessGroupMpicoll):
         serving = self._serving(device, "_end_coalescing")
         return super()._end_coalescing(device) if serving is None else serving()
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        for other in self._others.values():
+            other._set_default_timeout(timeout)
+        super().set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
     def shutdown(self) -> None:
         for other in self._others.values():
             other.shutdown()

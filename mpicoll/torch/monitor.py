@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,17 +14,27 @@ _GRACE = timedelta(seconds=10)
 """How much longer than rank 0 the others wait, so that they hear from it who was missing."""
 
 
-def barrier(store: dist.Store, rank: int, size: int, timeout: timedelta, wait_all_ranks: bool) -> None:
+def barrier(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    wait_all_ranks: bool,
+    ask: Callable[[str], str] | None = None,
+) -> None:
     """Return when all ranks have called it.
 
     If some have not within `timeout`, rank 0 raises Timeout that names the first one, or, with `wait_all_ranks`, all
-    of them; the other ranks raise the same. `store` must be new for each barrier, and the same on all ranks.
+    of them, and what `ask` finds out about them; the other ranks raise the same without that. `store` must be new for
+    each barrier, and the same on all ranks.
     """
     if rank == 0:
         verdict = _collect(store, size, timeout, wait_all_ranks)
         store.set("verdict", verdict)
         if verdict:
-            raise Timeout(f"monitored_barrier: [Rank 0]: {verdict}")
+            verdict = f"monitored_barrier: [Rank 0]: {verdict}"
+            words = ask(verdict) if ask is not None else ""
+            raise Timeout(f"{verdict}\n{words}" if words else verdict)
         return
     store.set(f"here/{rank}", "")
     try:

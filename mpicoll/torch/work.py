@@ -80,12 +80,32 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
             if error is None:
                 self.set_result(value)
             elif isinstance(error, Exception):
-                self.set_exception(error)
+                self._fail(error)
             else:
                 # torch takes no other kind. An interrupt has reached the thread for which it was meant already.
-                self.set_exception(CommunicationError(f"the operation was cut short by {error!r}"))
+                self._fail(CommunicationError(f"the operation was cut short by {error!r}"))
         finally:
             self._ended.set()
+
+    def _fail(self, error: Exception) -> None:
+        # set_exception would hand out the error as the value, in which DistributedDataParallel looks for tensors, finds
+        # none, and crashes.
+        self._set_unwrap_func(_raise)
+        self.set_result(_Failure(error))
+
+
+class _Failure:
+    """A future's value that is an error: whoever looks for tensors in it, which torch does by pickling, gets that."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.error
+
+
+def _raise(failure: _Failure) -> None:
+    raise failure.error
 
 
 class Handle(Protocol):
@@ -94,16 +114,17 @@ class Handle(Protocol):
     def test(self) -> Any:
         """Whether it has completed."""
 
-    def wait(self, timeout: float | None) -> Any:
-        """Return when it has; raises what went wrong, or Timeout."""
+    def wait(self, timeout: float | None, bound: float | None = None) -> Any:
+        """Return when it has; raises what went wrong, or Timeout. `bound` is what the caller was given, if `timeout` is
+        what is left of it."""
 
 
 class Work(dist.Work):
     """An operation under way, and the tensors that it fills.
 
-    ``wait(timeout)`` (a timedelta; None and zero mean MPICOLL_TIMEOUT) returns True when the operation has completed,
-    raises what went wrong, or Timeout, after which it is still pending. A Work that is dropped does not stop its
-    operation.
+    ``wait(timeout)`` (a timedelta; None and zero mean the group's, past which the job is ended) returns True when the
+    operation has completed, raises what went wrong, or Timeout, after which it is still pending. A Work that is dropped
+    does not stop its operation. ``bound`` is the timeout in seconds of a wait that is given none.
     """
 
     def __init__(
@@ -120,11 +141,12 @@ class Work(dist.Work):
         self._source = source
         self._future: _Future | None = None
         self._error: BaseException | None = None
+        self.bound: float | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        bound = timeout.total_seconds() if timeout else 0.0
+        seconds = timeout.total_seconds() if timeout else 0.0
         try:
-            self.handle.wait(bound if bound > 0 else None)
+            self.handle.wait(seconds if seconds > 0 else self.bound)
         except BaseException as error:
             if self.handle.test():
                 self._error = error
@@ -193,10 +215,14 @@ class Together:
     def test(self) -> bool:
         return all(one.test() for one in self._handles)
 
-    def wait(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
+        if timeout is None:
+            for one in self._handles:
+                one.wait(None)
+            return
+        deadline = time.monotonic() + timeout
         for one in self._handles:
-            one.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            one.wait(max(0.0, deadline - time.monotonic()), timeout if bound is None else bound)
 
 
 class Received:
@@ -220,14 +246,14 @@ class Received:
                 self._lock.release()
         return self._ended
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
         with self._lock:
-            self._finish(timeout)
+            self._finish(timeout, bound)
             self._ended = True
 
-    def _finish(self, timeout: float | None) -> None:
+    def _finish(self, timeout: float | None, bound: float | None = None) -> None:
         """Wait for it and move what came, once; of a receive that failed, say so each time."""
-        self._request.wait(timeout)
+        self._request.wait(timeout, bound)
         restore, self._restore = self._restore, None
         if restore is not None:
             restore()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,15 @@ class Handle:
         self.done = done
         self.error = error
         self.waits: list[float | None] = []
+        self.bounds: list[float | None] = []
+        self.limit = 0.1
 
     def test(self) -> bool:
         return self.done
 
-    def wait(self, timeout: float | None) -> None:
+    def wait(self, timeout: float | None, bound: float | None = None) -> None:
         self.waits.append(timeout)
+        self.bounds.append(bound)
         if not self.done:
             raise mpicoll.Timeout("not yet")
         if self.error is not None:
@@ -90,6 +95,7 @@ def test_waitall_shares_the_time() -> None:
     waits = [handle.waits[0] for handle in handles]
     assert all(0 < wait <= 30 for wait in waits if wait is not None)
     assert waits == sorted(waits, reverse=True)  # type: ignore[type-var]
+    assert [handle.bounds for handle in handles] == [[30]] * 3
     last = Handle()
     mpicoll.waitall([request(), Request(last, lambda: None)], timeout=-1)
     assert last.waits == [0.0]
@@ -128,9 +134,18 @@ def test_waitany_raises_what_the_operation_raised() -> None:
 
 def test_waitany_timeout() -> None:
     begin = time.monotonic()
-    with pytest.raises(mpicoll.Timeout, match=r"waitany on 2 requests: not complete within 0\.1 s"):
-        mpicoll.waitany([request(done=False), request(done=False)], timeout=0.1)
-    assert 0.1 <= time.monotonic() - begin < 1.1
+    words = r"^waitany on 2 requests: not complete within 0\.1 s; the first of them: not yet$"
+    for timeout in (0.1, None):  # without one, what their communicator gives them
+        with pytest.raises(mpicoll.Timeout, match=words):
+            mpicoll.waitany([request(done=False), request(done=False)], timeout=timeout)
+    assert 0.2 <= time.monotonic() - begin < 2.2
+
+
+@pytest.mark.parametrize("wrong", ["1", timedelta(seconds=1), float("nan")])
+def test_a_timeout_that_is_none(wrong: Any) -> None:
+    for wait in (request().wait, partial(mpicoll.waitall, [request()]), partial(mpicoll.waitany, [request()])):
+        with pytest.raises(mpicoll.ArgumentError, match="timeout must be a number of seconds or None, got"):
+            wait(timeout=wrong)
 
 
 def test_waitany_mixes_kinds(ranks: Ranks) -> None:

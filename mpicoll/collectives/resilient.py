@@ -1,0 +1,144 @@
+"""resilient: a loop that goes on when ranks die."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpicoll.collectives.allgather import allgather
+from mpicoll.collectives.bcast import bcast
+from mpicoll.engine import survive
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import CommLike, resolve
+from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed
+
+S = TypeVar("S")
+
+_log = logging.getLogger("mpicoll")
+
+
+def resilient(
+    step: Callable[[S, int, Any], S | None],
+    state: S,
+    steps: int,
+    *,
+    comm: CommLike = None,
+    every: int = 1,
+    setup: Callable[[Communicator], Any] | None = None,
+) -> S:
+    """Run ``state = step(state, number, comm)`` for each number from 0 to `steps` - 1, on whoever lives.
+
+    When a rank dies, which takes a job that survives it (``mpirun --with-ft ulfm`` of Open MPI 5), the others drop what
+    they have begun, :meth:`~mpicoll.Communicator.shrink` the communicator, agree on the last step that one of them has
+    completed, get the state of that moment from there, and go on with the next. So each step counts once, whoever dies
+    and whenever, as long as a rank is left; no file is needed. Elsewhere it is a plain loop.
+
+    `state` must be the same on all ranks, before and after each step: numpy arrays, numbers, torch tensors, modules and
+    optimizers (what has ``state_dict`` and ``load_state_dict``), anything that can be pickled, and dicts, lists and
+    tuples of these. `step` may change it in place and return None, or return another. It is put back in place where it
+    can be. What differs from rank to rank, such as which data is a rank's own, `step` must work out anew each time from
+    ``number``, ``comm.rank`` and ``comm.size``, as these change; randomness from ``number``. What it has done outside
+    of `state` (printed, written) happens again with a step that is repeated.
+
+    `setup`, if given, is called as ``setup(comm)`` at first and after each death. What it returns is passed to `step`
+    in the place of `comm`: it makes what hangs on the communicator, such as groups of it. `every` is how many steps lie
+    between two copies of the state, which is what survivors fall back to: more of them copy less often, and repeat
+    more. All ranks call this alike. If `comm` is the default, :func:`mpicoll.world` is the survivors' afterwards.
+
+    Returns the state after the last step. Exceptions other than RankFailed are raised, unless a rank has just died,
+    which may show in any way. Raises ArgumentError for `steps` or `every` out of range.
+
+    Costs a copy of the state for each `every` steps, in memory and time, and one agreement at the end; after a death
+    some milliseconds, and a broadcast of the state.
+    """
+    if steps < 0 or every < 1:
+        raise ArgumentError(f"resilient: steps must be at least 0 and every at least 1, got {steps} and {every}")
+    last: S = _Loop(step, state, steps, resolve(comm), every, setup).run()
+    return last
+
+
+class _Loop:
+    def __init__(
+        self,
+        step: Callable[[Any, int, Any], Any],
+        state: Any,
+        steps: int,
+        comm: Communicator,
+        every: int,
+        setup: Callable[[Communicator], Any] | None,
+    ) -> None:
+        self._step = step
+        self._state = state
+        self._steps = steps
+        self._comm = comm
+        self._every = every
+        self._setup = setup
+        self._kept = 0, survive.taken(state)
+        self._members = comm.members
+
+    def run(self) -> Any:
+        recovering = False
+        while True:
+            # Nobody leaves before all have completed: who has may be the only one to have the last step.
+            finished = self._attempt(recovering=recovering)
+            if self._comm.agree(finished):
+                return self._state
+            self._comm = self._comm.shrink()
+            recovering = True
+
+    def _attempt(self, *, recovering: bool) -> bool:
+        """Whether all steps were carried out; otherwise a rank has died."""
+        try:
+            if recovering:
+                self._recover()
+            self._go_on()
+        except Exception as error:
+            if not self._because_of_a_death(error):
+                raise
+            # Its frames hold on to what is to be made anew.
+            traceback.clear_frames(error.__traceback__)
+            return False
+        return True
+
+    def _because_of_a_death(self, error: BaseException) -> bool:
+        if isinstance(error, RankFailed):
+            return True
+        try:
+            return self._comm.failed()
+        except CommunicatorError:  # it was freed: the mistake is another one
+            return False
+
+    def _recover(self) -> None:
+        comm = self._comm
+        done = allgather(np.array([self._kept[0]]), comm=comm).reshape(-1)
+        source = int(done.argmax())
+        own = survive.packed(self._kept[1]) if comm.rank == source else np.empty(0, np.uint8)
+        size = int(bcast(np.array(own.size), root=source, comm=comm))
+        data = bcast(own if comm.rank == source else np.empty(size, np.uint8), root=source, comm=comm)
+        if comm.rank != source:
+            self._kept = int(done[source]), survive.unpacked(data)
+        if comm.rank == 0:
+            gone = sorted(set(self._members) - set(comm.members))
+            _log.warning(
+                "rank %s of the job has died; %d ranks go on with step %d",
+                ", ".join(map(str, gone)),
+                comm.size,
+                self._kept[0],
+            )
+        self._members = comm.members
+        self._state = survive.put_back(self._kept[1], self._state)
+
+    def _go_on(self) -> None:
+        number = self._kept[0]
+        context = self._comm if self._setup is None else self._setup(self._comm)
+        while number < self._steps:
+            returned = self._step(self._state, number, context)
+            if returned is not None:
+                self._state = returned
+            number += 1
+            if number % self._every == 0 or number == self._steps:
+                self._kept = number, survive.taken(self._state)
