@@ -1,6 +1,8 @@
 """Run a program on several hosts that this machine plays: network namespaces behind a bridge. Needs root and iproute2.
 
     python ci/hosts.py --rate 1gbit 2 4 python program.py     2 hosts, 4 ranks on each, links of 1 Gbit/s
+    python ci/hosts.py --cut 1 cut --heal back 2 2 python program.py
+                                    host 1 loses its link when the file `cut` appears, and has it again with `back`
 
 Each host has its own name, address and /dev/shm; mpirun (Open MPI 5) reaches them without ssh. All of it lives in
 namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. The exit status is
@@ -15,6 +17,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 _INSIDE = "MPICOLL_HOSTS_INSIDE"
@@ -32,9 +36,13 @@ exec sleep infinity
 
 _AGENT = """\
 #!/bin/sh
-pid=$(cat {folder}/$1)
+host=$1
 shift
-exec nsenter --target "$pid" --net --uts --mount --wd="$PWD" sh -c "$*"
+nsenter --target "$(cat {folder}/$host)" --net --uts --mount --wd="$PWD" sh -c "$*"
+status=$?
+# As with ssh, nobody hears what becomes of a host that is cut off.
+while [ -e {folder}/$host.lost ]; do sleep 0.1; done
+exit $status
 """
 
 
@@ -43,6 +51,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("hosts", type=int)
     parser.add_argument("ranks", type=int, help="on each host")
     parser.add_argument("--rate", help="of each host's link, such as 1gbit; as fast as it goes if left out")
+    parser.add_argument("--cut", nargs=2, metavar=("HOST", "FILE"), help="take this host's link away when FILE appears")
+    parser.add_argument("--heal", metavar="FILE", help="and give it back when this one does")
     parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun, in one word")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
@@ -75,6 +85,22 @@ def _make_host(number: int, folder: Path, rate: str | None) -> int:
     return holder.pid
 
 
+def _cut(folder: Path, host: str, cut: Path, heal: Path | None) -> None:
+    lost = folder / f"h{host}.lost"
+    _wait_for(cut)
+    lost.touch()
+    _ip("link", "set", f"port{host}", "down")
+    if heal is not None:
+        _wait_for(heal)
+        _ip("link", "set", f"port{host}", "up")
+        lost.unlink()
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.02)
+
+
 def _run(arguments: argparse.Namespace, folder: Path) -> int:
     hosts = [f"h{number}" for number in range(arguments.hosts)]
     lines = ["127.0.0.1 localhost", *(f"10.78.0.{number + 1} {name}" for number, name in enumerate(hosts))]
@@ -83,6 +109,10 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     _ip("link", "add", "name", "switch", "type", "bridge")
     _ip("link", "set", "switch", "up")
     first, *_ = [_make_host(number, folder, arguments.rate) for number in range(arguments.hosts)]
+    if arguments.cut is not None:
+        host, file = arguments.cut
+        heal = None if arguments.heal is None else Path(arguments.heal)
+        threading.Thread(target=_cut, args=(folder, host, Path(file), heal), daemon=True).start()
     agent = folder / "agent"
     agent.write_text(_AGENT.format(folder=folder))
     agent.chmod(0o755)

@@ -281,13 +281,13 @@ def exercise(collective: str, row: dict[str, Any], comms: Comms) -> None:
         return
     call = Call(collective, row, comm.rank, comm.size)
     try:
-        _Exercise(call, comm).run()
+        Exercise(call, comm).run()
     except Exception as error:
         # with add_note this would be lost among the ranks' messages
         raise AssertionError(f"{collective} {row} on rank {comm.rank} of {comm.size}: {error!r}") from error
 
 
-class _Exercise:
+class Exercise:
     def __init__(self, call: Call, comm: mpicoll.Communicator) -> None:
         self.call = call
         self.row = call.row

@@ -402,3 +402,37 @@ def test_threads_complete_their_own_requests() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_blocks_of_two_ranks(end: Any) -> None:
+    """mpi4py takes a pair that is no list for counts and displacements."""
+    needs_peers()
+    part = end.split(0 if end.rank < 2 else None, end.rank)
+    if part is None:
+        return
+    counts, whole = (2, 1), np.array([5.0, 6.0, 7.0])
+    mine = whole[:2] if part.rank == 0 else whole[2:]
+    everything, own = np.zeros(3), np.zeros(counts[part.rank])
+    part.native.allgather(mine, everything, counts)
+    np.testing.assert_array_equal(everything, whole)
+    everything[...] = 0
+    part.native.gather(mine, everything if part.rank == 1 else None, counts, 1)
+    np.testing.assert_array_equal(everything, whole if part.rank == 1 else 0)
+    part.native.scatter(whole if part.rank == 0 else None, own, counts, 0)
+    np.testing.assert_array_equal(own, mine)
+    part.free()
+
+
+def test_messages_move_while_their_rank_waits_in_shared_memory(end: Any) -> None:
+    """The other one comes to the collective when it has the message, whose sender waits there already."""
+    world = mpicoll.world()
+    if world.size < 2 or world.unshared is not None:
+        pytest.skip("needs two ranks that share memory")
+    large, x = np.ones(1 << 20), np.ones(4096)
+    if world.rank == 0:
+        mpicoll.isend(large, 1).wait()
+    if world.rank == 1:
+        request = mpicoll.irecv(large, 0)
+    assert mpicoll.allreduce(x, algorithm="pieces")[0] == world.size
+    if world.rank == 1:
+        assert request.wait().sum() == large.size

@@ -1,0 +1,71 @@
+"""The matrix of deaths: one rank of a job dies, by every kind of death at every moment; do the others end as they must?
+
+    python ci/deaths.py                              all cases, one after the other: some 500 jobs
+    python ci/deaths.py --only "KILL|TERM" --only "native.*/3"     those whose names match all of these
+    python ci/deaths.py --list
+
+A case is named by the kind of death, the moment, the victim and the number of ranks, such as `KILL in-shared 2/3`. Of
+each job is asked that it is over within 10 s of the death, with an exit status other than 0; that mpicoll's first line
+says which rank died of what; and that no process and no file of it is left. What Open MPI itself leaves is counted
+apart. The exit status is 1 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import dying
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="may be given several times")
+    parser.add_argument("--list", action="store_true", help="name the cases instead of running them")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in the jobs")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = _arguments()
+    cases = [case for case in dying.matrix() if all(re.search(one, str(case)) for one in arguments.only)]
+    if not cases:
+        raise SystemExit("no case has such a name; see --list")
+    if arguments.list:
+        print(*cases, sep="\n")
+        return
+    variables = dict(one.split("=", 1) for one in arguments.env)
+    outcomes = []
+    print(f"{'case':30} {'outcome':7} {'status':>6} {'end':>6} {'gone':>6}  first line")
+    for case in cases:
+        outcome = dying.run(case, **variables)
+        outcomes.append(outcome)
+        verdict = "FAILED" if outcome.problems else "ok"
+        print(
+            f"{case!s:30} {verdict:7} {outcome.status:6} {outcome.seconds:5.2f}s {outcome.gone:5.2f}s"
+            f"  {outcome.line or '-'}",
+            flush=True,
+        )
+        for problem in outcome.problems:
+            print(f"    {problem}")
+        if outcome.problems:
+            for name, text in (("stdout", outcome.out), ("stderr", outcome.err)):
+                print("\n".join(f"    {name}| {line}" for line in text.splitlines()), flush=True)
+    failed = [outcome for outcome in outcomes if outcome.problems]
+    longest = max(outcome.gone for outcome in outcomes)
+    print(f"\n{len(outcomes)} cases, {len(failed)} failed; the last process gone after at most {longest:.2f} s")
+    for problem, count in Counter(problem for outcome in failed for problem in outcome.problems).most_common():
+        print(f"{count:4} {problem}")
+    left = [outcome for outcome in outcomes if outcome.left]
+    if left:
+        print(f"Open MPI left files behind in {len(left)} cases, such as {left[0].left[0]} ({left[0].case})")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

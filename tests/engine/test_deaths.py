@@ -1,0 +1,40 @@
+"""One rank dies: the others end soon, the first line says of what, and nothing is left. All cases: ci/deaths.py."""
+
+from __future__ import annotations
+
+import dying
+import pytest
+
+CASES = [
+    dying.Case("KILL", "import", 3, 1),
+    dying.Case("KILL", "before", 3, 0),
+    dying.Case("exception", "native", 3, 1),
+    dying.Case("exit3", "schedule", 3, 2),
+    dying.Case("_exit3", "shared", 3, 0),
+    dying.Case("_exit0", "background", 3, 1),
+    dying.Case("TERM", "p2p", 4, 3),
+    dying.Case("SEGV", "in native", 3, 0),
+    dying.Case("TERM", "in schedule", 3, 2),
+    dying.Case("KILL", "in shared", 4, 2),
+    dying.Case("ABRT", "in background", 3, 2),
+    dying.Case("KILL", "in p2p", 4, 0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_death(case: dying.Case) -> None:
+    outcome = dying.run(case)
+    assert not outcome.problems, f"{outcome.problems}\nstdout:\n{outcome.out}\nstderr:\n{outcome.err}"
+
+
+def test_the_matrix_has_each_kind_at_each_moment() -> None:
+    cases = list(dying.matrix())
+    assert set(CASES) <= set(cases)
+    assert len(cases) == len(set(cases))
+    met = {(case.kind, case.moment) for case in cases}
+    assert {kind for kind, _ in met} == set(dying.KINDS)
+    assert {moment for _, moment in met} == set(dying.MOMENTS)
+    # What can't be is named, and nothing else is left out.
+    missing = {(kind, moment) for kind in dying.KINDS for moment in dying.MOMENTS} - met
+    inside = {(kind, moment) for kind in ("exception", "exit3") for moment in dying.INSIDE}
+    assert missing == inside | {("_exit0", "import")}

@@ -1,0 +1,30 @@
+"""Two hosts with two ranks each, over 10 Mbit/s: right results, and a partition. More loops: ci/partition.py."""
+
+from __future__ import annotations
+
+import apart
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hosts() -> None:
+    if why := apart.possible():
+        pytest.skip(f"this machine can't play hosts: {why}")
+
+
+def test_results_are_right() -> None:
+    done = apart.right()
+    assert done.returncode == 0, done.stdout
+    assert [done.stdout.count(f"rank {rank}: all right") for rank in range(4)] == [1] * 4, done.stdout
+
+
+def test_a_cut_of_seconds_is_no_loss() -> None:
+    done = apart.blink()
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("all right") == 4, done.stdout
+
+
+@pytest.mark.parametrize("loop", ["hierarchical", "recv"])
+def test_hosts_that_lose_each_other(loop: str) -> None:
+    outcome = apart.part(loop)
+    assert not outcome.problems, f"{outcome.problems}\n" + "\n".join(outcome.said)
