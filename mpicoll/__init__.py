@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from mpicoll.collectives.p2p import Status, iprobe, irecv, isend, probe, recv, send, sendrecv
     from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
     from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
+    from mpicoll.collectives.resilient import resilient
     from mpicoll.collectives.scan import iscan, scan, scan_init
     from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
     from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.debug import debug
     from mpicoll.engine.plan import Plan
     from mpicoll.engine.request import Request, waitall, waitany
     from mpicoll.engine.select import Choice, algorithms
+    from mpicoll.engine.trace import trace
     from mpicoll.engine.world import run_local, world
     from mpicoll.errors import (
         AlgorithmError,
@@ -37,7 +40,9 @@ if TYPE_CHECKING:
         CommunicatorError,
         DeviceError,
         DTypeError,
+        MismatchError,
         MpicollError,
+        NumericsError,
         RankError,
         RankFailed,
         ScheduleError,
@@ -60,7 +65,9 @@ __all__ = [
     "CommunicatorError",
     "DTypeError",
     "DeviceError",
+    "MismatchError",
     "MpicollError",
+    "NumericsError",
     "Op",
     "Plan",
     "RankError",
@@ -84,6 +91,7 @@ __all__ = [
     "barrier_init",
     "bcast",
     "bcast_init",
+    "debug",
     "empty",
     "explain",
     "exscan",
@@ -111,6 +119,7 @@ __all__ = [
     "reduce_init",
     "reduce_scatter",
     "reduce_scatter_init",
+    "resilient",
     "run_local",
     "scan",
     "scan_init",
@@ -120,6 +129,7 @@ __all__ = [
     "send",
     "sendrecv",
     "spawn",
+    "trace",
     "waitall",
     "waitany",
     "world",
@@ -140,16 +150,20 @@ _HOMES = {
     "collectives.p2p": "Status iprobe irecv isend probe recv send sendrecv",
     "collectives.reduce": "ireduce reduce reduce_init",
     "collectives.reduce_scatter": "ireduce_scatter reduce_scatter reduce_scatter_init",
+    "collectives.resilient": "resilient",
     "collectives.scan": "iscan scan scan_init",
     "collectives.scatter": "iscatter scatter scatter_init",
     "engine.communicator": "Communicator",
+    "engine.debug": "debug",
     "engine.plan": "Plan",
     "engine.request": "Request waitall waitany",
     "engine.select": "Choice algorithms",
+    "engine.trace": "trace",
     "engine.world": "run_local world",
     "errors": (
-        "AlgorithmError ArgumentError CommunicationError CommunicatorError DeviceError DTypeError MpicollError"
-        " RankError RankFailed ScheduleError SetupError ShapeError SpawnError Timeout TruncationError"
+        "AlgorithmError ArgumentError CommunicationError CommunicatorError DTypeError DeviceError MismatchError"
+        " MpicollError NumericsError RankError RankFailed ScheduleError SetupError ShapeError SpawnError Timeout"
+        " TruncationError"
     ),
     "launch": "spawn",
 }

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def mpirun(
-    size: int, *arguments: str | Path, seconds: float = 60, cwd: Path | None = None, **variables: str
+    size: int,
+    *arguments: str | Path,
+    seconds: float = 60,
+    cwd: Path | None = None,
+    options: Sequence[str] = (),
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``mpirun -np SIZE python ARGUMENTS...`` and wait at most `seconds`; then its exit status is 124.
+    """Run ``mpirun OPTIONS... -np SIZE python ARGUMENTS...`` and wait at most `seconds`; then its exit status is 124.
 
     `variables` are added to the environment. stdout and stderr are both in ``.stdout``.
     """
@@ -23,7 +29,7 @@ def mpirun(
     # timeout(1) ends the whole process group, where subprocess's own timeout would leave the ranks behind.
     command = ["timeout", "--kill-after=5", str(seconds)]
     command += ["bash", "-c", 'source "$0" && exec mpirun "$@"', str(ROOT / "ci" / "env.sh")]
-    command += ["-np", str(size), sys.executable, *map(str, arguments)]
+    command += [*options, "-np", str(size), sys.executable, *map(str, arguments)]
     return subprocess.run(
         command,
         cwd=cwd or ROOT,

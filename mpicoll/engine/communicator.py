@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -10,11 +11,13 @@ from weakref import finalize
 
 import numpy as np
 
+from mpicoll.engine import check, notes
 from mpicoll.engine.arena import Arena
 from mpicoll.engine.model import UNTUNED, Table, shape_of, site
 from mpicoll.engine.progress import Progress
+from mpicoll.engine.record import Call, Group
 from mpicoll.engine.watch import Watch
-from mpicoll.errors import CommunicationError, CommunicatorError, RankError
+from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
 
 if TYPE_CHECKING:
@@ -36,15 +39,26 @@ class Communicator:
     """
 
     def __init__(
-        self, transport: Transport, watch: Watch | None, *, name: str, world: bool = True, table: Table = UNTUNED
+        self,
+        transport: Transport,
+        watch: Watch | None,
+        *,
+        name: str,
+        world: bool = True,
+        table: Table = UNTUNED,
+        parent: Communicator | None = None,
+        checks: check.Options | None = None,
+        family: check.Family | None = None,
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
         self.nodes = transport.nodes
-        self.name = name
         self.site = site(shape_of(transport.nodes), table)
-        self.progress = Progress(name, watch, background=transport.background, explain=transport.explain)
+        timeout = transport.timeout if parent is None else parent.timeout
+        transport.timeout = timeout
+        group = Group(transport.key, name, transport.members, transport.rank, timeout)
+        self.progress = Progress(group, watch, background=transport.background, explain=transport.explain)
         # Operations that were prepared once, by what tells them apart; those of torch among them.
         self.repeated: dict[tuple[Any, ...], Any] = {}
         # Whether the ranks have made memory that all of them reach.
@@ -59,11 +73,46 @@ class Communicator:
         self._tags = itertools.count()
         self.freed = False
         self._is_world = world
+        # Who has to know when another one takes its place.
+        self.replaced: Callable[[Communicator], None] | None = None
+        # For whom its operations are carried out, if it is part of another one.
+        self.outer: Communicator | None = None
+        # What the environment asks to be checked, and what is checked.
+        if parent is not None:
+            checks, family = parent.asked, parent.family
+        self.asked: check.Options = check.Options() if checks is None else checks
+        self.checks = self.asked
+        self.family: check.Family = check.family if family is None else family
+        self.family.add(self)
         # A communicator that is dropped without being freed must not leave its worker behind.
         finalize(self, self.progress.stop).atexit = False
 
     def __repr__(self) -> str:
         return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self.freed else ''}>"
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return self.progress.group.name
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks, as ranks of the MPI job."""
+        return self.progress.group.members
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation may take, past which the job is ended with a report of where each rank stands.
+        ``MPICOLL_TIMEOUT`` unless it is set; communicators made of this one begin with the same."""
+        return self.progress.group.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"timeout of {self!r} must be a positive number of seconds, got {seconds!r}")
+        self.progress.group.timeout = self.transport.timeout = float(seconds)
+        for level in self._levels or ():
+            level.timeout = seconds
 
     @property
     def node(self) -> int:
@@ -109,7 +158,9 @@ class Communicator:
         self.check()
         if color is not None and color < 0:
             raise RankError(f"split: color must be None or >= 0, got {color} on rank {self.rank}")
-        return self._child(lambda: self.transport.split(color, key), f"{self.name}/split({color})")
+        # Making a communicator communicates, so it takes its turn among the collectives.
+        made: Transport | None = self.progress.run(self.transport.split, Call("split"), color, key)
+        return None if made is None else self._made(made, f"split({color})")
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of `ranks`, in that order. Only they take part, with the same `ranks`; any other rank gets
@@ -122,7 +173,9 @@ class Communicator:
             )
         if self.rank not in ranks:
             return None
-        return self._child(lambda: self.transport.group(ranks), f"{self.name}/group({','.join(map(str, ranks))})")
+        name = f"group({','.join(map(str, ranks))})"
+        made: Transport = self.progress.aside(lambda: self.transport.group(ranks), Call(name, collective=False))
+        return self._made(made, name)
 
     def duplicate(self, tag: int = 0) -> Communicator:
         """Collective over all ranks: another communicator of the same ranks.
@@ -130,19 +183,29 @@ class Communicator:
         It takes no turn among the collectives of this one. All ranks must make their duplicates of one `tag` (in
         [0, 32767]) in the same order; those of different tags may be under way at once."""
         self.check()
-        what = (f"duplicating {self.name}", f"on rank {self.rank} of {self.size}")
-        transport: Transport = self.progress.guarded(self.transport.duplicate, what, tag)
-        return Communicator(transport, self.watch, name=f"{self.name}/duplicate", world=False, table=self.site.table)
+        transport: Transport = self.progress.guarded(
+            self.transport.duplicate, Call("duplicate", tag=tag, collective=False), tag
+        )
+        return self._made(transport, "duplicate")
 
     def arena(self) -> Arena | None:
         """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
         otherwise ``unshared`` or, from now on, ``lost`` says why not."""
         if self._arena is None and self.unshared is None and self.lost is None:
             try:
-                self._arena = Arena(self.transport)
+                self._arena = Arena(self.transport, self._described, self._judged)
+            except (RankFailed, Timeout):
+                raise  # it is not all ranks that have tried
             except CommunicationError as error:
                 self.lost = str(error)
         return self._arena
+
+    def _described(self) -> str:
+        """The collective that runs, for ranks that have called another."""
+        return check.brief((self.outer or self).progress.current)
+
+    def _judged(self, texts: list[str]) -> Exception | None:
+        return check.from_texts(self.progress.group, texts)
 
     def levels(self) -> tuple[Communicator, Communicator]:
         """Collective at first use, and to be called by operations: private communicators of the ranks of this node, and
@@ -152,11 +215,9 @@ class Communicator:
             lane = self.transport.split(self.local_rank, self.node)
             assert node is not None
             assert lane is not None
-            name, table = self.name, self.site.table
-            self._levels = (
-                Communicator(node, self.watch, name=f"{name}/node", world=False, table=table),
-                Communicator(lane, self.watch, name=f"{name}/lane", world=False, table=table),
-            )
+            self._levels = self._made(node, "node"), self._made(lane, "lane")
+            for level in self._levels:
+                level.outer = self
         return self._levels
 
     def allocate(self, nbytes: int) -> Memory:
@@ -192,12 +253,66 @@ class Communicator:
         assert comm is not None
         return comm
 
-    def _child(self, make: Callable[[], Transport | None], name: str) -> Communicator | None:
-        # Making a communicator communicates, so it takes its turn among the collectives.
-        transport: Transport | None = self.progress.run(make, (f"making {name}", f"on rank {self.rank} of {self.size}"))
-        if transport is None:
-            return None
-        return Communicator(transport, self.watch, name=name, world=False, table=self.site.table)
+    def _made(self, transport: Transport, name: str) -> Communicator:
+        """The communicator on a transport that was made of this one's."""
+        return Communicator(
+            transport, self.watch, name=f"{self.name}/{name}", world=False, table=self.site.table, parent=self
+        )
+
+    def shrink(self) -> Communicator:
+        """Collective over the ranks that live: a communicator of them, in the same order, when others have died.
+
+        To be called by all of them after RankFailed, or without one: whoever still waits on this communicator, or on
+        one that was made of it (by ``split``, ``group``, ``node_comm``), gets RankFailed there. None of these can be
+        used afterwards; they are freed, without a message. If this is what :func:`mpicoll.world` gives, that is the new
+        one from now on; in :func:`mpicoll.run_local` call it on the rank's own thread.
+
+        Further ranks may die meanwhile: they belong to the new communicator or not, alike on all ranks; if they do, its
+        operations raise RankFailed. Takes some milliseconds once all have called it; until then it waits, for no longer
+        than ``timeout``. Raises CommunicatorError in a job that ends with its first rank: ``mpirun --with-ft ulfm``
+        starts one that does not."""
+        self.check()
+        call = Call("shrink", collective=False)
+        self.transport.revoke()
+        # What is pending fails now.
+        self.progress.close()
+        transport: Transport = self.progress.guarded(self.transport.shrink, call)
+        made = Communicator(
+            transport,
+            self.watch,
+            name=f"{self.name}/shrunk",
+            world=self._is_world,
+            table=self.site.table,
+            parent=self,
+        )
+        made.replaced = self.replaced
+        self.let_go()
+        if self.replaced is not None:
+            self.replaced(made)
+        return made
+
+    def failed(self) -> bool:
+        """Whether a rank is known to have died, or the communicator was given up because of that; takes a second to
+        say that none is, where ranks can survive a death. Without a message."""
+        self.check()
+        return self.transport.failed_already()
+
+    def let_go(self) -> None:
+        """Free it without a message, which is for one that was revoked."""
+        self.progress.close()
+        self.freed = True
+        self.repeated.clear()
+        self._arena = None
+        for level in self._levels or ():
+            level.let_go()
+        self._levels = None
+
+    def agree(self, flag: bool) -> bool:
+        """Collective over the ranks that live: whether all of them say True. It is the same on all of them, whoever has
+        died, and works after RankFailed too; so it can decide whether to :meth:`shrink`."""
+        self.check()
+        call = Call("agree", collective=False)
+        return bool(self.progress.aside(lambda: self.transport.agree(bool(flag)), call))
 
     def free(self) -> None:
         """Collective: give the communicator back, after what is pending on it has completed. Freeing it twice does
@@ -217,7 +332,8 @@ class Communicator:
             for level in self._levels or ():
                 level.free()
             self._levels = None
-            self.progress.run(self.transport.free, (f"freeing {self.name}", f"on rank {self.rank} of {self.size}"))
+            sys.stderr.write(notes.warnings([self]))
+            self.progress.run(self.transport.free, Call("free"))
 
     def __enter__(self) -> Self:
         self.check()

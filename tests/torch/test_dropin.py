@@ -37,7 +37,7 @@ OWN = (
 )
 """What is not torch's own function, but means the same."""
 
-BESIDES = ("share_buckets",)
+BESIDES = ("resilient", "share_buckets")
 """What torch doesn't have."""
 
 

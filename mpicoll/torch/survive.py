@@ -1,0 +1,86 @@
+"""resilient: training that goes on when ranks die, with torch's process groups."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mpicoll.collectives import resilient as native
+from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.world import world
+from mpicoll.errors import ArgumentError
+from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.groups import default_group
+
+S = TypeVar("S")
+
+
+def resilient(
+    step: Callable[[S, int, Any], S | None],
+    state: S,
+    steps: int,
+    *,
+    every: int = 1,
+    setup: Callable[[Communicator], Any] | None = None,
+) -> S:
+    """:func:`mpicoll.resilient` for programs that use torch's process groups: after a death the default one is made
+    anew of the survivors, with the same backend and timeout.
+
+    `setup` makes what hangs on it, and `step` gets what `setup` returns::
+
+        def step(state, number, parallel):
+            images, digits = batch(number, dist.get_rank(), dist.get_world_size())
+            optimizer.zero_grad()
+            cross_entropy(parallel(images), digits).backward()
+            optimizer.step()
+
+        state = {"model": model, "optimizer": optimizer}
+        dist.resilient(step, state, steps, setup=lambda comm: DistributedDataParallel(model))
+
+    The program must keep no other reference to what `setup` returns: an old DistributedDataParallel goes on reducing
+    gradients until it is gone. Other process groups are gone as well, so make those in `setup` too. Everything else,
+    and what is raised, as for :func:`mpicoll.resilient`; besides ArgumentError if the default process group is not one
+    of mpicoll's that has all ranks.
+    """
+    group = default_group()
+    if group is None or group.comm.size != world().size:
+        raise ArgumentError(
+            "resilient: the default process group must be mpicoll's, of all ranks; call"
+            " init_process_group() of mpicoll.torch first"
+        )
+    return native.resilient(step, state, steps, every=every, setup=_Setup(group, setup))
+
+
+class _Setup:
+    """Sees to it that there is a process group of the communicator's ranks."""
+
+    def __init__(self, group: ProcessGroupMpicoll, then: Callable[[Communicator], Any] | None) -> None:
+        self._backend = _backend_of(group)
+        self._timeout: timedelta = group.options._timeout
+        self._comm = world()
+        self._then = then
+
+    def __call__(self, comm: Communicator) -> Any:
+        if comm is not self._comm:
+            self._renew()
+            self._comm = comm
+        return comm if self._then is None else self._then(comm)
+
+    def _renew(self) -> None:
+        # What hangs on the old group lies in cycles.
+        gc.collect()
+        if dist.is_initialized():
+            for group in list(c10d._world.pg_map):
+                if isinstance(group, ProcessGroupMpicoll):
+                    group.abort()
+            dist.destroy_process_group()
+        dist.init_process_group(self._backend, timeout=self._timeout)
+
+
+def _backend_of(group: ProcessGroupMpicoll) -> str:
+    return str(c10d._world.pg_backend_config.get(group) or "mpicoll")

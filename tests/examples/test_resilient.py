@@ -1,0 +1,77 @@
+"""Training goes on when ranks are killed, and no step is lost or counted twice."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from launch import ROOT, mpirun
+
+DIGITS = ROOT / "examples" / "resilient_digits.py"
+DDP = ROOT / "examples" / "torch" / "resilient_ddp.py"
+ULFM = ("--with-ft", "ulfm")
+SAMPLES = 1347
+EPOCHS = 3
+
+# Most of it is the import of torch and scikit-learn, on more ranks than cores.
+pytestmark = pytest.mark.timeout(240)
+
+
+def run(script: Path, path: Path, deaths: dict[int, int], *arguments: str, size: int = 4) -> float:
+    """The accuracy, after the ledger was found to be right."""
+    kill = ["--kill", *map(str, deaths), "--at", *map(str, deaths.values())] if deaths else []
+    command = ("--epochs", str(EPOCHS), "--save", path, *kill, *arguments)
+    done = mpirun(size, script, *command, seconds=120, options=ULFM if deaths else ())
+    assert done.returncode == 0, done.stdout
+    steps = EPOCHS * -(-SAMPLES // 64)
+    left = size - len(deaths)
+    ledger = f"{size} ranks began, {left} were left after {steps} steps on {EPOCHS * SAMPLES} samples"
+    assert ledger in done.stdout, done.stdout
+    assert ("has died" in done.stdout) == bool(deaths)
+    match = re.search(r"test accuracy ([\d.]+)%", done.stdout)
+    assert match is not None, done.stdout
+    return float(match[1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], float]:
+    path = tmp_path_factory.mktemp("digits") / "alone.npz"
+    correct = run(DIGITS, path, {}, size=1)
+    with np.load(path) as saved:
+        return dict(saved), correct
+
+
+@pytest.mark.parametrize(
+    ("deaths", "every"),
+    [({0: 20}, 1), ({3: 0}, 1), ({2: 21}, 5), ({1: 65}, 1), ({0: 30, 2: 30}, 1), ({3: 10, 0: 40}, 4)],
+)
+def test_digits(
+    deaths: dict[int, int], every: int, undisturbed: tuple[dict[str, np.ndarray], float], tmp_path: Path
+) -> None:
+    path = tmp_path / "left.npz"
+    expected, correct = undisturbed
+    assert run(DIGITS, path, deaths, "--every", str(every)) == correct
+    with np.load(path) as saved:
+        for name, value in saved.items():
+            # In float64; what differs is the order in which gradients are added.
+            np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-10)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], float]:
+    path = tmp_path_factory.mktemp("ddp") / "alone.pt"
+    correct = run(DDP, path, {}, size=1)
+    return torch.load(path), correct
+
+
+@pytest.mark.parametrize("deaths", [{0: 20}, {2: 33}])
+def test_ddp(deaths: dict[int, int], undisturbed_ddp: tuple[dict[str, torch.Tensor], float], tmp_path: Path) -> None:
+    path = tmp_path / "left.pt"
+    expected, correct = undisturbed_ddp
+    assert run(DDP, path, deaths) == correct
+    for name, value in torch.load(path).items():
+        # Adam divides by the root of what may be close to nothing, so rounding shows more.
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
