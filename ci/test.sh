@@ -81,7 +81,7 @@ if wanted layers; then
     check layers 60 env PYTHONPATH=. lint-imports
 fi
 if wanted unit; then
-    tests unit 1500 python -m pytest -m "not mpi" -q "$color" --durations=5
+    tests unit 2400 python -m pytest -m "not mpi" -q "$color" --durations=5
 fi
 if wanted suite; then
     tests suite 400 python ci/torch_suite.py

@@ -111,6 +111,7 @@ class Arena:
         self._judge = judge
         self._step = 0
         self._operation = 0
+        self._in_vain = False  # whether it was given up because others have not come
         self._mine = rank * _WORDS
         self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
         self._fence = transport.fence
@@ -160,6 +161,9 @@ class Arena:
             except RankFailed:
                 if words[at] < step:  # it may have come, and gone since
                     raise
+            except Timeout:
+                self._in_vain = True
+                raise
         return seen
 
     def tell(self, *values: int) -> None:
@@ -205,7 +209,7 @@ class Arena:
         except BaseException as failure:
             try:
                 self._leave_text()
-                if isinstance(failure, Timeout):
+                if self._in_vain:
                     raise  # who has not come in all that time is not waited for again
                 self._let_through(begin)
             except BaseException:
@@ -350,15 +354,14 @@ class _Pause:
     def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
         give_way()
-        late = self._turns >= _PATIENCE
-        if not late and self._turns % _LOOKS:
+        if self._turns < _PATIENCE:
+            if self._turns % _LOOKS == 0:
+                self._transport.check_peers(0.0, peers)
             return
-        now = time.monotonic()
-        if self._turns == _LOOKS:
-            self._begin = now
-        self._transport.check_peers(now - self._begin, peers)
-        if late:
-            time.sleep(_NAP)
+        if self._turns == _PATIENCE:
+            self._begin = time.monotonic()
+        self._transport.check_peers(time.monotonic() - self._begin, peers)
+        time.sleep(_NAP)
 
 
 def _starts(memories: Sequence[Memory], common: int) -> Iterator[tuple[int, Memory]]:

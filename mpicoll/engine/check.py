@@ -82,7 +82,7 @@ class Family:
     def members(self) -> list[Communicator]:
         """Those that are there and were not freed, in the order in which they were made."""
         with self._lock:
-            known = [one() for one in self._members]
+            known = [one() for one in self._members.copy()]
         return [comm for comm in known if comm is not None and not comm.freed]
 
     def change(self, *what: bool | None) -> tuple[bool | None, bool | None, bool | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -332,7 +331,7 @@ class Communicator:
             for level in self._levels or ():
                 level.free()
             self._levels = None
-            sys.stderr.write(notes.warnings([self]))
+            notes.warn([self])
             self.progress.run(self.transport.free, Call("free"))
 
     def __enter__(self) -> Self:

@@ -17,6 +17,11 @@ from typing import Any, NoReturn, Protocol
 last_acts: list[Callable[[], None]] = []
 """What is to be done before this process ends the job. Must neither wait nor raise."""
 
+_ears: list[int] = []
+"""The descriptor that makes the watch hear a number, if it listens."""
+
+_forking = threading.local()
+
 
 class Teller(Protocol):
     """Who tells the other ranks."""
@@ -35,6 +40,7 @@ def listen_for_signals() -> int | None:
     os.set_blocking(writer, False)
     taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if taken == -1:
+        _ears[:] = [writer]
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, left_to_the_watch)
         return reader
@@ -46,7 +52,24 @@ def listen_for_signals() -> int | None:
 
 def left_to_the_watch(number: int, frame: Any) -> None:
     """The handler of SIGTERM. It lets the number come to where the watch listens: the main thread may be blocked in
-    MPI, and never get here."""
+    MPI, and never get here. If it does get here, somebody else (asyncio, say) may have taken the watch's place."""
+    with suppress(OSError):
+        for ear in _ears:
+            os.write(ear, bytes([number]))
+
+
+def hold_back_signals() -> None:
+    """Before a fork: until it leaves signals alone, a child would tell the watch of its parent what was meant for it
+    alone."""
+    # A handler of somebody else's might raise in the midst of the fork, where that would be lost.
+    ours = signal.getsignal(signal.SIGTERM) is left_to_the_watch
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
+
+
+def let_signals_come() -> None:
+    """After a fork, in both."""
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def leave_signals_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -116,11 +117,15 @@ def unreceived(comm: Communicator, limit: int = _LINES) -> list[str]:
     return lines
 
 
-def warnings(comms: Iterable[Communicator]) -> str:
-    """The same for several communicators, as lines to be written at the end of a program."""
+def warn(comms: Iterable[Communicator]) -> None:
+    """Write to stderr the same for several communicators, at their end."""
     lines: list[str] = []
     for comm in comms:
         with suppress(MpicollError):  # where ranks have died there is no more to be learned
             lines += unreceived(comm, _LINES + 1)
     more = ["there are more of them"] if len(lines) > _LINES else []
-    return "".join(f"mpicoll: warning: {line}\n" for line in [*lines[:_LINES], *more])
+    text = "".join(f"mpicoll: warning: {line}\n" for line in [*lines[:_LINES], *more])
+    if text:
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
+            sys.stderr.write(text)
+            sys.stderr.flush()

@@ -185,11 +185,15 @@ class Progress:
         if self._watch is None:
             return self._kept(entry, function, args)
         active, ident = self._watch.active, get_ident()
+        outer = active.get(ident)  # of what a signal's handler has interrupted
         active[ident] = entry
         try:
             return self._kept(entry, function, args)
         finally:
-            del active[ident]
+            if outer is None:
+                del active[ident]
+            else:
+                active[ident] = outer
 
     def _kept(self, entry: Raw, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function`, and keep how that ended."""
@@ -247,11 +251,13 @@ class Progress:
 
     def failed(self, entry: Raw, error: BaseException) -> BaseException:
         """The operation that runs has ended by `error`: what to raise for it."""
-        shown = self.explained(error) if isinstance(error, Exception) else error
-        if isinstance(shown, Timeout):
-            # While the others still see it here.
-            shown = self._given_up(entry, shown)
-        self.current = None
+        try:
+            shown = self.explained(error) if isinstance(error, Exception) else error
+            if isinstance(shown, Timeout):
+                # While the others still see it here.
+                shown = self._given_up(entry, shown)
+        finally:
+            self.current = None
         keepers.keep((entry, monotonic(), _words(shown)))
         return shown
 

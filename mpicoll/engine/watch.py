@@ -8,6 +8,7 @@ what the ranks say about themselves, writes the report, and says on stderr what 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.lifeline import Gone, Lifeline, Message
 from mpicoll.transport.processes import Process, signal_name
 
+_log = logging.getLogger("mpicoll")
+
 _AFTER_INTERRUPT = 2.0
 """Seconds that an interrupted call has to return to Python."""
 
@@ -45,6 +48,9 @@ _STUCK = 5.0
 
 _SETTLED = 2.0
 """Seconds between two looks, if they are to tell what is stuck from what is slow."""
+
+_PRIVATE = 2.0
+"""Seconds that a call has to raise Timeout by itself, where it can."""
 
 _GRACE = 1.0
 """Seconds that a call that waits in vain has to raise, before the job is ended."""
@@ -125,6 +131,7 @@ class Watch:
         self._answers: dict[int, Any] = {}
         self._later: deque[Message | Gone] = deque()
         self._inquiries: deque[_Inquiry] = deque()
+        self._answered = 0.0  # when somebody has got an answer, who is about to raise Timeout
         self._leaving = False
         self._ending: float | None = None  # when this rank ends the job if nobody else has
         self._why = ""
@@ -141,6 +148,12 @@ class Watch:
         """All queues that are watched."""
         with self._lock:
             return list(self._queues)
+
+    def forked(self) -> None:
+        """In a forked child, which has no such thread: nothing works any more that communicates."""
+        self._lock = threading.Lock()  # the thread may have held it
+        for queue in self.queues():
+            queue.refuse()
 
     def join(
         self, line: Lifeline, addresses: Sequence[dict[str, Any]], job: str, folder: Path | None, *, survives: bool
@@ -167,7 +180,8 @@ class Watch:
     def _tell_end(self, of: str) -> None:
         """Tell the other watches, so that they don't look for another reason, and do what is to be done before."""
         for act in last_acts:
-            act()
+            with suppress(Exception):  # nothing must keep the others from being told
+                act()
         line = self._line
         if line is not None:
             line.send({"kind": "dying", "of": of})
@@ -218,30 +232,38 @@ class Watch:
 
     def _run(self) -> None:
         while True:
-            events = self._wait(self._pause())
-            if self._leaving:
-                continue  # what others say goes through this rank, but means it no more
-            while self._later:
-                self._heed(self._later.popleft())
-            for event in events:
-                self._heed(event)
-            now = time.monotonic()
-            waiting = self._waiting()
-            for entry in waiting:
-                # Who waits in shared memory raises by itself, and asks the others meanwhile.
-                if now - entry.begin > entry.group.timeout + _GRACE:
-                    self._end_together(
-                        f"{self._pending(entry)} has been waiting for more than {entry.group.timeout:g} s"
-                        " (MPICOLL_TIMEOUT, or the timeout of its communicator)"
-                    )
-            self._heed_the_left(waiting)
-            self._heed_the_doomed(waiting, now)
-            self._look_closer(waiting, now)
-            self._heed_signals(waiting, now)
-            while self._inquiries:
-                self._answer(self._inquiries.popleft())
-            if self._ending is not None and now > self._ending:
-                self._end(self._why)
+            try:
+                self._turn()
+            except Exception:  # noqa: BLE001  without this thread nothing would be bounded any more
+                _log.exception("rank %d: the watch goes on after an error", self.rank)
+                time.sleep(self._period)
+
+    def _turn(self) -> None:
+        """Wait for what comes, and look after what waits."""
+        events = self._wait(self._pause())
+        if self._leaving:
+            return  # what others say goes through this rank, but means it no more
+        while self._later:
+            self._heed(self._later.popleft())
+        for event in events:
+            self._heed(event)
+        now = time.monotonic()
+        waiting = self._waiting()
+        for entry in waiting:
+            # Who waits in shared memory raises by itself, and asks the others meanwhile.
+            if now - entry.begin > entry.group.timeout + _PRIVATE and now > self._answered + _GRACE:
+                self._end_together(
+                    f"{self._pending(entry)} has been waiting for more than {entry.group.timeout:g} s"
+                    " (MPICOLL_TIMEOUT, or the timeout of its communicator)"
+                )
+        self._heed_the_left(waiting)
+        self._heed_the_doomed(waiting, now)
+        self._look_closer(waiting, now)
+        self._heed_signals(waiting, now)
+        while self._inquiries:
+            self._answer(self._inquiries.popleft())
+        if self._ending is not None and now > self._ending:
+            self._end(self._why)
 
     def _pause(self) -> float:
         """Seconds until the next look."""
@@ -390,6 +412,8 @@ class Watch:
     def _heed_the_doomed(self, waiting: list[Entry], now: float) -> None:
         """Who can't raise by itself has the job ended."""
         doomed = {_key(entry): entry for entry in waiting if entry.group.key in self._doomed}
+        # Whoever has been told, and goes on, is not told again.
+        self._doomed = {entry.group.key: self._doomed[entry.group.key] for entry in doomed.values()}
         self._doomed_since = {key: self._doomed_since.get(key, now) for key in doomed}
         for key, since in self._doomed_since.items():
             if now - since > _GRACE:
@@ -427,6 +451,7 @@ class Watch:
         try:
             inquiry.text = self._report(inquiry.why, _ANSWER)
         finally:
+            self._answered = time.monotonic()
             inquiry.answered.set()
 
     def _report(self, why: str, seconds: float) -> str:
@@ -474,8 +499,13 @@ class Watch:
             if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is left_to_the_watch:
                 self._terminated()
             if signal.SIGINT in numbers:
-                self._interrupted = now, {_key(entry) for entry in waiting}
+                self._interrupted = now, self._waits_of_the_program()
         self._heed_interrupt(waiting, now)
+
+    def _waits_of_the_program(self) -> set[_Key]:
+        """What the main thread waits in, which an interrupt is meant for."""
+        pending = self._state(full=False).get("pending", [])
+        return {(one["key"], one["number"], one["begin"]) for one in pending if one["program"]}
 
     def _terminated(self) -> None:
         """SIGTERM: somebody's word to this rank alone, or the launcher's to all that it ends."""
@@ -495,7 +525,7 @@ class Watch:
             if self._speaker() == self.rank:
                 say(self._suspect)
         elif not self._told:
-            stack = "".join(traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0]))  # noqa: SLF001
+            stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0)))  # noqa: SLF001
             self.dying(f"died of SIGTERM; the job is ended. It was here:\n{stack}")
         elif set(self._told.values()) == {"was ended by SIGTERM"} and self.rank < min(self._told):
             say(f"ranks {', '.join(map(str, [self.rank, *sorted(self._told)]))} of {self.size} were ended by SIGTERM")

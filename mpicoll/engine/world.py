@@ -20,7 +20,13 @@ from typing import Any, TypeAlias, TypeVar
 from mpicoll.config import config
 from mpicoll.engine import check, notes, tuned
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.ending import abort_on_failure, leave_signals_alone, listen_for_signals
+from mpicoll.engine.ending import (
+    abort_on_failure,
+    hold_back_signals,
+    leave_signals_alone,
+    let_signals_come,
+    listen_for_signals,
+)
 from mpicoll.engine.record import Call, Group
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicatorError, MpicollError, RankError, SetupError
@@ -38,6 +44,9 @@ _SETTLE = 1.0
 
 _FAREWELL = 5.0
 """Seconds that a process which ends gives to its pending operations."""
+
+_START = 60.0
+"""Seconds that MPI may take to start, at least."""
 
 _default: ContextVar[Communicator | None] = ContextVar("mpicoll_default", default=None)
 _world: Communicator | None = None
@@ -135,11 +144,11 @@ def _mpi_world() -> Communicator:
 
 def _mpi_init_waits_for_all_ranks() -> Any:
     """Load the module of MPI's transport, which starts MPI. For a rank that never comes the others would wait for ever,
-    in a call during which no Python can run: so this process ends after MPICOLL_TIMEOUT, and this function's name in
-    its stack has to say why."""
+    in a call during which no Python can run: so this process ends after MPICOLL_TIMEOUT (a minute at least), and this
+    function's name in its stack has to say why."""
     stderr = None if "mpi4py.MPI" in sys.modules else sys.__stderr__
     if stderr is not None:
-        faulthandler.dump_traceback_later(config().timeout, exit=True, file=stderr)
+        faulthandler.dump_traceback_later(max(_START, config().timeout), exit=True, file=stderr)
     try:
         from mpicoll.transport import mpi
     finally:
@@ -184,17 +193,20 @@ def _guard() -> Watch | None:
     if mpi.world_size() == 1:
         return None
     watch = Watch(1.0, mpi.abort, listen_for_signals())
+    watch.rank, watch.size = mpi.world_rank(), mpi.world_size()
     atexit.register(_finish_pending, watch, mpi.abort, os.getpid())
     abort_on_failure(watch, mpi.abort)
-    os.register_at_fork(after_in_child=lambda: _refuse_all(watch))
+    os.register_at_fork(
+        before=hold_back_signals, after_in_parent=let_signals_come, after_in_child=lambda: _refuse_all(watch)
+    )
     return watch
 
 
 def _refuse_all(watch: Watch) -> None:
     """In a forked child: MPI belongs to its parent alone, and so do the signals that it listens to."""
     leave_signals_alone()
-    for queue in watch.queues():
-        queue.refuse()
+    let_signals_come()
+    watch.forked()
 
 
 def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> None:
@@ -217,8 +229,7 @@ def _warn_of_messages() -> None:
         return
     with suppress(MpicollError):  # where ranks have died
         if _world.transport.settle(_SETTLE):
-            sys.stderr.write(notes.warnings(check.family.members()))
-            sys.stderr.flush()
+            notes.warn(check.family.members())
 
 
 def resolve(comm: CommLike) -> Communicator:
@@ -245,9 +256,9 @@ def resolve(comm: CommLike) -> Communicator:
 def _adopt(duplicate: Callable[[], Transport], library: Callable[[], str], mpi_size: int) -> Communicator:
     watch = _guard()
     transport = _watched(watch, "first use of an mpi4py communicator", duplicate)
+    known = None if _world is None else _world.site.table
     if _world is None and transport.size == mpi_size:
         _make_world()  # in which the watches learn of each other, and which is traced
-    known = None if _world is None else _world.site.table
     table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, library(), known))
     checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
     return Communicator(transport, watch, name="mpi4py", world=False, table=table, checks=checks)
@@ -313,7 +324,7 @@ def run_local(
         thread.join()
     if not failures and not faults:
         worlds.sort(key=lambda comm: comm.rank)
-        sys.stderr.write(notes.warnings(comm for one in worlds for comm in one.family.members()))
+        notes.warn(comm for one in worlds for comm in one.family.members())
     if failures:
         rank, error = failures[0]
         if sys.version_info >= (3, 11):

@@ -203,6 +203,11 @@ class Transport(Protocol):
     def free(self) -> None: ...
 
 
+MARGIN = 0.5
+"""Seconds for which who waits in shared memory is more patient than who waits for a message: whom it waits for may be
+about to give up itself, and lets it through then."""
+
+
 def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
     """Ask `ready` until it gives something true, and return that: eagerly first, then leaving the core to others.
 

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, Read, renumber
+from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Read, renumber
 
 T = TypeVar("T")
 
@@ -433,7 +433,7 @@ class LocalTransport:
             raise RankFailed(f"rank {self.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
         if self.group_key in self.world.revoked:
             raise self.world.lost(f"rank {self.rank}")
-        if waited > self.timeout:
+        if waited > self.timeout + MARGIN:
             missing = ", ".join(str(self._members[peer]) for peer in peers)
             raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
 

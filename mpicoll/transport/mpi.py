@@ -30,7 +30,7 @@ from mpi4py import MPI
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
 from mpicoll.transport import probe, shm
-from mpicoll.transport.base import Envelope, Memory, Message, Native, Read, poll, renumber
+from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Native, Read, poll, renumber
 from mpicoll.transport.shm import give_way
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -487,7 +487,7 @@ class MpiTransport:
         MPI.COMM_SELF.Iprobe()
         if survives() and (self._revoked or self._collective.Is_revoked()):
             raise self._lost("it was given up")
-        if waited > self.timeout:
+        if waited > self.timeout + MARGIN:
             missing = ", ".join(str(self.members[peer]) for peer in peers)
             raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
 
@@ -688,10 +688,15 @@ class MpiTransport:
         status = MPI.Status()
         # Open MPI writes all of a large message that comes through shared memory, also past the end of a buffer that is
         # too small for it. So it is asked for its size first.
+        if _post is _refuse_post:
+            _refuse_post(self._p2p.Mprobe, data)
         message = self._p2p.Mprobe(_source(source), _tag(tag), status)
         envelope = _envelope(status)
         if envelope.nbytes > data.size:
-            _post(message.Recv, np.empty(envelope.nbytes, np.uint8))
+            whole = np.empty(envelope.nbytes, np.uint8)
+            _post(message.Recv, whole)
+            # Its beginning may say what it is.
+            data[:] = whole[: data.size]
             raise TruncationError(
                 f"rank {self.rank}: a message of {envelope.nbytes} bytes from rank {envelope.source} (tag"
                 f" {envelope.tag}) does not fit the {data.size} bytes that receive it"
@@ -748,6 +753,8 @@ class MpiTransport:
 
     @_translated
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:
+        if MPI.Is_finalized():  # as when a communicator is freed late, which looks for what nobody has received
+            return None
         status = MPI.Status()
         return _envelope(status) if self._p2p.Iprobe(_source(source), _tag(tag), status) else None
 
@@ -989,6 +996,11 @@ def world(launched_size: int | None) -> MpiTransport:
         global _farewell  # noqa: PLW0603  it is there for the end
         _farewell = MPI.COMM_WORLD.Dup()
     return duplicate(MPI.COMM_WORLD)
+
+
+def world_rank() -> int:
+    """This process' rank in MPI.COMM_WORLD."""
+    return MPI.COMM_WORLD.rank
 
 
 def world_size() -> int:

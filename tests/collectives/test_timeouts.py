@@ -469,8 +469,8 @@ except mpicoll.Timeout as error:
     assert f"in shared memory, rank {world.size - 1} did not come within 0.6 s" in words, words
     assert f"waits for rank {world.size - 1}, which has not called it" in words, words
 except mpicoll.CommunicationError as error:
-    assert late
-    assert "rank 0 has given up an operation" in str(error), error
+    assert world.rank != 0  # who is more patient than rank 0 may see the last one come, and fail
+    assert "has given up an operation" in str(error), error
 if world.rank == 0:
     mpicoll.send(x, world.size - 1)
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -86,7 +87,7 @@ if rank == 1:
 """
     status, output = end(tmp_path, program + GO_ON)
     assert status != 0
-    assert "interrupted, but all_reduce of 1000 elements goes on waiting; the job is ended" in output
+    assert re.search(r"interrupted, but all_reduce\(float32\[1000\].* goes on waiting; the job is ended", output)
 
 
 LOADER = """
@@ -180,7 +181,8 @@ print("reached the end")
 def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> None:
     status, output = end(tmp_path, "if rank == 0: dist.all_reduce(t, async_op=True)\n")
     assert status != 0
-    assert "holds operations that the other ranks did not join; the job is ended" in output
+    # Whoever is first: this rank's end, or the news that the others have come to theirs.
+    assert re.search("holds operations that the other ranks did not join|which has left the program", output)
 
 
 def test_a_signal_to_a_child_is_the_childs_affair(tmp_path: Path) -> None:
