@@ -11,7 +11,7 @@ import torch
 from launch import ROOT, mpirun
 
 DIGITS = ROOT / "examples" / "resilient_digits.py"
-DDP = ROOT / "examples" / "torch" / "resilient_ddp.py"
+DDP = ROOT / "examples" / "resilient_ddp.py"
 ULFM = ("--with-ft", "ulfm")
 SAMPLES = 1347
 EPOCHS = 3

@@ -1,6 +1,6 @@
 """Train with torch's DistributedDataParallel, and go on when ranks die.
 
-    mpirun --with-ft ulfm -np 4 python examples/torch/resilient_ddp.py --kill 0 --at 100
+    mpirun --with-ft ulfm -np 4 python examples/resilient_ddp.py --kill 0 --at 100
 
 Besides mpicoll this needs Open MPI 5 and ``pip install torch scikit-learn``. With ``--kill 0 --at 100``, rank 0 kills
 itself in step 100, between the gradients and the optimizer. The others make a process group of those that are left, and
