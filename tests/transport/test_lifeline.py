@@ -181,10 +181,10 @@ def test_goodbye(star: Make, leaver: int) -> None:
 def test_all_leave_one_after_the_other(star: Make) -> None:
     job = star(4).start().meet()
     for rank in range(4):
-        job.lines[rank].leave({"rank": rank})
-    for rank in range(4):
+        # Whoever has left hears nothing any more.
         expected = [(other, "left") for other in range(rank)]
         until(lambda rank=rank, expected=expected: job.gone(rank) == expected, lambda rank=rank: job.heard[rank])
+        job.lines[rank].leave({"rank": rank})
 
 
 @pytest.mark.parametrize("stay", [set(), {0, 3}, {4, 5}], ids=str)
