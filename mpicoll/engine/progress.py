@@ -321,7 +321,7 @@ class Progress:
         """What to raise when `what` has not completed within `seconds`. From half a second on, it asks all ranks where
         they are."""
         group = self.group
-        text = f"{what} on {group}, rank {group.rank}: not complete within {seconds:g} s{after}"
+        text = f"{what} on {group}, rank {group.rank}: not complete within the timeout of {seconds:g} s{after}"
         return Timeout(self._with_report(text, seconds))
 
     def _given_up(self, entry: Raw, error: Timeout) -> Timeout:

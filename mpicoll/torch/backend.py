@@ -329,12 +329,14 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        """With a `timeout`, raise Timeout when that is over; the barrier is then still pending."""
+        """With a `timeout`, its own or one that the group was given, raise Timeout when that is over; the barrier is
+        then still pending."""
         opts = _options(BarrierOptions, opts, timeout)
-        if opts.timeout > _UNSET:
+        own = opts.timeout > _UNSET
+        if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
             # A call that blocks inside MPI can't be left any more, so that one runs in the background.
             work = self._start("barrier", jobs.barrier, [])
-            work.bound = opts.timeout.total_seconds()
+            work.bound = opts.timeout.total_seconds() if own else self.comm.timeout
             if opts.asyncOp:
                 return work
             work.wait()

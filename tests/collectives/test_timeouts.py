@@ -243,7 +243,7 @@ def test_what_waits_behind_another(several: Ranks) -> None:
                 mpicoll.Timeout, match=rf" number {first + 1} \(behind allreduce\(.* number {first}\) on"
             ):
                 requests[1].wait(SOON)
-            with pytest.raises(mpicoll.Timeout, match=rf" number {first} .*not complete within 0\.05 s"):
+            with pytest.raises(mpicoll.Timeout, match=rf" number {first} .*not complete within the timeout of 0\.05 s"):
                 mpicoll.waitall(requests, SOON)
             give_way(side)
         sums = [value[0] for value in mpicoll.waitall(requests, PATIENT)]

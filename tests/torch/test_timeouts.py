@@ -101,7 +101,7 @@ class TestWaits:
                 work.wait(FULL)
             words = str(caught.value)
             assert words.startswith("all_reduce(float32[1], op=sum)"), words
-            assert "not complete within 0.6 s; it is still pending" in words, words
+            assert "not complete within the timeout of 0.6 s; it is still pending" in words, words
             assert "waits for rank 0, which has not called it" in words, words
             pending.append(work)
 
