@@ -299,6 +299,8 @@ class Progress:
         while not job.done:
             if time.monotonic() > deadline:
                 whole = timeout if bound is None else bound
+                if self._watch is not None:
+                    self._watch.told.append(job.call)
                 raise self.late(self._place(job, whole), whole)
             self.poke()
             time.sleep(nap)

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeAlias
 from weakref import WeakSet
 
+from mpicoll.config import config
 from mpicoll.engine import report
 from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
-from mpicoll.engine.record import Entry, Group, Raw
+from mpicoll.engine.record import Call, Entry, Group, Raw
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.lifeline import Gone, Lifeline, Message
 from mpicoll.transport.processes import Process, signal_name
@@ -104,6 +105,8 @@ class Watch:
     def __init__(self, period: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
         self.active: dict[int, Raw] = {}
         self.survives = False
+        # Operations for which somebody who waited has got Timeout, and decides what is to be done.
+        self.told: deque[Call] = deque(maxlen=100)
         # What has to be done about a rank that has died, where others survive that.
         self.mourn: Callable[[int], None] = lambda rank: None
         self.rank, self.size = 0, 1
@@ -251,7 +254,10 @@ class Watch:
         waiting = self._waiting()
         for entry in waiting:
             # Who waits in shared memory raises by itself, and asks the others meanwhile.
-            if now - entry.begin > entry.group.timeout + _PRIVATE and now > self._answered + _GRACE:
+            bound = entry.group.timeout
+            if any(entry.call is one for one in self.told):
+                bound = max(bound, config().timeout)
+            if now - entry.begin > bound + _PRIVATE and now > self._answered + _GRACE:
                 self._end_together(
                     f"{self._pending(entry)} has been waiting for more than {entry.group.timeout:g} s"
                     " (MPICOLL_TIMEOUT, or the timeout of its communicator)"
