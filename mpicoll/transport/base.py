@@ -217,7 +217,7 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
     turns = 0
     while not (value := ready()):
         if deadline is not None and time.monotonic() > deadline:
-            raise Timeout(f"{what}: not complete within {timeout:g} s")
+            raise Timeout(f"{what}: not complete within the timeout of {timeout:g} s")
         turns += 1
         if turns > 1000:
             time.sleep(50e-6)

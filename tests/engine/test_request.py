@@ -134,7 +134,7 @@ def test_waitany_raises_what_the_operation_raised() -> None:
 
 def test_waitany_timeout() -> None:
     begin = time.monotonic()
-    words = r"^waitany on 2 requests: not complete within 0\.1 s; the first of them: not yet$"
+    words = r"^waitany on 2 requests: not complete within the timeout of 0\.1 s; the first of them: not yet$"
     for timeout in (0.1, None):  # without one, what their communicator gives them
         with pytest.raises(mpicoll.Timeout, match=words):
             mpicoll.waitany([request(done=False), request(done=False)], timeout=timeout)

@@ -126,7 +126,7 @@ class TestWaits:
         def given_up() -> None:
             operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor in tensors]
             (work,) = dist.batch_isend_irecv(operations)[-1:]
-            with pytest.raises(mpicoll.Timeout, match=r"irecv\(float32\[2\], peer=0.* within 0\.05 s"):
+            with pytest.raises(mpicoll.Timeout, match=r"irecv\(float32\[2\], peer=0.* within the timeout of 0\.05 s"):
                 work.wait(SOON)
             pending.append(work)
 
@@ -143,7 +143,9 @@ class TestWaits:
             wait = given.barrier
             if way == "async":
                 wait = dist.barrier(async_op=True, timeout=SOON).wait
-            with pytest.raises(mpicoll.Timeout, match=r"^barrier\(\).* within 0\.05 s; it is still pending$"):
+            with pytest.raises(
+                mpicoll.Timeout, match=r"^barrier\(\).* within the timeout of 0\.05 s; it is still pending$"
+            ):
                 wait() if way == "async" else wait(timeout=SOON)
 
         late(lambda: given.barrier(timeout=PATIENT), given_up)
