@@ -529,7 +529,7 @@ def test_a_trace_of_ranks(several: Ranks, tmp_path: Path) -> None:
     assert [(one["pid"], one["ph"]) for one in events if one["ph"] in "sf"] == [(0, "s"), (1, "f")]
     line = timeline.load(file)
     ring = np.array([line.calls[one].get("algorithm") == "ring" for one in line.call])
-    second = ring & (line.number == 5)
+    second = ring & (line.number == sorted(one["args"]["number"] for one in reduced)[1])
     assert line.last[second].tolist() == [1] * size
     late_by_rank(line.wait[second].tolist())
 
