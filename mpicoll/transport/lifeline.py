@@ -49,6 +49,9 @@ PROVE_WITHIN = 5.0
 """Seconds that a stranger has to prove that it knows the token."""
 HEAR_WITHIN = 0.5
 """Seconds that the hub's death is held back, for the next hub to add the words that only it has heard."""
+TELL_WITHIN = 5.0
+"""Seconds that all have to come to a new hub and tell whether a rank that it doesn't find has left; twice as many until
+the others do without the hub's word."""
 ASK_AFTER = 1.0
 """Seconds until the hub asks the kernel after a rank that has not come to it."""
 MISSED_AFTER = 60.0
@@ -71,8 +74,8 @@ _MAGIC = b"\0mpicoll"
 _FATAL = b"Fatal Python error"
 
 _CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED = b"C", b"H", b"W", b"J", b"R"
-_MESSAGE, _LEAVE, _HEARD, _GONE, _ACK = b"M", b"L", b"B", b"G", b"A"
-_KINDS = {_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED, _MESSAGE, _LEAVE, _HEARD, _GONE, _ACK}
+_MESSAGE, _LEAVE, _HEARD, _GONE, _TOLD, _ACK = b"M", b"L", b"B", b"G", b"T", b"A"
+_KINDS = {_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED, _MESSAGE, _LEAVE, _HEARD, _GONE, _TOLD, _ACK}
 _ALL = -1
 
 _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
@@ -91,7 +94,7 @@ class Gone:
     """A rank that is no longer there. `why` is
 
     - "left": it said goodbye by :meth:`Lifeline.leave`;
-    - "closed": its connection ended without a word, so its process did;
+    - "closed": its process ended without a word: its connection did, or it listens no more and nobody knows a goodbye;
     - "unreachable": its host does not answer.
 
     `words` is what it wrote into its crash descriptor before it died, if anything; `pid` and `host` are what it had
@@ -125,6 +128,7 @@ class _Connection:
         self.rank = rank
         self.where = where
         self.connecting = False
+        self.told = False  # whether the other has said who was gone when the connection was made
         self.deadline = float("inf")
         self.nonce = secrets.token_hex(16)
         self.error: int | None = None
@@ -298,6 +302,11 @@ class Lifeline:
 
     A rank that has never come to the hub is dead if it is on the same host and nobody listens on its port any more;
     else it is only missed, by a line in the log.
+
+    Who leaves may end once somebody has its goodbye who can't end before having passed it on: a rank that stays and has
+    told all it knows of, or one with a higher number that has come to it. That the number is higher keeps two that
+    leave at once from each relying on the other. So a rank that can't be found may have left, and only some know:
+    whether it has died is decided by the hub when all others have come and told whom they know to be gone.
     """
 
     def __init__(self, rank: int, size: int, token: bytes) -> None:
@@ -311,12 +320,13 @@ class Lifeline:
         self._outbox: deque[_Outgoing] = deque()
         self._events: deque[Message | Gone] = deque()
         self._gone: dict[int, Gone] = {}
-        self._unsure: dict[int, tuple[Gone, float]] = {}  # see HEAR_WITHIN
+        self._unsure: dict[int, tuple[Gone, float, bool]] = {}  # and since when, and whether it may not have left
         self._peers: Sequence[dict[str, Any]] = ()
         self._clients: dict[int, _Connection] = {}
         self._others: set[_Connection] = set()  # strangers, attempts, probes
         self._hub: _Connection | None = None
         self._target = -1
+        self._elected_at = 0.0
         self._retry: dict[str, tuple[float, float]] = {}  # address of the target -> when to try again, pause before
         self._failed: dict[str, str] = {}  # address of the target -> why it could not be reached
         self._ask: dict[int, tuple[float, float]] = {}  # rank that has not come -> when to ask, pause before
@@ -326,8 +336,9 @@ class Lifeline:
         self._farewell: _Outgoing | None = None
         self._leaving = False  # the farewell is on its way, behind all other messages
         self._heard = False  # a hub has passed it on
-        self._informed = False  # a client has been sent it
+        self._informed = False  # a client with a higher rank has been sent it
         self._farewells: dict[int, _Outgoing] = {}
+        self._hearsay_at = float("-inf")  # when a goodbye came by way of another rank
         self._leavers: list[tuple[_Connection, _Outgoing]] = []  # whose farewell is to be passed on
         self._missed_at = float("inf")
         self._settle_at = float("inf")
@@ -544,13 +555,13 @@ class Lifeline:
         return not any(client.blocked or farewell in client.queue for client in self._clients.values())
 
     def _say_goodbye(self, farewell: _Outgoing) -> None:
-        """Tell the hub, or as the hub its clients. One that stays is enough: it tells those that come to it. A rank
-        that knows of none goes to the next, be it a higher one: that may leave as well, and each then tells the
-        other."""
+        """Tell the hub, or as the hub its clients. One is enough: it tells those that come to it, or the next hub if it
+        leaves as well. A rank that has none goes to the next, be it a higher one: that may leave as well, and each then
+        tells the other; the higher one goes on."""
         self._leaving = True
         for one in self._established():
             one.queue.append(farewell)
-        self._informed = any(rank not in self._gone for rank in self._clients)
+        self._informed = any(rank > self.rank and rank not in self._gone for rank in self._clients)
         if self._is_hub() and not self._informed:
             self._elect()
 
@@ -566,11 +577,11 @@ class Lifeline:
                 (client.queue if client else self._backlog.setdefault(rank, deque())).append(message)
 
     def _delivered(self) -> bool:
-        if self._heard or len(self._gone) == self.size - 1:
+        if len(self._gone.keys() | self._unsure.keys()) == self.size - 1:
             return True
         if self._leaving:
-            clients = self._clients.values()
-            return self._informed and all(client.idle and not _under_way(client.sock) for client in clients)
+            passed_on = self._heard or self._informed
+            return passed_on and all(one.idle and not _under_way(one.sock) for one in self._established())
         if self._outbox or self._held or any(self._backlog.values()):
             return False
         return all(connection.idle and not _under_way(connection.sock) for connection in self._connections())
@@ -590,7 +601,7 @@ class Lifeline:
                 one.events = events
 
     def _next_time(self) -> float:
-        times = [self._missed_at, self._settle_at, *(when for _, when in self._unsure.values())]
+        times = [self._missed_at, self._settle_at, *(self._held_until(*one) for one in self._unsure.values())]
         times += [one.deadline for one in self._others]
         times += [when for when, _ in self._retry.values()]
         times += [when for when, _ in self._ask.values()]
@@ -605,8 +616,8 @@ class Lifeline:
             else:
                 one.error = errno.ETIMEDOUT
                 self._lost(one)
-        for gone, when in list(self._unsure.values()):
-            if when <= now:
+        for gone, since, certain in list(self._unsure.values()):
+            if self._held_until(gone, since, certain) <= now:
                 self._declare(gone)
         for where, (when, pause) in list(self._retry.items()):
             if when <= now and where in self._retry:
@@ -619,6 +630,7 @@ class Lifeline:
         if self._missed_at <= now:
             self._missed_at = float("inf")
             self._log_missed()
+        self._decide()
 
     def _ask_for_missing(self, now: float) -> None:
         for rank, (when, pause) in list(self._ask.items()):
@@ -782,7 +794,7 @@ class Lifeline:
             self._judge(one, self._failed)
         elif role == "probe" and rank in self._asked:
             self._judge(one, self._asked[rank])
-        elif role == "client" and established and rank not in self._gone and self._farewell is None:
+        elif role == "client" and established and rank not in self._gone and not self._leaving:
             self._declare(self._obituary(rank, why, one.text()))
         elif role == "hub" and established:
             self._hub_lost(one, why)
@@ -803,7 +815,7 @@ class Lifeline:
             return
         refused = all(why == "closed" for why in failed.values())
         if (self._near(rank) and refused) or self._is_late():
-            self._suspect(self._obituary(rank, "closed" if refused else "unreachable", ""))
+            self._suspect(self._obituary(rank, "closed" if refused else "unreachable", ""), certain=False)
 
     def _hub_lost(self, one: _Connection, why: str) -> None:
         # What has not been sent completely was not understood.
@@ -813,15 +825,39 @@ class Lifeline:
         if one.rank in self._gone:
             self._elect()
         else:
-            self._suspect(self._obituary(one.rank, why, one.text()))
+            # One that had told this rank of the others and left would not have ended before its goodbye was here.
+            self._suspect(self._obituary(one.rank, why, one.text()), certain=one.told)
 
-    def _suspect(self, gone: Gone) -> None:
-        """A rank is gone for certain; but the next hub may know more about it."""
-        if gone.words or gone.rank > self._target:
+    def _suspect(self, gone: Gone, *, certain: bool) -> None:
+        """A rank is gone; but others may know more about it: unless it is `certain` to have died, that it has left."""
+        rank = gone.rank
+        if gone.words or (certain and rank > self._target):
             self._declare(gone)
-        else:
-            self._unsure[gone.rank] = gone, time.monotonic() + HEAR_WITHIN
-            self._elect()
+            return
+        if rank not in self._unsure or (certain and not self._unsure[rank][2]):
+            self._unsure[rank] = gone, time.monotonic(), certain
+        self._elect()
+
+    def _held_until(self, _: Gone, since: float, certain: bool) -> float:
+        """When a rank in ``_unsure`` counts as dead, if nobody has said anything else."""
+        if certain:
+            return since + HEAR_WITHIN
+        if self._leaving:
+            return float("inf")  # those that stay find out
+        return max(since, self._elected_at) + TELL_WITHIN * (1 if self._is_hub() else 2)
+
+    def _decide(self) -> None:
+        """As the hub to which all have come: whom none of them knows to have left has died."""
+        others = (rank for rank in self._alive() if rank != self.rank)
+        if (
+            self._unsure
+            and self._is_hub()
+            and not self._leaving
+            and time.monotonic() >= self._hearsay_at + TELL_WITHIN
+            and all(rank in self._clients and self._clients[rank].told for rank in others)
+        ):
+            for gone, _, _ in list(self._unsure.values()):
+                self._declare(gone)
 
     def _obituary(self, rank: int, why: str, words: str) -> Gone:
         peer = self._peers[rank] if self._peers else {}
@@ -845,18 +881,19 @@ class Lifeline:
         for one in [one for one in self._others if one.role == "attempt"]:
             self._drop(one)
         self._target = target
+        self._elected_at = now = time.monotonic()
         self._retry.clear()
         self._failed.clear()
         if target != self.rank:
             for where in self._ways(target):
                 self._retry[where] = 0.0, 0.1
             return
-        for gone, _ in list(self._unsure.values()):
-            self._declare(gone)
+        for gone, _, certain in list(self._unsure.values()):
+            if certain:
+                self._declare(gone)
         while self._held:
             self._spread(self._held.popleft())
         _allow_descriptors(self.size)
-        now = time.monotonic()
         self._ask = {rank: (now + ASK_AFTER, ASK_AFTER) for rank in self._alive() if rank != self.rank}
         for rank in self._clients:
             self._ask.pop(rank, None)
@@ -868,7 +905,7 @@ class Lifeline:
             return
         self._unsure.pop(rank, None)
         self._gone[rank] = gone
-        if self._farewell is None:
+        if not self._leaving:
             self._events.append(gone)
         self._backlog.pop(rank, None)
         self._ask.pop(rank, None)
@@ -929,6 +966,8 @@ class Lifeline:
                 self._told(one, Gone(**content))
             elif kind == _HEARD:
                 self._heard = True
+            elif kind == _TOLD:
+                one.told = True
             elif kind in (_MESSAGE, _LEAVE):
                 self._deliver(one, message, content)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -942,12 +981,14 @@ class Lifeline:
             raise _Violation("it speaks for another rank")
         if source in self._gone or not 0 <= source < self.size or source == self.rank:
             return
-        if self._farewell is None and dest in (_ALL, self.rank):
+        if not self._leaving and dest in (_ALL, self.rank):
             self._events.append(Message(source, body))
         if kind == _MESSAGE:
             if one.role == "client":
                 self._spread(message)
         else:
+            if source != one.rank:
+                self._hearsay_at = time.monotonic()
             self._farewells[source] = message
             self._declare(self._obituary(source, "left", ""), one)
 
@@ -984,7 +1025,7 @@ class Lifeline:
             raise _Violation("a wrong proof")
         one.rank = rank
         one.deadline = float("inf")
-        if rank in self._gone:
+        if self._is_dead(rank):
             one.queue.append((_REJECTED, self.rank, rank, b"{}"))
             return
         proof = self._proof("server", one.nonce, nonce, rank, self.rank)
@@ -1004,6 +1045,7 @@ class Lifeline:
         # Only now does the other side take the end of this connection for the end of this process.
         one.queue.append((_JOINED, self.rank, one.rank, b"{}"))
         one.queue.extend(self._news(gone) for gone in self._gone.values())
+        one.queue.append((_TOLD, self.rank, one.rank, b"{}"))
         one.queue.extend(message for message in self._held if message[2] not in self._gone)
         self._held.clear()
         if self._leaving and self._farewell is not None:
@@ -1011,16 +1053,19 @@ class Lifeline:
             one.queue.append(self._farewell)
         self._aim()
 
+    def _is_dead(self, rank: int) -> bool:
+        """Whether others know already that a rank has died. One that has left may still have to tell of others."""
+        return rank in self._gone and self._gone[rank].why != "left"
+
     def _rejected(self, one: _Connection) -> None:
-        """For the other this rank is gone: it has said goodbye to another hub, or the network was cut for a while."""
+        """For the other this rank is dead: the network was cut for a while."""
         rank = one.rank
-        self._heard = self._leaving
         self._drop(one)
-        self._suspect(self._obituary(rank, "unreachable", ""))
+        self._suspect(self._obituary(rank, "unreachable", ""), certain=not self._leaving)
 
     def _join(self, one: _Connection) -> None:
         rank = one.rank
-        if rank < 0 or rank in self._gone:
+        if rank < 0 or self._is_dead(rank):
             raise _Violation("not welcome")
         old = self._clients.pop(rank, None)
         if old is not None:
@@ -1030,11 +1075,13 @@ class Lifeline:
         self._clients[rank] = one
         self._ask.pop(rank, None)
         self._asked.pop(rank, None)
+        self._unsure.pop(rank, None)
         one.queue.extend(self._backlog.pop(rank, ()))
         one.queue.extend(self._news(gone) for gone in self._gone.values())
         if self._leaving and self._farewell is not None:
             one.queue.append(self._farewell)
-            self._informed = True
+            self._informed = self._informed or (rank > self.rank and rank not in self._gone)
+        one.queue.append((_TOLD, self.rank, rank, b"{}"))
         self._aim()
 
     # --- the end

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +213,136 @@ def test_many_leave_at_once(star: Make, stay: set[int]) -> None:
     for rank in range(size):
         assert all(why == "left" for _, why in job.gone(rank)), job.heard[rank]
         assert len(job.messages(rank)) == len(job.gone(rank))  # each with its goodbye
+
+
+def _drive(job: Star, *ranks: int) -> None:
+    for rank in ranks:
+        job.heard[rank] += job.lines[rank].poll(0.0)
+
+
+def test_two_that_leave_do_not_rely_on_each_other(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the hub has left, each is welcome at the other in the same moment. Who is let go has told one who is not."""
+    job = star(4)
+    addresses = [line.address for line in job.lines]
+    for line in job.lines:
+        line.connect(addresses)
+        line.send({"here": line.rank})
+    until(lambda: _drive(job, 0, 1, 2, 3) or all(len(heard) == 3 for heard in job.heard))
+    job.lines[0].leave({}, timeout=SOON)
+    job.end(0)
+    for rank in (1, 2):
+        job.lines[rank].leave({}, timeout=0.0)
+    select = job.lines[1]._selector.select
+
+    def meanwhile(timeout: float) -> Any:
+        ready = select(timeout)
+        _drive(job, 2)
+        return ready
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.lines[1]._selector, "select", meanwhile)
+        until(lambda: _drive(job, 1) or job.lines[1].flush(0.0) or job.lines[2].flush(0.0))
+        assert job.lines[1].flush(0.0)
+        job.end(1)
+    for _ in range(100):  # rank 3 does nothing
+        _drive(job, 2)
+        assert not job.lines[2].flush(0.0)
+        time.sleep(0.002)
+    until(lambda: _drive(job, 2, 3) or job.lines[2].flush(0.0))
+    job.end(2)
+    until(lambda: _drive(job, 3) or len(job.gone(3)) == 3, lambda: job.heard[3])
+    assert job.gone(3) == [(0, "left"), (1, "left"), (2, "left")]
+
+
+def test_a_late_hub_waits_for_those_that_heard_a_goodbye(star: Make) -> None:
+    """Rank 1 has never been connected with rank 0, finds it gone, and is the next hub."""
+    job = star(3)
+    addresses = [line.address for line in job.lines]
+    for rank in (0, 2):
+        job.lines[rank].connect(addresses)
+        job.lines[rank].send({"here": rank})
+    until(lambda: _drive(job, 0, 2) or (job.messages(0) and job.messages(2)))
+    job.lines[0].leave({"bye": 0}, timeout=SOON)
+    job.end(0)
+    job.lines[1].connect(addresses)
+    end = time.monotonic() + 2 * lifeline.HEAR_WITHIN
+    while time.monotonic() < end:
+        _drive(job, 1)
+        time.sleep(0.005)
+    assert job.heard[1] == []
+    until(lambda: _drive(job, 1, 2) or (job.gone(1) and job.gone(2)), lambda: job.heard)
+    assert job.gone(1) == job.gone(2) == [(0, "left")]
+    assert job.messages(1) == [{"bye": 0}]
+
+
+def test_a_hub_decides_alone_when_nobody_tells(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is gone without a word before rank 1 has found it, and rank 2 does not come: that must not last."""
+    monkeypatch.setattr(lifeline, "TELL_WITHIN", 0.5)
+    job = star(3)
+    addresses = [line.address for line in job.lines]
+    job.end(0)
+    job.lines[1].connect(addresses)
+    job.threads[1].start()
+    until(lambda: job.gone(1) == [(0, "closed")], lambda: job.heard[1])
+    job.lines[2].connect(addresses)
+    job.threads[2].start()
+    until(lambda: job.gone(2) == [(0, "closed")], lambda: job.heard[2])
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_leaving_in_any_order(star: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of the ranks leave while others are slow, or not yet connected. One thread drives all, in random order and
+    by a clock of its own; a rank may be overtaken between seeing that something has come and reading it. Nobody seems
+    to have died, and that is no question of time."""
+    clock = [0.0]
+    monkeypatch.setattr(lifeline, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    monkeypatch.setattr(lifeline, "TELL_WITHIN", 1e6)
+    random = Random(seed)
+    size = random.randint(2, 7)
+    leavers = set(random.sample(range(size), random.randint(1, size))) | {0}
+    job = star(size)
+    running = list(range(size))
+    weights = [random.choice([1.0, 1.0, 0.2, 0.05]) for _ in range(size)]
+
+    def step() -> int:
+        clock[0] += random.random() * 0.002
+        rank = random.choices(running, [weights[rank] for rank in running])[0]
+        _drive(job, rank)
+        return rank
+
+    def overtaken(select: Callable[..., Any]) -> Callable[..., Any]:
+        def call(timeout: float) -> Any:
+            ready = select(timeout)
+            if random.random() < 0.3:
+                step()
+            return ready
+
+        return call
+
+    addresses = [line.address for line in job.lines]
+    for line in job.lines:
+        line.connect(addresses)
+        monkeypatch.setattr(line._selector, "select", overtaken(line._selector.select))
+    for _ in range(random.choice([0, 10, 40]) * size):
+        step()
+    eager = random.choice([1.0, 0.1, 0.01])
+    left: set[int] = set()
+    deadline = time.monotonic() + SOON
+    while leavers & set(running):
+        assert time.monotonic() < deadline, (job.heard, running)
+        rank = step()
+        if rank in leavers - left and random.random() < eager:
+            job.lines[rank].leave({"bye": rank}, timeout=0.0)
+            left.add(rank)
+        elif rank in left and random.random() < 0.4 and job.lines[rank].flush(0.0):
+            job.end(rank)
+            running.remove(rank)
+    while not all(len(job.gone(rank)) == len(leavers) for rank in running):
+        assert time.monotonic() < deadline, (job.heard, running)
+        step()
+    for rank, heard in enumerate(job.heard):
+        assert all(why == "left" for _, why in job.gone(rank)), heard
+        assert [one["bye"] for one in job.messages(rank)] == [one.rank for one in heard if isinstance(one, Gone)]
 
 
 def test_a_rank_that_is_late_hears_of_a_goodbye_from_before(star: Make) -> None:
