@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -47,3 +48,12 @@ def together(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMana
     """
     agreement = request.config.pluginmanager.get_plugin("agreement")
     return agreement.together if agreement else contextlib.nullcontext
+
+
+@pytest.fixture
+def cuda() -> Iterator[ModuleType]:
+    """cupy; the fake one where there is no device. Gone afterwards, so that other tests see a machine without CUDA."""
+    import fake_cuda
+
+    yield fake_cuda.install()
+    fake_cuda.remove()

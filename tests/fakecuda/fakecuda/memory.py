@@ -1,0 +1,392 @@
+"""Device memory: pages of the host, mapped where only queued work finds them.
+
+An allocation is an anonymous file, mapped twice. The device address can't be touched by the host: that is a crash, or,
+with ``FAKECUDA_AWARE=1`` in the environment, allowed, as an MPI that knows CUDA needs it. The working address, at a
+fixed distance, is what kernels and copies use when they run. Addresses are alike in all processes, and those of freed
+memory are given out again, as with CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import socket
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fakecuda import errors
+from fakecuda.errors import CUDARuntimeError
+
+POISON = np.frombuffer(b"\xf5\xff", np.uint8)
+"""What lies in memory that nobody has written: NaN in all floating dtypes, small negative numbers in integer ones."""
+
+_PAGE = mmap.PAGESIZE
+_SPACE = 1 << 38
+_AT = 0x1200_0000_0000
+_NONE, _BOTH = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_FIXED, _NORESERVE = 0x10, 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+LOCK = threading.RLock()
+"""Held for a moment, around every change of a table; never while work runs."""
+
+
+def _map(address: int, nbytes: int, protection: int, flags: int, file: int = -1) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, file, 0)
+    if found in (None, ctypes.c_void_p(-1).value):
+        raise CUDARuntimeError(errors.MEMORY_ALLOCATION, os.strerror(ctypes.get_errno()))
+    return int(found)
+
+
+def _reserve(hint: int) -> int:
+    return _map(hint, _SPACE, _NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+
+
+_DEVICE = _reserve(_AT)
+_SHIFT = _reserve(_AT + 2 * _SPACE) - _DEVICE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Allocation:
+    """`device` is its index in this process. `number` is of this allocation only, unlike its address. `ipc` tells
+    whether other processes may open it, `name` which it is among all of the node. `opened`: whose memory it is that was
+    opened here (process, address there)."""
+
+    base: int
+    size: int
+    device: int
+    number: int
+    file: int
+    name: str
+    ipc: bool = True
+    opened: tuple[int, int] | None = None
+
+    @property
+    def span(self) -> int:
+        return -(-self.size // _PAGE) * _PAGE
+
+
+_allocations: dict[int, Allocation] = {}
+_bases: list[int] = []
+_numbers = itertools.count(1)
+
+
+def _place(allocation_size: int) -> int:
+    """The first gap that is large enough. A page that nobody may touch is left behind each allocation."""
+    end = _DEVICE + _PAGE
+    for base in _bases:
+        if base - end >= allocation_size + _PAGE:
+            break
+        end = base + _allocations[base].span + _PAGE
+    if end + allocation_size > _DEVICE + _SPACE:
+        raise CUDARuntimeError(errors.MEMORY_ALLOCATION)
+    return end
+
+
+def _enter(size: int, device: int, file: int, name: str, **more: Any) -> Allocation:
+    """Map `file` as an allocation."""
+    with LOCK:
+        base = _place(-(-size // _PAGE) * _PAGE)
+        made = Allocation(base, size, device, next(_numbers), file, name, **more)
+        aware = os.environ.get("FAKECUDA_AWARE") == "1"
+        _map(base, made.span, _BOTH if aware else _NONE, mmap.MAP_SHARED | _FIXED, file)
+        _map(base + _SHIFT, made.span, _BOTH, mmap.MAP_SHARED | _FIXED, file)
+        _allocations[base] = made
+        _bases.insert(bisect_right(_bases, base), base)
+    return made
+
+
+def _leave(allocation: Allocation) -> None:
+    with LOCK:
+        for address in (allocation.base, allocation.base + _SHIFT):
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
+            _map(address, allocation.span, _NONE, flags)
+        os.close(allocation.file)
+        del _allocations[allocation.base]
+        _bases.remove(allocation.base)
+
+
+def allocate(size: int, device: int, *, ipc: bool = True) -> int:
+    """The device address of new memory, which is poisoned."""
+    if size <= 0:
+        raise CUDARuntimeError(errors.INVALID_VALUE, f"{size} bytes")
+    name = f"fakecuda-{os.getpid()}-{os.urandom(8).hex()}"
+    file = os.memfd_create(name)
+    os.ftruncate(file, -(-size // _PAGE) * _PAGE)
+    made = _enter(size, device, file, name, ipc=ipc)
+    poison(made.base, size)
+    return made.base
+
+
+def poison(address: int, nbytes: int) -> None:
+    """Make memory look as if nobody had written it, at once."""
+    _fill(working(address, nbytes), nbytes)
+
+
+def _fill(address: int, nbytes: int) -> None:
+    memory = bytes_at(address, nbytes)
+    for offset, byte in enumerate(POISON):
+        memory[offset :: len(POISON)] = byte
+
+
+def release(address: int) -> None:
+    """Unmap the allocation that begins at `address`. Whoever touches it from now on crashes, or reads poison where
+    another process has it open."""
+    with LOCK:
+        allocation = _allocations.get(address)
+        if allocation is None or allocation.opened:
+            raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} is not the beginning of an allocation")
+        poison(address, allocation.size)
+        _leave(allocation)
+
+
+def find(address: int, nbytes: int = 1) -> Allocation | None:
+    """The allocation in which all of this lies."""
+    with LOCK:
+        place = bisect_right(_bases, address) - 1
+        if place < 0:
+            return None
+        allocation = _allocations[_bases[place]]
+    return allocation if address + nbytes <= allocation.base + allocation.size else None
+
+
+def of_devices(address: int) -> bool:
+    """Whether this may be an address of device memory, in use or not."""
+    return _DEVICE <= address < _DEVICE + _SPACE
+
+
+class _Kernel(threading.local):
+    """Of a thread: the device whose kernel it runs; None in copies, which reach all devices."""
+
+    device: int | None = None
+
+
+kernel = _Kernel()
+peers: set[tuple[int, int]] = set()
+"""Which devices may use memory of which others: peer access has been enabled."""
+
+
+def working(address: int, nbytes: int) -> int:
+    """Where queued work finds the device memory, or the page-locked host memory, at `address`."""
+    found = find(address, nbytes)
+    if found:
+        if kernel.device not in (None, found.device) and (kernel.device, found.device) not in peers:
+            words = f"device {kernel.device} has no access to device {found.device}"
+            raise CUDARuntimeError(errors.ILLEGAL_ADDRESS, words)
+        return address + _SHIFT
+    if pinned(address, nbytes):
+        return address
+    raise CUDARuntimeError(errors.ILLEGAL_ADDRESS, f"{nbytes} bytes at {address:#x}")
+
+
+class _Place:
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def array_at(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> Any:
+    """A numpy array at an address that is taken as it is."""
+    dtype = np.dtype(dtype)
+    typestr = f"|V{dtype.itemsize}"  # names of dtypes that the interface has no word for are lost in it
+    interface = {"version": 3, "data": (address, False), "shape": shape, "typestr": typestr, "strides": strides}
+    return np.asarray(_Place(interface)).view(dtype)
+
+
+def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether ranges of addresses, each (begin, end), have something in common."""
+    return one[0] < other[1] and other[0] < one[1]
+
+
+def check_aligned(address: int, strides: tuple[int, ...], itemsize: int) -> None:
+    """A kernel reads elements only at multiples of their size."""
+    if any(one % itemsize for one in (address, *strides)):
+        raise CUDARuntimeError(errors.MISALIGNED, f"{address:#x}, strides {strides}, elements of {itemsize} bytes")
+
+
+def bytes_at(address: int, nbytes: int) -> Any:
+    return array_at(address, (nbytes,), np.uint8)
+
+
+def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """How many bytes before and behind its address an array reaches."""
+    reach = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
+    return -sum(one for one in reach if one < 0), sum(one for one in reach if one > 0) + itemsize
+
+
+def working_view(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> Any:
+    """A numpy array for work that runs now: the device memory, or page-locked host memory, at `address`."""
+    dtype = np.dtype(dtype)
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    steps = contiguous(shape, dtype.itemsize) if strides is None else strides
+    before, behind = extent(shape, steps, dtype.itemsize)
+    at = working(address - before, before + behind) + before
+    return array_at(at, shape, dtype, steps)
+
+
+def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Strides in C order."""
+    strides = [itemsize]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides)) if shape else ()
+
+
+# Page-locked host memory: the beginning of a range, its length in bytes, and the mapping if it was allocated here.
+
+_ranges: dict[int, tuple[int, Any]] = {}
+
+
+def _pages(address: int, nbytes: int) -> tuple[int, int]:
+    return address // _PAGE, -(-(address + nbytes) // _PAGE)
+
+
+def register(address: int, nbytes: int) -> None:
+    """cudaHostRegister. Whole pages are locked, and none twice."""
+    if nbytes <= 0 or find(address):
+        raise CUDARuntimeError(errors.INVALID_VALUE, f"{nbytes} bytes at {address:#x}")
+    with LOCK:
+        begin, end = _pages(address, nbytes)
+        for other, (length, _) in _ranges.items():
+            first, last = _pages(other, length)
+            if first < end and begin < last:
+                raise CUDARuntimeError(errors.HOST_REGISTERED, f"{nbytes} bytes at {address:#x}")
+        _ranges[address] = nbytes, None
+
+
+def unregister(address: int) -> None:
+    """cudaHostUnregister."""
+    with LOCK:
+        if address not in _ranges or _ranges[address][1] is not None:
+            raise CUDARuntimeError(errors.HOST_NOT_REGISTERED, f"{address:#x}")
+        del _ranges[address]
+
+
+def allocate_host(nbytes: int) -> int:
+    """cudaHostAlloc, poisoned."""
+    memory = mmap.mmap(-1, nbytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with LOCK:
+        _ranges[address] = nbytes, memory
+    _fill(address, nbytes)
+    return address
+
+
+def release_host(address: int) -> None:
+    """cudaFreeHost."""
+    with LOCK:
+        if _ranges.get(address, (0, None))[1] is None:
+            raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x}")
+        del _ranges[address]
+
+
+def pinned(address: int, nbytes: int = 1) -> bool:
+    """Whether all of this is page-locked host memory."""
+    with LOCK:
+        return any(one <= address and address + nbytes <= one + length for one, (length, _) in _ranges.items())
+
+
+def partly_pinned(address: int, nbytes: int) -> bool:
+    """Whether some of it is."""
+    with LOCK:
+        return any(one < address + nbytes and address < one + length for one, (length, _) in _ranges.items())
+
+
+# Devices, and what other processes see of their memory.
+
+
+def visible() -> list[int]:
+    """The node's devices that this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    installed = int(os.environ.get("FAKECUDA_DEVICES", "1"))
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return list(range(installed))
+    return [int(name) for name in names.split(",") if name.strip() and 0 <= int(name) < installed]
+
+
+def can_reach(device: int, other: int) -> bool:
+    """Whether kernels of `device` can use memory of `other`; ``FAKECUDA_PEERS=0`` says no."""
+    return device == other or os.environ.get("FAKECUDA_PEERS", "1") == "1"
+
+
+def uuid(device: int) -> bytes:
+    """Of a device of this process. Shorter than 16 bytes for some, as cupy cuts it off at the first zero."""
+    whole = sha256(f"{socket.gethostname()} {visible()[device]}".encode()).digest()[:16]
+    return whole.partition(b"\0")[0]
+
+
+def _handle(*parts: object) -> bytes:
+    return " ".join(map(str, parts)).encode().ljust(64, b"\0")
+
+
+def export(address: int) -> bytes:
+    """cudaIpcGetMemHandle."""
+    allocation = find(address)
+    if allocation is None or allocation.base != address or not allocation.ipc or allocation.opened:
+        raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} can't be shared")
+    tag = allocation.name.rpartition("-")[2]
+    physical = visible()[allocation.device]
+    return _handle(os.getpid(), allocation.file, allocation.size, physical, f"{address:x}", tag)
+
+
+_opened: dict[str, tuple[Allocation, int]] = {}
+"""By name: what of other processes is open here, and how often."""
+
+
+def open_export(handle: bytes, device: int) -> int:
+    """cudaIpcOpenMemHandle, for kernels of `device`. The memory is opened once however often this is called for it."""
+    process, file, size, physical, address, tag = handle.rstrip(b"\0").decode().split()
+    name = f"fakecuda-{process}-{tag}"
+    if int(process) == os.getpid():
+        raise CUDARuntimeError(errors.UNINITIALIZED, "memory of the same process")
+    if int(physical) not in visible():
+        raise CUDARuntimeError(errors.MAPPING, f"memory of device {physical} of the node, which isn't visible here")
+    owner = visible().index(int(physical))
+    if not can_reach(device, owner):
+        raise CUDARuntimeError(errors.PEER_UNSUPPORTED, f"memory of device {owner}, on device {device}")
+    with LOCK:
+        if name in _opened:
+            allocation, times = _opened[name]
+            _opened[name] = allocation, times + 1
+            return allocation.base
+        path = Path(f"/proc/{process}/fd/{file}")
+        try:
+            if name not in str(path.readlink()):
+                raise CUDARuntimeError(errors.INVALID_VALUE, "the memory has been freed")
+            found = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise CUDARuntimeError(errors.INVALID_VALUE, str(error)) from error
+        origin = int(process), int(address, 16)
+        if any(one.opened == origin for one, _ in _opened.values()):
+            os.close(found)
+            raise CUDARuntimeError(errors.ALREADY_MAPPED, "what lay at this address before is still open")
+        if owner != device:
+            peers.add((device, owner))
+        made = _enter(int(size), owner, found, name, ipc=False, opened=origin)
+        _opened[name] = made, 1
+        return made.base
+
+
+def close_export(address: int) -> None:
+    """cudaIpcCloseMemHandle."""
+    with LOCK:
+        name = next((name for name, (one, _) in _opened.items() if one.base == address), None)
+        if name is None:
+            raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} was not opened")
+        allocation, times = _opened[name]
+        if times > 1:
+            _opened[name] = allocation, times - 1
+            return
+        del _opened[name]
+        _leave(allocation)

@@ -1,0 +1,414 @@
+"""Streams whose work waits until somebody waits for it.
+
+A stream is a queue. Its work runs, in order, when the host synchronises the stream or an event recorded behind the
+work, or when other work that has to wait for such an event is about to run. So whoever forgets to wait sees memory as
+it was before, always. Asking whether a stream or an event is done lets at most one piece of work run, so that loops
+that only ask come to an end. With ``FAKECUDA_EAGER_RANDOM=SEED`` in the environment, work also runs by chance whenever
+more is given: then memory that is overwritten too early is seen too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from fakecuda import errors, memory
+from fakecuda.errors import CUDARuntimeError
+from fakecuda.memory import LOCK
+
+Work: TypeAlias = Callable[[], Any]
+"""Runs once; returns False if it can't be done yet, because another rank isn't there: then it is called again."""
+
+Position: TypeAlias = "tuple[Stream, int]"
+"""So much of a stream's work."""
+
+
+class Stream:
+    """`given` and `done` count its work. `legacy`: CUDA's null stream, which waits for all `blocking` streams of its
+    device, as they do for it."""
+
+    def __init__(self, device: int, *, blocking: bool = True, legacy: bool = False) -> None:
+        self.device = device
+        self.blocking = blocking and not legacy
+        self.legacy = legacy
+        self.queue: deque[tuple[Work | None, tuple[Position, ...]]] = deque()
+        self.given = 0
+        self.done = 0
+        self.destroyed = False
+        self.capture: Capture | None = None
+        self.failed: CUDARuntimeError | None = None
+        self._busy = threading.RLock()
+        with LOCK:
+            self.ptr = next(_pointers)
+            _streams[self.ptr] = self
+
+    def give(self, work: Work | None, after: Sequence[Position] = ()) -> None:
+        """Work of this stream, which also waits for `after`; None only waits."""
+        make_context()
+        with LOCK:
+            if self.capture is not None:
+                self.capture.work.append(work)
+                return
+            if self.legacy and capture_beside(self):
+                raise CUDARuntimeError(errors.CAPTURE_IMPLICIT)
+            behind = [(one, one.given) for one in _peers(self) if one.done < one.given]
+            self.queue.append((work, (*after, *behind)))
+            self.given += 1
+        _by_chance()
+
+    def wait(self, position: int | None = None) -> None:
+        """Run what has been given so far, or up to `position`."""
+        _host_may_wait()
+        if self.capture is not None:
+            raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED)
+        self._run(self.given if position is None else position)
+
+    def query(self, position: int | None = None) -> int:
+        """CUDA's status: 0 if all work, or that up to `position`, is done. If not, one piece of it may run. An error is
+        told again and again, until somebody waits."""
+        make_context()
+        if self.capture is not None and position is None:
+            raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED)
+        wanted = self.given if position is None else position
+        if self.done < wanted:
+            self.advance()
+        if self.failed is not None:
+            return self.failed.status
+        return 0 if self.done >= wanted else errors.NOT_READY
+
+    def advance(self) -> None:
+        """Run the first piece of work, if it may run now. CUDA's errors are kept for whoever waits."""
+        if self._busy.acquire(blocking=False):
+            try:
+                if self.queue and not _here.running:
+                    self._step(patient=False)
+            except CUDARuntimeError as error:
+                self.failed = error
+            finally:
+                self._busy.release()
+
+    def _run(self, position: int) -> None:
+        with self._busy:
+            while self.done < position:
+                self._step(patient=True)
+            if self.failed is not None:
+                failed, self.failed = self.failed, None
+                raise failed
+
+    def _step(self, patient: bool) -> None:
+        work, after = self.queue[0]
+        for stream, position in after:
+            if patient:
+                stream._run(position)
+            elif stream.done < position:
+                return stream.advance()
+        finished = True
+        _here.running += 1
+        try:
+            while work is not None and work() is False:
+                if not patient:
+                    finished = False
+                    return None
+                time.sleep(1e-4)
+        finally:
+            _here.running -= 1
+            if finished:
+                self.queue.popleft()
+                self.done += 1
+        return None
+
+
+class Event:
+    """What a stream had been given when this was recorded last; done if it never was."""
+
+    def __init__(self, device: int) -> None:
+        make_context()
+        self.device = device
+        self.at: Position | Capture | None = None
+
+    def record(self, stream: Stream) -> None:
+        if stream.device != self.device:
+            raise CUDARuntimeError(errors.INVALID_HANDLE, f"event of device {self.device}, stream of {stream.device}")
+        _only_here()
+        if stream.capture is not None:
+            self.at = stream.capture
+            return
+        if any(one.done < one.given for one in _peers(stream)):
+            stream.give(None)  # an event is recorded behind what the stream waits for without being told
+        self.at = stream, stream.given
+
+    def _position(self) -> Position | None:
+        if isinstance(self.at, Capture):
+            raise CUDARuntimeError(errors.CAPTURED_EVENT)
+        return self.at
+
+    def hold_back(self, stream: Stream) -> None:
+        """Work that `stream` is given from now on waits for this event."""
+        if isinstance(self.at, Capture):
+            stream.capture = self.at
+        elif stream.capture is not None and self.at is not None:
+            raise CUDARuntimeError(errors.CAPTURE_ISOLATION)
+        elif self.at is not None:
+            stream.give(None, [self.at])
+
+    def query(self) -> int:
+        """CUDA's status: 0 if it is done."""
+        at = self._position()
+        return 0 if at is None else at[0].query(at[1])
+
+    def wait(self) -> None:
+        at = self._position()
+        if at is not None:
+            _host_may_wait()
+            at[0]._run(at[1])
+
+
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+
+
+class Capture:
+    """Work that a capturing stream, and those that waited for it, were given."""
+
+    def __init__(self, origin: Stream, mode: int) -> None:
+        self.origin = origin
+        self.mode = mode
+        self.thread = threading.get_ident()
+        self.spoilt = False
+        self.work: list[Work | None] = []
+
+
+def begin_capture(stream: Stream, mode: int) -> None:
+    if stream.capture is not None or stream.legacy:
+        raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED)
+    stream.capture = Capture(stream, mode)
+
+
+def end_capture(stream: Stream) -> list[Work | None]:
+    """The work that was captured, in an order in which it may run."""
+    capture = stream.capture
+    if capture is None or capture.origin is not stream:
+        raise CUDARuntimeError(errors.CAPTURE_UNMATCHED)
+    with LOCK:
+        for one in _streams.values():
+            if one.capture is capture:
+                one.capture = None
+    if capture.spoilt:
+        raise CUDARuntimeError(errors.CAPTURE_INVALIDATED)
+    return capture.work
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """Which captures this thread heeds from now on; returns what that was."""
+    before, _here.mode = _here.mode, mode
+    return before
+
+
+def not_while_capturing() -> None:
+    """For calls that CUDA thinks unsafe: they fail while somebody captures who has not asked to be spared, and spoil
+    the capture."""
+    with LOCK:
+        captures = [one.capture for one in _streams.values() if one.capture is not None]
+    for one in captures:
+        mine = one.thread == threading.get_ident() and one.mode != RELAXED
+        if (mine and _here.mode != RELAXED) or (one.mode == GLOBAL and _here.mode == GLOBAL):
+            one.spoilt = True
+            raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED, "another call during a capture")
+
+
+class _Here(threading.local):
+    """Of a thread: its current device and whether that has a context, how deep it is in running work, which captures it
+    heeds, its per-thread default streams."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.bound = False
+        self.running = 0
+        self.mode = GLOBAL
+        self.streams: dict[int, Stream] = {}
+
+
+_here = _Here()
+_streams: dict[int, Stream] = {}
+_events: dict[int, Event] = {}
+_pointers = itertools.count(0x5500_0000, 0x40)
+_legacy: dict[int, Stream] = {}
+contexts: set[int] = set()
+"""The devices on which this process has a context, which takes some of their memory."""
+_process = os.getpid()
+_chance: tuple[str, random.Random] = ("", random.Random(0))
+
+
+def _only_here() -> None:
+    if os.getpid() != _process:
+        raise CUDARuntimeError(errors.INITIALIZATION, "CUDA can't be used in a forked process")
+
+
+def make_context() -> None:
+    """What each call of the runtime does that needs the current device."""
+    _only_here()
+    contexts.add(_here.device)
+    _here.bound = True
+
+
+def has_context() -> bool:
+    """Whether this thread has a current context, as the driver's own functions need it."""
+    return _here.bound
+
+
+def _host_may_wait() -> None:
+    make_context()
+    if _here.running:
+        raise CUDARuntimeError(errors.NOT_PERMITTED, "from within the work of a stream")
+
+
+def _peers(stream: Stream) -> Iterator[Stream]:
+    """The streams with which it synchronises without being told."""
+    if stream.legacy:
+        for pointer, one in list(_streams.items()):
+            if one.device == stream.device and one.blocking:
+                yield one
+            if one.destroyed and not one.queue:
+                del _streams[pointer]
+    elif stream.blocking and stream.device in _legacy:
+        yield _legacy[stream.device]
+
+
+def capture_beside(stream: Stream) -> bool:
+    """Whether a stream that the legacy default stream would wait for is capturing."""
+    return any(one.capture for one in _peers(stream))
+
+
+def _by_chance() -> None:
+    """Let some work run that need not run yet."""
+    global _chance  # noqa: PLW0603
+    seed = os.environ.get("FAKECUDA_EAGER_RANDOM", "")
+    if not seed or _here.running:
+        return
+    with LOCK:
+        if _chance[0] != seed:
+            _chance = seed, random.Random(seed)
+        pick = _chance[1]
+        waiting = [one for one in _streams.values() if one.queue and one.capture is None]
+        chosen = [pick.choice(waiting) for _ in range(pick.choice([0, 0, 1, 1, 2, 5]))] if waiting else []
+    for one in chosen:
+        one.advance()
+
+
+def device() -> int:
+    """This thread's current device."""
+    return _here.device
+
+
+def use_device(index: int) -> None:
+    check_device(index)
+    _here.device = index
+    make_context()
+
+
+def check_device(index: int) -> None:
+    if not 0 <= index < len(memory.visible()):
+        raise CUDARuntimeError(errors.INVALID_DEVICE, f"device {index} of {len(memory.visible())}")
+
+
+def stream_at(pointer: int) -> Stream:
+    """The stream that CUDA knows by `pointer`: 0 or 1 the legacy default stream of the current device, 2 that of this
+    thread."""
+    if pointer in (0, 1):
+        with LOCK:
+            if _here.device not in _legacy:
+                _legacy[_here.device] = Stream(_here.device, legacy=True)
+            return _legacy[_here.device]
+    if pointer == 2:
+        if _here.device not in _here.streams:
+            _here.streams[_here.device] = Stream(_here.device)
+        return _here.streams[_here.device]
+    stream = _streams.get(pointer)
+    if stream is None or stream.destroyed:
+        raise CUDARuntimeError(errors.INVALID_HANDLE, f"stream {pointer:#x}")
+    return stream
+
+
+def create_event() -> int:
+    """The pointer of a new event of the current device."""
+    with LOCK:
+        pointer = next(_pointers)
+    _events[pointer] = Event(_here.device)
+    return pointer
+
+
+def destroy_event(pointer: int) -> None:
+    event_at(pointer)
+    del _events[pointer]
+
+
+def event_at(pointer: int) -> Event:
+    """The event that CUDA knows by `pointer`."""
+    if pointer not in _events:
+        raise CUDARuntimeError(errors.INVALID_HANDLE, f"event {pointer:#x}")
+    return _events[pointer]
+
+
+def destroy(stream: Stream) -> None:
+    """Its work is still to be done."""
+    stream.destroyed = True
+    with LOCK:
+        if not stream.queue:
+            _streams.pop(stream.ptr, None)
+
+
+def wait_for_device(index: int) -> None:
+    """cudaDeviceSynchronize."""
+    with LOCK:
+        streams = [one for one in _streams.values() if one.device == index]
+    if any(one.capture for one in streams):
+        raise CUDARuntimeError(errors.CAPTURE_UNSUPPORTED)
+    _host_may_wait()
+    for one in streams:
+        one._run(one.given)
+
+
+def has_work(index: int) -> bool:
+    """Whether a stream of the device still has something to do."""
+    return any(one.done < one.given for one in list(_streams.values()) if one.device == index)
+
+
+def launch(stream: Stream, work: Work, devices: Sequence[int] = ()) -> None:
+    """A kernel on arrays of `devices`, which runs on the current device."""
+    if stream.device != _here.device:
+        raise CUDARuntimeError(
+            errors.INVALID_HANDLE, f"stream of device {stream.device}, current device {_here.device}"
+        )
+    for one in devices:
+        if not memory.can_reach(_here.device, one):
+            raise CUDARuntimeError(errors.ILLEGAL_ADDRESS, f"memory of device {one} on device {_here.device}")
+
+    def kernel() -> Any:
+        memory.kernel.device = stream.device
+        try:
+            return work()
+        finally:
+            memory.kernel.device = None
+
+    stream.give(kernel)
+
+
+@contextmanager
+def on_device(index: int) -> Iterator[None]:
+    before = device()
+    use_device(index)
+    try:
+        yield
+    finally:
+        use_device(before)
+
+
+def running() -> bool:
+    """Whether this thread runs the work of a stream, or changes a table: then the host can't wait here."""
+    return bool(_here.running) or LOCK._is_owned()  # type: ignore[attr-defined]
