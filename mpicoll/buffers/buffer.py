@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpicoll.buffers import cupy, dtypes
+from mpicoll.buffers import dtypes
+from mpicoll.buffers.device import DeviceArray, Ready, describe, same_place
 from mpicoll.buffers.dtypes import Array, DType
-from mpicoll.errors import DTypeError, ShapeError
+from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 
 class Library(Protocol):
-    """What the engine needs of an array library on host memory."""
+    """What the engine needs of an array library."""
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
         """A new contiguous array of `like`'s dtype."""
@@ -34,10 +35,14 @@ class Library(Protocol):
         """For half-precision: ``target[...] = left + right``, rounded once, without a detour by `convert`. Whether that
         was done; if this library can't, nothing has happened."""
 
+    def ready(self, buffer: Buffer) -> Ready | None:
+        """What the caller's streams have to have done before `buffer` may be touched, as of now; None if nothing."""
+
 
 @dataclass(slots=True)
 class Buffer:
-    """An array of the caller's: the object, a numpy view of its memory, its dtype and its library."""
+    """An array of the caller's: the object, a numpy view of its memory (a DeviceArray, if that is a device's), its
+    dtype and its library."""
 
     user: Any
     array: Array
@@ -96,6 +101,24 @@ class NumpyLibrary:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
+    def ready(self, buffer: Buffer) -> None:
+        return None
+
+
+class WordsLibrary(NumpyLibrary):
+    """numpy arrays in host memory, also of bfloat16 as words of 16 bits: what stands in for a device's arrays there."""
+
+    def convert(self, source: Array, target: Array, dtype: DType) -> None:
+        if dtype.name != "bfloat16" or np.uint16 not in (source.dtype, target.dtype):
+            np.copyto(target, source, casting="unsafe")
+        elif source.dtype == np.uint16:
+            np.left_shift(source, np.uint32(16), out=target.view(np.uint32), dtype=np.uint32)
+        else:
+            bits = source.view(np.uint32)
+            # To nearest, ties to even; a NaN must not become infinite by that.
+            rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
+            np.copyto(target, np.where(np.isnan(source), 0x7FC0, rounded), casting="unsafe")
+
 
 class PythonScalars(NumpyLibrary):
     """Python's numbers: a result without dimensions is a Python number again, any other a numpy array."""
@@ -134,8 +157,12 @@ class ArrayApi:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
+    def ready(self, buffer: Buffer) -> None:
+        return None
+
 
 NUMPY = NumpyLibrary()
+WORDS = WordsLibrary()
 _PYTHON = PythonScalars()
 _NUMPY_SCALARS = NumpyScalars()
 
@@ -161,10 +188,11 @@ def numpy_views(x: Any, out: Any) -> tuple[Array, Any, Callable[[Array], Any]] |
 
 
 def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
-    """The buffer of `x`: a numpy array or scalar, a Python number, a torch tensor, or any object with DLPack, the array
-    interface or Python's buffer protocol whose memory is the host's.
+    """The buffer of `x`: a numpy array or scalar, a Python number, a torch tensor, a CUDA array (cupy's, or anything
+    with the CUDA array interface), or any object with DLPack, the array interface or Python's buffer protocol.
 
-    Raises DeviceError for device memory and DTypeError for everything else, naming `operation` and `argument`.
+    Raises DeviceError for memory of devices other than CUDA's, and of CUDA's where it can't be used, and DTypeError for
+    everything else, naming `operation` and `argument`.
     """
     if type(x) is np.ndarray:
         return Buffer(x, x, _dtype(operation, x, argument), NUMPY)
@@ -181,7 +209,8 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
         return _python_number(operation, x, argument)
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
-    cupy.refuse_device_memory(operation, x, argument)
+    if hasattr(x, "__cuda_array_interface__") or _dlpack_device(x) not in _DLPACK_HOST:
+        return _on_device(operation, x, argument)
     view = _host_view(x)
     if view is None:
         raise DTypeError(
@@ -198,6 +227,37 @@ def _dtype(operation: str, array: Array, argument: str) -> DType:
         return dtypes.of_numpy(array.dtype)
     except DTypeError as error:
         raise DTypeError(f"{operation}: {argument}: {error}") from None
+
+
+_DLPACK_HOST = frozenset({None, 1, 3, 11})
+"""DLPack's device types whose memory the CPU may read: CPU, CUDA-pinned, ROCm-pinned. None: not of DLPack."""
+
+_DLPACK_CUDA = 2
+
+
+def _dlpack_device(x: Any) -> int | None:
+    device = getattr(x, "__dlpack_device__", None)
+    return None if device is None else int(device()[0])
+
+
+def _on_device(operation: str, x: Any, argument: str) -> Buffer:
+    what = f"{operation}: {argument} is a {type(x).__name__}"
+    if hasattr(x, "__cuda_array_interface__"):
+        memory = describe(x)
+        what += f" of shape {memory.shape} and dtype {memory.dtype}"
+    else:
+        kind, index = x.__dlpack_device__()
+        what += f" on DLPack device type {int(kind)}, index {index}"
+        if kind != _DLPACK_CUDA:
+            raise DeviceError(f"{what}, whose memory mpicoll can't use; copy it to the host first")
+    try:
+        from mpicoll.buffers.cupy import recognise_cuda
+    except ImportError as error:
+        raise DeviceError(
+            f'{what} in CUDA memory, for which mpicoll needs cupy ({error}): pip install "mpicoll[cuda13]" (cuda12 for'
+            " older drivers), or copy it to the host first"
+        ) from error
+    return recognise_cuda(operation, x, argument)
 
 
 def _python_number(operation: str, x: complex, argument: str) -> Buffer:
@@ -227,6 +287,7 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     Raises ShapeError or DTypeError that names both sides.
     """
     buffer = recognise(operation, out, "out")
+    same_place(operation, like.array, buffer.array)
     if buffer.array.shape != shape:
         raise ShapeError(f"{operation}: out has shape {buffer.array.shape}, the result has shape {shape}")
     # bfloat16 is the one dtype that libraries show to numpy in different ways.
@@ -241,7 +302,9 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     if buffer.array.size and any(stride == 0 and extent > 1 for stride, extent in strides):
         raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
     # Whatever library it is of, its memory is filled like that of a result of `like`'s, and the caller gets it back.
-    return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, like.library)
+    # On a device only its own library knows the stream on which it is used.
+    library = buffer.library if isinstance(buffer.array, DeviceArray) else like.library
+    return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, library)
 
 
 def _shown(buffer: Buffer) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.buffer import WORDS, Buffer, Library, recognise
+from mpicoll.buffers.device import DeviceArray, device_of, empty_beside, same_place
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DTypeError
 
@@ -192,8 +193,11 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
     def combine(left: Array, right: Array, out: Array) -> None:
         # Pieces of an elementwise function are flat; everything else must see the shape that the caller passed.
         view = shape if left.size == whole else left.shape
+        device = device_of(out)
+        if device is not None:
+            device.settle()  # the function works on streams of its own
         value = op.function(wrap(left.reshape(view)), wrap(right.reshape(view)))
-        result = _storage(operation, value)
+        result = _storage(operation, value, out)
         # Functions on arrays of a foreign byte order give the machine's own.
         same = result.dtype == dtype.storage or (dtype.kind != "half" and result.dtype == dtype.work)
         if result.shape != view or not same:
@@ -201,7 +205,9 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
                 f"{operation}: op {op} returned shape {result.shape} and dtype {getattr(value, 'dtype', result.dtype)}"
                 f" for operands of shape {view} and dtype {dtype.name}; it must keep both"
             )
-        out[...] = result.reshape(-1)
+        np.copyto(out, result.reshape(-1))
+        if device is not None:
+            device.settle()  # the value's memory goes, and may serve others at once
 
     return Reduction(
         name=str(op),
@@ -212,8 +218,18 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
     )
 
 
-def _storage(operation: str, value: Any) -> Array:
-    return value if isinstance(value, np.ndarray) else recognise(operation, value, "the value of op").array
+def _storage(operation: str, value: Any, out: Array) -> Array:
+    """The memory of what a user's function has returned, ready to be read."""
+    device = device_of(out)
+    if isinstance(value, np.ndarray) and device is None:
+        return value
+    buffer = recognise(operation, value, "the value of op")
+    same_place(operation, out, buffer.array, ("the operands lie", "the value of op lies"))
+    ready = buffer.library.ready(buffer)
+    if device is not None and ready is not None:
+        with device.working([ready]):
+            pass
+    return buffer.array
 
 
 def pair_dtype(value: DType, index: DType) -> np.dtype[Any]:
@@ -253,7 +269,18 @@ class Fold:
     operation is `elementwise`. Not for several threads at once: it keeps its scratch memory.
     """
 
-    __slots__ = ("_adds", "_combine", "_dtype", "_finish", "_library", "_scratch", "_ufunc", "elementwise", "what")
+    __slots__ = (
+        "_adds",
+        "_combine",
+        "_dtype",
+        "_finish",
+        "_library",
+        "_scratch",
+        "_ufunc",
+        "elementwise",
+        "fused",
+        "what",
+    )
 
     def __init__(self, reduction: Reduction, buffer: Buffer | None = None) -> None:
         """For operands of `buffer`'s dtype; without one they are of the dtype in which they are reduced, and the caller
@@ -264,29 +291,40 @@ class Fold:
         # What tells it from others; libraries may show one dtype in different ways.
         native = buffer is None or buffer.array.dtype.isnative
         self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name, native
+        # The operation and the dtype for `Device.fold`, which does all of it; None for functions, and pairs.
+        self.fused: tuple[str, str] | None = None
+        if self._ufunc is not None and native:
+            # Without a buffer others finish the result.
+            self.fused = ("sum" if buffer is None and reduction.name == "avg" else reduction.name), self.what[1]
         self._adds = False
-        self._finish = self._dtype = self._library = None
+        self._finish = self._dtype = None
+        self._library: Library | None = None
         if buffer is not None:
             self._finish = reduction.finish
             if reduction.work != buffer.array.dtype:
-                self._dtype, self._library = buffer.dtype, buffer.library
+                # Data of a device that is reduced by named operations on the host is no matter of its library's there.
+                on_device = isinstance(buffer.array, DeviceArray)
+                self._dtype, self._library = buffer.dtype, WORDS if on_device else buffer.library
                 self._adds = reduction.name == "sum" and buffer.dtype.kind == "half"
                 self._scratch = np.empty((2, _WIDE), reduction.work)
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:
         """Write the combination of `parts` to `out`, which may be the memory of one of them, and overlaps no other."""
-        if self._library is not None:
+        if isinstance(out, DeviceArray) and self.fused is not None:
+            op, dtype = self.fused
+            out.on.fold(op, cast("Sequence[DeviceArray]", parts), [out], dtype)
+        elif self._library is not None:
             self._wide(parts, out)
         else:
             # What would be overwritten before its turn.
-            later = [part.copy() if np.may_share_memory(part, out) else part for part in parts[2:]]
+            later = [_copy(part) if np.may_share_memory(part, out) else part for part in parts[2:]]
             if len(parts) == 1:
                 np.copyto(out, parts[0])
             elif self._ufunc is not None:
                 self._ufunc(parts[0], parts[1], out=out)
             else:
                 # Such functions want one of their operands for the result.
-                second = parts[1].copy() if np.may_share_memory(parts[1], out) else parts[1]
+                second = _copy(parts[1]) if np.may_share_memory(parts[1], out) else parts[1]
                 np.copyto(out, parts[0])
                 self._combine(out, second, out)
             for part in later:
@@ -311,6 +349,12 @@ class Fold:
             if self._finish is not None:
                 self._finish(total, len(parts))
             convert(total, out[start:stop], dtype)
+
+
+def _copy(part: Array) -> Array:
+    made = empty_beside(part, part.size)
+    np.copyto(made, part)
+    return made
 
 
 _WIDE = 16 * 1024

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer, output, recognise
+from mpicoll.buffers.device import Ready, device_of, same_place
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.ops import pair_dtype
 from mpicoll.errors import DTypeError, ShapeError
 
 
 class PairLibrary:
-    """Arrays of pairs whose parts go back to the caller as two arrays of their own libraries."""
+    """Arrays of pairs whose parts go back to the caller as two arrays of their own libraries. The pairs themselves lie
+    on the host, wherever their parts do."""
 
     def __init__(self, values: Buffer, indices: Buffer) -> None:
         self.values = values
@@ -25,8 +28,10 @@ class PairLibrary:
 
     def finish(self, buffer: Buffer) -> Any:
         values, indices = buffer.user
-        values.store(np.ascontiguousarray(buffer.array["value"]).reshape(-1))
-        indices.store(np.ascontiguousarray(buffer.array["index"]).reshape(-1))
+        device = device_of(values.array, indices.array)
+        with nullcontext() if device is None else device.working():
+            values.store(np.ascontiguousarray(buffer.array["value"]).reshape(-1))
+            indices.store(np.ascontiguousarray(buffer.array["index"]).reshape(-1))
         return values.result(), indices.result()
 
     def wrap(self, view: Array) -> Any:
@@ -37,6 +42,16 @@ class PairLibrary:
 
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
+
+    def ready(self, buffer: Buffer) -> Ready | None:
+        return None
+
+
+def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
+    """The arrays of the caller that make up `buffer`."""
+    if not isinstance(buffer.library, PairLibrary):
+        return (buffer,)
+    return (buffer.library.values, buffer.library.indices) if buffer.user is None else tuple(buffer.user)
 
 
 def recognise_pair(operation: str, x: Any) -> Buffer:
@@ -55,6 +70,7 @@ def recognise_pair(operation: str, x: Any) -> Buffer:
         raise ShapeError(
             f"{operation}: values have shape {values.array.shape} and indices {indices.array.shape}; they must agree"
         )
+    same_place(operation, values.array, indices.array, ("values are", "indices"))
     work = pair_dtype(values.dtype, indices.dtype)
     dtype = DType(f"({values.dtype.name}, {indices.dtype.name})", work, work, "opaque")
     return PairBuffer(None, np.empty(values.array.shape, work), dtype, PairLibrary(values, indices))
@@ -71,6 +87,9 @@ class PairBuffer(Buffer):
         for part, name in ((library.values, "value"), (library.indices, "index")):
             column = np.empty(target.size, target.dtype[name])
             part.load(column)
+            device = device_of(part.array)
+            if device is not None:
+                device.settle()
             target[name] = column
 
 

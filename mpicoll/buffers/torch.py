@@ -1,4 +1,4 @@
-"""torch CPU tensors as buffers. The only file of this package that imports torch."""
+"""torch tensors as buffers, on the CPU and on CUDA devices. The only file of this package that imports torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpicoll.buffers import dtypes
+from mpicoll.buffers import device, dtypes
 from mpicoll.buffers.buffer import VIEWS, Buffer
+from mpicoll.buffers.device import Device, DeviceArray, Ready, device_of
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
 
@@ -34,6 +35,9 @@ class TorchLibrary:
         torch.add(_tensor(left, dtype), _tensor(right, dtype), out=_tensor(target, dtype))
         return True
 
+    def ready(self, buffer: Buffer) -> Ready | None:
+        return None
+
 
 class BFloat16Library(TorchLibrary):
     """The same for bfloat16, which numpy sees as 16-bit words."""
@@ -42,30 +46,108 @@ class BFloat16Library(TorchLibrary):
         return torch.from_numpy(view).view(torch.bfloat16)
 
 
+class TorchCudaLibrary:
+    """torch tensors on a CUDA device.
+
+    New ones come from torch's allocator for the caller's current stream, so they are made in the caller's thread.
+    Nothing has to be recorded with that allocator: tensors are kept until the host has seen the work on them done.
+    """
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+        created = torch.empty(shape, dtype=like.user.dtype, device=like.user.device)
+        return Buffer(created, _cuda_view(created, like.dtype, device_of(like.array)), like.dtype, self)
+
+    def finish(self, buffer: Buffer) -> Any:
+        return buffer.user
+
+    def wrap(self, view: Array) -> torch.Tensor:
+        return _on_memory(view)
+
+    def convert(self, source: Array, target: Array, dtype: DType) -> None:
+        on = device_of(target, source)
+        assert on is not None
+        on.convert(source, target, dtype.name)
+
+    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
+        return False
+
+    def ready(self, buffer: Buffer) -> Ready | None:
+        from mpicoll.buffers.cupy import event_on
+
+        place = buffer.user.device
+        return event_on(place.index, torch.cuda.current_stream(place).cuda_stream)
+
+
+class BFloat16CudaLibrary(TorchCudaLibrary):
+    """The same for bfloat16."""
+
+    def wrap(self, view: Array) -> torch.Tensor:
+        return _on_memory(view).view(torch.bfloat16)
+
+
 _TORCH = TorchLibrary()
 _BFLOAT16 = BFloat16Library()
+_TORCH_CUDA = TorchCudaLibrary()
+_BFLOAT16_CUDA = BFloat16CudaLibrary()
 
 
 def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
-    """The buffer of a tensor. Raises DeviceError off the CPU, DTypeError for layouts without plain strides."""
-    if x.device.type != "cpu":
+    """The buffer of a tensor on the CPU or on a CUDA device.
+
+    Raises DeviceError on other devices, and for CUDA's without cupy or while a CUDA graph is captured; DTypeError for
+    layouts without plain strides, and for tensors without memory of their own.
+    """
+    if not x.is_cpu and not x.is_cuda:
         raise DeviceError(
-            f"{operation}: {argument} is on {x.device}; device memory is not supported yet: pass {argument}.cpu()"
+            f"{operation}: {argument} is on {x.device}; mpicoll takes tensors on the CPU and on CUDA devices: pass"
+            f" {argument}.cpu()"
         )
     if x.layout is not torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.")
         raise DTypeError(f"{operation}: {argument} is a {kind} tensor; pass a dense one (to_dense() or dequantize())")
-    dense = x.detach().resolve_conj().resolve_neg()
     dtype = _dtype(x.dtype)
-    view = _view(dense, dtype)
+    words = x.dtype is torch.bfloat16
+    library: TorchLibrary | TorchCudaLibrary
+    if x.is_cpu:
+        dense = x.detach().resolve_conj().resolve_neg()
+        view, library = _view(dense, dtype), _BFLOAT16 if words else _TORCH
+    else:
+        on = cuda_device(operation, x.device, argument)
+        dense = x.detach().resolve_conj().resolve_neg()
+        if not dense.data_ptr() and dense.numel():
+            raise DTypeError(
+                f"{operation}: {argument} is a {type(x).__name__} without memory of its own; pass the plain tensor that"
+                " it stands for (of a DTensor, to_local())"
+            )
+        view, library = _cuda_view(dense, dtype, on), _BFLOAT16_CUDA if words else _TORCH_CUDA
     if x.is_conj() or x.is_neg():
         # The values were resolved into a copy: nothing written there would reach the caller's tensor.
         view.flags.writeable = False
-    return Buffer(dense, view, dtype, _BFLOAT16 if x.dtype is torch.bfloat16 else _TORCH)
+    return Buffer(dense, view, dtype, library)
+
+
+def cuda_device(operation: str, place: torch.device, argument: str) -> Device:
+    """The CUDA device `place`, where `argument` is. Raises DeviceError where it can't be used now, or at all."""
+    if torch.version.hip is not None:
+        raise DeviceError(
+            f"{operation}: {argument} is on {place} of ROCm {torch.version.hip}, whose memory mpicoll can't use: pass"
+            f" {argument}.cpu()"
+        )
+    try:
+        from mpicoll.buffers import cupy
+    except ImportError as error:
+        raise DeviceError(
+            f"{operation}: {argument} is on {place}, for which mpicoll needs cupy ({error});"
+            ' install it: pip install "mpicoll[cuda]"'
+        ) from error
+    cupy.refuse_capture(operation, argument, place.index, torch.cuda.current_stream(place).cuda_stream)
+    return cupy.cuda_device(place.index)
 
 
 def _numpy(x: torch.Tensor) -> Array | None:
     """numpy's view of a tensor, if it has one."""
+    if not x.is_cpu:
+        return None
     try:
         return x.numpy()
     except (RuntimeError, TypeError):
@@ -106,6 +188,35 @@ def _view(x: torch.Tensor, dtype: DType) -> Array:
         return x.numpy()
     words = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.view(words).numpy().view(dtype.storage)
+
+
+def _cuda_view(x: torch.Tensor, dtype: DType, on: Device | None) -> DeviceArray:
+    assert on is not None
+    size = x.element_size()
+    strides = tuple(stride * size for stride in x.stride())
+    return device.view(on, x.data_ptr(), tuple(x.shape), dtype.storage, strides, owner=x)
+
+
+class _CudaMemory:
+    """What torch makes a tensor of, and keeps alive with it."""
+
+    __slots__ = ("__cuda_array_interface__", "owner")
+
+    def __init__(self, view: DeviceArray) -> None:
+        self.owner = view
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (view.ctypes.data, False),
+            "shape": view.shape,
+            "typestr": view.dtype.str,
+            "strides": view.strides,
+        }
+
+
+def _on_memory(view: Array) -> torch.Tensor:
+    """A tensor on the memory of `view`."""
+    assert isinstance(view, DeviceArray)
+    return torch.as_tensor(_CudaMemory(view), device=view.on.name)
 
 
 def _tensor(view: Array, dtype: DType) -> torch.Tensor:

@@ -15,7 +15,7 @@ from importlib import import_module
 from mpicoll.errors import MpicollError
 from mpicoll.transport import probe
 
-_COMMANDS = ("bench", "tune", "simulate", "algorithms", "trace")
+_COMMANDS = ("doctor", "bench", "tune", "simulate", "algorithms", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -106,10 +106,19 @@ def prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorit
 
     return Operation(
         comm,
-        problem("allgather", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, counts=rows),
+        problem(
+            "allgather",
+            comm,
+            algorithm,
+            nbytes=target.array.nbytes,
+            count=target.array.nbytes,
+            array=target.array,
+            counts=rows,
+        ),
         algorithm,
         native=native,
         block=buffer,
+        buffers=(buffer, whole),
         counts=() if counts is None else rows,
         regions=lambda schedule: [Region(target.array, offsets)],
         result=whole.result,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.device import empty_beside
 from mpicoll.collectives.arguments import (
     Counts,
     block_shape,
@@ -113,7 +112,7 @@ def prepare(
         if schedule.scratch:
             # Only algorithms for equal blocks ask for scratch.
             ends = extents([leave[1]] * schedule.scratch)
-            laid.append(Region(np.empty(ends[-1], source.array.dtype), ends))
+            laid.append(Region(empty_beside(source.array, ends[-1]), ends))
         return laid
 
     # With counts, ranks know neither each other's sizes nor whether the others' differ: they must choose without them.
@@ -126,12 +125,14 @@ def prepare(
             algorithm,
             nbytes=source.array.nbytes if counts is None else None,
             count=source.array.nbytes,
+            array=source.array,
             counts=uneven,
             refusal=None if counts is None else "a rank can't know whether MPI's counts hold the blocks of the others",
         ),
         algorithm,
         native=native,
         block=buffer,
+        buffers=(buffer, arrived),
         counts=() if counts is None else send,
         arrivals=() if counts is None else recv,
         regions=regions,

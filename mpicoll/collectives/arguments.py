@@ -10,8 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.buffer import Buffer, output, recognise
+from mpicoll.buffers.device import device_of
+from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike, Reduction
 from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
+from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request, seconds
 from mpicoll.engine.select import Problem, choose
@@ -193,13 +196,14 @@ def problem(
     *,
     nbytes: int | None,
     count: int,
+    array: Array | None = None,
     root: int = 0,
     reduction: Reduction | None = None,
     counts: Counts = (),
     refusal: str | None = None,
 ) -> Problem:
     """What selection has to know. `count` elements are the largest number that MPI would have to count, and with a
-    `reduction` those of `nbytes`; `refusal` is another reason why MPI can't serve it.
+    `reduction` those of `nbytes`; `array` lies where the data does; `refusal` is another reason why MPI can't serve it.
 
     Raises AlgorithmError if `algorithm` does not exist or can't serve it.
     """
@@ -210,6 +214,7 @@ def problem(
         native = f"{count} elements are more than MPI's counts hold"
     elif reduction is not None and reduction.native is None:
         native = f"op {reduction.name}: {reduction.refusal}"
+    device = device_of(array)
     wanted = Problem(
         operation,
         nbytes,
@@ -223,7 +228,8 @@ def problem(
         unshared=comm.unshared,
         unread=comm.unread,
         lost=comm.lost,
-        allocated=comm.allocated,
+        allocated=comm.allocated and device is None,
+        device=None if device is None else devices.reach(comm, device, operation, reduction),
     )
     if algorithm is not None:
         choose(wanted, algorithm)  # now, so that a wrong choice is found together with the other arguments

@@ -99,10 +99,19 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
 
     return Operation(
         comm,
-        problem("bcast", comm, algorithm, nbytes=target.array.nbytes, count=target.array.nbytes, root=root),
+        problem(
+            "bcast",
+            comm,
+            algorithm,
+            nbytes=target.array.nbytes,
+            count=target.array.nbytes,
+            array=target.array,
+            root=root,
+        ),
         algorithm,
         native=native,
         block=filled,
+        buffers=(buffer, filled),
         regions=lambda schedule: vector(schedule, target.array),
         result=filled.result,
         flat=flat,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll import schedules
+from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import problem
@@ -27,17 +28,20 @@ def explain(
     dtype: Any = "float32",
     root: int = 0,
     algorithm: str | None = None,
+    like: Any = None,
     comm: CommLike = None,
 ) -> Choice:
     """The algorithm that a call of `collective` would take, with the reason, and why others can't serve; printing it
     shows all of that.
 
     `nbytes` is the size of the vector, or of all blocks together for gather, scatter, allgather, reduce_scatter and
-    alltoall. `op` and `dtype` (numpy's) matter for reductions. Sends nothing. Raises AlgorithmError if `collective` is
+    alltoall. `op` and `dtype` (numpy's) matter for reductions. For data on a device `like` is an array there, whose
+    contents don't matter; what the ranks can do there is known after their first collective on it, until then it is
+    hoped for. Sends nothing. Raises AlgorithmError if `collective` is
     unknown or nothing can serve the call, DTypeError if `op` has no meaning for `dtype`.
     """
     communicator = resolve(comm)
-    wanted = problem_of(collective, nbytes, op, dtype, root, algorithm, communicator)
+    wanted = problem_of(collective, nbytes, op, dtype, root, algorithm, communicator, like)
     choice = choose(wanted, algorithm)
     if communicator.size == 1:
         return choice  # nothing can be shared with others, and nobody would choose it
@@ -53,6 +57,7 @@ def problem_of(
     root: int,
     algorithm: str | None,
     communicator: Communicator,
+    like: Any = None,
 ) -> Problem:
     """What such a call asks of an algorithm. Raises what :func:`explain` raises."""
     if collective not in schedules.collectives():
@@ -69,6 +74,7 @@ def problem_of(
         algorithm,
         nbytes=nbytes,
         count=nbytes if buffer is None else nbytes // buffer.array.itemsize,
+        array=None if like is None else recognise("explain", like, "like").array,
         root=root,
         reduction=reduction,
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mpicoll.buffers import ops
+from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
 from mpicoll.collectives.memory import Work, vector
@@ -76,7 +75,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
     buffer, reduction = operand("exscan", x, op)
     target = result("exscan", out, buffer, buffer.array.shape)
     mine = Work(buffer, reduction, None, comm.size)
-    prefix = np.empty(mine.array.size, reduction.work)
+    prefix = empty_beside(mine.array, mine.array.size)
     neutral = ops.identity(reduction, buffer.dtype)
     nothing = comm.rank == 0 and neutral is None
 
@@ -93,10 +92,13 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
 
     return Operation(
         comm,
-        problem("exscan", comm, algorithm, nbytes=buffer.array.nbytes, count=prefix.size, reduction=reduction),
+        problem(
+            "exscan", comm, algorithm, nbytes=buffer.array.nbytes, count=prefix.size, array=prefix, reduction=reduction
+        ),
         algorithm,
         native=native,
         block=buffer,
+        buffers=(buffer, target),
         regions=lambda schedule: vector(schedule, mine.array, prefix),
         result=lambda: None if nothing else target.result(),
         combine=reduction.combine,

@@ -121,10 +121,11 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
     nbytes = sum(nbytes_of)
     return Operation(
         comm,
-        problem("gather", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
+        problem("gather", comm, algorithm, nbytes=nbytes, count=nbytes, array=source.array, root=root, counts=rows),
         algorithm,
         native=native,
         block=buffer,
+        buffers=(buffer, whole),
         counts=() if counts is None else rows,
         regions=blocks.regions,
         result=lambda: None if whole is None else whole.result(),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
 from mpicoll.engine.execute import Region, cut, extents
@@ -25,7 +26,7 @@ class Source:
     def __init__(self, buffer: Buffer, out: Buffer | None = None) -> None:
         self._buffer = buffer
         self.own = buffer.array.flags.c_contiguous and not (out is not None and buffer.overlaps(out))
-        self.array: Array = buffer.array.reshape(-1) if self.own else np.empty(buffer.array.size, buffer.array.dtype)
+        self.array: Array = buffer.array.reshape(-1) if self.own else empty_beside(buffer.array, buffer.array.size)
 
     @property
     def raw(self) -> Array:
@@ -48,7 +49,7 @@ class Target:
         self.own = buffer.array.flags.c_contiguous and not (
             avoid is not None and np.may_share_memory(buffer.array, avoid)
         )
-        self.array: Array = buffer.array.reshape(-1) if self.own else np.empty(buffer.array.size, buffer.array.dtype)
+        self.array: Array = buffer.array.reshape(-1) if self.own else empty_beside(buffer.array, buffer.array.size)
 
     @property
     def raw(self) -> Array:
@@ -77,7 +78,9 @@ class Work:
         self.own = fits
         self._same = fits and out is not None and out.same_memory(buffer)
         self.array: Array = (
-            out.array.reshape(-1) if fits and out is not None else np.empty(buffer.array.size, reduction.work)
+            out.array.reshape(-1)
+            if fits and out is not None
+            else empty_beside(buffer.array, buffer.array.size, reduction.work)
         )
         # MPI may read the caller's memory if it needs no preparation and overlaps nothing that MPI writes meanwhile:
         # neither `array`, nor the buffer `avoid`.
@@ -164,7 +167,7 @@ def vector(schedule: Schedule, array: Array, *scratch: Array) -> list[Region]:
     if left > 0:
         sizes = [offsets[i % schedule.chunks + 1] - offsets[i % schedule.chunks] for i in range(left)]
         ends = extents(sizes)
-        regions.append(Region(np.empty(ends[-1], array.dtype), ends))
+        regions.append(Region(empty_beside(array, ends[-1]), ends))
     return regions
 
 
@@ -195,7 +198,7 @@ class Blocks:
             named |= {chunk for one in rounds for recv in one.recvs for chunk in recv.chunks}
             named.add(self._rank)
             offsets = extents(count if chunk in named else 0 for chunk, count in enumerate(self._elements))
-            array = self._own if len(named) == 1 else np.empty(offsets[-1], self._own.dtype)
+            array = self._own if len(named) == 1 else empty_beside(self._own, offsets[-1])
         self._place = array[offsets[self._rank] : offsets[self._rank + 1]]
         return [Region(array, offsets)]
 

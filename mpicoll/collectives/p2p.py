@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeAlias
 
 from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, result, seconds_of, template, within
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine import notes
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.device import Landing, after, fetched, takes_straight
 from mpicoll.engine.record import Call, call_site, keepers
 from mpicoll.engine.request import Request, waitall
 from mpicoll.engine.world import CommLike, resolve
@@ -237,7 +240,7 @@ class _Arrival:
 
     __slots__ = ("_comm", "_filled", "_name", "_note", "_target", "call", "memory")
 
-    def __init__(self, comm: Communicator, filled: Buffer, target: Target, call: Call) -> None:
+    def __init__(self, comm: Communicator, filled: Buffer, target: Target | Landing, call: Call) -> None:
         self._comm = comm
         self._filled = filled
         self._target = target
@@ -382,14 +385,28 @@ def _outgoing(comm: Communicator, operation: str, x: Any, dest: Any, tag: Any) -
     """The bytes of `x`, and the call with `dest` and `tag` checked."""
     checked = arguments.rank(operation, "dest", dest, comm), arguments.tag(operation, tag, comm)
     buffer = recognise(operation, x)
+    device, call = device_of(buffer.array), _call(operation, buffer, *checked)
+    if device is not None and not takes_straight(comm.checks.calls):
+        return fetched(buffer, device), call
     source = Source(buffer)
-    source.load()
-    return source.raw, _call(operation, buffer, *checked)
+    with nullcontext() if device is None else device.working(after(buffer)):
+        source.load()
+    return source.raw, call
 
 
 def _call(operation: str, buffer: Buffer, peer: int | None, tag: int | None) -> Call:
     array = buffer.array
-    return Call(operation, array.nbytes, buffer.dtype.name, array.shape, peer=peer, tag=tag, collective=False)
+    device = device_of(array)
+    return Call(
+        operation,
+        array.nbytes,
+        buffer.dtype.name,
+        array.shape,
+        peer=peer,
+        tag=tag,
+        memory="" if device is None else device.kind,
+        collective=False,
+    )
 
 
 @names_rank
@@ -400,7 +417,14 @@ def _incoming(
     checked = _checked(comm, operation, source, tag)
     like = template(operation, x, out)
     filled = result(operation, out, like, like.array.shape)
-    return _Arrival(comm, filled, Target(filled, avoid), _call(operation, filled, *checked))
+    return _Arrival(comm, filled, _place(comm, filled, avoid), _call(operation, filled, *checked))
+
+
+def _place(comm: Communicator, filled: Buffer, avoid: Array | None) -> Target | Landing:
+    device = device_of(filled.array)
+    if device is None:
+        return Target(filled, avoid)
+    return Landing(filled, device, straight=takes_straight(comm.checks.calls))
 
 
 def _checked(comm: Communicator, operation: str, source: Any, tag: Any) -> tuple[int | None, int | None]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
@@ -111,7 +110,7 @@ def prepare(
     offsets = extents(elements)
     work, target = Work(buffer, reduction, None, comm.size, avoid=block), Target(block)
     # MPI writes the block where it belongs, if that has the dtype of the reduction.
-    part = target.array if block.array.dtype == reduction.work else np.empty(elements[comm.rank], reduction.work)
+    part = target.array if block.array.dtype == reduction.work else empty_beside(work.array, elements[comm.rank])
 
     name = reduction.native or ""
 
@@ -148,12 +147,14 @@ def prepare(
             algorithm,
             nbytes=buffer.array.nbytes,
             count=work.array.size,
+            array=work.array,
             reduction=reduction,
             counts=rows,
         ),
         algorithm,
         native=native,
         block=buffer,
+        buffers=(buffer, block),
         counts=() if counts is None else rows,
         regions=lambda schedule: [Region(work.array, offsets)],
         result=block.result,

@@ -80,10 +80,19 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
 
     return Operation(
         comm,
-        problem("scan", comm, algorithm, nbytes=buffer.array.nbytes, count=work.array.size, reduction=reduction),
+        problem(
+            "scan",
+            comm,
+            algorithm,
+            nbytes=buffer.array.nbytes,
+            count=work.array.size,
+            array=work.array,
+            reduction=reduction,
+        ),
         algorithm,
         native=native,
         block=buffer,
+        buffers=(buffer, target),
         regions=lambda schedule: vector(schedule, work.array),
         result=target.result,
         combine=reduction.combine,

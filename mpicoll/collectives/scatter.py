@@ -124,10 +124,11 @@ def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: A
     nbytes = sum(nbytes_of)
     return Operation(
         comm,
-        problem("scatter", comm, algorithm, nbytes=nbytes, count=nbytes, root=root, counts=rows),
+        problem("scatter", comm, algorithm, nbytes=nbytes, count=nbytes, array=target.array, root=root, counts=rows),
         algorithm,
         native=native,
         block=block,
+        buffers=(buffer, block),
         counts=() if counts is None else rows,
         regions=blocks.regions,
         result=block.result,

@@ -100,6 +100,8 @@ class Arena:
         )
         self.results = tuple(first[header + w * SLOT : header + (w + 1) * SLOT] for w in (0, 1))
         self.parity = 0
+        # What waits for copies to and from shared memory that are another's work, in the operation that runs.
+        self.settle: Callable[[], None] | None = None
         self.segments: dict[int, Segment] = {}
         self.allocated = 0
         self._scratch: list[Array] = []
@@ -120,6 +122,8 @@ class Arena:
     def sync(self) -> None:
         """End a step: what all ranks wrote before is there for all to read afterwards. Raises CommunicationError if
         another rank has failed in this operation."""
+        if self.settle is not None:
+            self.settle()
         self._step = step = self._step + 2
         self.parity = step >> 1 & 1
         words = self._words
@@ -185,8 +189,10 @@ class Arena:
         target: Array | None,
         load: Callable[[], None] | None = None,
         signature: int = 0,
+        settle: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out an operation: ``body(source, target)``, after `load`.
+        """Carry out an operation: ``body(source, target)``, after `load`. Each step begins its end with
+        `settle`, if there is one.
 
         Ranks that carry out operations of different `signature`, a number of 32 bits, get CommunicationError. If one
         fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they need
@@ -201,6 +207,7 @@ class Arena:
         begin = self._step
         self._operation = operation = self._operation + 1 & _OPERATIONS
         self._words[self._mine + _ASKED[operation & 1]] = operation << 32 | signature
+        self.settle = settle
         try:
             if load is not None:
                 load()
@@ -220,6 +227,8 @@ class Arena:
                 if found is not None:
                     raise found from None
             raise
+        finally:
+            self.settle = None
         self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
 
     def agree(self) -> None:

@@ -31,7 +31,7 @@ _SAME = ("allreduce", "bcast", "allgather")
 _PAIRS = 5
 """Blocks that don't fit, as many as are named."""
 
-_ORDINARY = ("operation", "number", "communicator", "dtype", "shape", "op", "root", "counts", "algorithm")
+_ORDINARY = ("operation", "number", "communicator", "dtype", "memory", "shape", "op", "root", "counts", "algorithm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +251,7 @@ def _name(call: Call, operations: Sequence[Any]) -> str:
 def _add(fields: Told, at: str, call: Call) -> None:
     if call.dtype:
         fields[f"{at}dtype"] = call.dtype
+        fields[f"{at}memory"] = call.memory or "host"
     if call.shape is not None:
         # Where there are counts, they say how many rows there are.
         fields[f"{at}shape"] = ["any", *call.shape[1:]] if call.counts or call.arrivals else list(call.shape)
@@ -272,7 +273,7 @@ def described(entry: Entry, fields: Told) -> Told:
     """What a rank tells the others about its call."""
     flows = [[list(one.counts), list(one.arrivals)] for one in (entry.call, *entry.call.parts) if one.arrivals]
     site = None if entry.site is None else str(entry.site)
-    return {"text": entry.call.text(), "site": site, "fields": fields, "flows": flows}
+    return {"text": str(entry.call), "site": site, "fields": fields, "flows": flows}
 
 
 def judged(group: Group, told: Sequence[Told | None]) -> MismatchError | None:

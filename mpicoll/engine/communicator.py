@@ -22,6 +22,8 @@ from mpicoll.transport.base import Memory, Transport
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from mpicoll.engine.device import Devices
+
 _TAGS = 1 << 15
 """Tags of collectives wrap here: the smallest range that MPI guarantees."""
 
@@ -68,6 +70,8 @@ class Communicator:
         # Why there was none after all when it was first used.
         self.lost: str | None = None
         self._arena: Arena | None = None
+        # What the ranks can do with device memory, once an operation had some.
+        self.devices: Devices | None = None
         self._levels: tuple[Communicator, Communicator] | None = None
         self._tags = itertools.count()
         self.freed = False
@@ -300,11 +304,18 @@ class Communicator:
         """Free it without a message, which is for one that was revoked."""
         self.progress.close()
         self.freed = True
-        self.repeated.clear()
-        self._arena = None
+        self._forget()
         for level in self._levels or ():
             level.let_go()
         self._levels = None
+
+    def _forget(self) -> None:
+        """Drop what it has beside MPI's own."""
+        self.repeated.clear()
+        self._arena = None
+        if self.devices is not None:
+            self.devices.free()
+            self.devices = None
 
     def agree(self, flag: bool) -> bool:
         """Collective over the ranks that live: whether all of them say True. It is the same on all of them, whoever has
@@ -326,8 +337,7 @@ class Communicator:
         if not self.freed:
             self.progress.close()
             self.freed = True
-            self.repeated.clear()
-            self._arena = None
+            self._forget()
             for level in self._levels or ():
                 level.free()
             self._levels = None

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine
 from mpicoll.errors import CommunicationError
 from mpicoll.schedules import Copy, Schedule
-from mpicoll.transport.base import Message, Transport
+from mpicoll.transport.base import Message
 
 Action: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
-
-Empty: TypeAlias = Callable[[int, "np.dtype[Any]"], Array]
-"""``empty(count, dtype)``: scratch memory."""
 
 _TOKEN = np.empty(0, np.uint8)
 
 
-def scratch(count: int, dtype: np.dtype[Any]) -> Array:
-    """Fresh scratch memory."""
-    return np.empty(count, dtype)
+class Wire(Protocol):
+    """What schedules need of a transport."""
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        """Carry out one round: post everything, return when everything has completed."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Program:
     schedule: Schedule
     steps: list[_Step]
 
-    def run(self, transport: Transport, tag: int) -> None:
+    def run(self, wire: Wire, tag: int) -> None:
         """Carry it out. Errors of the exchange say in which round of what they happened."""
         number = 0
         try:
@@ -74,7 +74,7 @@ class Program:
                 for function, arguments in step.before:
                     function(*arguments)
                 if step.sends or step.recvs:
-                    transport.exchange(step.sends, step.recvs, tag)
+                    wire.exchange(step.sends, step.recvs, tag)
                 for function, arguments in step.after:
                     function(*arguments)
         except CommunicationError as error:
@@ -85,22 +85,21 @@ class Program:
             raise
 
 
-def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None, empty: Empty) -> Program:
+def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> Program:
     """Bind `schedule`, whose chunks lie in `regions` one after the other, to memory.
 
     Messages are sent from and received into the chunks where they are consecutive; otherwise, and where what arrives is
-    to be reduced, they go through scratch memory from `empty`.
+    to be reduced, they go through scratch memory beside them.
     """
-    return Program(schedule, _Binder(schedule, regions, combine, empty).steps())
+    return Program(schedule, _Binder(schedule, regions, combine).steps())
 
 
 class _Binder:
-    def __init__(self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None, empty: Empty) -> None:
+    def __init__(self, schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> None:
         self._schedule = schedule
         self._regions = regions
         self._raw = [region.array.view(np.uint8) for region in regions]
         self._combine = combine
-        self._empty = empty
         self._where = [(number, i) for number, region in enumerate(regions) for i in range(len(region.offsets) - 1)]
         self._incoming: Array | None = None
 
@@ -115,7 +114,7 @@ class _Binder:
             (sum(self._count(recv.chunks) for recv in one.recvs if recv.reduce) for one in self._schedule.rounds),
             default=0,
         )
-        return self._empty(need, self._regions[0].array.dtype) if need else None
+        return empty_beside(self._regions[0].array, need) if need else None
 
     def _step(self, number: int, one: Any) -> _Step | None:
         step = _Step(number)
@@ -176,7 +175,7 @@ class _Binder:
             views.append(self._raw[number][start * itemsize : stop * itemsize])
         if len(views) == 1:
             return views[0]
-        packed = self._empty(sum(view.size for view in views), np.dtype(np.uint8))
+        packed = empty_beside(views[0], sum(view.size for view in views))
         at = 0
         for view in views:
             part = packed[at : at + view.size]

@@ -19,11 +19,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpicoll.buffers.device import device_of, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
+from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, cut, extents
-from mpicoll.engine.operation import Flat, Operation, body_of
+from mpicoll.engine.operation import Flat, Operation, carrier
 from mpicoll.engine.select import Problem, choose
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
@@ -105,6 +107,7 @@ class _Phases:
         kind = "float" if whole.kind == "half" else whole.kind
         some = source if target is None else target
         assert some is not None
+        device = device_of(some)
         problem = Problem(
             collective,
             sum(counts) * some.itemsize,
@@ -115,6 +118,7 @@ class _Phases:
             native=whole.native,
             unshared=comm.unshared,
             unread=comm.unread,
+            device=None if device is None else devices.reach(comm, device, collective, reduction),
         )
         part = _Part(comm.rank, collective, source, target, tuple(counts), root, reduction, self.check, spare)
         operation = Operation(
@@ -128,8 +132,10 @@ class _Phases:
             combine=None if reduction is None else reduction.combine,
             load=part.load,
             store=part.store,
+            reduction=reduction,
+            on=device,
         )
-        self._steps.append((body_of(operation, choose(problem, None)), True))
+        self._steps.append((carrier(operation, choose(problem, None)), True))
 
 
 @lru_cache(maxsize=64)
@@ -169,13 +175,13 @@ class _Part:
             return [Region(vector, cut(vector.size, schedule.chunks))]
         if self.collective == "alltoall":
             ends = extents([offsets[1]] * schedule.scratch)
-            scratch = [Region(np.empty(ends[-1], source.dtype), ends)] if schedule.scratch else []
+            scratch = [Region(empty_beside(source, ends[-1]), ends)] if schedule.scratch else []
             return [Region(source, offsets), Region(target, offsets), *scratch]
         whole = target
         if self.collective in ("reduce_scatter", "scatter"):
             whole = source if self.spare is None else self.spare
         if whole is None:
-            whole = np.empty(offsets[-1], (target if source is None else source).dtype)
+            whole = empty_beside(target if source is None else source, offsets[-1])
         self.block = whole[offsets[self.rank] : offsets[self.rank + 1]]
         return [Region(whole, offsets)]
 
@@ -211,7 +217,8 @@ class _Part:
             return
         # MPI wants the two apart.
         if source is not None and target is not None and np.may_share_memory(source, target):
-            source = source.copy()
+            source, apart = empty_beside(source, source.size), source
+            np.copyto(source, apart)
         if self.collective == "reduce_scatter":
             mpi.reduce_scatter(source, target, counts, name)
         elif self.collective == "allgather":
@@ -241,7 +248,7 @@ class _Packed:
 
     def memory(self, blocks: Array) -> Array:
         """Where they lie, if `blocks` are those blocks in the order of ranks."""
-        return blocks if self._in_order else np.empty_like(blocks)
+        return blocks if self._in_order else empty_beside(blocks, blocks.size)
 
     def own(self, packed: Array) -> Array:
         """Those of this rank's lane."""
@@ -349,7 +356,7 @@ def _gather(phases: _Phases) -> None:
     packed = None if target is None else blocks.memory(target)
     mine = None
     if phases.comm.node == phases.root_node:
-        mine = np.empty(sum(blocks.lane), source.dtype) if packed is None else blocks.own(packed)
+        mine = empty_beside(source, sum(blocks.lane)) if packed is None else blocks.own(packed)
     phases.alone(flat.load)
     phases.phase(phases.lane, "gather", source, mine, blocks.lane, phases.root_node)
     if mine is not None:
@@ -369,7 +376,7 @@ def _scatter(phases: _Phases) -> None:
         phases.alone(lambda: blocks.pack(source, packed))
     if phases.comm.node == phases.root_node:
         # Apart at the root too: `packed` may be the caller's input.
-        mine = np.empty(sum(blocks.lane), target.dtype)
+        mine = empty_beside(target, sum(blocks.lane))
         phases.phase(phases.node, "scatter", packed, mine, blocks.lanes, phases.root_lane)
     phases.phase(phases.lane, "scatter", mine, target, blocks.lane, phases.root_node)
     phases.alone(flat.store)
@@ -383,7 +390,7 @@ def _alltoall(phases: _Phases) -> None:
     packed = blocks.memory(source)
     # As [rank of the node that it comes from, node that it goes to], and the other way round; then [node that it
     # comes from, rank of that node].
-    by_rank, by_node, arrived = (np.empty_like(source) for _ in range(3))
+    by_rank, by_node, arrived = (empty_beside(source, source.size) for _ in range(3))
     phases.alone(flat.load)
     phases.alone(lambda: blocks.pack(source, packed))
     phases.phase(phases.node, "alltoall", packed, by_rank, [nodes * each] * local)

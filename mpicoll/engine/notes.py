@@ -45,7 +45,7 @@ _PATIENCE = 0.5
 def note(call: Call, site: Site | None) -> Note:
     """What there is to say of a message, or of its receive."""
     return {
-        "text": call.text(),
+        "text": str(call),
         "dtype": call.dtype,
         "shape": list(call.shape or ()),
         "nbytes": call.nbytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from zlib import crc32
 
@@ -10,6 +11,7 @@ import numpy as np
 from mpicoll.buffers.buffer import Buffer, recognise
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.pair import PairLibrary
+from mpicoll.engine.device import on_host
 from mpicoll.engine.operation import Operation
 
 _GROW = ("sum", "prod", "avg", "premul_sum", "user")
@@ -25,6 +27,12 @@ _BLOCK = 1 << 20
 
 def flaw_of_input(operation: Operation) -> str:
     """What is wrong with the numbers that this rank passes to `operation`; empty if nothing is."""
+    on = operation.on
+    with nullcontext() if on is None else on.working(operation.after):
+        return _flaw_of_input(operation)
+
+
+def _flaw_of_input(operation: Operation) -> str:
     block, collective = operation.block, operation.problem.collective
     if block is None:
         return ""
@@ -74,7 +82,7 @@ def checksum(operation: Operation) -> int:
     parts = result if isinstance(result, tuple) else () if result is None else (result,)
     value = 0
     for part in parts:
-        array = recognise(operation.problem.collective, part).array
+        array = on_host(recognise(operation.problem.collective, part).array)
         value = crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, value)
     return value
 
@@ -82,6 +90,7 @@ def checksum(operation: Operation) -> int:
 def flaw(array: Array, dtype: str) -> str:
     """How many elements are NaN or infinite, and which is the first; empty if none is. `dtype` is that of the elements
     where numpy knows none."""
+    array = on_host(array)
     words = dtype == "bfloat16" and array.dtype == np.uint16
     if not words and _all_finite(array):
         return ""

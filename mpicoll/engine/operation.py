@@ -11,17 +11,20 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.device import Device, Ready, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine, Fold, Reduction
-from mpicoll.engine import shared
+from mpicoll.buffers.pair import parts_of
+from mpicoll.engine import device as devices
+from mpicoll.engine import ipc, shared
 from mpicoll.engine.arena import Arena, Body
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.execute import Program, Region, bind, scratch
+from mpicoll.engine.execute import Program, Region, Wire, bind
 from mpicoll.engine.record import Call
 from mpicoll.engine.request import Request
-from mpicoll.engine.select import Choice, Hierarchy, Method, Problem, choose
+from mpicoll.engine.select import Choice, Hierarchy, Method, Problem, Way, choose
 from mpicoll.errors import ScheduleError
-from mpicoll.schedules import Schedule
+from mpicoll.schedules import Algorithm, Schedule
 from mpicoll.schedules.model import ROOTED
 from mpicoll.transport.base import Native
 
@@ -57,7 +60,8 @@ class Operation:
     what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but
     to call one of MPI's collectives on memory that stays the same; `direct` calls it for other arrays like those of
     `flat`, where nothing else is to be done. Reductions have a `reduction`, and `work`, the whole
-    vector between `load` and `store`.
+    vector between `load` and `store`. `buffers` are all arrays of the caller's that it touches, `on` the device on
+    which they lie, if they do; `after` is what has to be done before they may be touched.
     """
 
     comm: Communicator
@@ -77,6 +81,18 @@ class Operation:
     direct: Callable[[Native, Any, Any], None] | None = None
     reduction: Reduction | None = None
     work: Array | None = None
+    buffers: tuple[Buffer | None, ...] = ()
+    on: Device | None = None
+    after: tuple[Ready, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.on is None:
+            self.on = device_of(*(part.array for one in self.buffers if one is not None for part in parts_of(one)))
+
+    def called(self) -> None:
+        """To be called by the caller's thread each time it wants this carried out."""
+        if self.on is not None:
+            self.after = devices.after(*self.buffers)
 
 
 class Task:
@@ -108,8 +124,23 @@ def start(operation: Operation) -> Request:
 
 def task(operation: Operation) -> Task:
     """What carries out `operation`."""
+    operation.called()
     choice = choose(operation.problem, operation.algorithm)
-    return Task(body_of(operation, choice), call_of(operation, choice), operation)
+    call = call_of(operation, choice)
+    return Task(carrier(operation, choice, call), call, operation)
+
+
+def carrier(operation: Operation, choice: Choice, call: Call | None = None) -> Callable[[], None]:
+    """What carries out `operation`, as often as it is called, and tells in `call` by which algorithm: by `choice`, but
+    for data on a device, where it shows only then what there is."""
+    if operation.on is None:
+        return body_of(operation, choice)
+
+    def chosen(choice: Choice) -> None:
+        if call is not None:
+            call.algorithm = choice.name
+
+    return devices.body(operation, operation.on, chosen)
 
 
 def call_of(operation: Operation, choice: Choice) -> Call:
@@ -124,7 +155,9 @@ def call_of(operation: Operation, choice: Choice) -> Call:
         root=problem.root if problem.collective in ROOTED else None,
         counts=operation.counts,
         arrivals=operation.arrivals,
-        algorithm=choice.name,
+        # On a device that shows when it is carried out.
+        algorithm=choice.name if operation.on is None else "",
+        memory="" if operation.on is None else operation.on.kind,
     )
 
 
@@ -150,23 +183,30 @@ def body_of(
         from mpicoll.engine.hierarchy import hierarchical
 
         return hierarchical(operation)
-    schedule = choice.algorithm.schedule(comm.rank, comm.size, problem.root, choice.segments)
+    return scheduled(operation, choice, comm.transport, bound=bound)
+
+
+def scheduled(operation: Operation, choice: Choice, wire: Wire, *, bound: bool = False) -> Callable[[], None]:
+    """What carries out `operation` by a schedule, over `wire`."""
+    comm, algorithm = operation.comm, choice.algorithm
+    assert isinstance(algorithm, Algorithm)
+    schedule = algorithm.schedule(comm.rank, comm.size, operation.problem.root, choice.segments)
 
     def program() -> Program:
-        return bind(schedule, operation.regions(schedule), operation.combine, scratch)
+        return bind(schedule, operation.regions(schedule), operation.combine)
 
     ready = program() if bound else None
 
-    def scheduled() -> None:
+    def run() -> None:
         # Each run draws a tag, so that late messages of one that failed match no other. All ranks draw the same, since
         # operations run in the same order on all of them; so it comes first, before anything can fail on one rank.
         tag = comm.next_tag()
         current = ready or program()
         operation.load()
-        current.run(comm.transport, tag)
+        current.run(wire, tag)
         operation.store()
 
-    return scheduled
+    return run
 
 
 class Unshared(Exception):
@@ -174,9 +214,9 @@ class Unshared(Exception):
 
 
 class Shared:
-    """A collective through shared memory, on any arrays of one kind."""
+    """A collective through shared memory, on any arrays of one kind; with `peers`, through that of their devices."""
 
-    __slots__ = ("_arena", "_body", "_comm", "_signature", "_spec")
+    __slots__ = ("_arena", "_body", "_comm", "_peers", "_signature", "_spec")
 
     def __init__(
         self,
@@ -186,9 +226,11 @@ class Shared:
         dtype: np.dtype[Any],
         counts: tuple[int, ...],
         fold: Fold | None = None,
+        peers: ipc.Peers | None = None,
     ) -> None:
-        assert isinstance(choice.algorithm, Method)
+        assert isinstance(choice.algorithm, Method | Way)
         self._comm = comm
+        self._peers = peers
         self._spec = shared.Spec(
             problem.collective, choice.algorithm.name, dtype, counts, problem.root, fold, choice.segment
         )
@@ -197,22 +239,30 @@ class Shared:
         self._body: Body | None = None
 
     @classmethod
-    def of(cls, operation: Operation, choice: Choice, flat: Flat) -> Shared:
+    def of(cls, operation: Operation, choice: Choice, flat: Flat, peers: ipc.Peers | None = None) -> Shared:
         """For `operation`, which works on arrays like those of `flat`."""
         some = flat.target if flat.source is None else flat.source
         dtype = np.dtype(np.uint8) if some is None else some.dtype
-        return cls(operation.comm, operation.problem, choice, dtype, flat.counts, flat.fold)
+        return cls(operation.comm, operation.problem, choice, dtype, flat.counts, flat.fold, peers)
 
-    def __call__(self, source: Array | None, target: Array | None, load: Callable[[], None] | None = None) -> None:
-        """Carry it out, in turn, after `load`. Raises Unshared before anything has happened."""
+    def __call__(
+        self,
+        source: Array | None,
+        target: Array | None,
+        load: Callable[[], None] | None = None,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        """Carry it out, in turn, after `load`. Before the others see what was done, `settle` waits for it to be done,
+        where that is another's. Raises Unshared before anything has happened."""
         arena = self._arena
         if arena is None:
             arena = self._arena = self._comm.arena()
             if arena is None:
                 raise Unshared("there is no shared memory after all; it is carried out another way")
-            self._body = shared.bind(arena, self._spec)
+            peers = self._peers
+            self._body = shared.bind(arena, self._spec) if peers is None else ipc.bind(arena, peers, self._spec)
         assert self._body is not None
-        arena.run(self._body, source, target, load, self._signature)
+        arena.run(self._body, source, target, load, self._signature, settle)
 
 
 def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:

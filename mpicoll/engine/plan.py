@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.engine.operation import Operation, Task, body_of, call_of
+from mpicoll.engine.operation import Operation, Task, body_of, call_of, carrier
 from mpicoll.engine.progress import Job
 from mpicoll.engine.record import Call, keepers
 from mpicoll.engine.select import NATIVE, choose
@@ -25,7 +25,7 @@ class Plan:
     make the plan and run it alike.
     """
 
-    __slots__ = ("_body", "_call", "_comm", "_job", "_operation", "_progress", "_result", "_same", "choice")
+    __slots__ = ("_body", "_call", "_comm", "_device", "_job", "_operation", "_progress", "_result", "_same", "choice")
 
     def __init__(self, operation: Operation) -> None:
         self.choice = choose(operation.problem, operation.algorithm)
@@ -35,6 +35,7 @@ class Plan:
         self._progress = comm.progress
         # Persistent requests are made by all ranks together, so this takes its turn among the collectives.
         self._call = call_of(operation, self.choice)
+        self._device = operation.on
         self._body = comm.progress.run(self._bound, Call(f"{self._call.name}_init", parts=(self._call,)))
         # Where MPI itself writes the result, it is the same array each time, unless it is a number.
         self._result = operation.result() if operation.bare else None
@@ -44,6 +45,8 @@ class Plan:
         """What carries out a run. Where it may be a persistent collective, all ranks decide on that together."""
         operation, native = self._operation, self._comm.transport.native
         nbytes = operation.problem.nbytes
+        if self._device is not None:
+            return Task(carrier(operation, self.choice, self._call), self._call, operation)
         small = native is not None and self.choice.name == NATIVE and nbytes is not None and nbytes <= _PERSISTENT
         persistent = False
         if small and native is not None:
@@ -57,6 +60,8 @@ class Plan:
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
         progress = self._progress
+        if self._device is not None:
+            self._operation.called()
         if self._job is not None or self._comm.freed or progress.queue or progress.observer is not None:
             self._idle("call")
             progress.run(self._body, self._call)
@@ -76,6 +81,7 @@ class Plan:
     def start(self) -> None:
         """Begin a run in the background. Raises ArgumentError while another one has not been waited for."""
         self._idle("start")
+        self._operation.called()
         self._job = self._operation.comm.progress.submit(self._body, self._call)
 
     def test(self) -> bool:

@@ -300,7 +300,7 @@ class Progress:
             if time.monotonic() > deadline:
                 whole = timeout if bound is None else bound
                 if self._watch is not None:
-                    self._watch.told.append(job.call)
+                    self._watch.excused.append(job.call)
                 raise self.late(self._place(job, whole), whole)
             self.poke()
             time.sleep(nap)

@@ -38,7 +38,8 @@ class Call:
     those that leave this rank, and `arrivals` those that come to it). `nbytes` are those by which bandwidth is counted
     (as :func:`mpicoll.explain` counts them), None if no rank knows those of others.
     Messages have a `peer` (a rank of their communicator, None for any) and a `tag` (None for any). `parts` are the
-    calls that were put into one. Not `collective` is what not all ranks of the communicator take part in.
+    calls that were put into one. `memory` is the kind of device on which the data lies, empty for the host. Not
+    `collective` is what not all ranks of the communicator take part in.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class Call:
         "collective",
         "counts",
         "dtype",
+        "memory",
         "name",
         "nbytes",
         "op",
@@ -72,6 +74,7 @@ class Call:
         peer: int | None = None,
         tag: int | None = None,
         parts: tuple[Call, ...] = (),
+        memory: str = "",
         collective: bool = True,
     ) -> None:
         self.name = name
@@ -86,17 +89,14 @@ class Call:
         self.peer = peer
         self.tag = tag
         self.parts = parts
+        self.memory = memory
         self.collective = collective
 
     def __str__(self) -> str:
-        """Such as ``allreduce(float32[3, 4], op=sum) by ring``."""
-        return self.text()
-
-    def text(self) -> str:
-        """The call as a person would write it."""
+        """The call as a person would write it, such as ``allreduce(float32[3, 4], op=sum) by ring``."""
         words = []
         if self.shape is not None:
-            words.append(f"{self.dtype}{list(self.shape)}")
+            words.append(f"{self.dtype}{list(self.shape)}" + (f" on {self.memory}" if self.memory else ""))
         elif self.nbytes:
             words.append(f"{self.nbytes} bytes")
         if self.op:

@@ -309,7 +309,7 @@ class _Looker:
                     "key": entry.group.key,
                     "group": self._name(entry.group),
                     "name": entry.call.name,
-                    "call": entry.call.text()[:500],
+                    "call": str(entry.call)[:500],
                     "begin": entry.begin,
                     "seconds": None if end is None else end - entry.begin,
                     "state": "failed" if error else "started" if end is None else "ok",
@@ -398,7 +398,7 @@ def _described(call: Call, group: Group) -> State:
     found = {
         name: value for name, value in found.items() if value is not None and (value not in ("", []) or name == "shape")
     }
-    found["text"] = call.text()
+    found["text"] = str(call)
     if not call.collective and call.peer is not None and call.peer < len(group.members):
         found["world"] = group.members[call.peer]
     if call.parts:
@@ -478,7 +478,7 @@ def _round(frame: FrameType) -> tuple[str, list[int]]:
     names = frame.f_locals
     program: Program = names["self"]
     schedule = program.schedule
-    members: Sequence[int] = getattr(names["transport"], "members", ()) or range(schedule.size)
+    members: Sequence[int] = getattr(names["wire"], "members", ()) or range(schedule.size)
     name = f"{schedule.collective}/{schedule.algorithm}"
     if not program.steps:
         return name, []

@@ -28,6 +28,12 @@ NATIVE = "native"
 
 HIERARCHICAL = "hierarchical"
 
+NCCL, IPC = "nccl", "ipc"
+
+_WAYS = (NCCL, IPC)
+"""Algorithms of collectives of data on a device: NVIDIA's library; and the ranks of a node that reach each other's
+device memory."""
+
 _BY_NODES = ("allreduce", "reduce", "bcast", "reduce_scatter", "allgather", "gather", "scatter", "alltoall")
 """The collectives that have this algorithm."""
 
@@ -46,6 +52,19 @@ TABLE = (
     "scan:native;exscan:native;barrier:native"
 )
 """What is taken unless something is forced."""
+
+DEVICE_TABLE = (
+    "allreduce:0-4k:slots,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:slots,0-inf:pieces,0-inf:hierarchical,2m-inf:ring;"
+    "reduce:0-4k:slots,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:slots,0-inf:pieces,0-inf:hierarchical;"
+    "reduce_scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:pieces,0-inf:hierarchical;"
+    "bcast:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
+    "gather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
+    "scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
+    "allgather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
+    "alltoall:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces"
+)
+"""The same for data on a device. MPI's own reductions there come only when asked for: libraries that have any are known
+to copy to the host for them."""
 
 FALLBACK = (
     "allreduce:0-16k:recursive_doubling,16k-inf:halving_doubling;"
@@ -72,6 +91,18 @@ _DIRECT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Reach:
+    """Why data on a device can't be served by each way, or None: by NCCL (`nccl`), by ranks that reach each other's
+    device memory (`ipc`), by MPI's own collective (`native`), and by shared memory of the host, where the processor
+    reduces (`host`)."""
+
+    nccl: str | None = None
+    ipc: str | None = None
+    native: str | None = None
+    host: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """What is asked of an algorithm. The same on every rank, since all must come to the same choice.
 
@@ -95,11 +126,20 @@ class Problem:
     """Why there is no shared memory after all, as its first use has shown."""
     allocated: bool = False
     """Whether buffers may lie in memory of :func:`mpicoll.empty`."""
+    device: Reach | None = None
+    """For data on a device: what can be done with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """A way through shared memory (see :mod:`mpicoll.engine.shared`)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """``nccl`` or ``ipc`` (see :mod:`mpicoll.engine.device`)."""
 
     name: str
 
@@ -117,7 +157,7 @@ class Choice:
     of a method. `refused` says of algorithms why they can't serve, where that was asked for."""
 
     name: str
-    algorithm: Algorithm | Method | Hierarchy | None
+    algorithm: Algorithm | Method | Way | Hierarchy | None
     segments: int
     reason: str
     segment: int | None = None
@@ -215,7 +255,7 @@ def _bytes_text(number: float) -> str:
 
 
 @lru_cache(maxsize=256)
-def resolve(collective: str, text: str) -> tuple[Algorithm | Method | Hierarchy | None, int | None]:
+def resolve(collective: str, text: str) -> tuple[Algorithm | Method | Way | Hierarchy | None, int | None]:
     """What `text` means: None for ``native``; a schedule's algorithm, and the number of segments behind the slash, if
     there is one; a method, and the bytes of its pieces."""
     name, slash, detail = text.partition("/")
@@ -225,6 +265,10 @@ def resolve(collective: str, text: str) -> tuple[Algorithm | Method | Hierarchy 
         if slash:
             raise AlgorithmError(f"{collective} algorithm {text!r}: {name} has no pieces")
         return Hierarchy(), None
+    if name in _WAYS and collective in _BY_NODES:
+        if slash:
+            raise AlgorithmError(f"{collective} algorithm {text!r}: {name} has no pieces")
+        return Way(name), None
     if name in METHODS.get(collective, ()):
         return Method(name), _piece(collective, name, detail) if slash else None
     if name not in schedules.algorithms_of(collective):
@@ -259,14 +303,15 @@ def _piece(collective: str, name: str, text: str) -> int:
 
 
 def algorithms_of(collective: str) -> tuple[str, ...]:
-    """All algorithms of a collective: native, the methods, hierarchical and the schedules."""
-    by_nodes = (HIERARCHICAL,) if collective in _BY_NODES else ()
+    """All algorithms of a collective: native, the methods, hierarchical, the ways of devices and the schedules."""
+    by_nodes = (HIERARCHICAL, *_WAYS) if collective in _BY_NODES else ()
     return (NATIVE, *METHODS.get(collective, ()), *by_nodes, *schedules.algorithms_of(collective))
 
 
 def refusals(problem: Problem) -> dict[str, str | None]:
-    """For each algorithm of the collective why it can't serve `problem`, or None if it can."""
-    return {name: _refusal(problem, resolve(problem.collective, name)[0]) for name in algorithms_of(problem.collective)}
+    """For each algorithm of the collective that is for data where it lies: why it can't serve `problem`, or None."""
+    names = (name for name in algorithms_of(problem.collective) if problem.device is not None or name not in _WAYS)
+    return {name: _refusal(problem, resolve(problem.collective, name)[0]) for name in names}
 
 
 def choose(problem: Problem, argument: str | None) -> Choice:
@@ -308,8 +353,9 @@ def _candidates(problem: Problem, context: Rules) -> Iterator[tuple[str, str]]:
     if problem.allocated and (problem.nbytes or 0) >= _DIRECT_BYTES:
         for name in METHODS.get(problem.collective, ())[-2:]:
             yield name, "there is memory of mpicoll.empty, in which it needs no copies"
-    yield from _tuned(problem)
-    for name, extent in _matching(parse(TABLE), problem):
+    if problem.device is None:
+        yield from _tuned(problem)
+    for name, extent in _matching(parse(TABLE if problem.device is None else DEVICE_TABLE), problem):
         yield name, f"table{extent}"
     yield from _cheapest(problem)
     for name, _ in _matching(parse(FALLBACK), problem):
@@ -365,12 +411,14 @@ def _environment() -> Rules:
         raise SetupError(f"MPICOLL_ALGORITHMS={config().algorithms!r}: {error}") from error
 
 
-def _refusal(problem: Problem, algorithm: Algorithm | Method | Hierarchy | None) -> str | None:
+def _refusal(problem: Problem, algorithm: Algorithm | Method | Way | Hierarchy | None) -> str | None:
     """Why `algorithm` can't serve `problem`, or None if it can."""
     if algorithm is None:
-        return problem.native
+        return problem.native or (None if problem.device is None else problem.device.native)
     if isinstance(algorithm, Method):
         return _refusal_of_method(problem, algorithm.name)
+    if isinstance(algorithm, Way):
+        return _refusal_of_way(problem, algorithm.name)
     if isinstance(algorithm, Hierarchy):
         return _refusal_by_nodes(problem)
     if not problem.commutative and not algorithm.keeps_order(problem.root):
@@ -385,12 +433,27 @@ def _refusal(problem: Problem, algorithm: Algorithm | Method | Hierarchy | None)
 def _refusal_of_method(problem: Problem, name: str) -> str | None:
     if problem.unshared is not None or problem.lost is not None:
         return problem.unshared or problem.lost
-    if name == "cma" and problem.unread is not None:
-        return problem.unread
+    if name == "cma" and (problem.unread is not None or problem.device is not None):
+        return problem.unread or "the data is on a device"
+    if problem.device is not None and problem.device.host is not None:
+        return problem.device.host
     if problem.nbytes is None:
         return "the ranks don't know the sizes of each other's blocks" if problem.collective != "barrier" else None
     if name == "slots":
         return f"{problem.nbytes} bytes are more than the {SLOTS} of slots" if problem.nbytes > SLOTS else None
+    if not problem.elementwise:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    return None
+
+
+def _refusal_of_way(problem: Problem, name: str) -> str | None:
+    if problem.device is None:
+        return "the data is on the host"
+    refusal = problem.device.nccl if name == NCCL else problem.device.ipc or problem.lost
+    if refusal is not None:
+        return refusal
+    if problem.nbytes is None:
+        return "the ranks don't know the sizes of each other's blocks"
     if not problem.elementwise:
         return "the operation is not elementwise, and this algorithm splits the array"
     return None
@@ -414,9 +477,13 @@ def _refusal_by_nodes(problem: Problem) -> str | None:
 
 
 def _choice(
-    problem: Problem, text: str, algorithm: Algorithm | Method | Hierarchy | None, segments: int | None, reason: str
+    problem: Problem,
+    text: str,
+    algorithm: Algorithm | Method | Way | Hierarchy | None,
+    segments: int | None,
+    reason: str,
 ) -> Choice:
-    if isinstance(algorithm, Method | Hierarchy):
+    if isinstance(algorithm, Method | Way | Hierarchy):
         return Choice(text, algorithm, 1, reason, segments)
     return Choice(text, algorithm, default_segments(problem) if segments is None else segments, reason)
 

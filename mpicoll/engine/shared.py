@@ -23,6 +23,7 @@ from zlib import crc32
 
 import numpy as np
 
+from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.arena import SLOT, Arena, Body, Segment
@@ -136,15 +137,23 @@ def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
 
     def body(source: Array, target: Array) -> None:
         w = arena.parity
-        mine[w][...] = source
+        np.copyto(mine[w], source)
         arena.sync()
-        if wanted:
+        if not wanted:
+            return
+        device = device_of(target)
+        if device is None:
             fold(slots[w], target)
+            return
+        result = device.pinned(target.nbytes).view(target.dtype)
+        fold(slots[w], result)
+        np.copyto(target, result)
+        device.settle()
 
     return body
 
 
-def _shares(count: int, size: int, itemsize: int) -> list[int]:
+def shares_of(count: int, size: int, itemsize: int) -> list[int]:
     """Offsets of each rank's share of a piece, at cache lines."""
     line = max(1, _LINE // itemsize)
     lines = cut(-(-count // line), size)
@@ -161,12 +170,15 @@ def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
     slots = _slots(arena, spec)
     results = [_typed(result, spec) for result in arena.results]
     wanted = spec.collective == "allreduce" or rank == spec.root
-    shares = {stop - start: _shares(stop - start, size, spec.dtype.itemsize) for start, stop in cuts}
+    shares = {stop - start: shares_of(stop - start, size, spec.dtype.itemsize) for start, stop in cuts}
 
     def write(piece: tuple[int, int], source: Array) -> None:
         start, stop = piece
         low, high = shares[stop - start][rank : rank + 2]
         slot = slots[arena.parity][rank]
+        if isinstance(source, DeviceArray):
+            np.copyto(slot[: stop - start], source[start:stop])
+            return
         # Nobody else reads this rank's own share.
         slot[:low] = source[start : start + low]
         slot[high : stop - start] = source[start + high : stop]
@@ -175,23 +187,24 @@ def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
         start, stop = piece
         low, high = shares[stop - start][rank : rank + 2]
         parts = [slot[low:high] for slot in slots[1 - arena.parity]]
-        parts[rank] = source[start + low : start + high]
+        if not isinstance(source, DeviceArray):
+            parts[rank] = source[start + low : start + high]
         fold(parts, results[arena.parity][low:high])
 
     def fetch(piece: tuple[int, int], target: Array) -> None:
         start, stop = piece
-        target[start:stop] = results[1 - arena.parity][: stop - start]
+        np.copyto(target[start:stop], results[1 - arena.parity][: stop - start])
 
     def body(source: Array, target: Array) -> None:
-        last = len(cuts)
+        last, on_device = len(cuts), isinstance(source, DeviceArray)
         for i in range(last + 2):
             # The oldest piece first: where target is source, that piece has been read by now.
             if i > 1 and wanted:
                 fetch(cuts[i - 2], target)
-            if 0 < i <= last:
-                reduce(cuts[i - 1], source)
-            if i < last:
-                write(cuts[i], source)
+            # A device copies while this rank reduces.
+            for do, at in ((write, i), (reduce, i - 1)) if on_device else ((reduce, i - 1), (write, i)):
+                if 0 <= at < last:
+                    do(cuts[at], source)
             if i <= last:
                 arena.sync()
 
@@ -209,29 +222,38 @@ def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
 
     def body(source: Array, target: Array) -> None:
         previous: tuple[int, int] | None = None
+        device = device_of(source)
+        reduced = None if device is None else device.pinned(width * spec.dtype.itemsize).view(spec.dtype)
         for piece in [*pieces.cuts, None]:
             if previous is not None:
                 start, stop = previous[0], min(previous[1], counts[rank])
                 if start < stop:
                     at = rank * width
                     parts = [slot[at : at + stop - start] for slot in slots[1 - arena.parity]]
-                    parts[rank] = source[offsets[rank] + start : offsets[rank] + stop]
-                    fold(parts, target[start:stop])
+                    if reduced is None:
+                        parts[rank] = source[offsets[rank] + start : offsets[rank] + stop]
+                        fold(parts, target[start:stop])
+                    else:
+                        fold(parts, reduced[: stop - start])
+                        np.copyto(target[start:stop], reduced[: stop - start])
             if piece is not None:
                 slot = slots[arena.parity][rank]
                 for peer in range(size):
                     start, stop = piece[0], min(piece[1], counts[peer])
-                    if peer != rank and start < stop:
+                    # Nobody else reads what is for this rank itself.
+                    if (peer != rank or device is not None) and start < stop:
                         at = peer * width
-                        slot[at : at + stop - start] = source[offsets[peer] + start : offsets[peer] + stop]
+                        np.copyto(slot[at : at + stop - start], source[offsets[peer] + start : offsets[peer] + stop])
                 arena.sync()
             previous = piece
+        if device is not None:
+            device.settle()
 
     return body
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class Move:
     """Data from a rank's input to another rank's output: `count` elements, from `start` on there, from `to` on here."""
 
     peer: int
@@ -240,22 +262,22 @@ class _Move:
     count: int
 
 
-def _moves(spec: Spec, rank: int, size: int) -> list[_Move]:
+def moves_of(spec: Spec, rank: int, size: int) -> list[Move]:
     """What `rank` takes from all ranks, itself among them."""
     counts, offsets = spec.counts, extents(spec.counts)
     if spec.collective == "bcast":
-        return [_Move(spec.root, 0, 0, counts[0])]
+        return [Move(spec.root, 0, 0, counts[0])]
     if spec.collective == "allgather":
-        return [_Move(peer, 0, offsets[peer], counts[peer]) for peer in range(size)]
+        return [Move(peer, 0, offsets[peer], counts[peer]) for peer in range(size)]
     if spec.collective == "gather":
-        return [_Move(peer, 0, offsets[peer], counts[peer]) for peer in range(size)] if rank == spec.root else []
+        return [Move(peer, 0, offsets[peer], counts[peer]) for peer in range(size)] if rank == spec.root else []
     if spec.collective == "scatter":
-        return [_Move(spec.root, offsets[rank], 0, counts[rank])]
+        return [Move(spec.root, offsets[rank], 0, counts[rank])]
     assert spec.collective == "alltoall"
-    return [_Move(peer, offsets[rank], offsets[peer], counts[peer]) for peer in range(size)]
+    return [Move(peer, offsets[rank], offsets[peer], counts[peer]) for peer in range(size)]
 
 
-def _own(moves: Sequence[_Move], rank: int) -> Callable[[Any, Any], None]:
+def own_data(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
     """What copies a rank's own data to itself."""
     mine = [move for move in moves if move.peer == rank and move.count]
 
@@ -264,7 +286,7 @@ def _own(moves: Sequence[_Move], rank: int) -> Callable[[Any, Any], None]:
             there = source[move.start : move.start + move.count]
             here = target[move.to : move.to + move.count]
             if _address(there) != _address(here):
-                here[...] = there
+                np.copyto(here, there)
 
     return copy
 
@@ -273,7 +295,7 @@ def _move_pieces(arena: Arena, spec: Spec) -> Body:
     """In each step: write a piece of what others want, and copy what they wrote in the step before. Whoever has the
     same for all writes it once. One synchronisation a piece."""
     rank, size = arena.rank, arena.size
-    wants = [_moves(spec, peer, size) for peer in range(size)]
+    wants = [moves_of(spec, peer, size) for peer in range(size)]
     same = spec.collective in ("bcast", "allgather", "gather")
     pieces = _Pieces(arena, spec, max(spec.counts), 1 if same else size)
     width, slots = pieces.width, _slots(arena, spec)
@@ -281,7 +303,7 @@ def _move_pieces(arena: Arena, spec: Spec) -> Body:
     given = [(peer, move) for peer in range(size) for move in wants[peer] if move.peer == rank and peer != rank]
     if same:
         given = given[:1]
-    copy_own = _own(wants[rank], rank)
+    copy_own = own_data(wants[rank], rank)
 
     def body(source: Array, target: Array) -> None:
         previous: tuple[int, int] | None = None
@@ -292,14 +314,14 @@ def _move_pieces(arena: Arena, spec: Spec) -> Body:
                     if start < stop:
                         at = 0 if same else rank * width
                         slot = slots[1 - arena.parity][move.peer]
-                        target[move.to + start : move.to + stop] = slot[at : at + stop - start]
+                        np.copyto(target[move.to + start : move.to + stop], slot[at : at + stop - start])
             if piece is not None:
                 slot = slots[arena.parity][rank]
                 for peer, move in given:
                     start, stop = piece[0], min(piece[1], move.count)
                     if start < stop:
                         at = 0 if same else peer * width
-                        slot[at : at + stop - start] = source[move.start + start : move.start + stop]
+                        np.copyto(slot[at : at + stop - start], source[move.start + start : move.start + stop])
                 arena.sync()
             previous = piece
         copy_own(source, target)
@@ -330,8 +352,8 @@ class _Direct:
         self._arena = arena
         self._spec = spec
         self._reads = spec.method == "cma"
-        self._moves = _moves(spec, arena.rank, arena.size) if spec.fold is None else []
-        self._copy_own = _own(self._moves, arena.rank)
+        self._moves = moves_of(spec, arena.rank, arena.size) if spec.fold is None else []
+        self._copy_own = own_data(self._moves, arena.rank)
         self._segments: dict[int, Segment] = {}
 
     def run(self, source: Any, target: Any) -> bool:
@@ -414,7 +436,7 @@ class _Direct:
     def _reduce_everywhere(self, told: list[tuple[int, ...]], source: Array, target: Array) -> None:
         """Reduce this rank's share, and write it to the buffers of all."""
         arena, spec = self._arena, self._spec
-        shares = _shares(spec.counts[0], arena.size, spec.dtype.itemsize)
+        shares = shares_of(spec.counts[0], arena.size, spec.dtype.itemsize)
         sources, targets = self._views(told, 0, source), self._views(told, 2, target)
         others = [one for peer, one in enumerate(targets) if peer != arena.rank]
         assert spec.fold is not None
@@ -454,7 +476,7 @@ class _Direct:
             begin = sum(spec.counts[: arena.rank])
             self._read_and_reduce(told, source, target, begin, begin + spec.counts[arena.rank], begin)
         else:
-            shares = _shares(spec.counts[0], arena.size, spec.dtype.itemsize)
+            shares = shares_of(spec.counts[0], arena.size, spec.dtype.itemsize)
             low, high = shares[arena.rank], shares[arena.rank + 1]
             reduce = spec.collective == "reduce"
             # Ranks that get no result keep their share for the root.
@@ -470,7 +492,7 @@ class _Direct:
 
     def _own_share(self) -> Array:
         """Where a rank that gets no result keeps its share of it."""
-        shares = _shares(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
+        shares = shares_of(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
         return np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
 
     def _others(self) -> list[int]:

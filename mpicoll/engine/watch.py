@@ -106,7 +106,7 @@ class Watch:
         self.active: dict[int, Raw] = {}
         self.survives = False
         # Operations for which somebody who waited has got Timeout, and decides what is to be done.
-        self.told: deque[Call] = deque(maxlen=100)
+        self.excused: deque[Call] = deque(maxlen=100)
         # What has to be done about a rank that has died, where others survive that.
         self.mourn: Callable[[int], None] = lambda rank: None
         self.rank, self.size = 0, 1
@@ -255,7 +255,7 @@ class Watch:
         for entry in waiting:
             # Who waits in shared memory raises by itself, and asks the others meanwhile.
             bound = entry.group.timeout
-            if any(entry.call is one for one in self.told):
+            if any(entry.call is one for one in self.excused):
                 bound = max(bound, config().timeout)
             if now - entry.begin > bound + _PRIVATE and now > self._answered + _GRACE:
                 self._end_together(
@@ -352,7 +352,7 @@ class Watch:
         say(f"{why}; the job is ended" + (f". Its stacks:\n{gone.words}" if gone.words else ""))
         self._report(why, _ANSWER_AT_DEATH)
         self._tell_end("ends the job")
-        self._end_all(1 if status is None or status == 0 else status if status > 0 else 128 - status)
+        self._end_all(1 if status is None else status if status > 0 else 128 - status)
 
     def _expect_the_end(self, why: str, seconds: float) -> None:
         """Somebody ends the job. Should that fail, this rank does."""

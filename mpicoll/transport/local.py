@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -407,8 +408,9 @@ class LocalTransport:
     def share(self, nbytes: int) -> list[Memory]:
         own: Any
         try:
-            own = np.zeros(nbytes, np.uint8)
-        except (MemoryError, ValueError, OverflowError) as error:
+            # Pages of its own, as those of processes are: devices are told of whole pages.
+            own = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
+        except (OSError, ValueError, OverflowError) as error:
             own = f"rank {self.rank} can't allocate {nbytes} bytes of shared memory: {error}"
         return self._met(own)
 

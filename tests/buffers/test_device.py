@@ -1,14 +1,15 @@
-"""Device memory: read by its description, and refused by name."""
+"""Device memory as the CUDA array interface describes it, and what is said where it can't be used."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mpicoll.buffers.buffer import recognise
-from mpicoll.buffers.cupy import DeviceMemory, describe
+from mpicoll.buffers.device import DeviceMemory, describe
 from mpicoll.errors import DeviceError, DTypeError
 
 
@@ -52,6 +53,18 @@ def test_mask() -> None:
         describe(Device(mask=Device()))
 
 
-def test_refusal_names_what_it_is() -> None:
-    with pytest.raises(DeviceError, match=r"op: out is a Device of shape \(2, 3\) and dtype float32 .*0x1000.*copy"):
+@pytest.fixture
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cupy", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+def test_what_lacks_without_cupy(no_cupy: None) -> None:
+    message = r'op: out is a Device of shape \(2, 3\) and dtype float32 .*pip install "mpicoll\[cuda13\]".*copy it'
+    with pytest.raises(DeviceError, match=message):
         recognise("op", Device(), "out")
+
+
+def test_malformed_whether_there_is_cupy_or_not(no_cupy: None) -> None:
+    with pytest.raises(DTypeError, match="malformed __cuda_array_interface__"):
+        recognise("op", Device(data=5))

@@ -392,10 +392,13 @@ class OnDevice:
 
 
 class OnAccelerator:
-    """An exporter of DLPack device type 2, CUDA."""
+    """An exporter of a DLPack device type: 2 is CUDA, 10 ROCm."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 1
+        return self.kind, 1
 
     def __dlpack__(self, **options: Any) -> Any:
         raise AssertionError("memory of a device was asked for")
@@ -413,8 +416,9 @@ def _unfit() -> list[tuple[type[Exception], Any, list[str]]]:
         (mpicoll.DTypeError, np.zeros(4, [("a", "O"), ("b", "i4")]), ["object"]),
         (mpicoll.DTypeError, np.ma.masked_array(np.zeros(4), [0, 1, 0, 0]), ["mask", "fill"]),
         (mpicoll.DTypeError, torch.zeros(4).to_sparse(), ["sparse", "to_dense"]),
-        (mpicoll.DeviceError, OnDevice(), ["OnDevice", "(4,)", "float32", "CUDA", "copy"]),
-        (mpicoll.DeviceError, OnAccelerator(), ["OnAccelerator", "type 2", "copy"]),
+        (mpicoll.DeviceError, OnDevice(), ["OnDevice", "(4,)", "float32", "CUDA", "cupy", "mpicoll[cuda13]"]),
+        (mpicoll.DeviceError, OnAccelerator(2), ["OnAccelerator", "CUDA", "cupy", "mpicoll[cuda13]"]),
+        (mpicoll.DeviceError, OnAccelerator(10), ["OnAccelerator", "type 10, index 1", "copy"]),
         (mpicoll.DeviceError, torch.zeros(4, device="meta"), ["meta"]),
     ]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mpicoll
 from mpicoll import schedules
-from mpicoll.engine.execute import Program, Region, bind, cut, extents, scratch
+from mpicoll.engine.execute import Program, Region, bind, cut, extents
 from mpicoll.schedules import Copy, Recv, Reduce, Round, Schedule, Send
 from mpicoll.transport import local
 from mpicoll.transport.base import Message
@@ -81,7 +81,7 @@ def test_extents() -> None:
 
 def test_consecutive_chunks_travel_from_and_to_their_own_memory() -> None:
     memory = region([1], [2, 3], [4], [5, 6])
-    program = bind(schedule(Round((Send(0, range(2)),), (Recv(0, range(2, 4)),))), [memory], None, scratch)
+    program = bind(schedule(Round((Send(0, range(2)),), (Recv(0, range(2, 4)),))), [memory], None)
     ((_, sent),), ((_, received),) = program.steps[0].sends, program.steps[0].recvs
     assert np.shares_memory(sent, memory.array[:3])
     assert np.shares_memory(received, memory.array[3:])
@@ -92,7 +92,7 @@ def test_consecutive_chunks_travel_from_and_to_their_own_memory() -> None:
 
 def test_other_chunks_are_packed_in_their_order() -> None:
     memory = region([1], [2, 3], [4], [0, 0], [0], [0])
-    program = bind(schedule(Round((Send(0, (2, 1, 0)),), (Recv(0, (5, 3, 4)),)), chunks=6), [memory], None, scratch)
+    program = bind(schedule(Round((Send(0, (2, 1, 0)),), (Recv(0, (5, 3, 4)),)), chunks=6), [memory], None)
     ((sends, recvs, tag),) = looked_at(program)
     assert tag == 7
     assert [(peer, data.view(np.int64).tolist()) for peer, data in sends] == [(0, [4, 2, 3, 1])]
@@ -103,10 +103,10 @@ def test_other_chunks_are_packed_in_their_order() -> None:
 
 def test_chunks_of_several_regions() -> None:
     first, second = region([1, 2], [3]), region([0, 0], [0])
-    program = bind(schedule(Round((Send(0, (0, 1)),), (Recv(0, (2, 3)),))), [first, second], None, scratch)
+    program = bind(schedule(Round((Send(0, (0, 1)),), (Recv(0, (2, 3)),))), [first, second], None)
     run(program)
     assert second.array.tolist() == [1, 2, 3]
-    across = bind(schedule(Round((Send(0, (1, 2)),), (Recv(0, (0, 3)),))), [first, second], None, scratch)
+    across = bind(schedule(Round((Send(0, (1, 2)),), (Recv(0, (0, 3)),))), [first, second], None)
     run(across)
     assert first.array.tolist() == [3, 1, 3]
     assert second.array.tolist() == [1, 2, 2]
@@ -119,14 +119,14 @@ def test_empty_chunks_are_not_sent() -> None:
         Round((Send(0, (0, 2)),), (Recv(0, (2, 0)),)),
         Round((Send(0, (0,)),), (Recv(0, (2,), reduce=True),)),
     )
-    program = bind(schedule(*rounds), [memory], after, scratch)
+    program = bind(schedule(*rounds), [memory], after)
     assert [(len(step.sends), len(step.recvs)) for step in program.steps] == [(1, 1)]
     run(program)
     assert memory.array.tolist() == [1, 1]
 
 
 def test_a_token_is_sent() -> None:
-    program = bind(schedule(Round((Send(0),), (Recv(0),)), chunks=0), [], None, scratch)
+    program = bind(schedule(Round((Send(0),), (Recv(0),)), chunks=0), [], None)
     ((sends, recvs, _),) = looked_at(program)
     assert [data.size for _, data in (*sends, *recvs)] == [0, 0]
     run(program)
@@ -135,7 +135,7 @@ def test_a_token_is_sent() -> None:
 def test_any_itemsize_travels_as_bytes() -> None:
     array = np.array([1 + 2j, 3j, 4, 0, 0, 0], np.complex128)
     memory = Region(array, [0, 1, 3, 4, 6])
-    run(bind(schedule(Round((Send(0, (0, 1)),), (Recv(0, (3, 2)),))), [memory], None, scratch))
+    run(bind(schedule(Round((Send(0, (0, 1)),), (Recv(0, (3, 2)),))), [memory], None))
     assert array.tolist() == [1 + 2j, 3j, 4, 4, 1 + 2j, 3j]
 
 
@@ -146,7 +146,7 @@ def test_any_itemsize_travels_as_bytes() -> None:
 def test_the_part_of_the_lower_rank_is_the_left_operand(source: int, expected: list[list[int]]) -> None:
     memory = region([1, 2], [3, 4])
     one = schedule(Round((), (Recv(source, (1,), reduce=True),)), rank=1, size=3, chunks=2)
-    program = bind(one, [memory], after, scratch)
+    program = bind(one, [memory], after)
 
     class Sender:
         def exchange(self, sends: list[Message], recvs: list[Message], tag: int) -> None:
@@ -163,7 +163,7 @@ def test_several_parts_are_combined_in_the_order_of_the_list() -> None:
         (Send(0, (1,)), Send(0, (2,))),
         (Recv(0, (0,), reduce=True), Recv(0, (0,), reduce=True)),
     )
-    program = bind(schedule(round_), [memory], lambda a, b, out: np.copyto(out, a * 10 + b), scratch)
+    program = bind(schedule(round_), [memory], lambda a, b, out: np.copyto(out, a * 10 + b))
     run(program)
     # From itself: a source that isn't lower is the right operand.
     assert memory.array.tolist() == [123, 2, 3, 4]
@@ -172,20 +172,20 @@ def test_several_parts_are_combined_in_the_order_of_the_list() -> None:
 def test_sends_read_what_was_there_when_the_round_began() -> None:
     memory = region([1], [2])
     swap = Round((Send(0, (0,)), Send(0, (1,))), (Recv(0, (1,)), Recv(0, (0,))))
-    run(bind(schedule(swap, chunks=2), [memory], None, scratch))
+    run(bind(schedule(swap, chunks=2), [memory], None))
     assert memory.array.tolist() == [2, 1]
 
 
 def test_local_steps() -> None:
     memory = region([1, 2], [3, 4], [5, 6])
     steps = Round((), (), (Copy(0, 2), Reduce(1, 0), Reduce(0, 1, src_right=True)))
-    run(bind(schedule(steps, chunks=3), [memory], after, scratch))
+    run(bind(schedule(steps, chunks=3), [memory], after))
     # chunk 2 = chunk 0; then chunk 0 = 1 . 0; then chunk 1 = 1 . 0
     assert memory.array.reshape(3, 2).tolist() == [[31, 42], [61, 82], [1, 2]]
 
 
 def test_local_steps_on_nothing() -> None:
-    program = bind(schedule(Round((), (), (Copy(0, 1), Reduce(0, 1))), chunks=2), [region([], [])], after, scratch)
+    program = bind(schedule(Round((), (), (Copy(0, 1), Reduce(0, 1))), chunks=2), [region([], [])], after)
     assert program.steps == []
 
 
@@ -194,7 +194,7 @@ def test_local_steps_on_nothing() -> None:
 
 def test_a_program_reads_and_writes_its_memory_at_each_run() -> None:
     memory = region([1], [2], [0], [0])
-    program = bind(schedule(Round((Send(0, (1, 0)),), (Recv(0, (2, 3)),))), [memory], None, scratch)
+    program = bind(schedule(Round((Send(0, (1, 0)),), (Recv(0, (2, 3)),))), [memory], None)
     for first in range(5):
         memory.array[:2] = first, first + 10
         run(program)
@@ -202,7 +202,7 @@ def test_a_program_reads_and_writes_its_memory_at_each_run() -> None:
 
 
 def test_the_tag_is_that_of_the_run() -> None:
-    program = bind(schedule(Round((Send(0),), (Recv(0),)), Round((Send(0),), (Recv(0),)), chunks=0), [], None, scratch)
+    program = bind(schedule(Round((Send(0),), (Recv(0),)), Round((Send(0),), (Recv(0),)), chunks=0), [], None)
     assert [tag for *_, tag in looked_at(program)] == [7, 7]
 
 

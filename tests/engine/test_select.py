@@ -550,7 +550,7 @@ def test_explain_says_why_others_can_not_serve() -> None:
 def test_all_refusals() -> None:
     asked = problem(commutative=False)
     found = refusals(asked)
-    assert tuple(found) == select.algorithms_of("allreduce")
+    assert tuple(found) == tuple(one for one in select.algorithms_of("allreduce") if one not in ("nccl", "ipc"))
     for name, why in found.items():
         if why is None:
             assert choose(asked, name).name == name

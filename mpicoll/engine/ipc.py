@@ -1,0 +1,438 @@
+"""Collectives of the ranks of one node on device memory that they reach directly.
+
+Ranks open each other's allocations once (CUDA IPC) and work in them as in their own, whether they share a device or
+have one each. In an operation all first tell each other where their buffers lie; when all have done so each works in
+the memory of the others, and when all have done that nobody touches it any more.
+
+:meth:`Arena.sync` settles the device before it lets the others go on: what they read has been written by then.
+
+Operands are combined in the order of ranks, each element by one rank: results have the same bits on every rank and in
+every run.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+from weakref import WeakSet
+
+import numpy as np
+
+from mpicoll.buffers.device import Device, DeviceArray, Export, view
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.ops import Fold
+from mpicoll.engine.arena import Arena, Body
+from mpicoll.engine.execute import extents
+from mpicoll.engine.shared import Move, Spec, moves_of, own_data, shares_of
+from mpicoll.errors import DeviceError
+from mpicoll.transport.base import Transport
+
+COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather", "gather", "scatter", "alltoall")
+"""What there is to :func:`bind`."""
+
+OPEN = 256
+"""Allocations of each other rank that are kept open for a communicator; the one longest unused by its owner gives way
+to the next one."""
+
+STANDING = 64 << 20
+"""Bytes up to which memory that stands in for memory that can't be exported is kept for the next operation."""
+
+_VIEWS = 4096
+"""Places in the memory of others that are kept at hand."""
+
+_PATTERN = 256
+"""Bytes by which ranks find out whether they reach each other's memory."""
+
+Place: TypeAlias = tuple[int, ...]
+"""The number of an allocation, and an offset in it in bytes."""
+
+_NOWHERE: Place = (-1, 0)
+
+_SOURCE, _TARGET = 0, 1
+
+_opening = threading.Lock()
+"""Held by who opens allocations, and by who changes what there is to open."""
+
+
+@dataclass(slots=True)
+class _Allocation:
+    """Of another rank; `memory` is None until it is needed, and when it was closed."""
+
+    export: Export
+    memory: DeviceArray | None = None
+
+
+class Peers:
+    """The device memory of the ranks of one node, as this rank reaches it: one for each communicator and device.
+
+    Device memory that a rank frees goes back to the device only when its peers close it: when the rank next lends them
+    memory that is new to them, or when the communicator is freed. CUDA leaves open what happens if memory is freed
+    while it is open elsewhere; nobody touches it any more then.
+    """
+
+    def __init__(self, transport: Transport, arena: Arena, device: Device) -> None:
+        self.device = device
+        self._transport = transport
+        self._rank = arena.rank
+        # This rank's own allocations that the others know, the one used last at the end.
+        self._announced: dict[int, Export] = {}
+        self._news: dict[int, Export] = {}
+        self._others: list[dict[int, _Allocation]] = [{} for _ in range(arena.size)]
+        self._views: dict[tuple[int, int, int, int, np.dtype[Any]], DeviceArray] = {}
+        # What keeps the allocations open that the operation under way uses.
+        self._used: list[DeviceArray] = []
+        self._standing: dict[int, DeviceArray] = {}
+        with _opening:
+            _everybody.add(self)
+
+    def check(self) -> str | None:
+        """Collective, at first use: why the ranks can't reach each other's memory, the same text on all of them; None
+        if they can. Found out by trying: everyone reads what everyone has written, by a copy and by a kernel."""
+        pattern = secrets.token_bytes(_PATTERN)
+        # It has to stay until all have read it.
+        scratch, own = self._try_export(pattern)
+        told = [json.loads(one) for one in self._transport.texts(json.dumps([own, pattern.hex()]))]
+        found = "" if any(isinstance(one, str) for one, _ in told) else self._try_reach(told)
+        verdicts = self._transport.texts(found)
+        del scratch
+        failures = [one for one, _ in told if isinstance(one, str)] + [one for one in verdicts if one]
+        return failures[0] if failures else None
+
+    def _try_export(self, pattern: bytes) -> tuple[DeviceArray | None, Any]:
+        """Scratch memory with `pattern` in it, and how to reach it or why it can't be reached."""
+        device = self.device
+        try:
+            with device.working():
+                scratch = device.empty(_PATTERN, np.dtype(np.uint8))
+                host = device.pinned(_PATTERN)
+                host[:] = np.frombuffer(pattern, np.uint8)
+                device.copy(scratch, host)
+            export = device.export(scratch)
+        except Exception as error:  # noqa: BLE001  the others have to hear of it
+            return None, f"rank {self._rank} (of this node) can't use memory of {device.name}: {error}"
+        if export is None:
+            return None, f"rank {self._rank} (of this node): memory of {device.name} can't be opened by other processes"
+        return scratch, _written(export)
+
+    def _try_reach(self, told: Sequence[Any]) -> str:
+        """What keeps this rank from reading what others have written; empty if nothing does."""
+        device = self.device
+        for rank, (written, pattern) in enumerate(told):
+            if rank == self._rank:
+                continue
+            export = _read(written)
+            who = f"rank {self._rank} (of this node, {device.name}) can't read memory of rank {rank} ({export.device})"
+            try:
+                with device.working():
+                    there = device.reach(export)[export.offset : export.offset + _PATTERN]
+                    # What is copied may come where kernels don't.
+                    here = device.empty(_PATTERN, there.dtype)
+                    device.fold("max", [there], [here], "uint8")
+                    host = device.pinned(2 * _PATTERN)
+                    device.copy(host[:_PATTERN], there)
+                    device.copy(host[_PATTERN:], here)
+            except Exception as error:  # noqa: BLE001  the others have to hear of it
+                return f"{who}: {error}"
+            if host.tobytes().hex() != 2 * pattern:
+                return f"{who}: it sees something else there"
+        return ""
+
+    # --- this rank's memory
+
+    def lend(self, which: int, array: Any) -> tuple[Any, Place]:
+        """Where other ranks reach `array`; if they can't, memory that stands in for it, for one operation and for the
+        one buffer of it that is `which`. Raises DeviceError if they can't reach that either."""
+        if array is None or array.size == 0:
+            return array, _NOWHERE
+        export = self.device.export(array)
+        if export is None:
+            array = self._stand_in(which, array)
+            export = self.device.export(array)
+        if export is None:
+            raise DeviceError(
+                f"rank {self._rank} (of this node): memory of {self.device.name} can't be opened by other processes any"
+                " more; use one allocator of device memory throughout the program"
+            )
+        number = export.number
+        if number in self._announced:
+            self._announced[number] = self._announced.pop(number)
+        else:
+            self._news[number] = export
+        return array, (number, export.offset)
+
+    def _stand_in(self, which: int, array: DeviceArray) -> DeviceArray:
+        nbytes, words = array.nbytes, np.dtype(np.uint8)
+        memory = self._standing.get(which)
+        if memory is None or memory.nbytes < nbytes:
+            wanted = 1 << (nbytes - 1).bit_length()
+            if wanted <= STANDING:
+                memory = self._standing[which] = self.device.empty(wanted, words)
+            else:
+                memory = self.device.empty(nbytes, words)
+        return cast(DeviceArray, memory[:nbytes].view(array.dtype))
+
+    @property
+    def has_news(self) -> bool:
+        """Whether this rank lends memory of allocations of which the others don't know."""
+        return bool(self._news)
+
+    def announce(self) -> None:
+        """Collective, when all know that a rank has news: exchange them."""
+        gone = self._gone() if self._news else []
+        said = json.dumps([gone, [_written(one) for one in self._news.values()]])
+        texts = self._transport.texts(said)
+        for number in gone:
+            del self._announced[number]
+        self._announced |= self._news
+        self._news = {}
+        with _opening:
+            for rank, text in enumerate(texts):
+                lost, new = json.loads(text)
+                if rank == self._rank or not (lost or new):
+                    continue
+                known = self._others[rank]
+                for number in lost:
+                    known.pop(number, None)
+                for export in map(_read, new):
+                    known[export.number] = _Allocation(export)
+                self._views.clear()
+
+    def _gone(self) -> list[int]:
+        """Of the allocations that were announced, those that have gone, and as many as have to give way."""
+        gone = [number for number, one in self._announced.items() if not self._lives(one)]
+        left = [number for number in self._announced if number not in gone]
+        return gone + left[: max(0, len(left) + len(self._news) - OPEN)]
+
+    def _lives(self, export: Export) -> bool:
+        now = self.device.export(view(self.device, export.address, (1,), np.dtype(np.uint8)))
+        return now is not None and now.number == export.number
+
+    # --- that of the others
+
+    def at(self, rank: int, place: Place, start: int, count: int, dtype: np.dtype[Any]) -> DeviceArray:
+        """`count` elements of another rank's buffer which begins at `place`, from element `start` on. They stay there
+        until :meth:`end`."""
+        number, offset = place
+        begin = offset + start * dtype.itemsize
+        key = rank, number, begin, count, dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            memory = self._memory(rank, number)
+            found = self._views[key] = memory[begin : begin + count * dtype.itemsize].view(dtype)
+        self._used.append(found)
+        return found
+
+    def end(self) -> None:
+        """The operation under way has ended, with all that it has given to the device."""
+        self._used.clear()
+
+    def near(self, rank: int, place: Place, array: DeviceArray) -> DeviceArray:
+        """`array`, which lies at `place`, or a copy of it if that is on another device than this rank's memory."""
+        if self._others[rank][place[0]].export.device == self.device.identity:
+            return array
+        here = self.device.empty(array.size, array.dtype)
+        self.device.copy(here, array)
+        return here
+
+    def _memory(self, rank: int, number: int) -> DeviceArray:
+        allocation = self._others[rank][number]
+        memory = allocation.memory
+        if memory is None:
+            with _opening:
+                memory = allocation.memory = self._open(allocation.export)
+        return memory
+
+    def _open(self, export: Export) -> DeviceArray:
+        """The system may refuse to open what lies where something is open that its owner has freed."""
+        for peers in _everybody:
+            peers.close(export.process, lambda old: old.number != export.number and _overlap(old, export))
+        try:
+            return self.device.reach(export)
+        except DeviceError:
+            # Small allocations lie in larger ones of the system's, which are what it opens.
+            for peers in _everybody:
+                peers.close(export.process, lambda old: True)
+            return self.device.reach(export)
+
+    def close(self, process: str, which: Callable[[Export], bool]) -> None:
+        """Close those allocations of a process that are `which`, what an operation uses when that has ended. They are
+        opened again if they are needed again."""
+        for allocations in self._others:
+            for one in allocations.values():
+                if one.memory is not None and one.export.process == process and which(one.export):
+                    one.memory = None
+                    self._views.clear()
+
+
+def _overlap(one: Export, other: Export) -> bool:
+    return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
+
+
+_everybody: WeakSet[Peers] = WeakSet()
+"""Of all communicators of this process, which may have opened the same allocations."""
+
+
+def _written(export: Export) -> list[Any]:
+    """`export` in terms of JSON."""
+    return [
+        export.process,
+        export.device,
+        export.number,
+        export.handle.hex(),
+        export.address,
+        export.nbytes,
+        export.offset,
+    ]
+
+
+def _read(written: Sequence[Any]) -> Export:
+    process, device, number, handle, address, nbytes, offset = written
+    return Export(process, device, number, bytes.fromhex(handle), address, nbytes, offset)
+
+
+def bind(arena: Arena, peers: Peers, spec: Spec) -> Body:
+    """What carries `spec` out on device memory, by :meth:`Arena.run` inside of ``device.working``, as often as it is
+    called.
+
+    Of vectors of n bytes on P ranks, in traffic of device memory, with two synchronisations each:
+
+    * allreduce: each rank combines its share of all sources and writes it to all targets, by one piece of work: n read
+      and n written per rank. An element is read and written by one rank alone, which reads it everywhere before it
+      writes it anywhere; so the targets may be the sources.
+    * reduce: the same, to the root's target alone: n read and n/P written per rank.
+    * reduce_scatter: each rank combines its own block of all sources: n read and n/P written per rank.
+    * bcast, allgather, gather, scatter, alltoall: each rank fetches what it is to have: as much read as written.
+
+    Reductions by a function of the caller (an elementwise one) need other ways where several ranks get the result: for
+    allreduce each rank combines its share to its own target, and after one more synchronisation fetches the rest, 2n
+    read and n written per rank, and what the function itself takes. For reduce the root combines all of it.
+
+    Memory that other processes can't open is copied to and from such as they can: n more read and n more written.
+    """
+    return _Operation(arena, peers, spec).run
+
+
+class _Operation:
+    """A collective on device memory, as one rank carries it out."""
+
+    def __init__(self, arena: Arena, peers: Peers, spec: Spec) -> None:
+        self._arena = arena
+        self._peers = peers
+        self._spec = spec
+        self._fused = None if spec.fold is None else spec.fold.fused
+        rank, size = arena.rank, arena.size
+        moves = moves_of(spec, rank, size) if spec.fold is None else []
+        self._copy_own = own_data(moves, rank)
+        # The elements that this rank combines
+        shares = shares_of(spec.counts[0], size, spec.dtype.itemsize)
+        self._part = shares[rank], shares[rank + 1]
+        everywhere = spec.collective == "allreduce"
+        if spec.collective == "reduce_scatter":
+            ends = extents(spec.counts)
+            self._part = ends[rank], ends[rank + 1]
+        elif self._fused is None and not everywhere:
+            self._part = 0, spec.counts[0] if rank == spec.root else 0
+        if everywhere and self._fused is None:
+            moves = [Move(peer, low, low, shares[peer + 1] - low) for peer, low in enumerate(shares[:-1])]
+        # The next rank first, so that not all ask the same one.
+        theirs = [one for one in moves if one.peer != rank and one.count]
+        self._fetched = sorted(theirs, key=lambda one: (one.peer - rank) % size)
+        # Others write there, or read it.
+        self._lends_target = everywhere or (
+            spec.collective == "reduce" and rank == spec.root and self._fused is not None
+        )
+
+    def run(self, source: Any, target: Any) -> None:
+        """Carry it out, on this rank's flat input and output."""
+        try:
+            self._run(source, target)
+        except BaseException:
+            # Who has failed has ended the operation for the others, who may free their memory then.
+            self._peers.device.settle()
+            raise
+        finally:
+            self._peers.end()
+
+    def _run(self, source: Any, target: Any) -> None:
+        arena, peers = self._arena, self._peers
+        lent, at = peers.lend(_SOURCE, source)
+        if lent is not source:
+            peers.device.copy(lent, source)
+        result, to = target, _NOWHERE
+        if self._lends_target:
+            # In place, what stands in for the one stands in for the other.
+            result, to = (lent, at) if _address(target) == _address(source) else peers.lend(_TARGET, target)
+        arena.tell(peers.has_news, *at, *to)
+        arena.sync()
+        told = arena.told(5)
+        # Before anything is exchanged, or done in the memory of others.
+        arena.agree()
+        if any(news for news, *_ in told):
+            peers.announce()
+        sources, targets = [one[1:3] for one in told], [one[3:5] for one in told]
+        if self._spec.fold is None:
+            self._fetch(sources, result)
+            self._copy_own(lent, result)
+        else:
+            self._reduce(self._spec.fold, sources, targets, lent, result)
+        arena.sync()
+        if self._lends_target and result is not target and result is not source:
+            peers.device.copy(target, result)
+
+    def _fetch(self, places: Sequence[Place], target: Any) -> None:
+        peers, dtype = self._peers, self._spec.dtype
+        for one in self._fetched:
+            there = peers.at(one.peer, places[one.peer], one.start, one.count, dtype)
+            peers.device.copy(target[one.to : one.to + one.count], there)
+
+    def _reduce(
+        self, fold: Fold, sources: Sequence[Place], targets: Sequence[Place], source: Array, target: Any
+    ) -> None:
+        spec, peers = self._spec, self._peers
+        low, high = self._part
+        everywhere = spec.collective == "allreduce"
+        if low < high:
+            parts = self._parts(sources, source)
+            if self._fused is None:
+                fold(parts, target[low:high] if everywhere else target)
+            else:
+                op, dtype = self._fused
+                peers.device.fold(op, parts, self._outs(targets, target), dtype)
+        if everywhere and self._fused is None:
+            self._arena.sync()
+            self._fetch(targets, target)
+
+    def _parts(self, places: Sequence[Place], own: Array) -> list[Any]:
+        """The elements that this rank combines, of all ranks' inputs."""
+        low, high = self._part
+        parts: list[Any] = []
+        for rank, place in enumerate(places):
+            if rank == self._arena.rank:
+                parts.append(own[low:high])
+                continue
+            part = self._peers.at(rank, place, low, high - low, self._spec.dtype)
+            # Functions of the caller's libraries take no arrays of several devices.
+            parts.append(self._peers.near(rank, place, part) if self._fused is None else part)
+        return parts
+
+    def _outs(self, places: Sequence[Place], own: Any) -> list[Any]:
+        """Where what this rank combines is to go."""
+        spec, rank = self._spec, self._arena.rank
+        low, high = self._part
+        if spec.collective == "reduce_scatter":
+            return [own]
+        wanted = [spec.root] if spec.collective == "reduce" else range(self._arena.size)
+        return [
+            own[low:high] if one == rank else self._peers.at(one, places[one], low, high - low, spec.dtype)
+            for one in wanted
+        ]
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,458 @@
+"""NCCL's collectives on device memory, where each rank has a device of its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+from weakref import WeakSet, finalize
+
+import numpy as np
+
+from mpicoll.buffers.device import Device, empty_beside, view
+from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError, DeviceError, RankFailed, Timeout
+from mpicoll.transport.base import Memory, Native, Transport, poll
+
+Give: TypeAlias = "Callable[[Any, int], object]"
+"""``give(communicator, stream)`` calls NCCL."""
+
+_log = logging.getLogger("mpicoll")
+
+COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "gather", "scatter", "allgather", "alltoall")
+
+# Truth values are 0 and 1 when they are reduced.
+_OPS = {
+    "sum": "NCCL_SUM",
+    "prod": "NCCL_PROD",
+    "min": "NCCL_MIN",
+    "max": "NCCL_MAX",
+    "land": "NCCL_MIN",
+    "lor": "NCCL_MAX",
+}
+
+_DTYPES = {
+    "bool": "NCCL_UINT8",
+    "int8": "NCCL_INT8",
+    "uint8": "NCCL_UINT8",
+    "int32": "NCCL_INT32",
+    "uint32": "NCCL_UINT32",
+    "int64": "NCCL_INT64",
+    "uint64": "NCCL_UINT64",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    "complex64": "NCCL_FLOAT32",
+    "complex128": "NCCL_FLOAT64",
+}
+
+_LOOK = 0.05
+"""Seconds between two looks whether the others are still there."""
+
+_COMPLETES = 2.0
+"""Seconds in which an operation is done whose last peer has left after it."""
+
+_FREED = 5.0
+"""Seconds for which who frees a communicator waits for NCCL."""
+
+_living: WeakSet[Nccl] = WeakSet()
+
+
+def refusal(collective: str, op: str | None, dtype: np.dtype[Any] | None) -> str | None:
+    """Why NCCL can't serve a collective; None if it can. `op` is the name of MPI's operation and `dtype` the one in
+    which is reduced, both None where nothing is."""
+    if collective not in COLLECTIVES:
+        return f"NCCL has no {collective}"
+    if op is None or dtype is None:
+        return None
+    kind = dtype.kind
+    known = op in _OPS and dtype.name in _DTYPES and dtype.isnative
+    if not known or (kind == "c" and op != "sum") or (kind == "b" and op in ("sum", "prod")):
+        return f"NCCL has no {op} of {dtype.name}"
+    return None
+
+
+def make(transport: Transport, device: Device) -> Nccl | str:
+    """Collective: NCCL among the ranks of `transport`, each with its `device`; or why there is none, the same on all
+    ranks. Raises what `transport` raises if a rank dies meanwhile. NCCL takes some tenths of a second, and memory of
+    the device."""
+    if transport.size == 1:
+        return "there is a single rank"
+    told: dict[str, Any] = {"device": device.identity}
+    try:
+        nccl = _nccl()
+        told["version"] = nccl.version()
+        if transport.rank == 0:
+            told["key"] = nccl.new_key().hex()
+    except (ImportError, AttributeError, RuntimeError, DeviceError) as error:
+        told["problem"] = str(error)
+    everyone = [json.loads(text) for text in transport.texts(json.dumps(told))]
+    why = _unfit(everyone)
+    if why is not None:
+        return why
+    # From here on all ranks are in NCCL, where one that is missing would let the others wait.
+    made: Nccl | None = None
+    problem = ""
+    try:
+        with device.working():
+            end = nccl.communicator(transport.size, bytes.fromhex(everyone[0]["key"]), transport.rank)
+        made = Nccl(transport, device, nccl.library(), end)
+    except (RuntimeError, ValueError, MemoryError) as error:
+        problem = str(error) or type(error).__name__
+    try:
+        problems = transport.texts(problem)
+    except BaseException:
+        if made is not None:
+            made.abort("not all ranks could start it")
+        raise
+    for rank, one in enumerate(problems):
+        if one:
+            if made is not None:
+                made.abort("not all ranks could start it")
+            return f"NCCL can't start: rank {rank}: {one}"
+    assert made is not None
+    return made
+
+
+def _nccl() -> Any:
+    """What there is of NCCL, which needs cupy."""
+    from mpicoll.buffers import nccl
+
+    return nccl
+
+
+def _unfit(everyone: Sequence[dict[str, Any]]) -> str | None:
+    """Why ranks that have told that can't use NCCL together."""
+    seen: dict[str, int] = {}
+    for rank, one in enumerate(everyone):
+        if "problem" in one:
+            return f"rank {rank}: {one['problem']}"
+        other = seen.setdefault(one["device"], rank)
+        if other != rank:
+            return f"ranks {other} and {rank} share a device, which NCCL refuses"
+        if one["version"] != everyone[0]["version"]:
+            return f"rank 0 has version {everyone[0]['version']} of NCCL, rank {rank} has {one['version']}"
+    return None
+
+
+class Nccl:
+    """The :class:`~mpicoll.transport.base.Native` protocol on arrays of a device, by NCCL, without scans.
+
+    To be used inside of ``device.working``, where all ranks call the same collectives in the same order. Each returns
+    when this rank's part is done. A failure ends it for good, and so does a rank that is gone, or does not come within
+    the timeout, while this one waits for the device. While NCCL connects the ranks, which it does when it is made and
+    again at the first collective of each kind, it blocks in the host, and can't be left: then only the watch
+    (:mod:`mpicoll.engine.watch`) bounds the wait, and ends the job.
+
+    NCCL wants the operations of all communicators on a device in one order on all ranks, or it may wait for ever. That
+    order is the caller's: of two communicators that use NCCL, each with an operation in the background, all ranks must
+    have the same one complete before the other begins.
+    """
+
+    max_count = 2**62
+
+    def __init__(self, transport: Transport, device: Device, module: Any, communicator: Any) -> None:
+        self._transport = transport
+        self._device = device
+        self._module = module
+        self._communicator = communicator
+        self._rank, self._size = transport.rank, transport.size
+        self._peers = [peer for peer in range(self._size) if peer != self._rank]
+        self._bytes: int = module.NCCL_UINT8
+        self._failure: str | None = None
+        self._end: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._keeper = threading.Thread(
+            target=_keep, args=(communicator, device, self._end), name="mpicoll-nccl", daemon=True
+        )
+        self._keeper.start()
+        # If nobody has freed it.
+        self._leave = finalize(self, self._end.put, communicator.destroy)
+        self._leave.atexit = False
+        _living.add(self)
+
+    # --- collectives
+
+    def allreduce(self, source: Memory, target: Memory, op: str) -> None:
+        count, kind, how = self._reduction(source, op)
+        self._carry_out(
+            "allreduce",
+            count,
+            lambda nccl, stream: nccl.allReduce(_at(source), _at(target), count, kind, how, stream),
+        )
+
+    def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
+        count, kind, how = self._reduction(source, op)
+        to = 0 if target is None else _at(target)
+        self._carry_out(
+            "reduce", count, lambda nccl, stream: nccl.reduce(_at(source), to, count, kind, how, root, stream)
+        )
+
+    def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
+        count, kind, how = self._reduction(source, op)
+        if counts is None:
+            part = count // self._size
+            self._carry_out(
+                "reduce_scatter",
+                count,
+                lambda nccl, stream: nccl.reduceScatter(_at(source), _at(target), part, kind, how, stream),
+            )
+            return
+        numbers = count // max(1, source.size)  # of each element
+
+        def give(nccl: Any, stream: int) -> None:
+            for rank, at, elements in _places(counts, source):
+                to = _at(target) if rank == self._rank else 0
+                nccl.reduce(at, to, elements * numbers, kind, how, rank, stream)
+
+        self._carry_out("reduce_scatter", count, give, grouped=True)
+
+    def bcast(self, data: Memory, root: int) -> None:
+        at, nbytes = _at(data), data.nbytes
+        self._carry_out("bcast", nbytes, lambda nccl, stream: nccl.broadcast(at, at, nbytes, self._bytes, root, stream))
+
+    def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
+        mine = self._rank == root
+        assert target is not None or not mine
+        if mine and target is not None:
+            blocks = list(_places(counts or [source.size] * self._size, target))
+            self._keep(source, target, counts)
+
+        def give(nccl: Any, stream: int) -> None:
+            if mine:
+                for rank, at, elements in blocks:
+                    if rank != root:
+                        nccl.recv(at, elements * source.itemsize, self._bytes, rank, stream)
+            elif source.size:
+                nccl.send(_at(source), source.nbytes, self._bytes, root, stream)
+
+        self._carry_out("gather", 1, give, grouped=True)
+
+    def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
+        mine = self._rank == root
+        assert source is not None or not mine
+        if mine and source is not None:
+            sizes = counts or [target.size] * self._size
+            blocks = list(_places(sizes, source))
+            begin = sum(sizes[:root])
+            _copy(target, source[begin : begin + target.size])
+
+        def give(nccl: Any, stream: int) -> None:
+            if mine:
+                for rank, at, elements in blocks:
+                    if rank != root:
+                        nccl.send(at, elements * target.itemsize, self._bytes, rank, stream)
+            elif target.size:
+                nccl.recv(_at(target), target.nbytes, self._bytes, root, stream)
+
+        self._carry_out("scatter", 1, give, grouped=True)
+
+    def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
+        if counts is None:
+            nbytes = source.nbytes
+            self._carry_out(
+                "allgather",
+                nbytes,
+                lambda nccl, stream: nccl.allGather(_at(source), _at(target), nbytes, self._bytes, stream),
+            )
+            return
+
+        def give(nccl: Any, stream: int) -> None:
+            for rank, at, elements in _places(counts, target):
+                of = _at(source) if rank == self._rank else at
+                nccl.broadcast(of, at, elements * target.itemsize, self._bytes, rank, stream)
+
+        self._carry_out("allgather", sum(counts), give, grouped=True)
+
+    def alltoall(self, source: Memory, target: Memory) -> None:
+        block, nbytes = source.size // self._size, source.nbytes // self._size
+        if np.may_share_memory(source, target):
+            leaving = empty_beside(source, source.size)
+            np.copyto(leaving, source)
+            source = leaving
+        mine = slice(self._rank * block, (self._rank + 1) * block)
+        _copy(target[mine], source[mine])
+
+        def give(nccl: Any, stream: int) -> None:
+            for peer in self._peers:
+                nccl.send(_at(source) + peer * nbytes, nbytes, self._bytes, peer, stream)
+                nccl.recv(_at(target) + peer * nbytes, nbytes, self._bytes, peer, stream)
+
+        self._carry_out("alltoall", nbytes, give, grouped=True)
+
+    def barrier(self) -> None:
+        word = self._device.empty(1, np.dtype(np.uint8))
+        np.copyto(word, np.zeros(1, np.uint8))
+        self.allreduce(word, word, "max")
+
+    def scan(self, source: Memory, target: Memory, op: str) -> None:
+        raise AlgorithmError("scan: NCCL has none; take another algorithm")
+
+    def exscan(self, source: Memory, target: Memory, op: str) -> None:
+        raise AlgorithmError("exscan: NCCL has none; take another algorithm")
+
+    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
+        at = self.typed(dtype)
+
+        def again(address: int) -> None:
+            memory = at(address, count)
+            self.allreduce(memory, memory, op)
+
+        return again
+
+    def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
+        return lambda: call(self)
+
+    def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
+        return lambda address, count: view(self._device, address, (count,), dtype)
+
+    # --- life
+
+    def free(self) -> None:
+        """Give back what NCCL holds. Waits a moment for the ranks that do the same, since some versions of NCCL do."""
+        self.leave().join(_FREED)
+
+    def abort(self, why: str) -> None:
+        """End what is under way, and give back what NCCL holds. Waits for no rank."""
+        self._finish(self._communicator.abort, why)
+        self._keeper.join(_FREED)
+
+    def leave(self, dead: AbstractSet[int] = frozenset()) -> threading.Thread:
+        """Have it freed, or aborted if one of its ranks is among the `dead` (ranks of the world), by the thread that is
+        returned."""
+        if dead.isdisjoint(self._transport.members):
+            self._finish(self._communicator.destroy, "it was freed")
+        else:
+            self._finish(self._communicator.abort, "ranks have died")
+        return self._keeper
+
+    def _finish(self, how: Callable[[], object], why: str) -> None:
+        """Have the keeper end it, unless that was done."""
+        self._failure = self._failure or why
+        if self._leave.detach() is not None:
+            self._end.put(how)
+
+    # --- work
+
+    def _reduction(self, source: Memory, op: str) -> tuple[int, int, int]:
+        """How many numbers of which dtype NCCL has to reduce, and how."""
+        width = 2 if source.dtype.kind == "c" else 1
+        kind, how = (getattr(self._module, name) for name in (_DTYPES[source.dtype.name], _OPS[op]))
+        return source.size * width, kind, how
+
+    def _keep(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
+        """Put this rank's block in its place of `target`."""
+        begin = sum(counts[: self._rank]) if counts else source.size * self._rank
+        _copy(target[begin : begin + source.size], source)
+
+    def _carry_out(self, what: str, count: int, give: Give, *, grouped: bool = False) -> None:
+        """Have NCCL do what `give` calls, in this thread's turn on the device, unless `count` is 0: then no rank has
+        anything to do."""
+        if self._failure is not None:
+            raise CommunicatorError(
+                f"{what}: NCCL can't be used any more on this communicator: {self._failure}; make a new one by"
+                " duplicate()"
+            )
+        if not count:
+            return
+        try:
+            with self._grouped() if grouped else _alone():
+                give(self._communicator, self._device.stream)
+            self._wait(what)
+        except BaseException as error:
+            self.abort(f"{what} failed ({error})")
+            if isinstance(error, self._module.NcclError):
+                raise CommunicationError(f"{what}: rank {self._rank} of {self._size}: {error}") from error
+            raise
+
+    @contextmanager
+    def _grouped(self) -> Iterator[None]:
+        self._module.groupStart()
+        try:
+            yield
+        except BaseException:
+            # Half a group must not be launched, but a group has to end. NCCL drops one in which a call has failed, as
+            # a message to a rank that isn't there does.
+            with suppress(self._module.NcclError):
+                self._communicator.send(0, 0, self._bytes, self._size, self._device.stream)
+            with suppress(self._module.NcclError):
+                self._module.groupEnd()
+            raise
+        self._module.groupEnd()
+
+    def _wait(self, what: str) -> None:
+        """Return when all that the device was given is done. NCCL by itself would wait for ever."""
+        mark = self._device.mark()
+        begin = time.monotonic()
+        look, gone = begin + _LOOK, float("inf")
+
+        def ready() -> bool:
+            nonlocal look, gone
+            if mark.done():
+                return True
+            now = time.monotonic()
+            if now > look:
+                look = now + _LOOK
+                self._communicator.check_async_error()
+                if now - begin > self._transport.timeout:
+                    raise Timeout(
+                        f"{what}: rank {self._rank} of {self._size}: NCCL is not done within the timeout of"
+                        f" {self._transport.timeout:g} s"
+                    )
+                try:
+                    self._transport.check_peers(now - begin, self._peers)
+                except RankFailed:
+                    gone = min(gone, now)
+                    # Who has done its part may leave.
+                    if now - gone > _COMPLETES:
+                        raise
+            return False
+
+        poll(ready, None, what)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    yield
+
+
+def _keep(communicator: Any, device: Device, end: SimpleQueue[Callable[[], object]]) -> None:
+    """Hold NCCL's communicator until it is to `end`, and end it: in a thread of its own, since NCCL may wait for the
+    ranks of the node to do so. Such a thread can't be started any more when the program ends; and as long as it holds
+    the communicator, the interpreter does not end that in its own way, which might never return."""
+    try:
+        with device.working():  # lest NCCL makes itself at home on this thread's default device
+            end.get()()
+    except Exception as error:  # noqa: BLE001  it is over either way
+        _log.warning("NCCL on %s did not end well: %s", device.name, error)
+
+
+def free_all(dead: AbstractSet[int]) -> None:
+    """At the end of the program: give back what nobody has freed, or abort it if a rank that belonged to it is among
+    the `dead` (ranks of the world). Not collective; takes seconds at most."""
+    keepers = [one.leave(dead) for one in list(_living)]
+    deadline = time.monotonic() + _FREED
+    for keeper in keepers:
+        keeper.join(max(0.0, deadline - time.monotonic()))
+
+
+def _at(memory: Memory) -> int:
+    return memory.ctypes.data
+
+
+def _places(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, int, int]]:
+    """Rank, address and elements of each block of `memory` that has any."""
+    at = _at(memory)
+    for rank, elements in enumerate(counts):
+        if elements:
+            yield rank, at, elements
+        at += elements * memory.itemsize
+
+
+def _copy(target: Memory, source: Memory) -> None:
+    """Give the copy of a block to the device, unless it is in its place."""
+    if target.size and _at(target) != _at(source):
+        np.copyto(target, source)

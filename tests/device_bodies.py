@@ -1,0 +1,998 @@
+"""What holds for device memory: bodies of tests, for a real device (tests/gpu) and for one that is only played.
+
+Each runs on every rank, in whatever transport, and gets `arrays`: an array library on this rank's device. Results are
+compared with the oracle of data.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import pytest
+from data import OPS, covering, dtype_of, expected, make_op, means, numbers, random
+from exercise import COUNTED, FORMS, MATRICES, REDUCTIONS, ROOTED, SHAPES, Call
+from ranks import Comms
+
+import mpicoll
+from mpicoll.engine import select
+
+DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16")
+DTYPES += ("float32", "float64", "complex64", "complex128")
+"""All that mpicoll knows in native byte order, for devices have no other."""
+
+SOME_DTYPES = ("bool", "int8", "uint32", "float16", "float64", "complex64")
+"""One of each class."""
+
+LAYOUTS = ("contiguous", "strided", "transposed", "negative")
+
+WAYS = (None, "ipc", "nccl", "slots", "pieces", "ring", "recursive_doubling", "native")
+"""Of an allreduce: its own choice, and one of each kind that may be forced."""
+
+
+def most(way: str | None, count: int) -> int:
+    """Elements of an allreduce of float32 by that way, `count` if it serves so many."""
+    return min(count, select.SLOTS // 4) if way == "slots" else count
+
+
+class Arrays(Protocol):
+    """An array library on a device. All it does is work of the stream that is current in the calling thread.
+
+    `dtypes` are what it has arrays of, `devices` how many this process sees. `played` tells that there is no device:
+    work waits until somebody waits for it.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    played: bool
+    devices: int
+
+    def put(self, values: np.ndarray) -> Any:
+        """A new contiguous array."""
+
+    def get(self, array: Any) -> np.ndarray:
+        """The elements, when all that the current stream was given before is done."""
+
+    def assign(self, target: Any, source: Any) -> None:
+        """``target[...] = source``, both on the device."""
+
+    def is_one(self, array: Any) -> bool:
+        """Whether that is an array of this library, on this rank's device."""
+
+    def dtype_name(self, array: Any) -> str: ...
+
+    def address(self, array: Any) -> int: ...
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Another stream, current in the block, which does not wait for the default one."""
+
+    def wait(self) -> None:
+        """Return when the current stream has done all."""
+
+    def delay(self) -> None:
+        """Work of a tenth of a second for the current stream."""
+
+    def used(self) -> int:
+        """Bytes of the device that this process holds, whoever asked for them."""
+
+    def forget(self) -> None:
+        """Give back what nobody uses."""
+
+    def capturing(self) -> AbstractContextManager[Any]:
+        """The current stream records a graph."""
+
+    def interface(self, array: Any) -> Any:
+        """An object that has no more than the CUDA array interface, and names the current stream in it."""
+
+
+class Cupy:
+    """cupy's arrays, or those of what is played as cupy."""
+
+    name = "cupy"
+    layouts = LAYOUTS
+
+    def __init__(self, cupy: Any, *, played: bool) -> None:
+        self.cupy = cupy
+        self.played = played
+        self.devices = int(cupy.cuda.runtime.getDeviceCount())
+        self.dtypes = tuple(name for name in DTYPES if name != "bfloat16" or self._has_bfloat16())
+        self._spin: Any = None
+
+    def _has_bfloat16(self) -> bool:
+        if self.played:
+            return False
+        try:
+            self.cupy.empty(1, ml_dtypes.bfloat16)
+        except (TypeError, ValueError):
+            return False  # before cupy 14
+        return True
+
+    def put(self, values: np.ndarray) -> Any:
+        return self.cupy.array(values)
+
+    def get(self, array: Any) -> np.ndarray:
+        found: np.ndarray = self.cupy.asnumpy(array)
+        self.wait()
+        return found
+
+    def assign(self, target: Any, source: Any) -> None:
+        self.cupy.copyto(target, source)
+
+    def is_one(self, array: Any) -> bool:
+        return type(array) is self.cupy.ndarray and array.device.id == self.cupy.cuda.runtime.getDevice()
+
+    def dtype_name(self, array: Any) -> str:
+        return str(array.dtype.name)
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def stream(self) -> AbstractContextManager[Any]:
+        stream: AbstractContextManager[Any] = self.cupy.cuda.Stream(non_blocking=True)
+        return stream
+
+    def wait(self) -> None:
+        self.cupy.cuda.get_current_stream().synchronize()
+
+    def delay(self) -> None:
+        if self.played:
+            return  # its work is always late
+        if self._spin is None:
+            code = (
+                'extern "C" __global__ void spin(long long cycles) {'
+                " long long begin = clock64(); while (clock64() - begin < cycles) {} }"
+            )
+            self._spin = self.cupy.RawKernel(code, "spin")
+        self._spin((1,), (1,), (np.int64(150_000_000),))  # at 1.5 GHz, more or less
+
+    def used(self) -> int:
+        if self.played:
+            return int(self.cupy.get_default_memory_pool().total_bytes())
+        free, total = self.cupy.cuda.runtime.memGetInfo()
+        return int(total - free)
+
+    def forget(self) -> None:
+        gc.collect()
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def unexportable(self, values: np.ndarray) -> Any:
+        """An array in memory that other processes can't open."""
+        made = self.cupy.ndarray(values.shape, values.dtype, memptr=self.cupy.cuda.malloc_async(values.nbytes))
+        self.assign(made, self.put(values))
+        return made
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        with self.cupy.cuda.Stream(non_blocking=True) as stream:
+            # Other threads of this process may go on allocating.
+            stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeThreadLocal)
+            try:
+                yield
+            finally:
+                stream.end_capture()
+
+    def interface(self, array: Any) -> Any:
+        return _Interface(array, int(self.cupy.cuda.get_current_stream().ptr))
+
+
+class Torch:
+    """torch's CUDA tensors."""
+
+    name = "torch"
+    layouts = LAYOUTS[:3]
+    dtypes = DTYPES
+    played = False
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+        self.devices = torch.cuda.device_count()
+
+    def put(self, values: np.ndarray) -> Any:
+        values = np.ascontiguousarray(values)
+        if values.dtype == ml_dtypes.bfloat16:
+            return self.torch.from_numpy(values.view(np.int16)).view(self.torch.bfloat16).cuda()
+        return self.torch.from_numpy(values.copy()).cuda()
+
+    def get(self, array: Any) -> np.ndarray:
+        if array.dtype is self.torch.bfloat16:
+            words: np.ndarray = array.view(self.torch.int16).cpu().numpy()
+            return words.view(ml_dtypes.bfloat16)
+        found: np.ndarray = array.detach().cpu().numpy()
+        return found
+
+    def assign(self, target: Any, source: Any) -> None:
+        target.copy_(source)
+
+    def is_one(self, array: Any) -> bool:
+        return type(array) is self.torch.Tensor and array.device == self.torch.device(
+            "cuda", self.torch.cuda.current_device()
+        )
+
+    def dtype_name(self, array: Any) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def address(self, array: Any) -> int:
+        return int(array.data_ptr())
+
+    @contextmanager
+    def stream(self) -> Iterator[Any]:
+        stream = self.torch.cuda.Stream()
+        # What the caller's stream has done so far is seen, as in any program; the other way round nothing is promised.
+        stream.wait_stream(self.torch.cuda.current_stream())
+        with self.torch.cuda.stream(stream):
+            yield stream
+
+    def wait(self) -> None:
+        self.torch.cuda.current_stream().synchronize()
+
+    def delay(self) -> None:
+        self.torch.cuda._sleep(150_000_000)
+
+    def used(self) -> int:
+        free, total = self.torch.cuda.mem_get_info()
+        return int(total - free)
+
+    def forget(self) -> None:
+        gc.collect()
+        self.torch.cuda.empty_cache()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield
+
+    def interface(self, array: Any) -> Any:
+        return _Interface(array, int(self.torch.cuda.current_stream().cuda_stream))
+
+
+class _Interface:
+    """Exports an array by the CUDA array interface alone. A stream of 0 is written as 1, its name there."""
+
+    def __init__(self, array: Any, stream: int) -> None:
+        self._array = array  # its memory lives as long
+        self.__cuda_array_interface__ = array.__cuda_array_interface__ | {"stream": stream or 1, "version": 3}
+
+
+def laid(arrays: Arrays, values: np.ndarray, layout: str) -> tuple[Any, Any]:
+    """An array with these values that lies in memory as `layout` says, and the array in whose memory it lies."""
+    if layout == "strided":
+        base = np.zeros((*values.shape[:-1], 2 * values.shape[-1] + 1), values.dtype)
+        base[..., 1::2] = values
+        made = arrays.put(base)
+        return made[..., 1::2], made
+    if layout == "transposed":
+        made = arrays.put(np.ascontiguousarray(values.transpose()))
+        return _transposed(made, values.ndim), made
+    if layout == "negative":
+        flip = (slice(None, None, -1),) * values.ndim
+        made = arrays.put(np.ascontiguousarray(values[flip]))
+        return made[flip], made
+    made = arrays.put(values)
+    return made, made
+
+
+def _transposed(array: Any, ndim: int) -> Any:
+    permute = getattr(array, "permute", None)
+    return array.T if permute is None else permute(*reversed(range(ndim)))
+
+
+# --- every collective: rows of choices, as exercise.py has them for the host
+
+
+@lru_cache(maxsize=32)
+def rows(
+    collective: str, dtypes: tuple[str, ...], layouts: tuple[str, ...], user: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Choices in which every two values of two axes meet. `user` are the functions of data.py that the library of the
+    arrays can compute. An algorithm may be refused; then another one is taken."""
+    axes: dict[str, Sequence[Any]] = {"dtype": dtypes}
+    if collective in REDUCTIONS:
+        ops = [op for op in OPS if not op.startswith("user_") or op in user]
+        ops = [op for op in ops if (op, collective) not in {("avg", "scan"), ("avg", "exscan")}]
+        axes["op"] = [op for op in ops if op != "user_matmul" or collective != "reduce_scatter"]
+    axes["shape"] = (*SHAPES, *MATRICES)
+    axes["layout"] = layouts
+    axes["out"] = ("none", "given", "strided", "inplace")
+    axes["form"] = FORMS
+    axes["algorithm"] = (None, *select.algorithms_of(collective))
+    axes["comm"] = ("world", "split", "group")
+    if collective in ROOTED:
+        axes["root"] = ("first", "last", "middle")
+    if collective in COUNTED:
+        axes["counts"] = ("none", "equal", "uneven", "zeros")
+    return covering(axes, lambda row: _allowed(collective, row))
+
+
+def _allowed(collective: str, row: dict[str, Any]) -> bool:
+    shape, out, counts, op = row.get("shape"), row.get("out"), row.get("counts", "none"), row.get("op")
+    if op is not None and "dtype" in row and not means(op, row["dtype"]):
+        return False
+    if op == "user_matmul" and shape not in (None, *MATRICES):
+        return False
+    if op == "user_add" and row.get("dtype") in ("bool", "uint16", "uint32", "uint64"):
+        return False  # torch has no sums of these, and not every library a | b
+    if shape == ():
+        if row.get("layout") not in (None, "contiguous") or out == "strided" or counts in ("uneven", "zeros"):
+            return False
+        if collective in ("scatter", "alltoall", "reduce_scatter"):
+            return False
+    if out == "inplace" and collective in ("gather", "allgather", "scatter", "reduce_scatter"):
+        return False
+    return not (collective == "alltoall" and out == "inplace" and counts in ("uneven", "zeros"))
+
+
+def run_rows(arrays: Arrays, collective: str) -> set[str]:
+    """All rows of a collective; the algorithms that were asked for and served."""
+    comms = Comms()
+    served: set[str] = set()
+    user = ("user_add",) if arrays.played else tuple(op for op in OPS if op.startswith("user_"))
+    # Kernels take their time to compile; all dtypes are for each_op_in_each_way.
+    dtypes = tuple(name for name in arrays.dtypes if name in (*SOME_DTYPES, "bfloat16"))
+    for row in rows(collective, dtypes, arrays.layouts, user):
+        comm = comms[row["comm"]]
+        if comm is None:
+            continue
+        try:
+            if Exercise(arrays, Call(collective, row, comm.rank, comm.size), comm).run():
+                served.add(str(row["algorithm"]))
+        except Exception as error:
+            raise AssertionError(f"{collective} {row} on rank {comm.rank} of {comm.size}: {error!r}") from error
+    comms.free()
+    return served
+
+
+class Exercise:
+    """Carries out a row on this rank, and looks at the result, the input and `out`."""
+
+    def __init__(self, arrays: Arrays, call: Call, comm: mpicoll.Communicator) -> None:
+        self.arrays = arrays
+        self.call = call
+        self.row = call.row
+        self.comm = comm
+        self.algorithm = self.row["algorithm"]
+        self.generation = 0
+
+    def run(self) -> bool:
+        """Whether the algorithm that the row names has served."""
+        try:
+            self.in_its_form()
+        except mpicoll.AlgorithmError:
+            if self.algorithm is None:
+                raise
+            self.algorithm = None
+            self.in_its_form()
+        return self.algorithm == self.row["algorithm"]
+
+    def in_its_form(self) -> None:
+        self.arguments()
+        form, name = self.row["form"], self.call.collective
+        if form == "plan":
+            self.plan(getattr(mpicoll, f"{name}_init"))
+        elif form == "call":
+            function = getattr(mpicoll, name)
+            self.check(function(*self.positional(), **self.options()))
+            self.arguments()
+            self.check(function(*self.positional(), **self.options()))
+        else:
+            request = getattr(mpicoll, f"i{name}")(*self.positional(), **self.options())
+            value = request.wait(None if form == "background" else 60.0)
+            assert request.test()
+            assert request.wait() is value
+            self.check(value)
+
+    def plan(self, function: Callable[..., Any]) -> None:
+        plan = function(*self.positional(), **self.options())
+        for turn in range(3):
+            if turn:
+                self.renew()
+            if turn == 1:
+                plan.start()
+                self.check(plan.wait())
+            else:
+                self.check(plan())
+
+    def arguments(self) -> None:
+        """New arrays, with new values."""
+        self.generation += 1
+        inputs = self.call.inputs(self.generation)
+        mine = inputs[self.comm.rank]
+        self.want = self.call.expect(inputs)
+        self.x, self.base = laid(self.arrays, mine, self.row["layout"])
+        self.given, self.out, self.out_base = mine, None, None
+        how = self.row["out"] if self.call.receives else "none"
+        if how == "inplace":
+            self.out = self.x
+        elif how != "none":
+            shape = self.want.value.shape if self.want is not None else mine.shape
+            garbage = numbers(random("garbage"), self.call.name, shape)
+            self.out, self.out_base = laid(self.arrays, garbage, "strided" if how == "strided" else "contiguous")
+
+    def renew(self) -> None:
+        """Other values in the same memory: work of the current stream that nobody has waited for."""
+        self.generation += 1
+        inputs = self.call.inputs(self.generation)
+        self.want, self.given = self.call.expect(inputs), inputs[self.comm.rank]
+        self.arrays.assign(self.x, self.arrays.put(self.given))
+
+    def positional(self) -> tuple[Any, ...]:
+        if self.call.collective not in REDUCTIONS:
+            return (self.x,)
+        return self.x, make_op(self.call.op, self.comm.rank, self.call.name)
+
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"algorithm": self.algorithm, "comm": self.comm}
+        if self.call.collective in ROOTED:
+            options["root"] = self.call.root
+        if self.call.collective in COUNTED:
+            options["counts"] = self.call.counts()
+        if self.out is not None:
+            options["out"] = self.out
+        return options
+
+    def check(self, result: Any) -> None:
+        if self.want is None:
+            assert result is None
+            return
+        if self.out is not None:
+            assert result is self.out, "out was given, and something else returned"
+        assert self.arrays.is_one(result), f"the result is a {type(result).__name__}, or on another device"
+        assert self.arrays.dtype_name(result) == self.call.name
+        assert tuple(result.shape) == self.want.value.shape
+        self.want.check(self.arrays.get(result), f"turn {self.generation}")
+        if self.out is self.x:
+            return
+        np.testing.assert_array_equal(self.arrays.get(self.x), self.given, "the input was changed")
+        if self.out_base is not None and self.row["out"] == "strided":
+            between = self.arrays.get(self.out_base)[..., ::2]
+            np.testing.assert_array_equal(between, np.zeros_like(between), "what lies between was written")
+
+
+def each_way(
+    arrays: Arrays, collective: str, op: str, name: str, shape: tuple[int, ...], ways: Sequence[str | None]
+) -> set[str | None]:
+    """An allreduce, say, in each of those ways that serves; they are returned."""
+    world = mpicoll.world()
+    served: set[str | None] = set()
+    for way in ways:
+        row = {"dtype": name, "op": op, "shape": shape, "layout": "contiguous", "out": "none", "form": "call"}
+        row |= {"algorithm": way, "counts": "none"}
+        if Exercise(arrays, Call(collective, row, world.rank, world.size), world).run():
+            served.add(way)
+    return served
+
+
+def each_op_in_each_way(arrays: Arrays, name: str) -> None:
+    """All ops of a dtype."""
+    if name not in arrays.dtypes:
+        return
+    served: set[str | None] = set()
+    for op in OPS:
+        if not op.startswith("user_") and means(op, name):
+            served |= each_way(arrays, "allreduce", op, name, (1000,), WAYS)
+    assert served >= must_serve(arrays) - {"nccl"}
+
+
+def large(arrays: Arrays, count: int) -> None:
+    """`count` elements of float32, by each way of an allreduce, then by the others' own choices; in turns, so that
+    memory that was left over from one is reused by the next."""
+    world = mpicoll.world()
+    inputs = [random("large", rank).standard_normal(count).astype(np.float32) for rank in range(world.size)]
+    want = expected("sum", inputs, "float32")
+    x = arrays.put(inputs[world.rank])
+    for way in WAYS:
+        got = _served(way, lambda way=way: mpicoll.allreduce(x, algorithm=way))
+        if got is not None:
+            want.check(arrays.get(got), way)
+            del got
+    np.testing.assert_array_equal(arrays.get(mpicoll.bcast(x, world.size - 1)), inputs[-1])
+    np.testing.assert_array_equal(arrays.get(mpicoll.allgather(x)), np.concatenate(inputs))
+    part = count // world.size
+    whole = x[: part * world.size]
+    want.rows(part * world.rank, part * (world.rank + 1)).check(arrays.get(mpicoll.reduce_scatter(whole)))
+    mine = slice(part * world.rank, part * (world.rank + 1))
+    np.testing.assert_array_equal(
+        arrays.get(mpicoll.alltoall(whole)), np.concatenate([one[: part * world.size][mine] for one in inputs])
+    )
+    np.testing.assert_array_equal(arrays.get(x), inputs[world.rank])
+
+
+def _served(way: str | None, call: Callable[[], Any]) -> Any:
+    """What the call gives; None if that way can't serve."""
+    try:
+        return call()
+    except mpicoll.AlgorithmError:
+        assert way is not None
+        return None
+
+
+def half_precision_is_summed_in_single(arrays: Arrays, name: str) -> None:
+    """Large terms cancel over the ranks, and leave small ones that half precision would have lost on the way."""
+    world = mpicoll.world()
+    if name not in arrays.dtypes:
+        return
+    rng = random(name)
+    half = dtype_of(name)
+    big = (rng.standard_normal(10_000) * 256).astype(half)
+    terms = [rng.standard_normal(10_000).astype(half) for _ in range(world.size)]
+    if world.size > 2:
+        terms[0], terms[-1] = big, -big
+    for op in ("sum", "avg"):
+        want = expected(op, terms, name)
+        for way in WAYS:
+            got = _served(
+                way, lambda op=op, way=way: mpicoll.allreduce(arrays.put(terms[world.rank]), op, algorithm=way)
+            )
+            if got is not None:
+                want.check(arrays.get(got).astype(np.float64), (op, way))
+
+
+def nan_is_extreme(arrays: Arrays) -> None:
+    world = mpicoll.world()
+    for name in ("float16", "bfloat16", "float32", "float64"):
+        if name not in arrays.dtypes:
+            continue
+        inputs = [numbers(random("nan", name, rank), name, (40,)) for rank in range(world.size)]
+        for rank, one in enumerate(inputs):
+            one[rank :: world.size + 2] = np.nan
+        for op, ufunc in (("min", np.minimum), ("max", np.maximum)):
+            want = ufunc.reduce([one.astype(np.float64) for one in inputs])
+            for way in WAYS:
+                if way == "native":
+                    continue  # MPI may lose it
+                x = arrays.put(inputs[world.rank])
+                got = _served(way, lambda x=x, op=op, way=way: mpicoll.allreduce(x, op, algorithm=way))
+                if got is not None:
+                    np.testing.assert_array_equal(arrays.get(got).astype(np.float64), want, f"{op} {name} {way}")
+
+
+def order_of_ranks_is_kept(arrays: Arrays) -> None:
+    """Composition of affine maps, by a function that gets and gives whole arrays of the library."""
+    world = mpicoll.world()
+    maps = [np.stack([random("map", r).integers(-9, 9, 40), np.arange(40) + r]) for r in range(world.size)]
+    second = np.array([[0], [1]])
+
+    def compose(a: Any, b: Any) -> Any:
+        assert arrays.is_one(a)
+        return a * b[0] + b * arrays.put(second)
+
+    prefixes = [maps[0]]
+    for one in maps[1:]:
+        prefixes.append(prefixes[-1] * one[0] + one * second)
+    for way in WAYS:
+        x = arrays.put(maps[world.rank])
+        got = _served(way, lambda x=x, way=way: mpicoll.allreduce(x, compose, algorithm=way))
+        if got is not None:
+            np.testing.assert_array_equal(arrays.get(got), prefixes[-1], str(way))
+    prefix = mpicoll.scan(arrays.put(maps[world.rank]), compose)
+    np.testing.assert_array_equal(arrays.get(prefix), prefixes[world.rank])
+
+
+def all_ranks_get_the_same_bits(arrays: Arrays) -> None:
+    world = mpicoll.world()
+    for way in WAYS:
+        x = arrays.put(numbers(random("bits", world.rank), "float32", (999,)))
+        got = _served(way, lambda x=x, way=way: mpicoll.allreduce(x, algorithm=way))
+        if got is not None:
+            everyone = mpicoll.allgather(arrays.get(got).view(np.uint8)).reshape(world.size, -1)
+            assert (everyone == everyone[0]).all(), way
+
+
+def pairs(arrays: Arrays) -> None:
+    """minloc and maxloc of values and places on the device."""
+    world = mpicoll.world()
+    values = [random("pairs", rank).integers(0, 4, 50).astype(np.float32) for rank in range(world.size)]
+    for op, extreme in (("minloc", np.min), ("maxloc", np.max)):
+        x = arrays.put(values[world.rank])
+        places = arrays.put(np.full(50, world.rank, np.int32))
+        found, where = mpicoll.allreduce((x, places), op)
+        want = extreme(values, axis=0)
+        assert arrays.is_one(found)
+        assert arrays.is_one(where)
+        np.testing.assert_array_equal(arrays.get(found), want)
+        np.testing.assert_array_equal(arrays.get(where), np.argmax(np.array(values) == want, axis=0))
+
+
+# --- messages
+
+
+def _ring() -> tuple[int, int, int, int]:
+    world = mpicoll.world()
+    return world.rank, world.size, (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+
+def messages_of_every_dtype_and_layout(arrays: Arrays) -> None:
+    rank, _, right, left = _ring()
+    for number, name in enumerate(arrays.dtypes):
+        for layout in arrays.layouts:
+            for shape in ((4, 3), (0, 2), (1,)):
+                mine, theirs = (numbers(random(name, layout, shape, one), name, shape) for one in (rank, left))
+                x, _ = laid(arrays, mine, layout)
+                got = mpicoll.sendrecv(x, right, left, number, number)
+                assert arrays.is_one(got)
+                assert arrays.dtype_name(got) == name
+                np.testing.assert_array_equal(arrays.get(got), theirs)
+                out, base = laid(arrays, np.zeros(shape, dtype_of(name)), layout)
+                request = mpicoll.isend(x, right, number)
+                assert mpicoll.recv(source=left, tag=number, out=out) is out
+                np.testing.assert_array_equal(arrays.get(out), theirs)
+                if layout == "strided":
+                    assert not arrays.get(base)[..., ::2].any()
+                request.wait()
+                np.testing.assert_array_equal(arrays.get(x), mine)
+
+
+def messages_of_every_size(arrays: Arrays) -> None:
+    """Blocking, from even ranks to the next, then the other way; and several at once, waited for in any order."""
+    rank, size, right, left = _ring()
+    for count in (0, 1, 1000, 300_000, 3_000_000):
+        like = arrays.put(np.zeros(count, np.float32))
+        if rank % 2 == 0 and right != 0:
+            mpicoll.send(arrays.put(np.full(count, rank, np.float32)), right)
+            np.testing.assert_array_equal(arrays.get(mpicoll.recv(like, right)), np.full(count, right))
+        elif rank % 2 == 1:
+            np.testing.assert_array_equal(arrays.get(mpicoll.recv(like, left)), np.full(count, left))
+            mpicoll.send(arrays.put(np.full(count, rank, np.float32)), left)
+    receiving = [mpicoll.irecv(arrays.put(np.zeros(1000)), source, 2) for source in range(size)]
+    sending = [mpicoll.isend(arrays.put(np.full(1000, 10.0 * rank + dest)), dest, 2) for dest in reversed(range(size))]
+    for source, got in enumerate(mpicoll.waitall(receiving)):
+        np.testing.assert_array_equal(arrays.get(got), np.full(1000, 10 * source + rank))
+    mpicoll.waitall(sending)
+
+
+def messages_between_host_and_device(arrays: Arrays) -> None:
+    rank, _, right, left = _ring()
+    mine, theirs = (np.full(5000, one, np.float64) for one in (rank, left))
+    request = mpicoll.isend(arrays.put(mine), right, 1)
+    got = mpicoll.recv(np.empty(5000), left, 1)
+    np.testing.assert_array_equal(got, theirs)
+    request.wait()
+    request = mpicoll.isend(mine, right, 2)
+    status = mpicoll.Status()
+    like = arrays.put(np.zeros(5000))
+    np.testing.assert_array_equal(arrays.get(mpicoll.recv(like, status=status)), theirs)
+    assert (status.source, status.tag, status.nbytes) == (left, 2, 40_000)
+    request.wait()
+
+
+def truncated_message(arrays: Arrays) -> None:
+    """What is too large is an error, and writes nothing behind the array."""
+    rank, _, right, left = _ring()
+    request = mpicoll.isend(arrays.put(np.full(100, rank, np.float32)), right, 3)
+    whole = arrays.put(np.zeros(200, np.float32))
+    with pytest.raises(mpicoll.TruncationError):
+        mpicoll.recv(source=left, tag=3, out=whole[:50])
+    assert not arrays.get(whole)[50:].any()
+    request.wait()
+    mpicoll.barrier()
+
+
+# --- streams
+
+
+def must_serve(arrays: Arrays) -> set[str | None]:
+    """The ways of an allreduce of float32 that there must be on these ranks."""
+    world = mpicoll.world()
+    ways: set[str | None] = {None, "ring", "recursive_doubling"}
+    if world.size > 1 and world.unshared is None:
+        ways |= {"slots", "pieces"}
+        if arrays.devices == 1:
+            ways.add("ipc")
+    if arrays.devices >= world.local_size > 1:
+        ways.add("nccl")
+    return ways
+
+
+def late_sum(arrays: Arrays, way: str, factor: int = 1) -> bool:
+    """Whether an allreduce of late inputs is right on all ranks, seen from another stream at once. Another `factor`
+    makes other values, so that what is left over from a call before is not right by chance."""
+    world = mpicoll.world()
+    new, old = (arrays.put(np.full(10_000, value * factor, np.float32)) for value in (world.rank + 1, -1))
+    arrays.wait()
+    with arrays.stream():
+        x, out = old * 1, old * 1
+        arrays.wait()
+        arrays.delay()
+        arrays.assign(x, new)
+        mpicoll.allreduce(x, out=out, algorithm=way)
+    with arrays.stream():
+        right = (arrays.get(out * 1) == factor * world.size * (world.size + 1) // 2).all()
+    return bool(mpicoll.allreduce(bool(right), "land"))
+
+
+def input_is_waited_for(arrays: Arrays) -> None:
+    """The caller's stream is late with the input, the result is used on another stream at once.
+
+    Without the wait before, the old values are summed; without the one after, what was in the result's memory is seen.
+    """
+    world = mpicoll.world()
+    served: set[str | None] = set()
+    inputs = [numbers(random("late", rank), "float32", (200_000,)) for rank in range(world.size)]
+    for way in WAYS:
+        count = most(way, 200_000)
+        want = expected("sum", [one[:count] for one in inputs], "float32")
+        old = arrays.put(np.full(count, 1e6, np.float32))
+        new = arrays.put(inputs[world.rank][:count])
+        out = arrays.put(np.full(count, -1e6, np.float32))
+        arrays.wait()
+        with arrays.stream():
+            x = old * 1
+            arrays.wait()
+            arrays.delay()
+            arrays.assign(x, new)
+            got = _served(way, lambda x=x, out=out, way=way: mpicoll.allreduce(x, out=out, algorithm=way))
+        if got is None:
+            continue
+        served.add(way)
+        with arrays.stream():
+            twice = arrays.get(got * 2)
+        want.check(twice / 2, way)
+    assert served >= must_serve(arrays) & set(WAYS)
+
+
+def output_is_waited_for(arrays: Arrays) -> None:
+    """The caller's stream is still to read what was in `out` before: it must find that."""
+    world = mpicoll.world()
+    for way in WAYS:
+        count = most(way, 50_000)
+        with arrays.stream():
+            out = arrays.put(np.full(count, 7, np.float32))
+            x = arrays.put(np.full(count, world.rank, np.float32))
+            arrays.wait()
+            arrays.delay()
+            before = out * 1
+            if _served(way, lambda x=x, out=out, way=way: mpicoll.allreduce(x, out=out, algorithm=way)) is not None:
+                np.testing.assert_array_equal(arrays.get(before), np.full(count, 7), str(way))
+                np.testing.assert_array_equal(arrays.get(out), np.full(count, sum(range(world.size))), str(way))
+
+
+def messages_are_in_order(arrays: Arrays) -> None:
+    """The same for messages, blocking and in the background."""
+    rank, _, right, left = _ring()
+    for count in (10, 400_000):
+        old, new = (arrays.put(np.full(count, value, np.float32)) for value in (-1, rank))
+        seven = arrays.put(np.full(count, 7, np.float32))
+        arrays.wait()
+        for background in (False, True):
+            with arrays.stream():
+                x, out = old * 1, seven * 1
+                arrays.wait()
+                arrays.delay()
+                arrays.assign(x, new)
+                before = out * 1
+                receiving = mpicoll.irecv(source=left, tag=4, out=out)
+                sending = mpicoll.isend(x, right, 4)
+                if background:
+                    assert mpicoll.waitany([receiving])[0] == 0
+                got = receiving.wait() if not background else out
+                with arrays.stream():
+                    np.testing.assert_array_equal(arrays.get(got * 2), np.full(count, 2 * left))
+                np.testing.assert_array_equal(arrays.get(before), np.full(count, 7))
+                sending.wait()
+
+
+def requests_are_in_order(arrays: Arrays) -> None:
+    """Collectives in the background: the input is late, another stream uses the result, and they overlap each other."""
+    world = mpicoll.world()
+    new = arrays.put(np.full(30_000, world.rank + 1, np.float32))
+    arrays.wait()
+    total = world.size * (world.size + 1) // 2
+    requests = []
+    for number in range(4):
+        with arrays.stream():
+            x = arrays.put(np.full(30_000, -1, np.float32))
+            arrays.wait()
+            arrays.delay()
+            arrays.assign(x, new * (number + 1))
+            requests.append(mpicoll.iallreduce(x))
+    for number, request in enumerate(requests):
+        got = request.wait()
+        with arrays.stream():
+            np.testing.assert_array_equal(arrays.get(got * 1), np.full(30_000, total * (number + 1)))
+
+
+def named_stream_is_waited_for(arrays: Arrays) -> None:
+    """An object with no more than the CUDA array interface names the stream that writes it."""
+    world = mpicoll.world()
+    new = arrays.put(np.full(1000, world.rank, np.float32))
+    x = arrays.put(np.full(1000, -1, np.float32))
+    arrays.wait()
+    # It lives until the call has been made, as it must.
+    with arrays.stream() as _stream:
+        arrays.delay()
+        arrays.assign(x, new)
+        exported = arrays.interface(x)
+        out = arrays.put(np.zeros(1000, np.float32))
+        shown = arrays.interface(out)
+    # Nothing of it is on the current stream now.
+    got = mpicoll.allreduce(exported, out=shown)
+    assert got is shown
+    np.testing.assert_array_equal(arrays.get(out), np.full(1000, sum(range(world.size))))
+
+
+def input_may_be_overwritten_at_once(arrays: Arrays) -> None:
+    """When a call returns, the input is the caller's again: other ranks, too, have read what they need of it."""
+    world = mpicoll.world()
+    for way in WAYS:
+        count = most(way, 60_000)
+        ones, garbage = (arrays.put(np.full(count, value, np.float32)) for value in (1, 1e6))
+        arrays.wait()
+        with arrays.stream():
+            x = ones * 1
+            out = garbage * 1
+            if world.rank == world.size - 1:
+                arrays.delay()  # it comes last
+            for _ in range(5):
+                got = _served(way, lambda x=x, out=out, way=way: mpicoll.allreduce(x, out=out, algorithm=way))
+                if got is None:
+                    break
+                arrays.assign(x, garbage)
+                arrays.wait()
+                np.testing.assert_array_equal(arrays.get(out), np.full(count, world.size), str(way))
+                arrays.assign(x, ones)
+
+
+def capture_is_refused(arrays: Arrays) -> None:
+    """A graph can't hold a collective, and says so; the next call works."""
+    world = mpicoll.world()
+    x = arrays.put(np.ones(10, np.float32))
+    arrays.wait()
+    with arrays.capturing():
+        with pytest.raises(mpicoll.DeviceError, match="captur"):
+            mpicoll.allreduce(x)
+        with pytest.raises(mpicoll.DeviceError, match="captur"):
+            mpicoll.isend(x, world.rank)
+    np.testing.assert_array_equal(arrays.get(mpicoll.allreduce(x)), np.full(10, world.size))
+
+
+# --- memory
+
+
+def memory_does_not_grow(arrays: Arrays, calls: int) -> None:
+    """Of the device or of the host, however many calls."""
+    for way in WAYS:
+        x = arrays.put(np.ones(most(way, 20_000), np.float32))
+
+        def call(x: Any = x, way: str | None = way) -> Any:
+            return _served(way, lambda: mpicoll.allreduce(x, algorithm=way))
+
+        if call() is None:
+            continue
+        for _ in range(calls // 10):
+            call()
+        arrays.forget()
+        before, resident = arrays.used(), _resident()
+        for _ in range(calls):
+            call()
+        arrays.forget()
+        # Ranks share the device, and what another one does at its own pace is seen here, too.
+        assert arrays.used() - before < 4 << 20, way
+        assert _resident() - resident < 16 << 20, way
+    _, _, right, left = _ring()
+    x = arrays.put(np.ones(20_000, np.float32))
+    for turn in range(calls):
+        if turn == calls // 10:
+            arrays.forget()
+            before, resident = arrays.used(), _resident()
+        mpicoll.sendrecv(x, right, left)
+    arrays.forget()
+    assert arrays.used() - before < 4 << 20, "messages"
+    assert _resident() - resident < 16 << 20, "messages"
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def freed_memory_comes_again(arrays: Arrays) -> None:
+    """Buffers are freed, given back and made anew, at old addresses and with other sizes."""
+    world = mpicoll.world()
+    for turn, count in enumerate((300_000, 700_000, 300_000, 10, 2_000_000, 700_000) * 2):
+        inputs = [np.full(count, turn + rank, np.float32) for rank in range(world.size)]
+        x = arrays.put(inputs[world.rank])
+        out = arrays.put(np.zeros(count, np.float32))
+        for way in (None, "ipc"):
+            if _served(way, lambda x=x, out=out, way=way: mpicoll.allreduce(x, out=out, algorithm=way)) is None:
+                continue
+            np.testing.assert_array_equal(arrays.get(out), np.sum(inputs, axis=0), f"{way}, turn {turn}")
+        gathered = mpicoll.allgather(x)
+        np.testing.assert_array_equal(arrays.get(gathered), np.concatenate(inputs))
+        if turn % 3 == world.rank % 3:
+            # Not on all ranks at the same time.
+            del x, out, gathered
+            arrays.forget()
+
+
+def parts_of_an_allocation(arrays: Arrays) -> None:
+    """Views somewhere in a large array, on each rank somewhere else."""
+    world = mpicoll.world()
+    whole = arrays.put(np.arange(1_000_000, dtype=np.float32))
+    for way in WAYS:
+        for first in (10, 1000, 999_000):
+            begin = first - world.rank
+            got = _served(
+                way, lambda begin=begin, way=way: mpicoll.allreduce(whole[begin : begin + 999], algorithm=way)
+            )
+            if got is not None:
+                want = sum(np.arange(first - rank, first - rank + 999, dtype=np.float64) for rank in range(world.size))
+                np.testing.assert_array_equal(arrays.get(got), want, str(way))
+
+
+def memory_that_cannot_be_shared(arrays: Cupy) -> None:
+    """Memory that no other process can open: the result is right all the same, whatever way is asked for."""
+    world = mpicoll.world()
+    mine, total = np.full(60_000, world.rank, np.float32), np.full(60_000, sum(range(world.size)))
+    for way in WAYS:
+        x, out = arrays.unexportable(mine), arrays.unexportable(np.zeros_like(mine))
+        # On all ranks, and on some of them: the others' can be opened.
+        for one, into in ((x, out), (arrays.put(mine) if world.rank % 2 else x, out), (x, arrays.put(mine))):
+            if (
+                _served(way, lambda one=one, into=into, way=way: mpicoll.allreduce(one, out=into, algorithm=way))
+                is None
+            ):
+                break
+            np.testing.assert_array_equal(arrays.get(into), total, str(way))
+    gathered = arrays.get(mpicoll.allgather(arrays.unexportable(mine)))
+    np.testing.assert_array_equal(gathered, np.repeat(np.arange(world.size), 60_000))
+
+
+# --- what can't be
+
+
+def places_must_agree(arrays: Arrays) -> None:
+    """Input and output of a call are both on the device, or both on the host."""
+    x = arrays.put(np.ones(3, np.float32))
+    for one, other in ((x, np.ones(3, np.float32)), (np.ones(3, np.float32), x)):
+        with pytest.raises(mpicoll.DeviceError, match="the host"):
+            mpicoll.allreduce(one, out=other)
+        with pytest.raises(mpicoll.DeviceError, match="the host"):
+            mpicoll.allreduce((one, other), "minloc")
+    with pytest.raises(mpicoll.ShapeError):
+        mpicoll.allreduce(x, out=arrays.put(np.ones(4, np.float32)))
+    with pytest.raises(mpicoll.DTypeError):
+        mpicoll.allreduce(x, out=arrays.put(np.ones(3, np.float64)))
+    np.testing.assert_array_equal(arrays.get(mpicoll.allreduce(x)), np.full(3, mpicoll.world().size))
+
+
+def host_and_device_take_turns(arrays: Arrays) -> None:
+    """Collectives on the host and on the device take turns on one communicator."""
+    world = mpicoll.world()
+    for turn in range(5):
+        on_device = mpicoll.iallreduce(arrays.put(np.full(1000, turn, np.float32)))
+        on_host = mpicoll.iallreduce(np.full(1000, turn, np.float32))
+        assert mpicoll.allreduce(1) == world.size
+        np.testing.assert_array_equal(arrays.get(on_device.wait()), np.full(1000, turn * world.size))
+        np.testing.assert_array_equal(on_host.wait(), np.full(1000, turn * world.size))
+
+
+EVERYWHERE = (
+    order_of_ranks_is_kept,
+    nan_is_extreme,
+    all_ranks_get_the_same_bits,
+    pairs,
+    messages_of_every_dtype_and_layout,
+    messages_of_every_size,
+    messages_between_host_and_device,
+    truncated_message,
+    input_is_waited_for,
+    output_is_waited_for,
+    messages_are_in_order,
+    requests_are_in_order,
+    named_stream_is_waited_for,
+    input_may_be_overwritten_at_once,
+    capture_is_refused,
+    freed_memory_comes_again,
+    parts_of_an_allocation,
+    places_must_agree,
+    host_and_device_take_turns,
+)
+"""Bodies that need `arrays` alone."""
