@@ -103,11 +103,11 @@ def accuracy(model, dataset, device):
 
 
 def choose_device(options):
-    """With ``auto``, a GPU if this node has one for each of its ranks; but mpicoll itself takes CPU tensors only."""
+    """With ``auto``, a GPU if this node has one for each of its ranks. With mpicoll, ranks may also share one."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    suits = options.backend not in ("mpicoll", "mpi") and torch.cuda.device_count() >= ranks_here
+    suits = torch.cuda.device_count() >= ranks_here
     if options.device == "cuda" or (options.device == "auto" and suits):
-        device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
+        device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

@@ -14,8 +14,8 @@ each rank holds what its own tokens contribute to the gradients of the parameter
 one with that over the data group. For the mean over all tokens divide by their number in the whole sequence. Every
 rank must run the backward, and its loss must depend on each result.
 
-Tensors lie on the CPU, in float64, float32, bfloat16 or float16. With half precision, results and gradients are
-accumulated in float32 over the ranks' parts, and rounded at the end.
+Tensors lie on the CPU or, on all ranks, on a CUDA device, in float64, float32, bfloat16 or float16. With half
+precision, results and gradients are accumulated in float32 over the ranks' parts, and rounded at the end.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def ring_attention(
 
     Keys and values travel round the ring of ranks, while each rank computes with those that it has (Liu et al. 2023,
     Ring Attention); what the mask hides is not computed. In the backward they go round again, and their gradients with
-    them. Only what lies on this rank is kept in between. Of P ranks each sends, where n is the size of its `key` and
-    `value` together: an all-gather of 160 bytes, in which they compare their arguments, then n(P-1) bytes
-    in 2(P-1) messages; and 2n(P-1) bytes in 4(P-1) messages in the backward, where with half precision the gradients,
+    them. Only what lies on this rank is kept in between. On a CUDA device a block is computed by matrix products, with
+    all its weights in memory meanwhile, tokens^2 for each head. Of P ranks each sends, where n is the size of its `key`
+    and `value` together: an all-gather of 160 bytes, in which they compare their arguments, then n(P-1) bytes in 2(P-1)
+    messages; and 2n(P-1) bytes in 4(P-1) messages in the backward, where with half precision the gradients,
     which travel in float32, take twice as much (3n(P-1) in all).
 
     Blocks travel on a duplicate of the communicator, made at the first call and freed with it, so they meet none of the
@@ -427,7 +428,8 @@ _FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attent
 def _fits_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's fused kernels can take it. They end the process where there is nothing to compute."""
     return (
-        _FUSED is not None
+        query.is_cpu
+        and _FUSED is not None
         and _FUSED_BACKWARD is not None
         and key.shape[3] == value.shape[3]
         and query.numel() > 0
@@ -464,7 +466,7 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
 def _scores(query: Tensor, key: Tensor, share: int, causal: bool, scale: float) -> Tensor:
     scores = query @ key.mT * scale
     if causal:
-        hidden = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool).triu(1)
+        hidden = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
         scores.masked_fill_(hidden.repeat(share, 1), -math.inf)
     return scores
 
@@ -532,10 +534,10 @@ def _check_tensors(operation: str, query: Any, key: Any, value: Any, where: str)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise DTypeError(f"{operation}: {name} must be a tensor, got {type(tensor).__name__} {where}")
-        if tensor.device.type != "cpu":
+        if not (tensor.is_cpu or tensor.is_cuda) or tensor.device != query.device:
             raise DeviceError(
-                f"{operation}: {name} is on {tensor.device}; device memory is not supported yet: pass {name}.cpu()"
-                f" {where}"
+                f"{operation}: {name} is on {tensor.device}, query on {query.device}; query, key and value must be on"
+                f" the CPU or on one CUDA device {where}"
             )
         if tensor.dtype not in _DTYPES or tensor.dtype != query.dtype:
             raise DTypeError(

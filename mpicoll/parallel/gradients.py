@@ -26,9 +26,9 @@ def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = 
 
     `group` is by default the ``data`` and ``context`` axes of the grid in use; without a grid, all ranks. Every rank
     passes the same parameters in the same order. A rank whose parameter has no gradient counts as one with zeros; where
-    no rank has one, none gets one. Gradients travel in buckets of 25 MiB, one dtype each, which are in flight together:
-    2n(P-1)/P bytes sent per rank. torch's DistributedDataParallel overlaps this with the backward pass; it is the
-    better choice for a model that is not divided into pipeline stages.
+    no rank has one, none gets one. Gradients travel in buckets of 25 MiB, each of one dtype and device, which are in
+    flight together: 2n(P-1)/P bytes sent per rank. torch's DistributedDataParallel overlaps this with the backward
+    pass; it is the better choice for a model that is not divided into pipeline stages.
 
     Raises DTypeError for sparse gradients and DTensors (of fully_shard, which averages them itself) before any message
     leaves.
@@ -64,7 +64,7 @@ def clip_grad_norm_(
     counted_elsewhere: Collection[Parameter] = (),
 ) -> Tensor:
     """Scale all gradients so that the norm of the whole model's is at most `max_norm`; returns the norm that it was, a
-    0-d float64 tensor, the same on all ranks.
+    0-d float64 tensor on the CPU, the same on all ranks.
 
     As :func:`torch.nn.utils.clip_grad_norm_`, for a model whose parts lie on the ranks of `group`: by default the
     ``pipe`` and ``model`` axes of the grid in use; without a grid, all ranks. Every rank passes the parameters that it
@@ -98,7 +98,8 @@ def clip(
         for one in parameters
         if one.grad is not None and one.numel() and id(one) not in skipped and (first or shard_of(one) is not None)
     ]
-    own = torch.stack([norm.double() for norm in norms]) if norms else torch.zeros(1, dtype=torch.float64)
+    # On the CPU: a rank without gradients could not know on which device those of the others lie.
+    own = _numbers(norms) if norms else torch.zeros(1, dtype=torch.float64)
     total: Tensor
     if norm_type == 2.0:
         total = allreduce(own.square().sum(), comm=comm).sqrt()
@@ -109,6 +110,12 @@ def clip(
         if one.grad is not None:
             one.grad.mul_(factor.to(one.grad.dtype))
     return total
+
+
+def _numbers(tensors: Sequence[Tensor]) -> Tensor:
+    """0-d `tensors` as one float64 vector on the CPU, in any order. Waits once for each device."""
+    places = dict.fromkeys(one.device for one in tensors)
+    return torch.cat([torch.stack([one.double() for one in tensors if one.device == place]).cpu() for place in places])
 
 
 def _listed(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
@@ -153,11 +160,12 @@ def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """`gradients` in groups of one dtype and at most `BUCKET` bytes, but for a gradient that is larger by itself."""
-    for dtype in dict.fromkeys(one.dtype for one in gradients):
+    """`gradients` in groups of one dtype and device and at most `BUCKET` bytes, but for a gradient that is larger by
+    itself."""
+    for kind in dict.fromkeys((one.dtype, one.device) for one in gradients):
         bucket: list[Tensor] = []
         filled = 0
-        for one in (one for one in gradients if one.dtype == dtype):
+        for one in (one for one in gradients if (one.dtype, one.device) == kind):
             if bucket and filled + one.nbytes > BUCKET:
                 yield bucket
                 bucket, filled = [], 0

@@ -11,15 +11,29 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from mpicoll.errors import CommunicationError, RankError, RankFailed
-from mpicoll.parallel.wire import Layout, Moving, Spec, TensorSpec, Wire, describe, memory, pickled, unflatten
+from mpicoll.errors import CommunicationError, DeviceError, RankError, RankFailed
+from mpicoll.parallel.wire import (
+    Layout,
+    Moving,
+    Part,
+    Place,
+    Spec,
+    TensorSpec,
+    Wire,
+    describe,
+    memory,
+    pickled,
+    staging,
+    store,
+    unflatten,
+)
 from mpicoll.torch.tensors import flat_output
 from mpicoll.transport.base import Envelope, Memory
 
@@ -83,7 +97,10 @@ class Sending:
 
 
 class Receiving:
-    """A receive. `into` is the tensor to be filled, `shape` and `dtype` what is expected of the tensor that comes."""
+    """A receive. `into` is the tensor to be filled, `shape` and `dtype` what is expected of the tensor that comes.
+
+    ``stream`` is torch's current stream of the thread that asks, if CUDA is in use there: tensors are made for it.
+    """
 
     __slots__ = (
         "_ended",
@@ -96,6 +113,7 @@ class Receiving:
         "objects",
         "peer",
         "shape",
+        "stream",
         "told",
         "value",
     )
@@ -118,6 +136,7 @@ class Receiving:
         self.shape = shape
         self.dtype = dtype
         self.objects = objects
+        self.stream = _stream(into)
         self.arrival: _Arrival | None = None
         self.value: Any = None
         self.error: Exception | None = None
@@ -134,9 +153,13 @@ class Receiving:
         try:
             if not all_arrived(arrival.moving):
                 return False
-            self.value = arrival.value(self.into)
+            with self.on_stream():
+                self.value = arrival.value(self.into)
         except CommunicationError as error:
             self.error = self.peer.explain(self, error)
+        except DeviceError as error:
+            self.error = CommunicationError(f"{self.peer.here}: {self}: what came can't be put on a device: {error}")
+            self.error.__cause__ = error
         except Exception as error:  # noqa: BLE001  what unpickling raises is for its own wait to say
             self.error = CommunicationError(
                 f"{self.peer.here}: {self}: what came can't be unpickled ({type(error).__name__}: {error})"
@@ -145,6 +168,15 @@ class Receiving:
         self._ended = True
         self.arrival = None
         return True
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """The stream is torch's current one, whatever thread this is."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    @property
+    def place(self) -> torch.device | None:
+        """The CUDA device that it is on, as far as is known."""
+        return None if self.stream is None else self.stream.device
 
     def refuses(self, arrival: _Arrival) -> bool:
         """Whether what arrives is not what is expected."""
@@ -175,7 +207,18 @@ Operation: TypeAlias = "Sending | Receiving"
 class _Arrival:
     """A value that comes. `layout` is None for an object."""
 
-    __slots__ = ("_direct", "_packed", "_restore", "_tensors", "layout", "moving", "receiving", "sync", "whole")
+    __slots__ = (
+        "_direct",
+        "_packed",
+        "_restore",
+        "_staged",
+        "_tensors",
+        "layout",
+        "moving",
+        "receiving",
+        "sync",
+        "whole",
+    )
 
     def __init__(self, layout: Layout | None, *, sync: bool) -> None:
         self.layout = layout
@@ -185,16 +228,16 @@ class _Arrival:
         self.whole = False
         self._direct = False
         self._restore: Callable[[], None] | None = None
-        self._tensors: list[torch.Tensor] | None = None
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._staged: list[tuple[Memory, tuple[Part, ...]]] = []
         self._packed: Memory = _NOTHING
 
     def fill(self, name: str, into: torch.Tensor) -> None:
-        """Let the tensor that comes go to `into` directly. Nothing of it has been received yet."""
+        """Let the tensor that comes go to `into` directly, which is on the CPU. Nothing of it has been received yet."""
         if into.is_contiguous() and not into.is_conj() and not into.is_neg():
-            self._tensors = [into]
+            self._tensors[0] = into
         else:
-            flat, self._restore = flat_output(name, into)
-            self._tensors = [flat]
+            self._tensors[0], self._restore = flat_output(name, into)
         self._direct = True
 
     def room(self, nbytes: int) -> Memory | None:
@@ -203,45 +246,71 @@ class _Arrival:
             self._packed = np.empty(nbytes, np.uint8)
             self.whole = True
             return self._packed
-        messages = self.layout.messages
+        messages, leaves = self.layout.messages, self.layout.leaves
         expected, parts = messages[len(self.moving)]
         if nbytes != expected:
             return None
         self.whole = len(self.moving) + 1 == len(messages)
-        if self._tensors is None:
-            self._tensors = self.layout.tensors()
-        if len(parts) == 1:
-            return memory(self._tensors[parts[0].index])
-        self._packed = np.empty(nbytes, np.uint8)
-        return self._packed
+        alone = parts[0].index if len(parts) == 1 else None
+        if alone is not None and (self._direct or leaves[alone].device == "cpu"):
+            if alone not in self._tensors:
+                self._tensors[alone] = leaves[alone].empty()
+            return memory(self._tensors[alone])
+        there = any(leaves[part.index].device != "cpu" for part in parts)
+        place = self.receiving.place if there and self.receiving is not None else None
+        try:
+            staged = staging("recv", nbytes, place)
+        except DeviceError:  # which is for the copy to say, when the value is asked for
+            staged = staging("recv", nbytes, None)
+        self._staged.append((staged, parts))
+        return staged
 
     def value(self, into: torch.Tensor | None) -> Any:
         """What has arrived; `into`, filled with it, if that is given."""
         if self.layout is None:
             return pickle.loads(self._packed.data)
-        tensors = self._tensors
-        assert tensors is not None
-        parts = self.layout.messages[-1][1]
-        if len(parts) > 1:
-            for number, start, stop in parts:
-                memory(tensors[number])[:] = self._packed[start:stop]
         if into is not None:
-            self._store(into, tensors[0])
+            self._store(into)
             return into
-        for leaf, tensor in zip(self.layout.leaves, tensors, strict=True):
+        leaves = self.layout.leaves
+        self._unpack()
+        tensors = [self._tensors[index] for index in range(len(leaves))]
+        for leaf, tensor in zip(leaves, tensors, strict=True):
             if leaf.requires_grad:
                 tensor.requires_grad_()
         return unflatten(self.layout.spec, iter(tensors))
 
-    def _store(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _unpack(self) -> None:
+        """Make the tensors that did not arrive in their own memory."""
+        assert self.layout is not None
+        leaves = self.layout.leaves
+        if any(leaf.device != "cpu" for leaf in leaves) and not torch.cuda.is_available():
+            raise CommunicationError(
+                "what came was on a CUDA device, and this process has none; send it from the CPU (.cpu()), or receive"
+                " into a tensor"
+            )
+        places: list[Place] = []
+        for staged, parts in self._staged:
+            for number, start, stop in parts:
+                self._tensors[number] = leaves[number].empty()
+                places.append((self._tensors[number], staged[start:stop]))
+        store(places)
+
+    def _store(self, into: torch.Tensor) -> None:
         if not self._direct:
             flat, self._restore = flat_output("recv", into)
-            memory(flat)[:] = memory(tensor)
+            store([(flat, self._staged[0][0] if self._staged else memory(self._tensors[0]))])
         if self._restore is not None:
             self._restore()
         elif not into.is_inference():
             # Autograd must notice that it was written to.
             torch.autograd.graph.increment_version(into)
+
+
+def _stream(into: torch.Tensor | None) -> Any:
+    if into is not None and into.is_cuda:
+        return torch.cuda.current_stream(into.device)
+    return torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
 
 class _Outbox:
@@ -475,7 +544,7 @@ class Lines:
             receiving.error = CommunicationError(f"{self.here}: {receiving}: {refusal}; that was taken off the line")
         else:
             receiving.arrival = arrival
-            if fresh and receiving.into is not None:
+            if fresh and receiving.into is not None and receiving.into.is_cpu:
                 arrival.fill(receiving.name, receiving.into)
         arrival.receiving = receiving
         if arrival.sync:

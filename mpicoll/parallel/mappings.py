@@ -47,7 +47,7 @@ Rules for all of them:
   memory of `x`; if it has a gradient, torch raises RuntimeError when it is changed in place, or when `x` is and the
   result used. A group of one rank returns `x` itself.
 * torch.compile leaves them as they are: the compiled code breaks off before each, and goes on after it.
-* Tensors live on the CPU and may have any strides, negative `dim` and extents of zero.
+* Tensors lie on the CPU or, on all ranks, on a CUDA device; any strides, negative `dim` and extents of zero are fine.
 
 `group` is a process group of mpicoll, a 1-D DeviceMesh, a Communicator or an mpi4py communicator; by default the axis
 "model" of the grid in use (:mod:`mpicoll.parallel.groups`). Wrong arguments raise kinds of ArgumentError before any

@@ -74,6 +74,9 @@ class PipeP2P:
     two stages, for libraries that have no better; then only adjacent stages reach each other (the last one and the
     first are adjacent). With `background` a thread keeps pending operations moving while the program computes.
 
+    Tensors on a CUDA device travel through host memory, so a send waits for what has to be computed for them; they
+    arrive on the device that is the receiver's current one when it asks.
+
     :meth:`send` and the combined forms return when the other stage has begun to receive: whether a program hangs does
     not depend on sizes, and who sends to a stage that doesn't receive gets Timeout. :meth:`isend`'s request completes
     when the value may be changed; what nobody received of it is told by :meth:`close`.

@@ -12,6 +12,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.device import Device, device_of
+from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives.bcast import ibcast
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request
@@ -27,19 +30,25 @@ _ALIGNED = 64
 
 
 class TensorSpec(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """What a receiver must know of a tensor. `device` is a kind, ``cpu`` or ``cuda``: each rank has its own of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     requires_grad: bool
+    device: str = "cpu"
 
     def __str__(self) -> str:
+        place = "" if self.device == "cpu" else f" on {self.device}"
         grad = " that requires grad" if self.requires_grad else ""
-        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}{grad}"
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}{place}{grad}"
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like it, not filled; on this process's current device of its kind."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class Node(NamedTuple):
@@ -57,7 +66,8 @@ Spec: TypeAlias = "TensorSpec | Node | bytes | None"
 def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
     """The structure of `value`, whose tensors are appended to `tensors`.
 
-    Raises DTypeError for tensors that are not dense and for what can't be pickled, DeviceError off the CPU.
+    Raises DTypeError for tensors that are not dense and for what can't be pickled, DeviceError for those that are
+    neither on the CPU nor on a CUDA device.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -66,7 +76,7 @@ def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
         if wrapper:
             raise DTypeError(f"{operation}: takes plain tensors, got a {kind.__name__}; pass its to_local()")
         tensors.append(value)
-        return TensorSpec(value.dtype, tuple(value.shape), value.requires_grad)
+        return TensorSpec(value.dtype, tuple(value.shape), value.requires_grad, value.device.type)
     if value is None:
         return None
     if kind is tuple or kind is list:
@@ -138,10 +148,52 @@ def _pickled(operation: str, value: Any) -> bytes:
 
 
 def memory(tensor: torch.Tensor) -> Memory:
-    """The bytes of `tensor` in C order: its own memory where that is possible."""
+    """The bytes of `tensor`, which is on the CPU, in C order: its own memory where that is possible."""
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     own = tensor.detach() if plain else flat_input(tensor)
     return (own if own.dim() == 1 else own.view(-1)).view(torch.uint8).numpy()
+
+
+Place: TypeAlias = tuple[torch.Tensor, Memory]
+"""A tensor, and where in host memory its bytes are, or go."""
+
+
+def load(places: Sequence[Place]) -> None:
+    """Copy the bytes of the tensors, in C order, to their places in host memory. Waits for what the current streams
+    have to do with them."""
+    _move("send", [(flat_input(one), place) for one, place in places], down=True)
+
+
+def store(places: Sequence[Place]) -> None:
+    """The reverse; the tensors are contiguous. When it returns, all streams see what they hold."""
+    _move("recv", places, down=False)
+
+
+def _move(operation: str, places: Sequence[Place], *, down: bool) -> None:
+    by_device: dict[Device, list[tuple[Buffer, Memory]]] = {}
+    for tensor, place in places:
+        if tensor.is_cpu:
+            own = memory(tensor)
+            np.copyto(*((place, own) if down else (own, place)))
+        elif tensor.numel():
+            buffer = recognise(operation, tensor)
+            on = device_of(buffer.array)
+            assert on is not None
+            by_device.setdefault(on, []).append((buffer, place))
+    for on, several in by_device.items():
+        last = several[-1][0]
+        # All that the stream was given for any of them came before.
+        with on.working([last.library.ready(last)]):
+            for buffer, place in several:
+                there = buffer.array.reshape(-1).view(np.uint8)
+                np.copyto(*((place, there) if down else (there, place)))
+
+
+def staging(operation: str, nbytes: int, place: torch.device | None) -> Memory:
+    """Host memory that is good for copies to and from `place`. Raises DeviceError where that can't be used."""
+    if place is None or place.type == "cpu":
+        return np.empty(nbytes, np.uint8)
+    return cuda_device(operation, place, "a tensor").pinned(nbytes)
 
 
 class Part(NamedTuple):
@@ -156,6 +208,7 @@ class Layout:
     """In which messages the tensors of a spec travel: large ones alone, small ones together. At least one message.
 
     ``messages`` holds for each its size in bytes and its parts; one of a single part is that tensor's memory itself.
+    All messages are in host memory: what is on a device is copied, all of a value at once.
     """
 
     __slots__ = ("leaves", "messages", "spec")
@@ -176,20 +229,20 @@ class Layout:
         if together or not alone:
             self.messages.append((end, tuple(together)))
 
-    def outgoing(self, tensors: Sequence[torch.Tensor]) -> Iterator[Memory]:
+    def outgoing(self, tensors: Sequence[torch.Tensor]) -> list[Memory]:
         """The messages that carry `tensors`."""
+        messages = []
+        copied: list[Place] = []
         for nbytes, parts in self.messages:
-            if len(parts) == 1:
-                yield memory(tensors[parts[0].index])
+            several = [tensors[part.index] for part in parts]
+            if len(several) == 1 and several[0].is_cpu:
+                messages.append(memory(several[0]))
             else:
-                packed = np.empty(nbytes, np.uint8)
-                for index, start, stop in parts:
-                    packed[start:stop] = memory(tensors[index])
-                yield packed
-
-    def tensors(self) -> list[torch.Tensor]:
-        """New tensors to receive into."""
-        return [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in self.leaves]
+                packed = staging("send", nbytes, next((one.device for one in several if one.is_cuda), None))
+                copied += [(one, packed[start:stop]) for one, (_, start, stop) in zip(several, parts, strict=True)]
+                messages.append(packed)
+        load(copied)
+        return messages
 
 
 def _leaves(spec: Spec) -> Iterator[TensorSpec]:

@@ -4,6 +4,9 @@
 under ``mpirun`` needs no arguments. The common collectives take a shorter way than torch's on CPU tensors;
 :mod:`mpicoll.torch.autograd` has differentiable ones. ``torch.distributed.init_process_group("mpicoll")``, or
 ``"mpi"``, works as well, without importing this module.
+
+Groups take tensors on the CPU and on CUDA devices. Where CUDA is not in use yet, ``init_process_group`` makes the
+device of the rank's number on its node (modulo the number of devices) the current one, or `device_id` if that is given.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ The rules that follow from it:
 `group` is None (torch's default process group if that is mpicoll's, else mpicoll's world), a torch process group of
 mpicoll, a Communicator or an mpi4py communicator. `src` and `dst` are global ranks where `group` is a torch process
 group, as everywhere in torch, and otherwise ranks of the communicator. `op` is a name that mpicoll knows, a
-``premul_sum(factor)``, or a torch ReduceOp. Tensors live on the CPU and may have any strides. Wrong arguments raise
-kinds of ArgumentError before any message leaves.
+``premul_sum(factor)``, or a torch ReduceOp. Tensors may have any strides, and lie on the CPU or, on all ranks, on a
+CUDA device, where a backward runs on the stream of its forward, as everywhere in torch. Wrong arguments raise kinds of
+ArgumentError before any message leaves.
 """
 
 from __future__ import annotations

@@ -59,6 +59,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     tensors of an asynchronous operation must not be changed before its Work has completed; its memory is kept until
     then, even if the Work is dropped.
 
+    It takes tensors on the CPU and on CUDA devices. An operation begins when all is done that the caller's current
+    stream was given before the call; when it is complete the host has seen that, so every stream may go on with it.
+
     `timeout` is for everything that waits, and so is that of the communicator from now on: the job is ended, with a
     report, when an operation has taken longer, whether somebody waits for it or not. torch's default (30 minutes) means
     MPICOLL_TIMEOUT.
@@ -105,7 +108,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        # torch takes the CPU for what it sends itself, such as objects, where that is among them.
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Any:
         """The group itself: it serves tensors of the devices that it was made for."""

@@ -27,8 +27,8 @@ def share_buckets(model: Any, hook: Hook = allreduce_hook) -> None:
 
     To be called by all ranks, before the first backward pass, in the place of ``model.register_comm_hook``: `hook` is
     the communication hook (DDP's own averaging all-reduce unless another is given), whose state is the model's process
-    group. Where the ranks can't share memory nothing else changes. Raises CommunicatorError for groups of other
-    backends.
+    group. Where the ranks can't share memory, or the model is on a GPU, nothing else changes. Raises CommunicatorError
+    for groups of other backends.
     """
     buckets = _Buckets(communicator(model.process_group))
 
@@ -54,7 +54,8 @@ class _Buckets:
         memory, index = bucket.buffer(), bucket.index()
         known = self._known.get(index)
         if (
-            self._comm.unshared is None
+            memory.is_cpu
+            and self._comm.unshared is None
             and self._comm.lost is None
             and (known is None or known.data_ptr() != memory.data_ptr())
         ):

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.autoload import names_mpicoll
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
-from mpicoll.torch import meeting
+from mpicoll.torch import devices, meeting
 from mpicoll.torch.backend import ProcessGroupMpicoll
 from mpicoll.torch.mixed import MixedProcessGroup
 
@@ -25,11 +25,16 @@ Original = Callable[..., Any]
 
 
 def init_process_group(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """With mpicoll or mpi as the backend of any device, rank, size and store come from MPI where nobody gave them."""
+    """With mpicoll or mpi as the backend of any device, rank, size and store come from MPI where nobody gave them, and
+    so does the current CUDA device."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    if names_mpicoll(call.arguments.get("backend")) and not dist.is_initialized():
+    ours = names_mpicoll(call.arguments.get("backend")) and not dist.is_initialized()
+    if ours:
         meeting.complete(call.arguments)
-    return original(*call.args, **call.kwargs)
+    made = original(*call.args, **call.kwargs)
+    if ours:
+        devices.settle(call.arguments.get("device_id"))
+    return made
 
 
 def new_group(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ class MixedProcessGroup(ProcessGroupMpicoll):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), *(torch.device(name) for name in self._others if name != "cpu")]
+        return list(dict.fromkeys([*super()._device_types, *map(torch.device, self._others)]))
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._others.get(device.type, self)

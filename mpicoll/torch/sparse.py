@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives import allgather
 from mpicoll.collectives.arguments import names_rank
 from mpicoll.engine.communicator import Communicator
@@ -14,6 +15,7 @@ from mpicoll.engine.operation import Task, task
 from mpicoll.engine.record import Call
 from mpicoll.errors import DTypeError
 from mpicoll.torch.jobs import op_of
+from mpicoll.torch.tensors import aside, cuda_devices
 
 
 @names_rank
@@ -32,8 +34,23 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
             f"all_reduce: op {op} is not there for sparse tensors of {tensor.dtype}; there are SUM and AVG"
         )
     own = tensor.detach()
+    devices = cuda_devices([own])
+    for one in devices:
+        cuda_device("all_reduce", one, "the tensor")  # raises now where it can't be used
+    streams = [torch.cuda.current_stream(one) for one in devices]
+    produced = [one.record_event() for one in streams]
     # What the exchanges are made of is chosen when they run, perhaps on another thread, but as it is here.
     context = copy_context()
+
+    def run() -> None:
+        with aside(*devices):
+            for event in produced:
+                event.wait()
+            exchange()
+            # It has new memory, which was allocated for this thread's stream and is used on the caller's.
+            for one in streams:
+                own._indices().record_stream(one)
+                own._values().record_stream(one)
 
     def exchange() -> None:
         mine = own.coalesce()
@@ -43,8 +60,8 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
         counts = everyone.tolist()
         indices = mine.indices().t().contiguous()
         values = mine.values().contiguous()
-        all_indices = torch.empty((sum(counts), *indices.shape[1:]), dtype=indices.dtype)
-        all_values = torch.empty((sum(counts), *values.shape[1:]), dtype=values.dtype)
+        all_indices = indices.new_empty((sum(counts), *indices.shape[1:]))
+        all_values = values.new_empty((sum(counts), *values.shape[1:]))
         task(allgather.prepare(comm, indices, counts, all_indices, None))()
         task(allgather.prepare(comm, values, counts, all_values, None))()
         half = own.dtype in (torch.float16, torch.bfloat16)
@@ -58,4 +75,4 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
 
     dtype = str(tensor.dtype).removeprefix("torch.")
     call = Call("all_reduce", None, f"sparse {dtype}", tuple(tensor.shape), op=str(name), algorithm="allgather")
-    return Task(lambda: context.run(exchange), call)
+    return Task(lambda: context.run(run), call)

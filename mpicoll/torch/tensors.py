@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TypeAlias
 
 import torch
@@ -10,7 +11,35 @@ import torch
 from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 Restore: TypeAlias = "Callable[[], None] | None"
-"""What copies results to where the caller wants them; None if they are there already."""
+"""What copies results to where the caller wants them, in whatever thread, and returns when they are there; None if they
+are there already."""
+
+
+def aside(*devices: torch.device) -> AbstractContextManager[None]:
+    """For what torch has to do in another thread than the caller's: inside, its work on the CUDA `devices` goes to the
+    streams of our own work there; it is done when the block is left. Without devices it does nothing.
+
+    In a thread of ours torch's current stream is the default one, where work would stand behind all that the program
+    has queued meanwhile, and where nobody would wait for it who computes on another stream.
+    """
+    return _on_streams(devices) if devices else nullcontext()
+
+
+@contextmanager
+def _on_streams(devices: Sequence[torch.device]) -> Iterator[None]:
+    from mpicoll.buffers.cupy import cuda_device
+
+    with ExitStack() as stack:
+        for one in devices:
+            device = cuda_device(one.index)
+            stack.enter_context(device.working())
+            stack.enter_context(torch.cuda.stream(torch.cuda.ExternalStream(device.stream, one)))
+        yield
+
+
+def cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    """The CUDA devices on which `tensors` lie, each once."""
+    return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))
 
 
 def flat_input(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +55,7 @@ def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Res
     # The private name is the only one under which torch tells this; 1 means that elements are sure to share memory.
     if torch._debug_has_internal_overlap(own) == 1:
         raise ShapeError(f"{operation}: elements of an output share memory (an expanded tensor); pass a copy")
-    filled = torch.empty(own.numel(), dtype=own.dtype)
+    filled = torch.empty(own.numel(), dtype=own.dtype, device=own.device)
     return filled, lambda: _copy(own, filled.view(own.shape))
 
 
@@ -50,7 +79,8 @@ def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torc
     whole = _side_by_side(tensors)
     if whole is not None:
         return whole, None
-    filled = torch.empty(sum(one.numel() for one in tensors), dtype=tensors[0].dtype)
+    first = tensors[0]
+    filled = torch.empty(sum(one.numel() for one in tensors), dtype=first.dtype, device=first.device)
     parts = filled.split([one.numel() for one in tensors])
     targets = [flat_output(operation, one) for one in tensors]
 
@@ -77,20 +107,27 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    # A tensor made in inference mode takes writes in that mode only, which is a property of the thread.
-    with torch.inference_mode(target.is_inference()):
+    # The operation has waited for what the caller's stream had to do with either of them, and is over.
+    with aside(*cuda_devices([target])), torch.inference_mode(target.is_inference()):
+        # A tensor made in inference mode takes writes in that mode only, which is a property of the thread.
         target.copy_(source)
 
 
 def check_plain(operation: str, *tensors: torch.Tensor) -> None:
-    """Raise DTypeError or DeviceError unless all are dense tensors on the CPU."""
+    """Raise DTypeError or DeviceError unless all are dense tensors, on the CPU or on one CUDA device."""
     for one in tensors:
         if one.layout is not torch.strided or one.is_quantized:
             kind = "quantized" if one.is_quantized else one.layout
             raise DTypeError(f"{operation}: takes dense tensors, got a {kind} one; pass to_dense() or dequantize()")
-        if not one.is_cpu:
+        if not one.is_cpu and not one.is_cuda:
             raise DeviceError(
-                f"{operation}: a tensor is on {one.device}; device memory is not supported yet: pass cpu()"
+                f"{operation}: a tensor is on {one.device}; mpicoll takes tensors on the CPU and on CUDA devices: pass"
+                " cpu()"
+            )
+        if one.is_cpu != tensors[0].is_cpu or (one.is_cuda and one.device != tensors[0].device):
+            raise DeviceError(
+                f"{operation}: one tensor is on {tensors[0].device}, another on {one.device}; all tensors of a call"
+                " must be on the same device"
             )
 
 

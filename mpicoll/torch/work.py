@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeAlias
@@ -16,7 +16,7 @@ from mpicoll.engine.poller import poller
 from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
 from mpicoll.errors import CommunicationError, MpicollError
-from mpicoll.torch.tensors import Restore
+from mpicoll.torch.tensors import Restore, aside, cuda_devices
 
 Later: TypeAlias = "Callable[[Callable[[], None]], None]"
 """What runs a callback, at its time and on a thread on which it may wait."""
@@ -32,10 +32,17 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
 
     torch would run them on the thread that completes the future, which is the one that runs the operations; or, if it
     is complete already, at once, so that nobody could tell in which order they come.
+
+    `devices` are those of the CUDA tensors in its value, and of what callbacks do. When it is complete, all work on
+    them is done, so every stream sees it. torch has to know them nonetheless: for callbacks that C++ attaches, whose
+    work torch then puts on streams of its own, for which it lets those wait that wait for the future.
     """
 
-    def __init__(self, later: Later, help_out: Callable[[], object] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, later: Later, help_out: Callable[[], object] | None = None, devices: Sequence[torch.device] = ()
+    ) -> None:
+        super().__init__(devices=list(devices))
+        self._devices = devices
         self._later = later
         self._help_out = help_out
         self._ended = threading.Event()
@@ -49,12 +56,13 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
 
     def then(self, callback: Callable[..., Any]) -> Any:
         """A future of ``callback(self)``, which runs when this future is complete."""
-        result = _Future(self._later)
+        result = _Future(self._later, devices=self._devices)
 
         def call() -> None:
             self._ended.wait()
             try:
-                value = callback(self)
+                with aside(*self._devices):
+                    value = callback(self)
             except BaseException as error:  # noqa: BLE001  whoever waits for the result gets it
                 result.complete(None, error)
             else:
@@ -68,7 +76,8 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
 
         def call() -> None:
             self._ended.wait()
-            callback(self)
+            with aside(*self._devices):
+                callback(self)
 
         self._later(call)
 
@@ -77,19 +86,21 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
         # It holds the work, which holds this future.
         self._help_out = None
         try:
-            if error is None:
-                self.set_result(value)
-            elif isinstance(error, Exception):
-                self._fail(error)
-            else:
-                # torch takes no other kind. An interrupt has reached the thread for which it was meant already.
-                self._fail(CommunicationError(f"the operation was cut short by {error!r}"))
+            # torch records events on the current streams, for which others will wait.
+            with aside(*self._devices):
+                if error is None:
+                    self.set_result(value)
+                elif isinstance(error, Exception):
+                    self._fail(error)
+                else:
+                    # torch takes no other kind. An interrupt has reached the thread for which it was meant already.
+                    self._fail(CommunicationError(f"the operation was cut short by {error!r}"))
         finally:
             self._ended.set()
 
     def _fail(self, error: Exception) -> None:
         # set_exception would hand out the error as the value, in which DistributedDataParallel looks for tensors, finds
-        # none, and crashes.
+        # none, and crashes. (With devices torch looks already here, and takes what that raises for the outcome.)
         self._set_unwrap_func(_raise)
         self.set_result(_Failure(error))
 
@@ -125,6 +136,8 @@ class Work(dist.Work):
     ``wait(timeout)`` (a timedelta; None and zero mean the group's, past which the job is ended) returns True when the
     operation has completed, raises what went wrong, or Timeout, after which it is still pending. A Work that is dropped
     does not stop its operation. ``bound`` is the timeout in seconds of a wait that is given none.
+
+    Of CUDA tensors, too, it waits in the host: what has completed is there for all streams, whichever is current.
     """
 
     def __init__(
@@ -154,6 +167,10 @@ class Work(dist.Work):
         return True
 
     def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As :meth:`wait`: an operation between processes can't be waited for by a stream."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -191,7 +208,7 @@ class Work(dist.Work):
         Callbacks of collectives run one after the other, in the order in which they were attached, and may start
         collectives of their own."""
         if self._future is None:
-            self._future = _Future(self._later, self.wait)
+            self._future = _Future(self._later, self.wait, cuda_devices(self.outputs))
             if isinstance(self.handle, Job):
                 self.handle.when_done(self._complete)
             else:

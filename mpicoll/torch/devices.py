@@ -1,0 +1,28 @@
+"""Which CUDA device a rank works on, where the program does not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpicoll.engine.world import world
+
+
+def settle(device_id: Any = None) -> None:
+    """Let this thread's current CUDA device be `device_id` (a ``torch.device``, or an index) or, if that is None, the
+    one of the rank's number on its node, modulo the number of devices.
+
+    Nothing happens where there is no CUDA, or where it is in use: then the program has chosen already. The choice takes
+    effect when CUDA is first used, so that a program that never does gets no context on a device; a program that calls
+    ``torch.cuda.set_device`` by itself has its own.
+    """
+    if torch.cuda.is_initialized() or not torch.cuda.is_available():
+        return
+    if device_id is None:
+        index = world().local_rank % torch.cuda.device_count()
+    else:
+        index = device_id if isinstance(device_id, int) else device_id.index
+    if index:  # it is 0 by itself
+        # torch.cuda.set_device would make a context at once.
+        torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))
