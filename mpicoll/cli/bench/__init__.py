@@ -22,6 +22,7 @@ Measure collectives: mpicoll's own choice, its other algorithms, and its peers.
   mpicoll bench bcast alltoall      other collectives; all: all of them
   mpicoll bench overlap             how much of a collective is hidden behind computation
   mpicoll bench overhead            what small messages cost in each form of the call
+  mpicoll bench --device cuda       on device memory, from 4 B to 256 MiB, beside gloo
 
 Runs on the ranks that mpirun has started, or starts mpirun itself. Everything is checked against an oracle before it
 is timed; contestants take turns; a time is the median over blocks of calls of the time of the slowest rank.
@@ -30,6 +31,9 @@ is timed; contestants take turns; a time is the median over blocks of calls of t
 _EPILOG = """\
 busbw is as nccl-tests define it. "copy" is one copy of the buffer on every rank at once. gloo and nccl are timed apart
 from the others, at each size. The exit status is 1 if mpicoll gave a wrong result.
+
+On a device, all contestants work on memory of the rank's device and take turns, and each call ends when its result is
+there. Ranks of which several share a device all read and write its memory: copy is the bound for their allreduce.
 """
 
 _ONLY = {
@@ -42,6 +46,8 @@ _ONLY = {
     "draw": ("sweep",),
     "blocks": ("sweep", "overhead"),
     "like": ("sweep", "overlap"),
+    "device": ("sweep",),
+    "array": ("sweep",),
 }
 """Which kind of measurement an option is for, where it is not for all of them."""
 
@@ -58,13 +64,17 @@ def add(commands: Commands) -> None:
     parser.add_argument("what", nargs="*", metavar="COLLECTIVE", help="one or more, or all; see above (allreduce)")
     parser.add_argument("--sizes", metavar="SIZES", help="in bytes: 8-64m (times --factor), or 8,1k,1m")
     parser.add_argument("--factor", type=_at_least_2, default=2, metavar="N", help="from size to size in a range (2)")
-    parser.add_argument("--against", metavar="PEERS", help="of mpi4py, gloo, nccl, copy; none; (mpi4py)")
+    parser.add_argument(
+        "--against", metavar="PEERS", help="of mpi4py, gloo, nccl, copy; none; (mpi4py, on a device gloo,nccl,copy)"
+    )
     parser.add_argument(
         "--algorithms", metavar="NAMES", help="candidates beside mpicoll's own choice; all: all of them"
     )
     parser.add_argument("--dtype", default="float32", help="(float32)")
     parser.add_argument("--op", default="sum", help="sum, avg, prod, min or max (sum)")
     parser.add_argument("--like", choices=("numpy", "torch"), help="what the arrays are (numpy)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the arrays are (cpu)")
+    parser.add_argument("--array", choices=("torch", "cupy"), help="what they are on a device (torch, if it has CUDA)")
     parser.add_argument("--plan", action="store_const", const=True, help="measure mpicoll's ..._init form")
     parser.add_argument(
         "--registered", action="store_const", const=True, help="mpicoll works on arrays of mpicoll.empty"
@@ -117,6 +127,8 @@ def _completed(args: argparse.Namespace) -> dict[str, Any]:
         if given[option] is not None and kind not in kinds:
             raise ArgumentError(f"bench {kind}: --{option} is for {' and '.join(kinds)} only; leave it out")
     sizes = {"sweep": "8-64m", "overlap": "64k,1m,16m", "overhead": "8,1k,64k"}[kind]
+    if given["device"] == "cuda":
+        sizes = "4,64,1k,4k,16k,64k,256k,1m,4m,16m,64m,256m"
     try:
         given["sizes"] = screen.sizes(given["sizes"] or sizes, given.pop("factor"))
     except argparse.ArgumentTypeError as error:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench.task import REDUCTIONS, Case, Kind
+from mpicoll.cli.bench import device
+from mpicoll.cli.bench.task import REDUCTIONS, Case, Kind, wide
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import SetupError
 
@@ -105,41 +106,55 @@ def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestan
     return Contestant(name, prepare, kind, check=check)
 
 
-def copy() -> Contestant:
-    """One copy of the buffer on every rank at once, by which large collectives are judged."""
+def copy(kind: Kind = "numpy") -> Contestant:
+    """One copy of the buffer on every rank at once, by which large collectives are judged: where ranks share a device,
+    its memory has to be read and written as much as an allreduce has to at least."""
 
     def prepare(case: Case) -> Ready:
         if case.task.collective == "barrier":
             raise Unavailable("a barrier moves nothing")
+        if case.on_device is not None:
+            return Ready(*device.copying(case.on_device, case.task.nbytes))
         # Pages that were never written to are all the same memory.
         source, target = np.full(case.task.nbytes, 1, np.uint8), np.full(case.task.nbytes, 2, np.uint8)
         return Ready(partial(np.copyto, target, source), target)
 
-    return Contestant("copy", prepare, check=lambda case, got: None if (got == 1).all() else "nothing was copied")
+    return Contestant("copy", prepare, kind, check=lambda case, got: _not_copied(got))
+
+
+def _not_copied(got: Any) -> str | None:
+    return None if (wide(got) == 1).all() else "nothing was copied"
 
 
 def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool = False) -> Contestant:
     """torch.distributed on a process group of `backend`, in a phase of its own. Collective; see :func:`close`.
 
-    mpicoll and gloo work on CPU tensors, nccl on copies on this rank's device. Raises SetupError, on all ranks, where a
-    node has fewer devices for nccl than ranks.
+    mpicoll and gloo work on the CPU tensors, nccl on copies on this rank's device. Tensors that are on a device stay
+    there: all work on them, in turns with the others, and each call waits for its result. Raises SetupError, on all
+    ranks, where a node has fewer devices for nccl than ranks.
     """
     import torch
     import torch.distributed as dist
 
-    device = _device(torch, comm) if backend == "nccl" else "cpu"
+    place: Any = _device(torch, comm) if backend == "nccl" else "cpu"
+    beside = kind == "cuda torch"
+    if beside:
+        place = torch.device("cuda", torch.cuda.current_device())
     group = _group(dist, backend)
 
     def tensor(array: Any) -> Any:
         if array is None:
             return None
-        return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(device)
+        return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(place)
 
     def prepare(case: Case) -> Ready:
         function, arguments, result = _torch_call(dist, case, tensor(case.x), tensor(case.out))
         keywords = {"async_op": True} if asynchronous else {}
-        return Ready(partial(function, *arguments, group=group, **keywords), result)
+        call = partial(function, *arguments, group=group, **keywords)
+        return Ready(device.synchronised(call, "torch") if beside else call, result)
 
+    if beside:
+        return Contestant(backend, prepare, kind, ours=backend == "mpicoll")
     return Contestant(
         backend,
         prepare,
@@ -147,8 +162,17 @@ def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool
         ours=backend == "mpicoll",
         phase=backend,
         barrier=partial(dist.barrier, group=group),
-        finish=torch.cuda.synchronize if device != "cpu" else None,
+        finish=torch.cuda.synchronize if place != "cpu" else None,
     )
+
+
+def absent(name: str, kind: Kind, why: str) -> Contestant:
+    """One that is not there."""
+
+    def prepare(case: Case) -> Ready:
+        raise Unavailable(why)
+
+    return Contestant(name, prepare, kind)
 
 
 def close() -> None:
@@ -194,10 +218,11 @@ def _torch_call(dist: Any, case: Case, x: Any, out: Any) -> tuple[Callable[..., 
     if task.collective == "scatter":
         return dist.scatter, (out, list(x.chunk(task.ranks)) if root else None, 0), out
     if task.collective == "reduce_scatter":
-        return dist.reduce_scatter_single, (out, x, op), out
+        # The names before torch 2.13 come second.
+        return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, (out, x, op), out
     others: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
         "bcast": (dist.broadcast, (x, 0), x),
-        "allgather": (dist.all_gather_single, (out, x), out),
+        "allgather": (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, (out, x), out),
         "alltoall": (dist.all_to_all_single, (out, x), out),
         "barrier": (dist.barrier, (), None),
     }

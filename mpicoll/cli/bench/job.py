@@ -14,7 +14,7 @@ from typing import Any, cast
 import mpicoll
 from mpicoll import schedules
 from mpicoll.cli import screen
-from mpicoll.cli.bench import contestants, report
+from mpicoll.cli.bench import contestants, device, report
 from mpicoll.cli.bench.contestants import Contestant
 from mpicoll.cli.bench.measure import Point, Team, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
@@ -25,13 +25,17 @@ from mpicoll.errors import ArgumentError, SetupError
 
 PEERS = ("mpi4py", "gloo", "nccl", "copy")
 
+_WAYS = ("ipc", "nccl", "slots", "pieces", "ring")
+"""Candidates on a device unless told otherwise: one of each way that its memory can take."""
+
 _SMALL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall", "barrier")
 """What `bench overhead` measures unless told otherwise."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """What was asked for, checked. `command`, `progress` and `width` tell of the terminal where it was asked."""
+    """What was asked for, checked. `array` is the library of the arrays on a device; None: they are on the host.
+    `command`, `progress` and `width` tell of the terminal where it was asked."""
 
     kind: str
     collectives: tuple[str, ...]
@@ -51,6 +55,7 @@ class Settings:
     json: Path | None
     plot: Path | None
     draw: str
+    array: device.Library | None = None
     command: str = ""
     progress: bool = False
     width: int = 0
@@ -68,15 +73,16 @@ def settings(given: dict[str, Any]) -> Settings:
     _known("collective", collectives, COLLECTIVES)
     _known("dtype", [given["dtype"]], DTYPES)
     _known("op", [given["op"]], OPS)
-    peers = given["against"] or "mpi4py"
-    against = () if peers == "none" else tuple(peers.split(","))
-    _known("peer", against, PEERS)
+    array = _array(given) if given["device"] == "cuda" else None
+    if array is None and given["array"] is not None:
+        raise ArgumentError("bench: --array is for arrays on a device; add --device cuda, or see --like")
+    against = _against(given["against"], array)
     for collective in set(collectives) & set(REDUCTIONS):
         dtype = "float16" if given["dtype"] == "bfloat16" else given["dtype"]
         mpicoll.explain(collective, 8, op=given["op"], dtype=dtype)
     if kind == "overlap":
         _can_overlap(collectives, given["like"])
-    with_torch = {"gloo", "nccl"} & set(against) or given["like"] == "torch" or kind == "overhead"
+    with_torch = {"gloo", "nccl"} & set(against) or "torch" in (given["like"], array) or kind == "overhead"
     if with_torch and find_spec("torch") is None:
         raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
     screen.require_rich()
@@ -93,7 +99,7 @@ def settings(given: dict[str, Any]) -> Settings:
         collectives=collectives,
         sizes=tuple(given["sizes"]),
         against=against,
-        algorithms=_algorithms(given["algorithms"], collectives),
+        algorithms=_algorithms(given["algorithms"] or (array and ",".join(_WAYS)), collectives),
         dtype=given["dtype"],
         op=given["op"],
         like=given["like"] or "numpy",
@@ -107,7 +113,33 @@ def settings(given: dict[str, Any]) -> Settings:
         json=given["json"],
         plot=given["plot"],
         draw=given["draw"] or "time",
+        array=array,
     )
+
+
+def _array(given: dict[str, Any]) -> device.Library:
+    """The library of the arrays on a device."""
+    for option in ("like", "registered"):
+        if given[option] is not None:
+            raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
+    library: device.Library = given["array"] or device.default()
+    if library == "cupy" and given["dtype"] == "bfloat16":
+        raise ArgumentError("bench: cupy's arrays of bfloat16 are not measured; add --array torch")
+    return library
+
+
+def _against(text: str | None, array: device.Library | None) -> tuple[str, ...]:
+    peers = text or {None: "mpi4py", "torch": "gloo,nccl,copy", "cupy": "copy"}[array]
+    against = () if peers == "none" else tuple(peers.split(","))
+    _known("peer", against, PEERS)
+    if array is not None and "mpi4py" in against:
+        raise ArgumentError(
+            "bench: --against mpi4py is for arrays on the host; most MPI libraries end the process when they meet"
+            " memory of a device"
+        )
+    if array == "cupy" and {"gloo", "nccl"} & set(against):
+        raise ArgumentError("bench: gloo and nccl work on tensors; add --array torch, or leave them out")
+    return against
 
 
 def _known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
@@ -143,6 +175,7 @@ def main(rank: int, asked: Settings) -> int:
         raise ArgumentError(f"bench: -np {asked.ranks}, but the launcher has started {comm.size} ranks; leave -np out")
     team = Team(comm)
     try:
+        _to_devices(team, asked)
         {"sweep": _sweep, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
         status = 0
     except (Wrong, SetupError) as error:
@@ -157,12 +190,33 @@ def main(rank: int, asked: Settings) -> int:
     return status
 
 
+def _to_devices(team: Team, asked: Settings) -> None:
+    """Give each rank its device. Raises SetupError on all ranks if one of them has none."""
+    if asked.array is None:
+        return
+    failure = ""
+    try:
+        device.require(asked.array)
+        device.use(team.comm.local_rank)
+    except SetupError as error:
+        failure = str(error)
+    for rank, one in enumerate(team.all(failure)):
+        if one:
+            raise SetupError(f"{one} (rank {rank} of {team.size})")
+
+
+def _kind(asked: Settings) -> Kind:
+    if asked.array is not None:
+        return cast("Kind", f"cuda {asked.array}")
+    return cast("Kind", f"registered {asked.like}") if asked.registered else asked.like
+
+
 def _sweep(team: Team, asked: Settings) -> None:
-    kind = cast("Kind", f"registered {asked.like}") if asked.registered else asked.like
+    kind = _kind(asked)
     form = "_init" if asked.plan else ""
     entered = [contestants.candidate("mpicoll", kind=kind, form=form)]
     entered += [contestants.candidate(one, kind=kind, form=form, algorithm=one) for one in asked.algorithms]
-    entered += [_peer(one, team.comm, asked.like) for one in asked.against]
+    entered += [_peer(one, team.comm, asked.like if asked.array is None else kind) for one in asked.against]
     points = _measured(team, asked, entered)
     first_peer = asked.against[0] if asked.against else None
     _report(team, asked, points, first_peer)
@@ -174,7 +228,15 @@ def _sweep(team: Team, asked: Settings) -> None:
 def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
     if name == "mpi4py":
         return contestants.mpi4py(comm, kind=like)
-    return contestants.copy() if name == "copy" else contestants.of_torch(name, comm, kind=like)
+    if name == "copy":
+        return contestants.copy(like)
+    try:
+        return contestants.of_torch(name, comm, kind=like)
+    except SetupError as error:
+        if like != "cuda torch":
+            raise
+        # It is measured unasked there, wherever it can be.
+        return contestants.absent(name, like, str(error))
 
 
 def _overhead(team: Team, asked: Settings) -> None:
@@ -268,14 +330,16 @@ def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: st
     console = screen.console(asked.width)
     for collective in dict.fromkeys(point.task.collective for point in points):
         chosen = [point for point in points if point.task.collective == collective]
-        console.print(report.table(chosen, first_peer=first_peer, settings=_label(asked)))
+        bound = "copy" if asked.array is not None else None
+        console.print(report.table(chosen, first_peer=first_peer, bound=bound, settings=_label(asked)))
     _write(team, asked, {"points": report.as_json(points)})
 
 
 def _write(team: Team, asked: Settings, measured: dict[str, Any]) -> None:
     if asked.json is not None:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in _public(asked).items()}
-        report.write(asked.json, team.comm, asked.command, plain, measured)
+        told = {} if asked.array is None else device.facts()
+        report.write(asked.json, team.comm, asked.command, plain, told | measured)
 
 
 def _public(asked: Settings) -> dict[str, Any]:
@@ -284,7 +348,7 @@ def _public(asked: Settings) -> dict[str, Any]:
 
 
 def _label(asked: Settings) -> str:
-    words = [asked.dtype, asked.op, asked.like]
+    words = [asked.dtype, asked.op, _kind(asked).removeprefix("registered ")]
     words += [word for word, wanted in (("plan", asked.plan), ("registered", asked.registered)) if wanted]
     return " ".join(words)
 

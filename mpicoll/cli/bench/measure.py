@@ -144,7 +144,7 @@ def _checked(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Re
         if contestant.ours:
             raise
         return Result("wrong", str(error)), None
-    return Result("timed", phase=contestant.phase, takes=_takes(contestant, case.task)), ready
+    return Result("timed", phase=contestant.phase, takes=_takes(contestant, case)), ready
 
 
 def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
@@ -192,13 +192,15 @@ def _first_run(contestant: Contestant, ready: Ready) -> Any:
     return ready.result if value is None else value
 
 
-def _takes(contestant: Contestant, task: Task) -> str:
+def _takes(contestant: Contestant, case: Case) -> str:
     """The algorithm that mpicoll takes by its own choice."""
     if contestant.name != "mpicoll":
         return ""
+    task = case.task
     # numpy may not know bfloat16; both halves are served alike.
     dtype = "float16" if task.dtype == "bfloat16" else task.dtype
-    return str(mpicoll.explain(task.collective, task.nbytes, op=task.op, dtype=dtype).name)
+    like = None if case.on_device is None else case.x
+    return str(mpicoll.explain(task.collective, task.nbytes, op=task.op, dtype=dtype, like=like).name)
 
 
 def _time(

@@ -25,18 +25,23 @@ _STATES = {"wrong": "wrong", "absent": "-"}
 """What stands in the place of a time."""
 
 
-def table(points: Sequence[Point], *, first_peer: str | None, settings: str) -> Group:
-    """The points of one collective: sizes down, contestants across; ratios are to `first_peer`."""
+def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None) -> Group:
+    """The points of one collective: sizes down, contestants across; ratios are to `first_peer`, and those of
+    mpicoll's own choice also to `bound`."""
     task = points[0].task
     # What a contestant doesn't have at any size is said below.
     names = [name for name in points[0].results if any(point.results[name].state != "absent" for point in points)]
     if first_peer not in names:
         first_peer = None
+    if bound not in names or bound == first_peer:
+        bound = None
     columns = ["size"]
     for name in names:
         columns.append(name)
         if first_peer not in (None, name):
             columns.append(f"/ {first_peer}")
+        if bound is not None and name == "mpicoll":
+            columns.append(f"/ {bound}")
         if task.nbytes:
             columns.append("GB/s")
         if any(point.results[name].takes for point in points):
@@ -44,9 +49,9 @@ def table(points: Sequence[Point], *, first_peer: str | None, settings: str) -> 
     rows = []
     for point in points:
         row = [screen.nbytes(point.task.nbytes)]
-        reference = None if first_peer is None else point.results[first_peer]
         for name in names:
-            row += _cells(point, name, None if name == first_peer else reference)
+            others = [one for one in (first_peer, bound if name == "mpicoll" else None) if one not in (None, name)]
+            row += _cells(point, name, [point.results[one] for one in others])
             if "takes" in columns and any(one.results[name].takes for one in points):
                 row.append(point.results[name].takes)
         rows.append(row)
@@ -78,12 +83,12 @@ def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> Group:
     return screen.table(what, ["", *points[0].results], rows, caption="\n".join(_notes(points)) or None)
 
 
-def _cells(point: Point, name: str, reference: Result | None) -> list[str]:
-    """Time, ratio to the `reference` if there is one, and busbw."""
+def _cells(point: Point, name: str, references: Sequence[Result]) -> list[str]:
+    """Time, ratio to each of the `references`, and busbw."""
     result = point.results[name]
     done = result.state == "timed"
     cells = [screen.seconds(result.median) if done else _STATES[result.state]]
-    if reference is not None:
+    for reference in references:
         both = done and reference.state == "timed"
         cells.append(f"{result.median / reference.median:.2f}" if both else "")
     if point.task.nbytes:

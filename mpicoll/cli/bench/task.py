@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 import mpicoll
+from mpicoll.cli.bench import device
 from mpicoll.errors import SetupError
 
 Wide: TypeAlias = npt.NDArray[Any]
@@ -25,7 +26,7 @@ Wide: TypeAlias = npt.NDArray[Any]
 Part: TypeAlias = tuple[int, int, int, Wide, Wide]
 """A stretch of an array: start, elements, offset in the pattern, pattern, and how far off the values may be."""
 
-Kind: TypeAlias = Literal["numpy", "torch", "registered numpy", "registered torch"]
+Kind: TypeAlias = Literal["numpy", "torch", "registered numpy", "registered torch", "cuda torch", "cuda cupy"]
 
 COLLECTIVES = (
     "allreduce",
@@ -226,18 +227,20 @@ def bus_factor(collective: str, ranks: int) -> float:
 def wide(array: Any) -> Wide:
     """An array or tensor of any dtype, copied to what the oracle computes in."""
     if isinstance(array, np.ndarray):
-        kind = array.dtype.kind
-        return array.astype({"c": np.complex128, "i": np.int64, "u": np.int64}.get(kind, np.float64))
-    import torch
-
-    to = torch.complex128 if array.is_complex() else torch.float64 if array.is_floating_point() else torch.int64
-    copied: Wide = array.to(to).cpu().numpy()
+        return array.astype(_wide_dtype(array.dtype.name))
+    name = str(array.dtype).removeprefix("torch.")
+    library: device.Library = "cupy" if hasattr(array.dtype, "kind") else "torch"
+    copied: Wide = device.arrays(library).on_host(array, _wide_dtype(name))
     return copied
+
+
+def _wide_dtype(name: str) -> str:
+    return "complex128" if name.startswith("complex") else "int64" if "int" in name else "float64"
 
 
 class Case:
     """The arrays of one rank for a task. `out` is None where the rank gets nothing. Registered arrays are made by all
-    ranks together."""
+    ranks together, those of CUDA on this process' device."""
 
     def __init__(self, task: Task, rank: int, kind: Kind) -> None:
         self.task = task
@@ -252,11 +255,19 @@ class Case:
     def reset(self) -> None:
         """Fill in the input; the output holds nothing of use afterwards."""
         if self.out is not None:
-            self.out[:] = 0
+            self._fill(self.out, np.zeros(self.task.got(self.rank)))
         if not self.task.in_place or self.rank == 0:
             self._fill(self.x, tiled(self.task.pattern(self.rank), 0, self.task.given(self.rank)))
 
+    @property
+    def on_device(self) -> device.Library | None:
+        """Whose arrays on a device these are, if they are."""
+        where, _, library = self.kind.partition(" ")
+        return cast("device.Library", library) if where == "cuda" else None
+
     def _array(self, count: int) -> Any:
+        if self.on_device is not None:
+            return device.arrays(self.on_device).zeros(count, self.task.dtype)
         like: Literal["numpy", "torch"] = "torch" if self.kind.endswith("torch") else "numpy"
         dtype: Any
         if like == "torch":
@@ -272,6 +283,8 @@ class Case:
     def _fill(self, array: Any, values: Wide) -> None:
         if isinstance(array, np.ndarray):
             array[:] = values
+        elif self.on_device is not None:
+            device.arrays(self.on_device).fill(array, values)
         else:
             import torch
 

