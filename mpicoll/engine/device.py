@@ -55,7 +55,6 @@ class Devices:
         self._transport: Transport = comm.transport
         self._arena: Callable[[], Arena | None] = comm.arena
         self._size, self._prober, self._several = comm.size, comm.local_rank == 0, comm.num_nodes > 1
-        self._unshared = comm.unshared
         self._met = False
         # Why there is no such way; what isn't known before the ranks have met is hoped for.
         self._ipc = comm.unshared

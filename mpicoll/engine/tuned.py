@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 import warnings
 from contextlib import suppress
 from functools import lru_cache
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicoll import kept
 from mpicoll.config import config
 from mpicoll.engine.model import TYPICAL, UNTUNED, Costs, Link, Rule, Rules, Shape, Table
 from mpicoll.engine.select import KINDS, parse, text_of
@@ -39,11 +39,7 @@ class Unreadable(Exception):
 
 def default_path() -> Path | None:
     """Where the table is unless MPICOLL_TUNED says otherwise; None where there is no home directory."""
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(cache) / "mpicoll" / "tuned.json"
+    return kept.place("tuned.json")
 
 
 @lru_cache(maxsize=1)
@@ -263,18 +259,9 @@ def write(path: Path, new: dict[str, Any]) -> None:
     written."""
     entries = merged(existing(path), new)
     content = json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1)
-    draft = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            draft = Path(file.name)
-            file.write(content + "\n")
-        draft.replace(path)
+        kept.replace(path, content + "\n")
     except OSError as error:
-        if draft is not None:
-            draft.unlink(missing_ok=True)
         raise SetupError(f"tune: {path} can't be written: {error.strerror}; pass another place by --output") from error
 
 

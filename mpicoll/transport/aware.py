@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from pathlib import Path
 from time import strftime
 from typing import Any
 
+from mpicoll import kept
 from mpicoll.config import CUDA_AWARE, config
 from mpicoll.transport import launcher
 
@@ -213,11 +213,7 @@ def told_by(output: str) -> Iterator[dict[str, Any]]:
 
 def cache() -> Path | None:
     """The file in which verdicts are kept; None where there is no home directory."""
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(home) / "mpicoll" / "cuda-aware.json"
+    return kept.place("cuda-aware.json")
 
 
 def _entries() -> list[dict[str, Any]]:
@@ -263,17 +259,8 @@ def _write(entry: dict[str, Any]) -> str:
         return "kept nowhere, as there is no home directory"
     others = [one for one in _entries() if _of(one) != _of(entry)]
     entries = [*others[1 - _ENTRIES :], entry]
-    draft = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            draft = Path(file.name)
-            file.write(json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1) + "\n")
-        draft.replace(path)
+        kept.replace(path, json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1) + "\n")
     except OSError as error:
-        if draft is not None:
-            draft.unlink(missing_ok=True)
         return f"but {path} can't be written: {error.strerror}"
     return f"kept in {path}"
