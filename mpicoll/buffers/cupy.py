@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache, reduce
+from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -198,8 +198,10 @@ class CudaDevice:
         self.kind = "cuda"
         self.name = f"{self.kind}:{index}"
         # The bus tells GPUs of a machine apart, cupy's UUID (which may be cut off) the parts that a GPU was divided in.
-        uuid = bytes(runtime.getDeviceProperties(index)["uuid"]).hex()
+        properties = runtime.getDeviceProperties(index)
+        uuid = bytes(properties["uuid"]).hex()
         self.identity = f"{_machine()}/{cupy.cuda.Device(index).pci_bus_id}/{uuid}"
+        self.model = bytes(properties["name"]).decode()
         self._lanes = threading.local()
         self._idle: deque[Any] = deque()
         self._pinned = _PinnedPool()
@@ -644,12 +646,12 @@ def _handle(index: int, base: int, number: int) -> bytes:
 
 def _process() -> str:
     """What this process is called among all processes; numbers of processes are used again, and in every container."""
-    return _name_of(os.getpid())
+    # A child of fork is another process. Threads may ask at once, and have to be told the same.
+    process = os.getpid()
+    return _names.get(process) or _names.setdefault(process, secrets.token_hex(16))
 
 
-@cache
-def _name_of(process: int) -> str:
-    return secrets.token_hex(16)
+_names: dict[int, str] = {}
 
 
 def _machine() -> str:
@@ -711,7 +713,7 @@ def facts() -> list[dict[str, Any]]:
         found.append(
             {
                 "index": index,
-                "name": bytes(properties["name"]).decode(),
+                "name": cuda_device(index).model,
                 "identity": cuda_device(index).identity,
                 "bus": str(cupy.cuda.Device(index).pci_bus_id),
                 "capability": f"{properties['major']}.{properties['minor']}",

@@ -221,10 +221,12 @@ class Peers:
         key = rank, number, begin, count, dtype
         found = self._views.get(key)
         if found is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            memory = self._memory(rank, number)
-            found = self._views[key] = memory[begin : begin + count * dtype.itemsize].view(dtype)
+            # Whoever closes it meanwhile must find the view, which would keep it open.
+            with _opening:
+                if len(self._views) >= _VIEWS:
+                    self._views.clear()
+                memory = self._memory(rank, number)
+                found = self._views[key] = memory[begin : begin + count * dtype.itemsize].view(dtype)
         self._used.append(found)
         return found
 
@@ -242,11 +244,9 @@ class Peers:
 
     def _memory(self, rank: int, number: int) -> DeviceArray:
         allocation = self._others[rank][number]
-        memory = allocation.memory
-        if memory is None:
-            with _opening:
-                memory = allocation.memory = self._open(allocation.export)
-        return memory
+        if allocation.memory is None:
+            allocation.memory = self._open(allocation.export)
+        return allocation.memory
 
     def _open(self, export: Export) -> DeviceArray:
         """The system may refuse to open what lies where something is open that its owner has freed."""

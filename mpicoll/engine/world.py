@@ -29,7 +29,7 @@ from mpicoll.engine.ending import (
 )
 from mpicoll.engine.record import Call, Group
 from mpicoll.engine.watch import Watch
-from mpicoll.errors import CommunicatorError, MpicollError, RankError, SetupError
+from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import local, probe
 from mpicoll.transport.base import Transport
 from mpicoll.transport.lifeline import Lifeline
@@ -282,8 +282,9 @@ def run_local(
     :mod:`mpicoll.transport.local`); `ranks_per_node` consecutive ranks count as one node; a rank that waits longer than
     `timeout` seconds gets Timeout.
 
-    If ranks fail, the exception of the one that failed first is raised; a killed rank's result is None. A rank that is
-    done, fails or is killed is gone for the others, whose waits for it raise RankFailed.
+    If ranks fail, the exception of the one that failed first is raised, of those that do not only tell of another's
+    failure, if there are any; a killed rank's result is None. A rank that is done, fails or is killed is gone for the
+    others, whose waits for it raise RankFailed.
     """
     if size < 1:
         raise RankError(f"run_local: size must be at least 1, got {size}")
@@ -328,7 +329,7 @@ def run_local(
         worlds.sort(key=lambda comm: comm.rank)
         notes.warn(comm for one in worlds for comm in one.family.members())
     if failures:
-        rank, error = failures[0]
+        rank, error = min(failures, key=lambda failure: type(failure[1]) in (CommunicationError, RankFailed))
         if sys.version_info >= (3, 11):
             error.add_note(f"raised on rank {rank} of {size}")
         raise error

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -726,6 +727,22 @@ def test_the_name_of_a_process(on: Any, module: Any, monkeypatch: pytest.MonkeyP
     assert str(os.getpid()) != name
     monkeypatch.setattr(os, "getpid", lambda: -1)  # as after a fork
     assert module._process() != name
+
+
+def test_threads_that_ask_at_once_are_told_the_same_name(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that is a thread would take memory of its own process for another's."""
+    together = threading.Barrier(3, timeout=20)
+    draw = module.secrets.token_hex
+
+    def token_hex(size: int) -> str:
+        together.wait()
+        return str(draw(size))
+
+    monkeypatch.setattr(module.secrets, "token_hex", token_hex)
+    monkeypatch.setattr(os, "getpid", lambda: -2)
+    with ThreadPoolExecutor(3) as pool:
+        names = {one.result() for one in [pool.submit(module._process) for _ in range(3)]}
+    assert len(names) == 1
 
 
 def test_memory_of_another_device_of_this_process(

@@ -65,6 +65,27 @@ def test_the_first_failure_is_raised_and_says_where() -> None:
         assert caught.value.__notes__ == ["raised on rank 1 of 3"]
 
 
+def test_the_cause_is_raised_rather_than_what_it_did_to_others() -> None:
+    """Whichever rank is the first to end: here the others fail in the operation, and one goes on for a while."""
+
+    def body() -> None:
+        rank = mpicoll.world().rank
+
+        def add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            if rank == 1:
+                raise ValueError("no such sum")
+            return a + b
+
+        try:
+            mpicoll.allreduce(np.ones(1000), add, algorithm="slots")
+        except ValueError:
+            time.sleep(0.3)
+            raise
+
+    with pytest.raises(ValueError, match="no such sum"):
+        mpicoll.run_local(body, 3)
+
+
 def test_a_failure_beside_a_background_operation_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
     def main() -> None:
         if mpicoll.world().rank == 0:
