@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What only a machine with NVIDIA GPUs can show: ci/gpu.sh
-# One part of it:                                ci/gpu.sh install|doctor|tests|bench [RANKS...] [FILE.json]
-# RANKS are numbers of ranks for tests (1: one process) and bench; FILE.json is what bench writes (gpu-bench.json).
+# One part of it:                                ci/gpu.sh install|doctor|tests|bench|tune [RANKS...] [FILE.json]
+# RANKS are numbers of ranks for tests (1: one process), bench and tune; FILE.json is what bench writes
+# (gpu-bench.json). The table that tune makes is only looked at.
 #
 # Makes .venv-gpu first, if it is absent, with the packages of the python that is there (torch, cupy, ...): PYTHON names
 # it (default: python3). What is missing comes from the folder of wheels MPICOLL_WHEELS (default: ./wheels or ./.whl), if
@@ -12,11 +13,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: $0 [install|doctor|tests|bench] [RANKS...] [FILE.json]"
+usage="usage: $0 [install|doctor|tests|bench|tune] [RANKS...] [FILE.json]"
 only=all file=gpu-bench.json ranks=
 for word in "$@"; do
     case $word in
-        install | doctor | tests | bench) [[ $only == all ]] || { echo "$usage" >&2; exit 2; }; only=$word ;;
+        install | doctor | tests | bench | tune) [[ $only == all ]] || { echo "$usage" >&2; exit 2; }; only=$word ;;
         *.json) file=$word ;;
         *) [[ $word =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; }; ranks+=" $word" ;;
     esac
@@ -148,6 +149,12 @@ if wanted bench; then
         bench others "$np" 60 bcast allgather reduce_scatter alltoall --sizes 4k,1m,64m --seconds 0.4
     done
     check json 20 python ci/gpu.py join "$file" "$results"/*.json
+fi
+if wanted tune; then
+    for np in ${ranks:-2 4}; do
+        check "tune-$np" 240 mpirun -np "$np" python -m mpicoll tune allreduce bcast allgather --device cuda \
+            --sizes 8,4k,64k,1m,16m --seconds 0.1 --dry-run --check
+    done
 fi
 
 sum_up

@@ -53,7 +53,7 @@ class Device(Protocol):
     """A device whose memory the host can't reach, as this process sees it. Safe for several threads.
 
     `name` is what a caller calls it (``cuda:0``), `kind` its first part (``cuda``), `identity` names it among all
-    devices of all nodes.
+    devices of all nodes, `model` is what its maker calls all that are alike.
     """
 
     @property
@@ -62,6 +62,8 @@ class Device(Protocol):
     def kind(self) -> str: ...
     @property
     def identity(self) -> str: ...
+    @property
+    def model(self) -> str: ...
     @property
     def stream(self) -> int:
         """The stream of this thread's work, as libraries of its kind take it."""

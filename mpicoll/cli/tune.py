@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mpicoll.cli import ranks, screen
 
 if TYPE_CHECKING:
+    from mpicoll.cli.bench.device import Library
     from mpicoll.cli.bench.measure import Team
-    from mpicoll.cli.bench.task import Task
+    from mpicoll.cli.bench.task import Kind, Task
     from mpicoll.engine.model import Table
     from mpicoll.engine.select import Problem
 
@@ -27,6 +28,7 @@ number of ranks and nodes. Later runs on such machines, with this MPI library, g
   mpicoll tune                        all collectives on 2 ranks
   mpicoll tune allreduce -np 2,4      one collective, on 2 ranks and then on 4
   mpirun -np 8 mpicoll tune           on the ranks that are there
+  mpicoll tune --device cuda -np 4    for data on devices such as these, shared by as many ranks
 
 What was measured before for other collectives, sizes and shapes stays in the table.
 """
@@ -84,6 +86,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--dtypes", default="float32", metavar="NAMES", help="one of each class to tune for, such as float32,bfloat16"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the arrays are (cpu)")
+    parser.add_argument("--array", choices=("torch", "cupy"), help="what they are on a device (torch, if it has CUDA)")
     parser.add_argument("-np", metavar="N", help="ranks to start, where mpirun has not started any: 2 or 2,4,8 (2)")
     parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="to spend on each size (0.2)")
     parser.add_argument("--blocks", type=int, metavar="N", help="time exactly so many blocks, whatever it takes")
@@ -101,6 +105,7 @@ class _Asked:
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
+    array: Library | None
     seconds: float
     blocks: int | None
     output: Path | None
@@ -131,9 +136,8 @@ def run(args: argparse.Namespace) -> int:
         if 1 in sizes:
             raise ArgumentError("tune: a single rank has nothing to choose; pass -np 2 or more")
         asked.width = screen.terminal_width()
-        for size in sizes or (2,):
-            ranks.start(_job, (asked, (size,)), size, args.limit)
-    return 0
+        jobs = [max(ranks.start(_job, (asked, (size,)), size, args.limit)) for size in sizes or (2,)]
+    return int(max(jobs))
 
 
 def _checked(args: argparse.Namespace) -> _Asked:
@@ -141,17 +145,22 @@ def _checked(args: argparse.Namespace) -> _Asked:
     import sys
     from importlib.util import find_spec
 
+    from mpicoll.cli.bench import device
     from mpicoll.cli.bench.task import COLLECTIVES, DTYPES
     from mpicoll.engine import tuned
     from mpicoll.errors import ArgumentError, SetupError
 
     screen.require_rich()
-    collectives = COLLECTIVES if args.collectives in ([], ["all"]) else tuple(args.collectives)
     dtypes = tuple(args.dtypes.split(","))
-    for what, names, known in (("collective", collectives, COLLECTIVES), ("dtype", dtypes, DTYPES)):
+    array = device.wanted("tune", args.device, args.array, dtypes)
+    # A barrier has no data.
+    every = COLLECTIVES if array is None else tuple(name for name in COLLECTIVES if name != "barrier")
+    collectives = every if args.collectives in ([], ["all"]) else tuple(args.collectives)
+    for what, names, known in (("collective", collectives, every), ("dtype", dtypes, DTYPES)):
         for name in names:
             if name not in known:
-                raise ArgumentError(f"tune: no {what} {name!r}; there are {', '.join(known)}")
+                place = " on a device" if name in COLLECTIVES else ""
+                raise ArgumentError(f"tune: no {what} {name!r}{place}; there are {', '.join(known)}")
     if "bfloat16" in dtypes and find_spec("torch") is None and find_spec("ml_dtypes") is None:
         raise SetupError("tune: bfloat16 needs torch or ml_dtypes, and neither is installed; leave it out of --dtypes")
     for option, number, least in (("factor", args.factor, 2), ("blocks", args.blocks or 1, 1)):
@@ -171,7 +180,9 @@ def _checked(args: argparse.Namespace) -> _Asked:
         if output is None:
             raise SetupError("tune: there is no home directory to write to; pass --output")
         output = output.absolute()
-    return _Asked(collectives, sizes, dtypes, args.seconds, args.blocks, output, bool(args.check), sys.stderr.isatty())
+    return _Asked(
+        collectives, sizes, dtypes, array, args.seconds, args.blocks, output, bool(args.check), sys.stderr.isatty()
+    )
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:
@@ -211,15 +222,30 @@ class _Point:
     def good(self, name: str) -> float:
         return min(self.medians.values()) / self.medians[name]
 
+    @property
+    def tuned_as(self) -> str:
+        from mpicoll.engine.select import tuned_as
+
+        name = tuned_as(self.problem)
+        assert name is not None  # the ranks have met on their devices
+        return name
+
+    @property
+    def where(self) -> str:
+        """On what it was measured."""
+        device, shape = self.problem.device, self.problem.site.shape
+        return str(shape) if device is None else f"{device.models}, {shape}"
+
 
 def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
     """What every rank runs. `rank` is what :func:`mpicoll.spawn` passes, and not needed. Collective."""
     from datetime import datetime, timezone
 
+    from mpicoll.cli.bench import device
     from mpicoll.cli.bench.measure import Team
     from mpicoll.engine import tuned
     from mpicoll.engine.world import world
-    from mpicoll.errors import ArgumentError
+    from mpicoll.errors import ArgumentError, SetupError
 
     comm = world()
     if ranks not in ((), (comm.size,)):
@@ -227,6 +253,13 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
     if comm.size == 1:
         raise ArgumentError("tune: a single rank has nothing to choose; start 2 or more")
     team = Team(comm)
+    try:
+        device.give(team, asked.array)
+    except SetupError as error:
+        team.tell(error)
+        # Ranks that exit with a status end the job, before rank 0 has said why.
+        team.barrier()
+        return 2
     groups = _groups(team, asked)
     entries: list[dict[str, Any]] = []
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -235,7 +268,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
         for points in groups:
             _tune(team, points, asked, step)
             rules = ((points[0].task.collective, tuple(_rules(points))),)
-            entry = tuned.entry_of(_library(), comm.site.shape, {points[0].problem.kind: rules}, costs, now)
+            entry = tuned.entry_of(_library(), comm.site.shape, {points[0].tuned_as: rules}, costs, now)
             entries = tuned.merged(entries, entry)
             if team.rank == 0 and asked.output is not None:
                 tuned.write(asked.output, entry)  # each at once: who ends this early keeps what there is
@@ -261,6 +294,7 @@ def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
     from mpicoll.collectives.explain import problem_of
     from mpicoll.engine.select import choose
 
+    like = None if asked.array is None else _met(asked.array)
     groups: dict[tuple[str, str], dict[int, _Point]] = {}
     for collective in asked.collectives:
         for dtype in asked.dtypes if collective in REDUCTIONS else asked.dtypes[:1]:
@@ -268,10 +302,27 @@ def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
             known = "float16" if dtype == "bfloat16" else dtype
             for size in asked.sizes:
                 task = Task(collective, size, dtype, "sum", team.size)
-                problem = problem_of(collective, task.nbytes, "sum", known, 0, None, team.comm)
+                problem = problem_of(collective, task.nbytes, "sum", known, 0, None, team.comm, like)
                 points = groups.setdefault((collective, problem.kind), {})
                 points.setdefault(task.nbytes, _Point(task, problem, choose(problem, None).name))
     return [list(points.values()) for points in groups.values()]
+
+
+def _met(library: Library) -> Any:
+    """An array on this rank's device, when the ranks have found out what they can do there. Collective."""
+    from contextlib import suppress
+
+    import mpicoll
+    from mpicoll.cli.bench import device
+    from mpicoll.engine.select import NCCL
+    from mpicoll.errors import AlgorithmError
+
+    x = device.arrays(library).zeros(1, "float32")
+    mpicoll.allreduce(x)
+    # Whether there is NCCL shows when it is first used, on all ranks alike.
+    with suppress(AlgorithmError):
+        mpicoll.allreduce(x, algorithm=NCCL)
+    return x
 
 
 def _candidates(point: _Point, size: int) -> list[str]:
@@ -357,7 +408,7 @@ def _measure(
     from mpicoll.cli.bench.measure import timed
     from mpicoll.cli.bench.task import Case
 
-    case = Case(task, team.rank, "torch" if task.dtype == "bfloat16" and _has_torch() else "numpy")
+    case = Case(task, team.rank, _kind(task, asked.array))
     calls = {name: candidate(name, kind=case.kind, algorithm=name).prepare(case).call for name in names}
     looks = {name: _look(team, call) for name, call in calls.items()}
     limit = _HOPELESS * min(looks.values())
@@ -380,10 +431,13 @@ def _measure(
     return looks, {name: float(np.median(team.slowest(times))) for name, times in own.items()}
 
 
-def _has_torch() -> bool:
+def _kind(task: Task, array: Library | None) -> Kind:
+    """What the arrays are."""
     from importlib.util import find_spec
 
-    return find_spec("torch") is not None
+    if array is not None:
+        return "cuda torch" if array == "torch" else "cuda cupy"
+    return "torch" if task.dtype == "bfloat16" and find_spec("torch") is not None else "numpy"
 
 
 def _look(team: Team, call: Callable[[], Any]) -> float:
@@ -474,7 +528,7 @@ def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table:
             f" tuned: {_below(tuned_good, 0.95)} of {len(rows)}; below 85 % untuned: {_below(untuned_good, 0.85)}"
         )
         columns = ("measured anew", "best", "tuned", "good", "untuned", "good")
-        screen.console(asked.width).print(screen.table(f"check, {here.shape}", columns, rows, caption=caption))
+        screen.console(asked.width).print(screen.table(f"check, {groups[0][0].where}", columns, rows, caption=caption))
 
 
 def _report(asked: _Asked, groups: Sequence[Sequence[_Point]], rules: Sequence[str]) -> None:
@@ -494,7 +548,7 @@ def _report(asked: _Asked, groups: Sequence[Sequence[_Point]], rules: Sequence[s
         first = points[0]
         what = first.task.dtype if first.problem.kind != "moved" else "any dtype"
         caption = f"untuned, geometric mean: {_percent(_mean([point.good(point.untuned) for point in points]))} good"
-        title = f"{first.task.collective}, {what}, {first.problem.site.shape}: median time per call"
+        title = f"{first.task.collective}, {what}, {first.where}: median time per call"
         console.print(screen.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
     for line in rules:
         console.print(line, soft_wrap=True, markup=False)

@@ -11,6 +11,7 @@ page-locked memory in pieces: while one is exchanged, the one before it is copie
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import replace
@@ -60,6 +61,7 @@ class Devices:
         self._ipc = comm.unshared
         self._nccl = "there is a single rank" if comm.size == 1 else None
         self._aware: frozenset[str] = frozenset(aware.CLASSES)
+        self._models: str | None = None
         self.peers: ipc.Peers | None = None
         self._native: nccl.Nccl | None = None
         self._page_locked: Arena | None = None
@@ -75,13 +77,15 @@ class Devices:
             if lacking
             else None,
             host=f"op {reduction.name} wants arrays on the device" if unnamed and reduction is not None else None,
+            models=self._models,
         )
 
     def meet(self) -> None:
         """Collective at first use: find out what there is."""
         if self._met:
             return
-        told: dict[str, Any] = {"device": self.device.identity, "name": self.device.name}
+        mine = self.device
+        told: dict[str, Any] = {"device": mine.identity, "name": mine.name, "model": mine.model}
         failure: MpicollError | None = None
         try:
             # To try takes seconds, and matters only where messages leave the node.
@@ -105,6 +109,8 @@ class Devices:
             else:
                 self.peers = ipc.Peers(self._transport, arena, self.device)
                 self._ipc = self.peers.check()
+        shared = max(Counter(one["device"] for one in all_told).values())
+        self._models = " and ".join(sorted({one["model"] for one in all_told})) + f" shared by {shared}" * (shared > 1)
         if self._nccl is None:
             first: dict[str, int] = {}
             for rank, one in enumerate(all_told):
@@ -172,30 +178,40 @@ def reach(comm: Communicator, device: Device, collective: str, reduction: Reduct
     return devices(comm, device).reach(collective, reduction)
 
 
-def body(operation: Operation, device: Device, chosen: Callable[[Choice], None]) -> Callable[[], None]:
-    """What carries out `operation`, as often as it is called, in its turn. `chosen` is told by which algorithm."""
-    # Whatever thread runs it must choose what all others do.
-    context = copy_context()
+def body(operation: Operation, device: Device, tell: Callable[[Choice], None]) -> Callable[[], None]:
+    """What carries out `operation`, as often as it is called, in its turn. It says by which algorithm by `tell`."""
+    choose_now = chooser(operation, device, tell)
 
     def run() -> None:
-        comm, problem = operation.comm, operation.problem
-        mine = devices(comm, device)
-        mine.meet()
-
-        def pick() -> Choice:
-            # Pairs are joined on the host, and are no matter of devices then.
-            ways = None if problem.device is None else mine.reach(problem.collective, operation.reduction)
-            choice = context.copy().run(choose, replace(problem, device=ways, lost=comm.lost), operation.algorithm)
-            chosen(choice)
-            return choice
-
-        choice = pick()
-        if choice.name == NCCL and mine.nccl() is None:
-            choice = pick()
+        choice = choose_now()
         with device.working(operation.after):
-            _carry_out(operation, choice, mine)
+            _carry_out(operation, choice, devices(operation.comm, device))
 
     return run
+
+
+def chooser(operation: Operation, device: Device, tell: Callable[[Choice], None]) -> Callable[[], Choice]:
+    """What chooses the algorithm for `operation`, collectively and in its turn, when the ranks have found out what
+    there is. Each choice is said by `tell` before anything is done for it."""
+    # Whatever thread calls it must choose what all others do.
+    context = copy_context()
+    comm, problem = operation.comm, operation.problem
+
+    def look() -> Choice:
+        mine = devices(comm, device)
+        # Pairs are joined on the host, and are no matter of devices then.
+        ways = None if problem.device is None else mine.reach(problem.collective, operation.reduction)
+        choice = context.copy().run(choose, replace(problem, device=ways, lost=comm.lost), operation.algorithm)
+        tell(choice)
+        return choice
+
+    def choose_now() -> Choice:
+        mine = devices(comm, device)
+        mine.meet()
+        choice = look()
+        return look() if choice.name == NCCL and mine.nccl() is None else choice
+
+    return choose_now
 
 
 def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:

@@ -25,8 +25,8 @@ from mpicoll.buffers.ops import Fold, Reduction
 from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, cut, extents
-from mpicoll.engine.operation import Flat, Operation, carrier
-from mpicoll.engine.select import Problem, choose
+from mpicoll.engine.operation import Flat, Operation, carrier, chosen
+from mpicoll.engine.select import Problem
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
 
@@ -135,7 +135,7 @@ class _Phases:
             reduction=reduction,
             on=device,
         )
-        self._steps.append((carrier(operation, choose(problem, None)), True))
+        self._steps.append((carrier(operation, chosen(operation)), True))
 
 
 @lru_cache(maxsize=64)

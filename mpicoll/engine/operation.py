@@ -125,26 +125,33 @@ def start(operation: Operation) -> Request:
 def task(operation: Operation) -> Task:
     """What carries out `operation`."""
     operation.called()
-    choice = choose(operation.problem, operation.algorithm)
+    choice = chosen(operation)
     call = call_of(operation, choice)
     return Task(carrier(operation, choice, call), call, operation)
 
 
-def carrier(operation: Operation, choice: Choice, call: Call | None = None) -> Callable[[], None]:
-    """What carries out `operation`, as often as it is called, and tells in `call` by which algorithm: by `choice`, but
-    for data on a device, where it shows only then what there is."""
-    if operation.on is None:
-        return body_of(operation, choice)
+def chosen(operation: Operation) -> Choice | None:
+    """The algorithm for `operation`; None for data on a device, where it is chosen when it is carried out: only then
+    the ranks know what there is."""
+    return choose(operation.problem, operation.algorithm) if operation.on is None else None
 
-    def chosen(choice: Choice) -> None:
+
+def carrier(operation: Operation, choice: Choice | None, call: Call | None = None) -> Callable[[], None]:
+    """What carries out `operation` by the algorithm that was :func:`chosen`, as often as it is called. If that was
+    none, `call` is told then by which."""
+    if choice is not None:
+        return body_of(operation, choice)
+    assert operation.on is not None
+
+    def tell(choice: Choice) -> None:
         if call is not None:
             call.algorithm = choice.name
 
-    return devices.body(operation, operation.on, chosen)
+    return devices.body(operation, operation.on, tell)
 
 
-def call_of(operation: Operation, choice: Choice) -> Call:
-    """`operation`, carried out by `choice`, to those who look at it from outside."""
+def call_of(operation: Operation, choice: Choice | None) -> Call:
+    """`operation`, carried out by the algorithm that was :func:`chosen`, to those who look at it from outside."""
     problem, block, reduction = operation.problem, operation.block, operation.reduction
     return Call(
         problem.collective,
@@ -155,8 +162,7 @@ def call_of(operation: Operation, choice: Choice) -> Call:
         root=problem.root if problem.collective in ROOTED else None,
         counts=operation.counts,
         arrivals=operation.arrivals,
-        # On a device that shows when it is carried out.
-        algorithm=choice.name if operation.on is None else "",
+        algorithm="" if choice is None else choice.name,
         memory="" if operation.on is None else operation.on.kind,
     )
 

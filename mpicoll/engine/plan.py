@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.engine.operation import Operation, Task, body_of, call_of, carrier
+from mpicoll.engine.device import chooser
+from mpicoll.engine.operation import Operation, Task, body_of, call_of, carrier, chosen
 from mpicoll.engine.progress import Job
 from mpicoll.engine.record import Call, keepers
-from mpicoll.engine.select import NATIVE, choose
+from mpicoll.engine.select import NATIVE, Choice
 from mpicoll.errors import ArgumentError
 
 _PERSISTENT = 1024
@@ -28,34 +29,38 @@ class Plan:
     __slots__ = ("_body", "_call", "_comm", "_device", "_job", "_operation", "_progress", "_result", "_same", "choice")
 
     def __init__(self, operation: Operation) -> None:
-        self.choice = choose(operation.problem, operation.algorithm)
+        choice = chosen(operation)
         self._operation = operation
         self._job: Job | None = None
         self._comm = comm = operation.comm
         self._progress = comm.progress
         # Persistent requests are made by all ranks together, so this takes its turn among the collectives.
-        self._call = call_of(operation, self.choice)
+        self._call = call_of(operation, choice)
         self._device = operation.on
-        self._body = comm.progress.run(self._bound, Call(f"{self._call.name}_init", parts=(self._call,)))
+        begin = Call(f"{self._call.name}_init", parts=(self._call,))
+        self.choice, self._body = comm.progress.run(self._bound, begin, choice)
         # Where MPI itself writes the result, it is the same array each time, unless it is a number.
         self._result = operation.result() if operation.bare else None
         self._same = operation.bare and not isinstance(self._result, (bool, int, float, complex, np.generic))
 
-    def _bound(self) -> Task:
-        """What carries out a run. Where it may be a persistent collective, all ranks decide on that together."""
+    def _bound(self, choice: Choice | None) -> tuple[Choice, Task]:
+        """The algorithm, and what carries out a run. Where it may be a persistent collective, all ranks decide on that
+        together."""
         operation, native = self._operation, self._comm.transport.native
         nbytes = operation.problem.nbytes
-        if self._device is not None:
-            return Task(carrier(operation, self.choice, self._call), self._call, operation)
-        small = native is not None and self.choice.name == NATIVE and nbytes is not None and nbytes <= _PERSISTENT
+        if choice is None:
+            assert self._device is not None
+            choice = chooser(operation, self._device, lambda choice: None)()
+            return choice, Task(carrier(operation, None, self._call), self._call, operation)
+        small = native is not None and choice.name == NATIVE and nbytes is not None and nbytes <= _PERSISTENT
         persistent = False
         if small and native is not None:
             # Ranks may differ in whether MPI can work on their arrays as they are.
             bare = np.array([operation.bare], np.int32)
             native.allreduce(bare, bare, "min")
             persistent = bool(bare[0])
-        run = body_of(operation, self.choice, bound=True, persistent=persistent)
-        return Task(run, self._call, operation)
+        run = body_of(operation, choice, bound=True, persistent=persistent)
+        return choice, Task(run, self._call, operation)
 
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""

@@ -39,10 +39,13 @@ _BY_NODES = ("allreduce", "reduce", "bcast", "reduce_scatter", "allgather", "gat
 
 KINDS = ("float", "half", "integer", "complex", "moved", "other")
 """Classes of dtypes that are tuned apart: in what is reduced, how fast that goes; operations that only move bytes are
-alike for all dtypes."""
+alike for all dtypes. Data on devices is tuned apart from the host's; see :func:`tuned_as`."""
 
 _INSTEAD = {"integer": "float", "complex": "float"}
 """The class whose rules serve where none were tuned for the class itself: bytes are reduced about as fast."""
+
+_ON = " on "
+"""Between a class and devices."""
 
 TABLE = (
     "allreduce:0-8k:native,0-64k:slots,0-8m:pieces,8m-inf:cma,0-inf:pieces,2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
@@ -94,12 +97,14 @@ _DIRECT_BYTES = 4096
 class Reach:
     """Why data on a device can't be served by each way, or None: by NCCL (`nccl`), by ranks that reach each other's
     device memory (`ipc`), by MPI's own collective (`native`), and by shared memory of the host, where the processor
-    reduces (`host`)."""
+    reduces (`host`). `models` says what devices the ranks have, and how many ranks share one, if they do; None until
+    they have told each other."""
 
     nccl: str | None = None
     ipc: str | None = None
     native: str | None = None
     host: str | None = None
+    models: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,8 +358,7 @@ def _candidates(problem: Problem, context: Rules) -> Iterator[tuple[str, str]]:
     if problem.allocated and (problem.nbytes or 0) >= _DIRECT_BYTES:
         for name in METHODS.get(problem.collective, ())[-2:]:
             yield name, "there is memory of mpicoll.empty, in which it needs no copies"
-    if problem.device is None:
-        yield from _tuned(problem)
+    yield from _tuned(problem)
     for name, extent in _matching(parse(TABLE if problem.device is None else DEVICE_TABLE), problem):
         yield name, f"table{extent}"
     yield from _cheapest(problem)
@@ -376,9 +380,25 @@ def _matching(rules: Rules, problem: Problem) -> Iterator[tuple[str, str]]:
 def _tuned(problem: Problem) -> Iterator[tuple[str, str]]:
     shape, table = problem.site.shape, problem.site.table
     by_kind = table.rules.get(shape, {})
-    kind = problem.kind if problem.kind in by_kind else _INSTEAD.get(problem.kind, problem.kind)
-    for name, extent in _matching(by_kind.get(kind, ()), problem):
-        yield name, f"tuned for {kind}{extent} on {shape}, {table.source}"
+    for kind in (tuned_as(problem), tuned_as(problem, instead=True)):
+        if kind is not None and kind in by_kind:
+            for name, extent in _matching(by_kind[kind], problem):
+                yield name, f"tuned for {kind}{extent} on {shape}, {table.source}"
+            return
+
+
+def tuned_as(problem: Problem, *, instead: bool = False) -> str | None:
+    """What the rules for such problems are called in tuned tables: the class of dtypes (or the one whose rules serve
+    `instead`), and for data on devices what these are; None while that isn't known yet."""
+    kind = _INSTEAD.get(problem.kind, problem.kind) if instead else problem.kind
+    if problem.device is None:
+        return kind
+    return None if problem.device.models is None else f"{kind}{_ON}{problem.device.models}"
+
+
+def is_class(text: str) -> bool:
+    """Whether rules in tuned tables may be called so."""
+    return text.partition(_ON)[0] in KINDS
 
 
 def _cheapest(problem: Problem) -> Iterator[tuple[str, str]]:

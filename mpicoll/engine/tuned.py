@@ -22,7 +22,7 @@ import numpy as np
 from mpicoll import kept
 from mpicoll.config import config
 from mpicoll.engine.model import TYPICAL, UNTUNED, Costs, Link, Rule, Rules, Shape, Table
-from mpicoll.engine.select import KINDS, parse, text_of
+from mpicoll.engine.select import is_class, parse, text_of
 from mpicoll.errors import SetupError
 from mpicoll.transport.base import Transport
 
@@ -137,7 +137,7 @@ def _checked(entry: dict[str, Any]) -> None:
     if not isinstance(entry["machine"], dict) or not isinstance(entry["mpi"], str):
         raise TypeError("machine and mpi say where it was measured")
     for kind, text in entry["rules"].items():
-        if kind not in KINDS:
+        if not is_class(kind):
             raise ValueError(f"no class of dtypes {kind!r}")
         parse(text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.device import Device, DeviceArray
 from mpicoll.engine import device as devices
 from mpicoll.engine.device import PIECE
+from mpicoll.engine.model import Shape, Table, site
+from mpicoll.engine.select import Choice, parse
 from mpicoll.transport import aware
 
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 5)
@@ -210,6 +213,78 @@ def test_reasons(cuda: ModuleType) -> None:
             mpicoll.allreduce(x, function, algorithm="pieces")
 
     mpicoll.run_local(main, 2, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("collective", "dtype", "kind"),
+    [
+        ("allreduce", "float32", "float"),
+        ("reduce", "float16", "half"),
+        ("reduce_scatter", "complex64", "complex"),
+        ("allreduce", "int8", "integer"),
+        ("bcast", "float16", "moved"),
+    ],
+)
+def test_what_was_tuned_for_such_devices(
+    cuda: ModuleType, collective: str, dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is taken by calls, by plans and by explain; not what was tuned for the host or for devices of one rank each."""
+    took = []
+    carry_out = devices._carry_out
+
+    def carried_out(operation: Any, choice: Choice, mine: Any) -> None:
+        took.append(choice.name)
+        carry_out(operation, choice, mine)
+
+    monkeypatch.setattr(devices, "_carry_out", carried_out)
+    models = f"{devices_of(cuda)[0]} shared by 3"
+    names = {f"{kind} on {models}": "pieces", kind: "native", f"{kind} on {devices_of(cuda)[0]}": "ipc"}
+    shape = Shape(3, 1, 3)
+    rules = {one: parse(f"{collective}:{name}") for one, name in names.items()}
+
+    def main() -> None:
+        world = mpicoll.world()
+        world.site = site(shape, Table("text", "t.json", {shape: rules}))
+        x = cuda.asarray(np.ones(30, dtype))
+        assert "tuned" not in mpicoll.explain(collective, x.nbytes, dtype=dtype, like=x).reason
+        plan = getattr(mpicoll, f"{collective}_init")(x)
+        choice = mpicoll.explain(collective, x.nbytes, dtype=dtype, like=x)
+        assert choice.reason == f"tuned for {kind} on {models} on 3 ranks on 1 node, t.json"
+        assert plan.choice == replace(choice, refused=())
+        getattr(mpicoll, collective)(x)
+
+    mpicoll.run_local(main, 3, timeout=60)
+    assert took == ["pieces"] * 3
+
+
+def devices_of(cuda: ModuleType) -> list[str]:
+    """What their maker calls the devices."""
+    runtime = cuda.cuda.runtime
+    return [runtime.getDeviceProperties(one)["name"].decode() for one in range(runtime.getDeviceCount())]
+
+
+def test_devices_are_told_by_model_and_how_many_ranks_share_one(cuda: ModuleType) -> None:
+    told = [("A", "1"), ("B", "2"), ("A", "1"), ("A", "3"), ("A", "1")]
+
+    class Some(Elsewhere):
+        identity = model = ""
+
+    def main(size: int) -> list[str | None]:
+        found = []
+        for members in (range(size), range(size - 1, size), range(0, size, 2)):
+            comm = mpicoll.world().group(members)
+            if comm is not None:
+                mine: Any = Some()
+                mine.model, mine.identity = told[mpicoll.world().rank]
+                one = devices.Devices(comm, mine)
+                one._ipc = one._nccl = "not here"
+                assert one.reach("allreduce", None).models is None
+                one.meet()
+                found.append(one.reach("allreduce", None).models)
+        return found
+
+    assert mpicoll.run_local(main, 5, 5, timeout=60)[4] == ["A and B shared by 3", "A", "A shared by 3"]
+    assert mpicoll.run_local(main, 2, 2, timeout=60) == [["A and B", "A"], ["A and B", "B"]]
 
 
 def test_host_and_device_do_not_mix(cuda: ModuleType, several: Ranks) -> None:

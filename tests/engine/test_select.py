@@ -14,7 +14,7 @@ import mpicoll
 from mpicoll import config
 from mpicoll.engine import select
 from mpicoll.engine.model import TYPICAL, UNTUNED, Costs, Link, Rules, Shape, Site, Table, predict, shape_of, site
-from mpicoll.engine.select import KINDS, Problem, choose, extent_text, parse, refusals, text_of
+from mpicoll.engine.select import KINDS, Problem, Reach, choose, extent_text, parse, refusals, text_of
 
 INF = float("inf")
 Python = Callable[..., "CompletedProcess[str]"]
@@ -234,6 +234,31 @@ def test_tuned_by_class_of_dtypes(kind: str) -> None:
     where = site(NODE, tuned({"float": "allreduce:ring", "complex": "allreduce:tree"}))
     expected = {"float": "ring", "integer": "ring", "complex": "tree"}.get(kind, "native")
     assert choose(problem(where=where, kind=kind), None).name == expected
+
+
+def test_tuned_for_devices() -> None:
+    """By what devices the ranks have and whether they share them, apart from the host's; classes follow each other
+    there as well."""
+    rules = {
+        "float": "allreduce:tree",
+        "float on A": "allreduce:ring",
+        "half on A": "allreduce:0-1k:pieces",
+        "float on A shared by 2": "allreduce:double_tree",
+    }
+    where = site(NODE, tuned(rules))
+
+    def on(models: str | None, kind: str = "float", **more: object) -> str:
+        return taken(where=where, kind=kind, unshared=None, device=Reach(models=models), **more)
+
+    assert on("A") == "ring: tuned for float on A on 4 ranks on 1 node, t.json"
+    assert on("A", "integer") == on("A")
+    assert on("A", "half") == "pieces: tuned for half on A, 0-1k on 4 ranks on 1 node, t.json"
+    assert on("A shared by 2").startswith("double_tree: tuned for float on A shared by 2 on 4 ranks")
+    # Not by what the host has, nor before the ranks have told each other.
+    for other in ("A and B", "A shared by 4", None):
+        assert on(other) == "slots: table, 0-4k"
+    with mpicoll.algorithms(allreduce="ipc"):
+        assert on("A").startswith("ipc: forced")
 
 
 def test_measured_costs_decide_instead_of_typical_ones() -> None:

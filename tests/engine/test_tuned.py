@@ -132,6 +132,20 @@ def test_several_shapes(place: Path) -> None:
     assert table.costs.gamma == 4e-10
 
 
+def test_rules_for_devices(place: Path) -> None:
+    """Stand beside the host's, and are merged by themselves."""
+    first = {"float": "allreduce:tree", "float on GPU 7 shared by 2": "allreduce:0-1k:slots"}
+    second = {"float on GPU 7 shared by 2": "allreduce:1k-inf:ring", "half on GPU 7": "allreduce:pieces"}
+    for rules in (first, second):
+        tuned.write(place, entry(rules))
+    expected = {
+        "float": "allreduce:tree",
+        "float on GPU 7 shared by 2": "allreduce:0-1k:slots,1k-inf:ring",
+        "half on GPU 7": "allreduce:pieces",
+    }
+    assert shared().rules == {TWO: {kind: parse(text) for kind, text in expected.items()}}
+
+
 def test_a_machine_is_told_by_processor_and_cores() -> None:
     assert set(tuned.machine()) == {"cpu", "cores"}
     assert tuned.machine()["cores"] == os.cpu_count()
@@ -157,6 +171,7 @@ ENTRIES: dict[str, tuple[Any, str]] = {
     "algorithm": (entry() | {"rules": {"float": "allreduce:rong"}}, "allreduce has no algorithm 'rong'"),
     "grammar": (entry() | {"rules": {"float": "ring"}}, "rule 'ring': expected"),
     "class": (entry() | {"rules": {"quarter": "allreduce:ring"}}, "no class of dtypes 'quarter'"),
+    "devices": (entry() | {"rules": {"on GPU": "allreduce:ring"}}, "no class of dtypes 'on GPU'"),
     "rules": (entry() | {"rules": ["allreduce:ring"]}, "AttributeError"),
     "rule": (entry() | {"rules": {"float": 3}}, "AttributeError"),
     "ranks": (entry() | {"ranks": 0}, "no shape"),

@@ -1,15 +1,18 @@
-"""Arrays on CUDA devices, as bench makes, fills and looks at them: torch's tensors or cupy's arrays."""
+"""Arrays on CUDA devices, as bench and tune make, fill and look at them: torch's tensors or cupy's arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from mpicoll.errors import SetupError
+from mpicoll.errors import ArgumentError, SetupError
+
+if TYPE_CHECKING:
+    from mpicoll.cli.bench.measure import Team
 
 Library: TypeAlias = Literal["torch", "cupy"]
 
@@ -76,19 +79,46 @@ def arrays(library: Library) -> Arrays:
     return _Torch() if library == "torch" else _Cupy()
 
 
-def default() -> Library:
-    """torch, if it can make arrays on a device, else cupy."""
-    return "torch" if find_spec("torch") is not None and import_module("torch").cuda.is_available() else "cupy"
+def wanted(command: str, where: str | None, library: Library | None, dtypes: Sequence[str]) -> Library | None:
+    """Whose arrays are to be measured with ``--device``, which says `where`, and ``--array``, which names a `library`;
+    None: those of the host. Raises ArgumentError if that makes no sense."""
+    if where != "cuda":
+        if library is not None:
+            raise ArgumentError(f"{command}: --array is for arrays on a device; add --device cuda")
+        return None
+    library = library or ("torch" if _torch_has_cuda() else "cupy")
+    if library == "cupy" and "bfloat16" in dtypes:
+        raise ArgumentError(f"{command}: cupy's arrays of bfloat16 are not measured; add --array torch")
+    return library
 
 
-def require(library: Library) -> None:
-    """Raise SetupError unless there is a device, and `library` and cupy can reach it."""
+def give(team: Team, library: Library | None) -> None:
+    """Give each rank its device, if there is a `library` of arrays there. Raises SetupError on all ranks if one of them
+    has none."""
+    if library is None:
+        return
+    failure = ""
+    try:
+        _require(library)
+        _use(team.comm.local_rank)
+    except SetupError as error:
+        failure = str(error)
+    for rank, one in enumerate(team.all(failure)):
+        if one:
+            raise SetupError(f"{one} (rank {rank} of {team.size})")
+
+
+def _require(library: Library) -> None:
     # mpicoll reaches devices by cupy, whatever the arrays are.
     count = _count()
-    if library == "torch" and (find_spec("torch") is None or not import_module("torch").cuda.is_available()):
-        raise SetupError("bench --device cuda: torch is not installed, or not for CUDA; add --array cupy")
+    if library == "torch" and not _torch_has_cuda():
+        raise SetupError("--device cuda: torch is not installed, or not for CUDA; add --array cupy")
     if count == 0:
-        raise SetupError("bench --device cuda: there is no CUDA device")
+        raise SetupError("--device cuda: there is no CUDA device")
+
+
+def _torch_has_cuda() -> bool:
+    return find_spec("torch") is not None and bool(import_module("torch").cuda.is_available())
 
 
 def _count() -> int:
@@ -96,19 +126,19 @@ def _count() -> int:
         runtime = import_module("cupy").cuda.runtime
     except ImportError as error:
         raise SetupError(
-            f"bench --device cuda: cupy can't be imported ({error}); install it: pip install 'mpicoll[cuda13]'"
+            f"--device cuda: cupy can't be imported ({error}); install it: pip install 'mpicoll[cuda13]'"
         ) from error
     try:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
-        raise SetupError(f"bench --device cuda: there is no CUDA device: {error}") from error
+        raise SetupError(f"--device cuda: there is no CUDA device: {error}") from error
 
 
-def use(local_rank: int) -> None:
+def _use(local_rank: int) -> None:
     """Make one of the devices this process' own: its `local_rank`-th, or one that it shares, where there are fewer."""
     index = local_rank % _count()
     import_module("cupy").cuda.Device(index).use()
-    if find_spec("torch") is not None and import_module("torch").cuda.is_available():
+    if _torch_has_cuda():
         import_module("torch").cuda.set_device(index)
 
 

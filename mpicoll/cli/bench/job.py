@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,9 +72,10 @@ def settings(given: dict[str, Any]) -> Settings:
     _known("collective", collectives, COLLECTIVES)
     _known("dtype", [given["dtype"]], DTYPES)
     _known("op", [given["op"]], OPS)
-    array = _array(given) if given["device"] == "cuda" else None
-    if array is None and given["array"] is not None:
-        raise ArgumentError("bench: --array is for arrays on a device; add --device cuda, or see --like")
+    array = device.wanted("bench", given["device"], given["array"], (given["dtype"],))
+    for option in ("like", "registered") if array is not None else ():
+        if given[option] is not None:
+            raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
     against = _against(given["against"], array)
     for collective in set(collectives) & set(REDUCTIONS):
         dtype = "float16" if given["dtype"] == "bfloat16" else given["dtype"]
@@ -115,17 +115,6 @@ def settings(given: dict[str, Any]) -> Settings:
         draw=given["draw"] or "time",
         array=array,
     )
-
-
-def _array(given: dict[str, Any]) -> device.Library:
-    """The library of the arrays on a device."""
-    for option in ("like", "registered"):
-        if given[option] is not None:
-            raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
-    library: device.Library = given["array"] or device.default()
-    if library == "cupy" and given["dtype"] == "bfloat16":
-        raise ArgumentError("bench: cupy's arrays of bfloat16 are not measured; add --array torch")
-    return library
 
 
 def _against(text: str | None, array: device.Library | None) -> tuple[str, ...]:
@@ -175,34 +164,16 @@ def main(rank: int, asked: Settings) -> int:
         raise ArgumentError(f"bench: -np {asked.ranks}, but the launcher has started {comm.size} ranks; leave -np out")
     team = Team(comm)
     try:
-        _to_devices(team, asked)
+        device.give(team, asked.array)
         {"sweep": _sweep, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
         status = 0
     except (Wrong, SetupError) as error:
-        # Both are raised by all ranks alike.
-        if comm.rank == 0:
-            sys.stderr.write(f"mpicoll: {error}\n")
-            sys.stderr.flush()
+        team.tell(error)
         status = 1 if isinstance(error, Wrong) else 2
     contestants.close()
     # Ranks that exit with a status end the job; the others may have something to say before.
     team.barrier()
     return status
-
-
-def _to_devices(team: Team, asked: Settings) -> None:
-    """Give each rank its device. Raises SetupError on all ranks if one of them has none."""
-    if asked.array is None:
-        return
-    failure = ""
-    try:
-        device.require(asked.array)
-        device.use(team.comm.local_rank)
-    except SetupError as error:
-        failure = str(error)
-    for rank, one in enumerate(team.all(failure)):
-        if one:
-            raise SetupError(f"{one} (rank {rank} of {team.size})")
 
 
 def _kind(asked: Settings) -> Kind:

@@ -5,6 +5,7 @@ All ranks take the same decisions: rank 0 decides. The time of a block of calls 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -86,6 +87,12 @@ class Team:
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
         return list(self._mpi.allgather(value))
+
+    def tell(self, error: MpicollError) -> None:
+        """Say once what all ranks have raised alike."""
+        if self.rank == 0:
+            sys.stderr.write(f"mpicoll: {error}\n")
+            sys.stderr.flush()
 
     def slowest(self, times: Sequence[float]) -> list[float]:
         """For each of the times, which were taken together, that of the slowest rank."""
