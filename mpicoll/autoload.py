@@ -17,7 +17,15 @@ from typing import Any
 _NAMES = ("mpicoll", "mpi")
 """What the backend is called. "mpi" is ours only in a torch that was built without MPI."""
 
-_DOORS = ("init_process_group", "new_group", "monitored_barrier", "split_group", "_set_pg_timeout")
+_DOORS = (
+    "init_process_group",
+    "new_group",
+    "monitored_barrier",
+    "split_group",
+    "_set_pg_timeout",
+    "_maybe_attach_flight_recorder",
+)
+"""Where this torch has them."""
 
 _BACKEND = {"init_process_group": 0, "new_group": 2}
 """Functions that are told a backend, and as which of their arguments."""
@@ -41,9 +49,11 @@ def enroll() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     for name in _DOORS:
-        door = _door(name, getattr(c10d, name))
-        for module in (c10d, dist):
-            setattr(module, name, door)
+        if hasattr(c10d, name):
+            door = _door(name, getattr(c10d, name))
+            for module in (c10d, dist):
+                if hasattr(module, name):
+                    setattr(module, name, door)
     method = "_register_builtin_comm_hook"
     ddp = torch.nn.parallel.DistributedDataParallel
     setattr(ddp, method, _door(method, getattr(ddp, method)))

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 
 import pytest
 import torch
 import torch.distributed as dist
+
+ORDERED = "sort_ranks" in signature(dist.new_group).parameters
+"""Whether this torch makes groups whose ranks are not in ascending order."""
+
+in_given_order = pytest.mark.skipif(not ORDERED, reason="torch makes groups in other orders from 2.13 on")
+
+barrier_has_timeout = pytest.mark.skipif(
+    "timeout" not in signature(dist.barrier).parameters, reason="torch's barrier has a timeout from 2.13 on"
+)
+
+# The newest names are what the tests call these by.
+for _new, _old in (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor")):
+    if not hasattr(dist, _new):
+        setattr(dist, _new, getattr(dist, _old))
 
 
 @pytest.fixture(scope="module")

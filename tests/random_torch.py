@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from process_group import ORDERED
 from random_programs import OPERATIONS, ROWS
 
 LONG = (1021, 4099, 20_001, 65_537, 300_007)
@@ -148,10 +149,10 @@ class Program:
         if len(self.places) > 6:
             return
         members = self.draw.sample(range(self.size), self.draw.randint(1, self.size))
-        ordered = self.draw.random() < 0.5
+        ordered = self.draw.random() < 0.5 or not ORDERED
         self.where = f"new_group {members}, sort_ranks={ordered}"
         self.done["groups: made"] += 1
-        group = dist.new_group(members, sort_ranks=ordered)
+        group = dist.new_group(members) if ordered else dist.new_group(members, sort_ranks=False)
         self.places.append(Place(tuple(sorted(members) if ordered else members), group))
 
     def destroy_one(self) -> None:

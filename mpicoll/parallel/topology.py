@@ -460,7 +460,7 @@ class PipelineParallelGrid:
             group = along[names[0]]
         else:
             backend = dist.get_backend(along[names[0]])
-            group = made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, sort_ranks=False)
+            group = made = torch_groups.new_group(ranks, backend=backend, use_local_synchronization=True)
         # Groups of torch are in the order of global ranks, which in a mesh may be another than that of coordinates.
         place = topology.get_comm_list
         me = ranks.index(dist.get_rank())
@@ -576,9 +576,7 @@ class PipelineParallelGrid:
         else:
             lists, local = [self._ranks_along(key)], True
         for ranks in lists:
-            group = dist.new_group(
-                self._globally(ranks), backend=backend, use_local_synchronization=local, sort_ranks=False
-            )
+            group = torch_groups.new_group(self._globally(ranks), backend=backend, use_local_synchronization=local)
             if self._comm.rank in ranks:
                 mine = group
         assert isinstance(mine, ProcessGroupMpicoll)

@@ -97,7 +97,8 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, t
         quick = _quick(group)
         if quick is not None and quick.barrier():
             return None
-    return dist.barrier(group, async_op, device_ids, timeout)
+    # Before torch 2.13 it takes no timeout.
+    return dist.barrier(group, async_op, device_ids, **({} if timeout is None else {"timeout": timeout}))
 
 
 # torch 2.13 has renamed these, and warns of the old names.

@@ -66,6 +66,12 @@ def _set_pg_timeout(original: Original, timeout: timedelta, group: Any = None) -
         original(timeout, group)
 
 
+def _maybe_attach_flight_recorder(original: Original, group: Any, *args: Any) -> None:
+    """c10d's recorder hooks into backends in C++, which a group in Python hasn't got; mpicoll has its own record."""
+    if not isinstance(group, ProcessGroupMpicoll):
+        original(group, *args)
+
+
 def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     """c10d's own wants a GPU."""
     call = inspect.signature(original).bind(*args, **kwargs)
@@ -93,7 +99,9 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     group = parent.splitGroup(mine, given.get("timeout"), None, name, given.get("group_desc"))
     assert group is not None
     of_parent = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
-    c10d._register_pg_in_world(
+    # Before torch 2.13 it had another name.
+    register = getattr(c10d, "_register_pg_in_world", None) or c10d._update_process_group_global_state
+    register(
         group,
         backend_name=c10d._world.pg_map[parent][0],
         store=group.get_group_store(),

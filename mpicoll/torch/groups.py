@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import resolve
-from mpicoll.errors import CommunicatorError
+from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.torch.backend import ProcessGroupMpicoll
 
 
@@ -17,6 +20,18 @@ def default_group() -> ProcessGroupMpicoll | None:
     """torch's default process group, if it is one of mpicoll's."""
     group = c10d.GroupMember.WORLD
     return group if isinstance(group, ProcessGroupMpicoll) else None
+
+
+def new_group(ranks: Sequence[int], **options: Any) -> Any:
+    """:func:`torch.distributed.new_group` of `ranks`, in their order. Raises SetupError if this torch can't keep it."""
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in signature(dist.new_group).parameters:
+            raise SetupError(
+                f"the ranks {list(ranks)} of a process group are not in ascending order, and torch {torch.__version__}"
+                " makes no such groups; take torch 2.13 or newer"
+            )
+        options["sort_ranks"] = False
+    return dist.new_group(list(ranks), **options)
 
 
 def communicator(group: Any = None) -> Communicator:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +25,15 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-OLD = tuple(map(int, torch.__version__.partition("+")[0].split(".")[:2])) < (2, 13)
-
 in_a_group = [
     pytest.mark.mpi,
     pytest.mark.usefixtures("group"),
-    pytest.mark.skipif(OLD, reason=f"mpicoll's process groups need torch 2.13 or later, this is {torch.__version__}"),
     # torch 2.13 has new names for some collectives
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
 ]
 
 CYCLES = 30_000_000
 """Of the GPU's clock: some hundredths of a second."""
-
-
-def only_of(name: str) -> Any:
-    """A module of mpicoll's that may not work with this torch."""
-    if OLD:
-        return pytest.importorskip(
-            name, reason=f"{name} needs torch 2.13 or later, this is {torch.__version__}", exc_type=Exception
-        )
-    return pytest.importorskip(name)
 
 
 class Late:
@@ -259,7 +248,6 @@ print("right")
 """
 
 
-@pytest.mark.skipif(OLD, reason=f"mpicoll's process groups need torch 2.13 or later, this is {torch.__version__}")
 def test_each_rank_has_its_device(place: Any, tmp_path: Path) -> None:
     script = tmp_path / "choice.py"
     script.write_text(CHOICE)
@@ -288,7 +276,7 @@ def on_both(place: Any, compute: Callable[[Callable[..., Any]], tuple[Tensor, ..
 
 
 def test_autograd_functions(several: Ranks, place: Any) -> None:
-    autograd = only_of("mpicoll.torch.autograd")
+    autograd = import_module("mpicoll.torch.autograd")
 
     def body() -> None:
         comm = mpicoll.world()
@@ -313,8 +301,8 @@ def test_autograd_functions(several: Ranks, place: Any) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layers(several: Ranks, place: Any, sequence_parallel: bool) -> None:
-    layers = only_of("mpicoll.parallel.layers")
-    loss = only_of("mpicoll.parallel.cross_entropy")
+    layers = import_module("mpicoll.parallel.layers")
+    loss = import_module("mpicoll.parallel.cross_entropy")
 
     def body() -> None:
         comm = mpicoll.world()
@@ -337,7 +325,7 @@ def test_layers(several: Ranks, place: Any, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", ["ring_attention", "ulysses_attention"])
 def test_attention(several: Ranks, place: Any, name: str, layout: str) -> None:
-    attention = getattr(only_of("mpicoll.parallel.context_parallel"), name)
+    attention = getattr(import_module("mpicoll.parallel.context_parallel"), name)
 
     def body() -> None:
         comm = mpicoll.world()
@@ -355,7 +343,7 @@ def test_attention(several: Ranks, place: Any, name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_values_from_stage_to_stage(several: Ranks, place: Any, background: bool) -> None:
-    pipes = only_of("mpicoll.parallel.p2p")
+    pipes = import_module("mpicoll.parallel.p2p")
 
     def body() -> None:
         torch.cuda.set_device(place)
@@ -378,7 +366,7 @@ def test_values_from_stage_to_stage(several: Ranks, place: Any, background: bool
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_pipelines(several: Ranks, place: Any, schedule: str) -> None:
     """Loss and gradients are those of the model on one process."""
-    pipeline = only_of("mpicoll.parallel.pipeline.engine")
+    pipeline = import_module("mpicoll.parallel.pipeline.engine")
 
     def body() -> None:
         torch.cuda.set_device(place)
@@ -408,7 +396,7 @@ def test_pipelines(several: Ranks, place: Any, schedule: str) -> None:
 
 
 def test_gradients(several: Ranks, place: Any) -> None:
-    gradients = only_of("mpicoll.parallel.gradients")
+    gradients = import_module("mpicoll.parallel.gradients")
 
     def body() -> None:
         comm = mpicoll.world()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from process_group import in_given_order
 from ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -447,6 +448,7 @@ class TestTorch:
                     assert dist.get_process_group_ranks(group) == grid.topology().get_comm_list(rank, *axes)
             assert len(dist.distributed_c10d._world.pg_names) == before
 
+    @in_given_order
     def test_a_grid_over_a_process_group_in_another_order(self) -> None:
         size = dist.get_world_size()
         order = list(range(size))[::-1]
@@ -553,6 +555,7 @@ class TestTorch:
                 assert grid.get_slice_parallel_group() is mesh.get_group("tp")
                 check_grid(grid, mesh.get_local_rank("tp"))
 
+    @in_given_order
     def test_from_a_mesh_whose_ranks_are_in_another_order(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         for shape in ((size,), (2, size // 2)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_group import default_group
+from process_group import ORDERED, default_group
 from ranks import ranks, several, some, some_more
 
 __all__ = ["default_group", "groups", "ranks", "several", "some", "some_more"]
@@ -16,7 +16,8 @@ __all__ = ["default_group", "groups", "ranks", "several", "some", "some_more"]
 def groups(default_group: None) -> dict[str, Any]:
     """Groups by name, as a caller passes them; NON_GROUP_MEMBER on ranks that are not in them.
 
-    ``part`` lacks rank 0, ``reversed`` has all ranks in reversed order, ``one`` is each rank for itself.
+    ``part`` lacks rank 0, ``reversed`` has all ranks in reversed order where torch can make such groups, ``one`` is
+    each rank for itself.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = list(range(size))
@@ -24,6 +25,6 @@ def groups(default_group: None) -> dict[str, Any]:
     return {
         "world": None,
         "part": dist.new_group(everyone[1:] or [0]),
-        "reversed": dist.new_group(everyone[::-1], sort_ranks=False),
+        "reversed": dist.new_group(everyone[::-1], sort_ranks=False) if ORDERED else dist.new_group(everyone),
         "one": alone[rank],
     }

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as stock
 from data import COMPLEX, FLOATS, HALVES, INTEGERS, Expected, covering, dtype_of, expected, numbers, random, wrap
+from process_group import barrier_has_timeout
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -695,7 +696,13 @@ def test_tensors_of_inference_mode_outside_of_it(way: str, face: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["world", "part", "reversed", "one"])
-@pytest.mark.parametrize("way", ["plain", "timeout", "async", "drop-in", "drop-in timeout"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("plain", "async", "drop-in"),
+        *(pytest.param(way, marks=barrier_has_timeout) for way in ("timeout", "drop-in timeout")),
+    ],
+)
 def test_barrier_waits_for_the_last(name: str, way: str, groups: dict[str, Any]) -> None:
     group = groups[name]
     if group is stock.GroupMember.NON_GROUP_MEMBER:
@@ -714,6 +721,7 @@ def test_barrier_waits_for_the_last(name: str, way: str, groups: dict[str, Any])
     assert left >= last
 
 
+@barrier_has_timeout
 def test_barrier_is_given_up_after_its_timeout() -> None:
     """The barrier itself stays pending, and completes once everybody has called it."""
     if stock.get_world_size() < 2:

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import in_given_order
 
 import mpicoll
 import mpicoll.torch as dropin
+from mpicoll.torch import doors
+from mpicoll.torch import groups as torch_groups
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group")]
 
@@ -74,6 +77,7 @@ def test_of_rank_0_while_the_others_go_on(rank: int) -> None:
     check(group, [0])
 
 
+@in_given_order
 def test_given_order(size: int) -> None:
     for ranks in ([*range(1, size), 0], list(range(size))[::-1]):
         group = dist.new_group(ranks, sort_ranks=False)
@@ -81,6 +85,30 @@ def test_given_order(size: int) -> None:
         dist.destroy_process_group(group)
     group = dist.new_group(list(range(size))[::-1])
     check(group, list(range(size)))
+    dist.destroy_process_group(group)
+
+
+def test_an_order_that_torch_can_not_make(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Is refused, unless it is the ascending one."""
+    made = []
+
+    def new_group(ranks: list[int], backend: str | None = None) -> None:
+        made.append((ranks, backend))
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    torch_groups.new_group(range(size), backend="mpicoll")
+    assert made == [(list(range(size)), "mpicoll")]
+    with pytest.raises(mpicoll.SetupError, match=r"the ranks \[1, 0\] of a process group .* take torch 2\.13 or newer"):
+        torch_groups.new_group([1, 0])
+
+
+def test_torch_need_not_record_a_group(rank: int) -> None:
+    """From 2.15 on it hooks a recorder into each group, for which one in Python has no place."""
+    seen = []
+    group = dist.new_group()
+    doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), group, "config", [rank])
+    doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), "another", "config", [rank])
+    assert seen == [("another", "config", [rank])]
     dist.destroy_process_group(group)
 
 
@@ -179,6 +207,7 @@ def test_gloo_beside(rank: int, size: int) -> None:
     dist.destroy_process_group(ours)
 
 
+@in_given_order
 def test_the_communicator_of_a_group(rank: int, size: int) -> None:
     ranks = list(range(size))[::-1]
     group = dist.new_group(ranks, sort_ranks=False)

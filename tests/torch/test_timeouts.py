@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import mpirun
+from process_group import barrier_has_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 import mpicoll
@@ -135,6 +136,7 @@ class TestWaits:
             assert work.wait(PATIENT)
             assert [tensor[0].item() for tensor in tensors][-1] == 2.0
 
+    @barrier_has_timeout
     @pytest.mark.parametrize("way", ["blocking", "async", "drop-in"])
     def test_barrier(self, way: str, late: Any) -> None:
         given = dropin if way == "drop-in" else dist
