@@ -289,12 +289,20 @@ def _transposed(array: Any, ndim: int) -> Any:
 # --- every collective: rows of choices, as exercise.py has them for the host
 
 
+PLACES = (("world", 3), ("world", 4), ("split", 4), ("group", 4), ("split", 3), ("group", 3), ("world", 2))
+"""Communicators of more than one rank, in worlds of threads. The first one is taken where any would do."""
+
+
 @lru_cache(maxsize=32)
 def rows(
-    collective: str, dtypes: tuple[str, ...], layouts: tuple[str, ...], user: tuple[str, ...]
+    collective: str, dtypes: tuple[str, ...], layouts: tuple[str, ...], user: tuple[str, ...], spread: bool = False
 ) -> list[dict[str, Any]]:
     """Choices in which every two values of two axes meet. `user` are the functions of data.py that the library of the
-    arrays can compute. An algorithm may be refused; then another one is taken."""
+    arrays can compute. An algorithm may be refused; then another one is taken.
+
+    If they are `spread`, each names its world's size too: every two values meet in one of the PLACES, and each value
+    is tried in all of them, so that no row has to be carried out in all worlds.
+    """
     axes: dict[str, Sequence[Any]] = {"dtype": dtypes}
     if collective in REDUCTIONS:
         ops = [op for op in OPS if not op.startswith("user_") or op in user]
@@ -305,12 +313,13 @@ def rows(
     axes["out"] = ("none", "given", "strided", "inplace")
     axes["form"] = FORMS
     axes["algorithm"] = (None, *select.algorithms_of(collective))
-    axes["comm"] = ("world", "split", "group")
+    axes["place" if spread else "comm"] = PLACES if spread else ("world", "split", "group")
     if collective in ROOTED:
         axes["root"] = ("first", "last", "middle")
     if collective in COUNTED:
         axes["counts"] = ("none", "equal", "uneven", "zeros")
-    return covering(axes, lambda row: _allowed(collective, row))
+    found = covering(axes, lambda row: _allowed(collective, row))
+    return [row | dict(zip(("comm", "size"), row["place"], strict=True)) for row in found] if spread else found
 
 
 def _allowed(collective: str, row: dict[str, Any]) -> bool:
@@ -331,15 +340,18 @@ def _allowed(collective: str, row: dict[str, Any]) -> bool:
     return not (collective == "alltoall" and out == "inplace" and counts in ("uneven", "zeros"))
 
 
-def run_rows(arrays: Arrays, collective: str) -> set[str]:
-    """All rows of a collective; the algorithms that were asked for and served."""
+def run_rows(arrays: Arrays, collective: str, spread: bool = False) -> set[str]:
+    """All rows of a collective; the algorithms that were asked for and served. If they are `spread`, those of a world
+    of this size, and in one of two ranks also those of three's parts, which have one rank each then."""
+    size = mpicoll.world().size
     comms = Comms()
     served: set[str] = set()
     user = ("user_add",) if arrays.played else tuple(op for op in OPS if op.startswith("user_"))
     # Kernels take their time to compile; all dtypes are for each_op_in_each_way.
     dtypes = tuple(name for name in arrays.dtypes if name in (*SOME_DTYPES, "bfloat16"))
-    for row in rows(collective, dtypes, arrays.layouts, user):
-        comm = comms[row["comm"]]
+    for row in rows(collective, dtypes, arrays.layouts, user, spread):
+        alone = size == 2 and row["comm"] != "world" and row.get("size") == 3
+        comm = comms[row["comm"]] if row.get("size", size) == size or alone else None
         if comm is None:
             continue
         try:
@@ -349,6 +361,14 @@ def run_rows(arrays: Arrays, collective: str) -> set[str]:
             raise AssertionError(f"{collective} {row} on rank {comm.rank} of {comm.size}: {error!r}") from error
     comms.free()
     return served
+
+
+@lru_cache(maxsize=64)
+def _inputs(collective: str, row: tuple[tuple[str, Any], ...], size: int, generation: int) -> list[np.ndarray]:
+    made = Call(collective, dict(row), 0, size).inputs(generation)
+    for one in made:
+        one.flags.writeable = False
+    return made
 
 
 class Exercise:
@@ -363,15 +383,22 @@ class Exercise:
         self.generation = 0
 
     def run(self) -> bool:
-        """Whether the algorithm that the row names has served."""
+        """Whether the algorithm that the row names has served; if not, another one has."""
+        served = self.serves()
+        if not served:
+            self.algorithm = None
+            self.in_its_form()
+        return served
+
+    def serves(self) -> bool:
+        """Whether the algorithm serves, without another one in its place."""
         try:
             self.in_its_form()
         except mpicoll.AlgorithmError:
             if self.algorithm is None:
                 raise
-            self.algorithm = None
-            self.in_its_form()
-        return self.algorithm == self.row["algorithm"]
+            return False
+        return True
 
     def in_its_form(self) -> None:
         self.arguments()
@@ -404,7 +431,7 @@ class Exercise:
     def arguments(self) -> None:
         """New arrays, with new values."""
         self.generation += 1
-        inputs = self.call.inputs(self.generation)
+        inputs = self.inputs()
         mine = inputs[self.comm.rank]
         self.want = self.call.expect(inputs)
         self.x, self.base = laid(self.arrays, mine, self.row["layout"])
@@ -417,10 +444,15 @@ class Exercise:
             garbage = numbers(random("garbage"), self.call.name, shape)
             self.out, self.out_base = laid(self.arrays, garbage, "strided" if how == "strided" else "contiguous")
 
+    def inputs(self) -> list[np.ndarray]:
+        """Every rank's, which ranks that are threads make once for all."""
+        row = tuple(self.row.items())
+        return _inputs(self.call.collective, row, self.call.size, self.generation)
+
     def renew(self) -> None:
         """Other values in the same memory: work of the current stream that nobody has waited for."""
         self.generation += 1
-        inputs = self.call.inputs(self.generation)
+        inputs = self.inputs()
         self.want, self.given = self.call.expect(inputs), inputs[self.comm.rank]
         self.arrays.assign(self.x, self.arrays.put(self.given))
 
@@ -451,10 +483,16 @@ class Exercise:
         self.want.check(self.arrays.get(result), f"turn {self.generation}")
         if self.out is self.x:
             return
-        np.testing.assert_array_equal(self.arrays.get(self.x), self.given, "the input was changed")
+        _assert_equal(self.arrays.get(self.x), self.given, "the input was changed")
         if self.out_base is not None and self.row["out"] == "strided":
             between = self.arrays.get(self.out_base)[..., ::2]
             np.testing.assert_array_equal(between, np.zeros_like(between), "what lies between was written")
+
+
+def _assert_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
+    """As numpy does it, which takes its time for what is told of a difference."""
+    if (got.dtype, got.shape) != (want.dtype, want.shape) or got.tobytes() != want.tobytes():
+        np.testing.assert_array_equal(got, want, where)
 
 
 def each_way(
@@ -466,7 +504,7 @@ def each_way(
     for way in ways:
         row = {"dtype": name, "op": op, "shape": shape, "layout": "contiguous", "out": "none", "form": "call"}
         row |= {"algorithm": way, "counts": "none"}
-        if Exercise(arrays, Call(collective, row, world.rank, world.size), world).run():
+        if Exercise(arrays, Call(collective, row, world.rank, world.size), world).serves():
             served.add(way)
     return served
 
@@ -896,7 +934,9 @@ def _resident() -> int:
 def freed_memory_comes_again(arrays: Arrays) -> None:
     """Buffers are freed, given back and made anew, at old addresses and with other sizes."""
     world = mpicoll.world()
-    for turn, count in enumerate((300_000, 700_000, 300_000, 10, 2_000_000, 700_000) * 2):
+    # Allocators of devices have other ways with much memory; the one that is played has the same for all of it.
+    unit = 25_000 if arrays.played else 100_000
+    for turn, count in enumerate((3 * unit, 7 * unit, 3 * unit, 10, 20 * unit, 7 * unit) * 2):
         inputs = [np.full(count, turn + rank, np.float32) for rank in range(world.size)]
         x = arrays.put(inputs[world.rank])
         out = arrays.put(np.zeros(count, np.float32))

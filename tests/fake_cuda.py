@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +27,7 @@ _hidden: dict[str, ModuleType] = {}
 
 def install() -> ModuleType:
     """cupy. From now on everything in this process finds it by ``import cupy``. The same each time."""
+    _set_apart()
     try:
         cupy = import_module("cupy")
     except ImportError:
@@ -40,6 +43,14 @@ def install() -> ModuleType:
             _parent(name)[name.rpartition(".")[2]] = _hidden[name]
         cupy = import_module("cupy")
     return cupy
+
+
+@cache
+def _set_apart() -> None:
+    """What there is by now, modules and tests for the most part, lives to the end. Device memory comes back only when
+    garbage is collected, so tests do that often, and most of the time would go to looking through all of this again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _need_compiler() -> None:

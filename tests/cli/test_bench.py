@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import ROOT, mpirun
+from scripts import run_scripts
 
 import mpicoll
 from mpicoll.cli import main
@@ -302,13 +303,40 @@ def check_timed(one: dict[str, Any]) -> None:
     assert 0 < one["median"] <= one["p99"]
 
 
-def test_sweep_of_two_ranks(tmp_path: Path) -> None:
-    picture = tmp_path / "picture.png"
-    text, found = bench(
-        *(2, tmp_path / "found.json", "all", "--sizes", "4k", "--against", "mpi4py,copy"),
-        *("--algorithms", "ring", "--plot", picture, "--blocks", "2"),
-    )
-    assert picture.read_bytes().startswith(b"\x89PNG")
+OF_TWO = {
+    "sweep": "all --sizes 4k --against mpi4py,copy --algorithms ring --plot PICTURE --blocks 2",
+    "overlap of numpy": "overlap allreduce allgather --sizes 64k --compute sleep --like numpy",
+    "overlap of torch": "overlap allreduce allgather --sizes 64k --compute sleep --like torch",
+    "overhead": "overhead allreduce barrier --sizes 8",
+}
+
+
+class OfTwo:
+    """What several benches have printed and written, one after the other in the same two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        script = folder / "bench.py"
+        script.write_text("import sys\nfrom mpicoll.cli import main\nsys.exit(main(['bench', *sys.argv[1:]]))\n")
+        self.picture = folder / "picture.png"
+        files = {name: folder / f"{name}.json" for name in OF_TWO}
+        commands = [
+            (script, "--seconds", "0.01", "--json", files[name], *text.replace("PICTURE", str(self.picture)).split())
+            for name, text in OF_TWO.items()
+        ]
+        ends = run_scripts(2, folder, *commands, strict=False)
+        assert not any(status for end in ends for status in end.statuses), ends
+        self.printed = {name: "".join(end.printed) for name, end in zip(OF_TWO, ends, strict=True)}
+        self.found = {name: json.loads(path.read_text()) for name, path in files.items()}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> OfTwo:
+    return OfTwo(tmp_path_factory.mktemp("of-two"))
+
+
+def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
+    text, found = of_two.printed["sweep"], of_two.found["sweep"]
+    assert of_two.picture.read_bytes().startswith(b"\x89PNG")
     assert found["ranks"] == 2
     assert found["mpi"]
     assert set(found["versions"]) == {"python", "mpicoll", "numpy", "mpi4py"}
@@ -412,22 +440,19 @@ def test_it_starts_its_ranks_itself(alone: Callable[..., subprocess.CompletedPro
     assert len(only["mpicoll"]["blocks"]) >= 11
 
 
-def test_overlap(tmp_path: Path) -> None:
-    for like in ("numpy", "torch"):
-        text, found = bench(
-            *(2, tmp_path / "found.json", "overlap", "allreduce", "allgather", "--sizes", "64k"),
-            *("--like", like, "--compute", "sleep"),
-        )
-        assert [one["collective"] for one in found["overlaps"]] == ["allreduce", "allgather"]
-        for one in found["overlaps"]:
-            assert min(one["pure"], one["compute"], one["total"]) > 0
-            expected = max(0.0, 100 * (1 - (one["total"] - one["compute"]) / one["pure"]))
-            assert one["percent"] == pytest.approx(expected)
-        assert "hidden" in text
+@pytest.mark.parametrize("like", ["numpy", "torch"])
+def test_overlap(like: str, of_two: OfTwo) -> None:
+    text, found = of_two.printed[f"overlap of {like}"], of_two.found[f"overlap of {like}"]
+    assert [one["collective"] for one in found["overlaps"]] == ["allreduce", "allgather"]
+    for one in found["overlaps"]:
+        assert min(one["pure"], one["compute"], one["total"]) > 0
+        expected = max(0.0, 100 * (1 - (one["total"] - one["compute"]) / one["pure"]))
+        assert one["percent"] == pytest.approx(expected)
+    assert "hidden" in text
 
 
-def test_overhead(tmp_path: Path) -> None:
-    text, found = bench(2, tmp_path / "found.json", "overhead", "allreduce", "barrier", "--sizes", "8")
+def test_overhead(of_two: OfTwo) -> None:
+    text, found = of_two.printed["overhead"], of_two.found["overhead"]
     assert [one["collective"] for one in found["points"]] == ["allreduce", "barrier"]
     for point in found["points"]:
         assert set(point["contestants"]) >= {"mpi4py", "call", "out=", "plan", "mpi4py, tensor", "tensor"}

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -38,14 +39,20 @@ def python() -> Callable[..., CompletedProcess[str]]:
     return run
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
-    """Run a program text under mpirun, and wait for it no longer than `seconds`; then its exit status is 124."""
+@pytest.fixture(scope="session")
+def job_in() -> Callable[..., CompletedProcess[str]]:
+    """Run a program text, kept in a folder, under mpirun; after `seconds` its exit status is 124."""
 
-    def run(size: int, program: str, seconds: float = 30, **variables: str) -> CompletedProcess[str]:
-        path = tmp_path / "program.py"
+    def run(folder: Path, size: int, program: str, seconds: float = 30, **variables: str) -> CompletedProcess[str]:
+        path = folder / "program.py"
         path.write_text(f"import numpy as np\nimport mpicoll\n{program}")
         search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         return mpirun(size, "-W", "error", path, seconds=seconds, PYTHONPATH=search, **variables)
 
     return run
+
+
+@pytest.fixture
+def job(job_in: Callable[..., CompletedProcess[str]], tmp_path: Path) -> Callable[..., CompletedProcess[str]]:
+    """The same in a folder of its own."""
+    return partial(job_in, tmp_path)

@@ -6,40 +6,73 @@ import json
 from pathlib import Path
 
 import pytest
-from launch import ROOT, mpirun
+from launch import ROOT
+from scripts import Ended, run_scripts
 
+GPT = ROOT / "examples" / "gpt_3d.py"
 SMALL = ["--layers", "2", "--width", "16", "--context", "16", "--batch", "8", "--micro-batches", "2", "--length", "3"]
 SMALL += ["--dtype", "float64"]
+NONSENSE = {
+    "heads": (("--heads", "0"), "argument --heads: invalid positive value: '0'"),
+    "tp": (("--tp", "3"), "their product divide the 2 ranks, got tensor_model_parallel_size=3"),
+    "batch": (("--batch", "3"), "--batch must be 2 equal shares of at least --micro-batches sequences"),
+    "resume": (("--resume", "/nowhere"), "load: /nowhere holds no checkpoint"),
+    "micro-batches": (
+        ("--pp", "2", "--schedule", "interleaved", "--micro-batches", "3"),
+        "must be a multiple of the number of stages",
+    ),
+}
+
+# The first test waits for the jobs of all of them.
+pytestmark = pytest.mark.timeout(400)
 
 
-def run(size: int, *arguments: str | Path, seconds: float = 100) -> str:
-    done = mpirun(size, "-W", "error", ROOT / "examples" / "gpt_3d.py", *SMALL, *arguments, seconds=seconds)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+class Runs:
+    """Several layouts in each of three jobs, of 4 ranks, 1 rank and 2; one has to leave a checkpoint to the others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.picture, self.timeline = folder / "loss.png", folder / "pipe.svg"
+        kept = folder / "kept"
+        first = "--steps", "3", "--tp", "2", "--pp", "2", "--sp", "--checkpoint", kept
+        rest = "--steps", "3", "--resume", kept
+        self._run(4, {"first": first, "rest on tp": (*rest, "--tp", "4")})
+        self._run(1, {"whole": ("--steps", "6"), "rest on one": rest})
+        # The last one is refused when there are groups already; nothing of them may keep a rank from its end.
+        drawn = "--steps", "3", "--pp", "2", "--plot", self.picture, "--timeline", self.timeline
+        refused = {name: arguments for name, (arguments, _) in NONSENSE.items()}
+        self.ends = self._run(2, {"rest on pp": (*rest, "--pp", "2"), "drawn": drawn, **refused})
+
+    def _run(self, size: int, runs: dict[str, tuple[str | Path, ...]]) -> dict[str, Ended]:
+        commands = [
+            (GPT, *SMALL, "--losses", self.folder / f"{name}.json", *arguments) for name, arguments in runs.items()
+        ]
+        job = self.folder / f"job-{size}"
+        job.mkdir()
+        return dict(zip(runs, run_scripts(size, job, *commands), strict=True))
+
+    def losses(self, name: str) -> list[float]:
+        found: list[float] = json.loads((self.folder / f"{name}.json").read_text())
+        return found
 
 
-def losses(size: int, path: Path, *arguments: str | Path) -> list[float]:
-    run(size, "--losses", path, *arguments)
-    found: list[float] = json.loads(path.read_text())
-    return found
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.timeout(400)
-def test_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_goes_on_in_another_layout(runs: Runs) -> None:
     """Saved by one layout after half of the steps, resumed by another: the same losses as without a stop."""
-    whole = losses(1, tmp_path / "whole", "--steps", "6")
-    kept = tmp_path / "kept"
-    first = losses(4, tmp_path / "first", "--steps", "3", "--tp", "2", "--pp", "2", "--sp", "--checkpoint", kept)
-    assert first == pytest.approx(whole[:3], rel=0, abs=1e-10)
-    for number, (size, layout) in enumerate([(1, ()), (2, ("--pp", "2")), (4, ("--tp", "4"))]):
-        rest = losses(size, tmp_path / f"rest{number}", "--steps", "3", "--resume", kept, *layout)
-        assert rest == pytest.approx(whole[3:], rel=0, abs=1e-10), layout
+    whole = runs.losses("whole")
+    assert len(whole) == 6
+    assert runs.losses("first") == pytest.approx(whole[:3], rel=0, abs=1e-10)
+    for layout in ("rest on one", "rest on pp", "rest on tp"):
+        assert runs.losses(layout) == pytest.approx(whole[3:], rel=0, abs=1e-10), layout
 
 
-def test_output(tmp_path: Path) -> None:
+def test_output(runs: Runs) -> None:
     """A layout, a speed, a text, and two pictures."""
-    picture, timeline = tmp_path / "loss.png", tmp_path / "pipe.svg"
-    output = run(2, "--steps", "3", "--pp", "2", "--plot", picture, "--timeline", timeline)
+    output = runs.ends["drawn"].output
     first, second, empty, text, *drawn = output.splitlines()
     assert first.startswith("2 ranks: pp=2 dp=1 cp=1 tp=1, 1f1b, a rank holds ")
     assert second.startswith("3 steps, ")
@@ -47,27 +80,16 @@ def test_output(tmp_path: Path) -> None:
     assert not empty
     assert text.startswith("The ")
     assert any("bubble" in line for line in drawn)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in timeline.read_text()
+    assert runs.picture.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in runs.timeline.read_text()
     assert "\x1b" not in output, "no progress bar where nobody watches"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--heads", "0"], "argument --heads: invalid positive value: '0'"),
-        (["--tp", "3"], "their product divide the 2 ranks, got tensor_model_parallel_size=3"),
-        (["--batch", "3"], "--batch must be 2 equal shares of at least --micro-batches sequences"),
-        (
-            ["--pp", "2", "--schedule", "interleaved", "--micro-batches", "3"],
-            "must be a multiple of the number of stages",
-        ),
-        (["--resume", "/nowhere"], "load: /nowhere holds no checkpoint"),
-    ],
-)
-def test_refuses_nonsense(arguments: list[str], message: str) -> None:
+@pytest.mark.parametrize("name", NONSENSE)
+def test_refuses_nonsense(name: str, runs: Runs) -> None:
     """One rank says what is wrong, once; all of them leave."""
-    done = mpirun(2, ROOT / "examples" / "gpt_3d.py", *SMALL, *arguments)
-    assert done.returncode != 0
-    assert done.stdout.count("gpt_3d.py: error: ") == done.stdout.count(message) == 1
-    assert "Traceback" not in done.stdout
+    end = runs.ends[name]
+    assert end.statuses == [2, 2]
+    assert sum(map(bool, end.printed)) == 1
+    text = "".join(end.printed)
+    assert text.count("gpt_3d.py: error: ") == text.count(NONSENSE[name][1]) == 1

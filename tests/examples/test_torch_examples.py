@@ -9,22 +9,30 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from launch import ROOT, mpirun
+from scripts import Ended, run_scripts
 
 EXAMPLES = ROOT / "examples"
 BASIC = EXAMPLES / "torch"
+DIGITS = EXAMPLES / "ddp_digits.py"
+GPT = EXAMPLES / "fsdp_gpt.py"
+
+# The first test that wants something of a job waits for all of it.
+pytestmark = pytest.mark.timeout(300)
 
 
-def run(size: int, script: Path, *arguments: str | Path, **variables: str) -> str:
-    """What `script` prints on `size` ranks; 0 stands for plain Python, without mpirun."""
+def by_itself(size: int, script: Path, *arguments: str | Path) -> str:
+    """What `script` prints on `size` ranks that run nothing else; 0 stands for plain Python, without mpirun."""
     strict = ("-W", "error", script, *arguments)
     if size:
-        done = mpirun(size, *strict, **variables)
+        done = mpirun(size, *strict)
     else:
         done = subprocess.run(
             [sys.executable, *strict],
@@ -37,6 +45,47 @@ def run(size: int, script: Path, *arguments: str | Path, **variables: str) -> st
         )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+class Jobs:
+    """What scripts print. Those that run on equally many ranks share a job, which the first question starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.checkpoint = folder / "checkpoint" / "2.pt"
+        self.picture = folder / "loss.png"
+        self.temporary = folder / "temporary"
+        self.run = cache(self._run)
+
+    def output(self, size: int, *command: str | Path) -> str:
+        end = self.run(size)[command]
+        assert not isinstance(end, str), end
+        return end.output
+
+    def _run(self, size: int) -> dict[Sequence[str | Path], Ended | str]:
+        """How each command ends, or why the job broke off."""
+        commands: list[Sequence[str | Path]] = [
+            (BASIC / f"{name}.py", *mode) for mode, name in product(MODES, [*LINES, "barrier"])
+        ]
+        if size == 0:
+            commands += [(DIGITS, "--batch", "1348")]
+        if size == 2:
+            commands += [(DIGITS, "--checkpoint", self.checkpoint), (DIGITS, "--epochs", "2"), (GPT, *SHORT, "--bf16")]
+        if size == 3:
+            commands += [(GPT, *SHORT, "--plot", self.picture)]
+        job = self.folder / f"job-{size}"
+        for place in (self.checkpoint.parent, self.temporary, job):
+            place.mkdir(exist_ok=True)
+        try:
+            ends = run_scripts(size, job, *commands, TMPDIR=str(self.temporary))
+        except AssertionError as error:  # raised by each test that asks, instead of one job for each
+            return dict.fromkeys(commands, str(error))
+        return dict(zip(commands, ends, strict=True))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 # The scripts for the basic operations.
@@ -109,28 +158,20 @@ def expected(name: str, size: int) -> list[str]:
     return [f"rank {rank}: {LINES[name](rank, size)}" for rank in range(size)]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "drop_in"),
-    [
-        ("process_group", 3, False),
-        ("send_recv", 4, True),
-        ("isend_irecv", 3, False),
-        ("broadcast", 2, True),
-        ("reduce", 2, False),
-        ("scatter", 2, True),
-        ("gather", 2, False),
-        ("all_reduce", 2, True),
-        ("all_gather", 2, False),
-        ("reduce_scatter", 3, True),
-        ("barrier", 3, False),
-        ("isend_irecv", 1, True),
-        ("process_group", 0, True),
-        ("all_reduce", 0, False),
-    ],
-)
-def test_basic(name: str, size: int, drop_in: bool) -> None:
-    output = run(size, BASIC / f"{name}.py", *(["--drop-in"] if drop_in else []))
-    assert output.splitlines() == expected(name, size or 1)
+# torch.distributed, and then mpicoll.torch in its place
+MODES: tuple[Sequence[str], ...] = ((), ("--drop-in",))
+
+
+@pytest.mark.parametrize("size", [0, 2, 3])
+@pytest.mark.parametrize("name", [*LINES, "barrier"])
+def test_basic(name: str, size: int, jobs: Jobs) -> None:
+    for mode in MODES:
+        assert jobs.output(size, BASIC / f"{name}.py", *mode).splitlines() == expected(name, size or 1)
+
+
+@pytest.mark.parametrize(("name", "size", "drop_in"), [("send_recv", 4, True), ("isend_irecv", 1, False)])
+def test_basic_by_itself(name: str, size: int, drop_in: bool) -> None:
+    assert by_itself(size, BASIC / f"{name}.py", *MODES[drop_in]).splitlines() == expected(name, size)
 
 
 @pytest.mark.parametrize("name", [*LINES, "barrier"])
@@ -151,47 +192,43 @@ def test_every_script_is_run() -> None:
 # DistributedDataParallel
 
 
-DIGITS = EXAMPLES / "ddp_digits.py"
-
-
 def accuracy(output: str) -> float:
     match = re.search(r"test accuracy ([\d.]+)% of 450 samples, from the checkpoint", output)
     assert match is not None, output
     return float(match[1]) / 100
 
 
-def test_ddp_digits(tmp_path: Path) -> None:
+def test_ddp_digits(jobs: Jobs, tmp_path: Path) -> None:
     """Two ranks reach the accuracy, and the parameters, of one rank that sees whole batches."""
-    outputs, parameters = {}, {}
-    for size in (0, 2):
-        path = tmp_path / f"{size}.pt"
-        outputs[size] = run(size, DIGITS, "--checkpoint", path)
-        parameters[size] = torch.load(path, weights_only=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"0.pt", "2.pt"}, "nothing half-written is left"
-    assert outputs[2].startswith("2 ranks, mpicoll on cpu, 20 epochs of 1347 samples")
-    assert "\x1b" not in outputs[2], "no progress bar where nobody watches"
-    assert accuracy(outputs[2]) > 0.95
+    alone = tmp_path / "0.pt"
+    by_itself(0, DIGITS, "--checkpoint", alone)
+    output = jobs.output(2, DIGITS, "--checkpoint", jobs.checkpoint)
+    for path in (alone, jobs.checkpoint):
+        assert list(path.parent.iterdir()) == [path], "nothing half-written is left"
+    assert output.startswith("2 ranks, mpicoll on cpu, 20 epochs of 1347 samples")
+    assert "\x1b" not in output, "no progress bar where nobody watches"
+    assert accuracy(output) > 0.95
+    two, one = (torch.load(path, weights_only=True) for path in (jobs.checkpoint, alone))
     # Weights are of the order of 0.1, in float32; gradients are added up in another order, 420 times.
-    torch.testing.assert_close(parameters[2], parameters[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-4)
 
 
-def test_ddp_digits_leaves_no_checkpoint_behind(tmp_path: Path) -> None:
-    output = run(3, DIGITS, "--epochs", "2", TMPDIR=str(tmp_path))
+def test_ddp_digits_leaves_no_checkpoint_behind(jobs: Jobs) -> None:
+    output = jobs.output(2, DIGITS, "--epochs", "2")
     assert accuracy(output) > 0.5, "parameters that nobody trained recognise every tenth sample"
-    assert not list(tmp_path.rglob("*.pt*"))
+    assert not list(jobs.temporary.rglob("*.pt*"))
 
 
-def test_ddp_digits_refuses_a_batch_that_would_train_nothing() -> None:
-    command = [sys.executable, DIGITS, "--batch", "1348"]
-    done = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--epochs must be at least 1, --batch between 1 and 1347" in done.stderr
+def test_ddp_digits_refuses_a_batch_that_would_train_nothing(jobs: Jobs) -> None:
+    end = jobs.run(0)[DIGITS, "--batch", "1348"]
+    assert isinstance(end, Ended), end
+    assert end.statuses == [2]
+    assert "--epochs must be at least 1, --batch between 1 and 1347" in end.printed[0]
 
 
 # FSDP2
 
 
-GPT = EXAMPLES / "fsdp_gpt.py"
 # With 4 sequences rank 0 of 3 has twice as much to do as the others: means that count ranks alike would be far off.
 SHORT = ("--steps", "20", "--batch", "4", "--length", "30")
 
@@ -211,18 +248,17 @@ def held(output: str) -> tuple[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run(0, GPT, *SHORT)
+    return by_itself(0, GPT, *SHORT)
 
 
-def test_fsdp_gpt_does_the_same_on_three_ranks(one_rank: str, tmp_path: Path) -> None:
-    picture = tmp_path / "loss.png"
-    three = run(3, GPT, *SHORT, "--plot", picture)
+def test_fsdp_gpt_does_the_same_on_three_ranks(one_rank: str, jobs: Jobs) -> None:
+    three = jobs.output(3, GPT, *SHORT, "--plot", jobs.picture)
     # Five decimals are printed; ranks add up gradients in another order, in float32.
     assert losses(three) == pytest.approx(losses(one_rank), rel=0, abs=1e-4)
     assert "\n\nThe " in three
     assert three.partition("\n\n")[2] == one_rank.partition("\n\n")[2], "both write the same text"
     assert "\x1b" not in three, "no progress bar where nobody watches"
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert jobs.picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_fsdp_gpt_learns(one_rank: str) -> None:
@@ -232,8 +268,8 @@ def test_fsdp_gpt_learns(one_rank: str) -> None:
     assert last < 3.8
 
 
-def test_fsdp_gpt_in_bfloat16_shares_out_the_parameters(one_rank: str) -> None:
-    output = run(2, GPT, *SHORT, "--bf16")
+def test_fsdp_gpt_in_bfloat16_shares_out_the_parameters(one_rank: str, jobs: Jobs) -> None:
+    output = jobs.output(2, GPT, *SHORT, "--bf16")
     assert losses(output) != losses(one_rank)
     # bfloat16 has three digits.
     assert losses(output) == pytest.approx(losses(one_rank), rel=0.01)

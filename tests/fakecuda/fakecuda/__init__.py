@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fakecuda import memory, streams, transfers
+from fakecuda import kernels, memory, streams, transfers
 from fakecuda.errors import CUDARuntimeError
 from fakecuda.memory import find, working_view
 
@@ -26,6 +26,7 @@ __all__ = [
     "find",
     "free",
     "get_device",
+    "kernels",
     "pending",
     "set_device",
     "synchronize",

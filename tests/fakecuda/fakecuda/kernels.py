@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -19,7 +21,7 @@ PRELUDE = Path(__file__).with_name("prelude.hpp")
 # No contraction to fma where the source doesn't say so, complex products without a look for NaN, and a crash where an
 # element is not at a multiple of its alignment.
 _OPTIONS = (
-    *("-O2", "-std=c++17", "-ffp-contract=off", "-fcx-limited-range", "-fPIC", "-shared", "-w"),
+    *("-O2", "-std=c++17", "-ffp-contract=off", "-fcx-limited-range", "-fPIC", "-w"),
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
 )
 
@@ -38,21 +40,66 @@ def _folder() -> Path:
     return made
 
 
-def build(source: str, *options: str) -> Path:
-    """The shared object of a C++ source, which is compiled once for all processes."""
-    key = sha256("\0".join([source, PRELUDE.read_text(), *_OPTIONS, *options]).encode()).hexdigest()[:32]
-    target = _folder() / f"{key}.so"
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """A block for one thread of one process at a time: ranks come to a new kernel together."""
+    with (_folder() / f"{key[:2]}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _key(*parts: str) -> str:
+    return sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _compile(*arguments: str | Path) -> None:
+    done = subprocess.run([compiler(), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the kernel does not compile:\n{done.stderr}")
+
+
+def _kept(name: str, make: Callable[[Path], None]) -> Path:
+    """A file of that name, which `make` writes if no process has done so before."""
+    target = _folder() / name
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=_folder()) as work:
-            code = Path(work) / "kernel.cpp"
-            code.write_text(source)
-            made = Path(work) / "kernel.so"
-            command = [compiler(), *_OPTIONS, f"-I{PRELUDE.parent}", *options, "-o", str(made), str(code)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"the kernel does not compile:\n{done.stderr}\n{source}")
-            made.replace(target)
+        with _alone(name), tempfile.TemporaryDirectory(dir=_folder()) as work:
+            if not target.exists():
+                made = Path(work) / "made"
+                make(made)
+                made.replace(target)
     return target
+
+
+def _prelude() -> Path:
+    """A folder with the prelude, and what it is after parsing, which takes most of the time of a compilation."""
+    text = PRELUDE.read_text()
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        header = folder / PRELUDE.name
+        header.write_text(text)
+        _compile(*_OPTIONS, "-x", "c++-header", "-o", f"{header}.gch", header)
+
+    return _kept(f"{_key(text, *_OPTIONS)}.prelude", make)
+
+
+def library(source: str, *options: str) -> Path:
+    """The shared object of a C++ source, which is compiled once for all processes."""
+
+    def make(made: Path) -> None:
+        code = made.with_suffix(".cpp")
+        code.write_text(source)
+        _compile(*options, "-shared", "-o", made, code)
+
+    return _kept(f"{_key(source, *options)}.so", make)
+
+
+def build(source: str, *options: str) -> Path:
+    """The same of a kernel, which finds the prelude."""
+    try:
+        return library(source, *_OPTIONS, f"-I{_prelude()}", *options)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}\n{source}") from None
 
 
 @dataclass(frozen=True, slots=True)

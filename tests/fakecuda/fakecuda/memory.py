@@ -79,6 +79,9 @@ class Allocation:
 
 _allocations: dict[int, Allocation] = {}
 _bases: list[int] = []
+_exported: set[int] = set()
+"""Numbers of the allocations that other processes may have opened."""
+
 _numbers = itertools.count(1)
 
 
@@ -113,6 +116,7 @@ def _leave(allocation: Allocation) -> None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE | _FIXED
             _map(address, allocation.span, _NONE, flags)
         os.close(allocation.file)
+        _exported.discard(allocation.number)
         del _allocations[allocation.base]
         _bases.remove(allocation.base)
 
@@ -135,9 +139,10 @@ def poison(address: int, nbytes: int) -> None:
 
 
 def _fill(address: int, nbytes: int) -> None:
-    memory = bytes_at(address, nbytes)
-    for offset, byte in enumerate(POISON):
-        memory[offset :: len(POISON)] = byte
+    # In words, as byte by byte it would take most of the time of tests that come by much memory.
+    whole = nbytes // POISON.size
+    array_at(address, (whole,), np.uint16)[...] = POISON.view(np.uint16)
+    bytes_at(address, nbytes)[whole * POISON.size :] = POISON[0]
 
 
 def release(address: int) -> None:
@@ -147,7 +152,8 @@ def release(address: int) -> None:
         allocation = _allocations.get(address)
         if allocation is None or allocation.opened:
             raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} is not the beginning of an allocation")
-        poison(address, allocation.size)
+        if allocation.number in _exported:
+            poison(address, allocation.size)
         _leave(allocation)
 
 
@@ -335,6 +341,7 @@ def export(address: int) -> bytes:
     allocation = find(address)
     if allocation is None or allocation.base != address or not allocation.ipc or allocation.opened:
         raise CUDARuntimeError(errors.INVALID_VALUE, f"{address:#x} can't be shared")
+    _exported.add(allocation.number)
     tag = allocation.name.rpartition("-")[2]
     physical = visible()[allocation.device]
     return _handle(os.getpid(), allocation.file, allocation.size, physical, f"{address:x}", tag)

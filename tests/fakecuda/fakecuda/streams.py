@@ -241,12 +241,20 @@ _pointers = itertools.count(0x5500_0000, 0x40)
 _legacy: dict[int, Stream] = {}
 contexts: set[int] = set()
 """The devices on which this process has a context, which takes some of their memory."""
-_process = os.getpid()
+_forked = False
 _chance: tuple[str, random.Random] = ("", random.Random(0))
 
 
+def _in_child() -> None:
+    global _forked  # noqa: PLW0603
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 def _only_here() -> None:
-    if os.getpid() != _process:
+    if _forked:
         raise CUDARuntimeError(errors.INITIALIZATION, "CUDA can't be used in a forked process")
 
 
@@ -307,7 +315,8 @@ def device() -> int:
 
 
 def use_device(index: int) -> None:
-    check_device(index)
+    if index != _here.device or not _here.bound:
+        check_device(index)  # not each time, as it asks the environment
     _here.device = index
     make_context()
 

@@ -87,8 +87,8 @@ def _where(address: int, nbytes: int) -> str:
     return "pageable"
 
 
-_later: deque[memory.Allocation] = deque()
-"""Memory that was given back by a destructor, which may run anywhere and so can't wait."""
+_later: dict[int, deque[memory.Allocation]] = {}
+"""Memory of each device that was given back by a destructor, which may run anywhere and so can't wait."""
 
 
 def free(address: int) -> None:
@@ -104,18 +104,19 @@ def free_some_time(address: int) -> None:
     """The same for a destructor: as soon as one runs while the device has nothing to do."""
     allocation = memory.find(address)
     if allocation is not None:
-        _later.append(allocation)
-    for _ in range(len(_later)):
-        try:
-            one = _later.popleft()
-        except IndexError:
-            return  # another thread was here
-        if memory.find(one.base) is not one:
-            continue  # it was given back by its address, too
-        if streams.running() or streams.has_work(one.device):
-            _later.append(one)
-        else:
-            memory.release(one.base)
+        _later.setdefault(allocation.device, deque()).append(allocation)
+    if streams.running():
+        return
+    for device, waiting in list(_later.items()):
+        if not waiting or streams.has_work(device):
+            continue
+        for _ in range(len(waiting)):
+            try:
+                one = waiting.popleft()
+            except IndexError:
+                break  # another thread was here
+            if memory.find(one.base) is one:  # and was not given back by its address, too
+                memory.release(one.base)
 
 
 def free_host(address: int) -> None:

@@ -165,11 +165,12 @@ class MemoryPool:
         with self._lock:
             back = self._given_back.setdefault(key, deque())
             chunk = self._take(key, size)
+        new = chunk is None
         if chunk is None:
             chunk = _Chunk(size, 0, self._allocator(size).mem)  # type: ignore[arg-type]
             self._kept[chunk.mem.ptr] = chunk.mem
         made = PooledMemory(chunk, back, self)
-        _spoil(stream, chunk)
+        _spoil(stream, chunk, new)
         with self._lock:
             self._used = [one for one in self._used if one() is not None]
             self._used.append(weakref.ref(made))
@@ -235,11 +236,13 @@ def _order(chunk: _Chunk) -> tuple[int, int, int]:
     return chunk.size, chunk.mem.ptr, chunk.offset
 
 
-def _spoil(stream: streams.Stream, chunk: _Chunk) -> None:
-    """Nothing may rely on what was in memory before: it is poisoned in the order of the stream."""
+def _spoil(stream: streams.Stream, chunk: _Chunk, new: bool) -> None:
+    """Nothing may rely on what was in memory before: it is poisoned in the order of the stream. What is `new` is so
+    already, but other streams may not write there before this one has come to it."""
     address = chunk.mem.ptr + chunk.offset
     if stream.done == stream.given:
-        fake_memory.poison(address, chunk.size)
+        if not new:
+            fake_memory.poison(address, chunk.size)
     elif stream.capture is None:
         stream.give(lambda: fake_memory.poison(address, chunk.size))
 
