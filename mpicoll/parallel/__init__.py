@@ -21,7 +21,10 @@ There are no global groups: what needs ranks takes ``group=``. Without it, it ta
 Gradients follow Megatron's convention: there is one loss, which all ranks of a tensor parallel group compute alike.
 """
 
-from mpicoll.parallel import checkpoint, p2p, pipeline
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.parallel import p2p, pipeline
 from mpicoll.parallel.context_parallel import (
     gather_sequence,
     position_ids,
@@ -74,6 +77,9 @@ from mpicoll.parallel.topology import (
     initialize_model_parallel,
 )
 
+if TYPE_CHECKING:
+    from mpicoll.parallel import checkpoint
+
 __all__ = [
     "ColumnParallelLinear",
     "LayerNorm",
@@ -121,3 +127,10 @@ __all__ = [
     "vocab_parallel_cross_entropy",
     "whole_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # torch's checkpoints take more than a second to import, and most programs keep none by them.
+    if name == "checkpoint":
+        return import_module("mpicoll.parallel.checkpoint")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -37,6 +39,19 @@ def test_names() -> None:
     assert sorted(parallel.pipeline.__all__) == sorted(PIPELINE)
     assert set(P2P) <= set(dir(parallel.p2p))
     assert set(CHECKPOINT) <= set(dir(parallel.checkpoint))
+
+
+def test_what_takes_long_to_import_comes_with_its_use() -> None:
+    """torch's compiler, which its pipelines bring, and its checkpoints."""
+    program = (
+        "import sys, mpicoll.parallel as parallel\n"
+        "assert not {'torch._dynamo', 'torch.distributed.checkpoint'} & set(sys.modules)\n"
+        "assert parallel.checkpoint.save\n"
+        "try: parallel.chekpoint\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "module 'mpicoll.parallel' has no attribute 'chekpoint'\n", done.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
@@ -40,6 +39,9 @@ def backward_input(
     """
     if not inputs:
         return [], partial(backward, outputs, grads, ())
+    # Not above: with it comes torch's compiler, which takes a second that other schedules need not wait for.
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
     pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     weights = [one for one in weights if one.requires_grad]
     reached = _leaves([one for one, _ in pairs])
