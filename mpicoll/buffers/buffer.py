@@ -95,6 +95,7 @@ class NumpyLibrary:
     def wrap(self, view: Array) -> Any:
         return view
 
+    @dtypes.silent
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
 
@@ -108,6 +109,7 @@ class NumpyLibrary:
 class WordsLibrary(NumpyLibrary):
     """numpy arrays in host memory, also of bfloat16 as words of 16 bits: what stands in for a device's arrays there."""
 
+    @dtypes.silent
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         if dtype.name != "bfloat16" or np.uint16 not in (source.dtype, target.dtype):
             np.copyto(target, source, casting="unsafe")
@@ -151,6 +153,7 @@ class ArrayApi:
         # numpy refuses to export bfloat16 through DLPack, so such arrays go through the library's own constructor.
         return self.namespace.asarray(view) if view.dtype.kind == "V" else self.namespace.from_dlpack(view)
 
+    @dtypes.silent
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
 

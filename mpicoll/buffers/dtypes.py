@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
+from functools import lru_cache, wraps
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from mpicoll.errors import DTypeError
 
 Array: TypeAlias = np.ndarray[Any, Any]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def silent(function: F) -> F:
+    """`function`, in which numpy has nothing to say of overflow and the like: as in MPI, infinities and NaN come out.
+    It would be said on some of the ranks, and where the caller has numpy raise they would leave the others waiting."""
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+        return np.errstate(all="ignore")(function)
+
+    # As a decorator it was not for several threads at once before.
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return function(*args)
+
+    return cast("F", call)
+
 
 ARITHMETIC = ("sum", "prod", "avg", "premul_sum")
 ORDER = ("min", "max", "minloc", "maxloc")

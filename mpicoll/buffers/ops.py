@@ -153,6 +153,7 @@ def _native(op: str, dtype: DType) -> tuple[str | None, str]:
 
 
 def _ufunc(ufunc: np.ufunc) -> Combine:
+    @dtypes.silent
     def combine(left: Array, right: Array, out: Array) -> None:
         ufunc(left, right, out=out)
 
@@ -163,6 +164,7 @@ def _to_truth(work: Array) -> None:
     np.not_equal(work, 0, out=work, casting="unsafe")
 
 
+@dtypes.silent
 def _divide(work: Array, size: int) -> None:
     np.divide(work, size, out=work)
 
@@ -180,6 +182,7 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
         )
     scale = factor.astype(dtype.work)
 
+    @dtypes.silent
     def multiply(work: Array) -> None:
         np.multiply(work, scale, out=work)
 
@@ -275,8 +278,8 @@ class Fold:
         "_dtype",
         "_finish",
         "_library",
+        "_named",
         "_scratch",
-        "_ufunc",
         "elementwise",
         "fused",
         "what",
@@ -286,14 +289,14 @@ class Fold:
         """For operands of `buffer`'s dtype; without one they are of the dtype in which they are reduced, and the caller
         finishes the result."""
         self._combine = reduction.combine
-        self._ufunc = _UFUNCS.get(reduction.name)
+        self._named = reduction.name in _UFUNCS
         self.elementwise = reduction.elementwise
         # What tells it from others; libraries may show one dtype in different ways.
         native = buffer is None or buffer.array.dtype.isnative
         self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name, native
         # The operation and the dtype for `Device.fold`, which does all of it; None for functions, and pairs.
         self.fused: tuple[str, str] | None = None
-        if self._ufunc is not None and native:
+        if self._named and native:
             # Without a buffer others finish the result.
             self.fused = ("sum" if buffer is None and reduction.name == "avg" else reduction.name), self.what[1]
         self._adds = False
@@ -320,8 +323,8 @@ class Fold:
             later = [_copy(part) if np.may_share_memory(part, out) else part for part in parts[2:]]
             if len(parts) == 1:
                 np.copyto(out, parts[0])
-            elif self._ufunc is not None:
-                self._ufunc(parts[0], parts[1], out=out)
+            elif self._named:
+                self._combine(parts[0], parts[1], out)
             else:
                 # Such functions want one of their operands for the result.
                 second = _copy(parts[1]) if np.may_share_memory(parts[1], out) else parts[1]
