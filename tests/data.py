@@ -10,13 +10,16 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 import torch
 
 import mpicoll
+
+if TYPE_CHECKING:
+    import pytest
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 HALVES = ("float16", "bfloat16")
@@ -438,3 +441,15 @@ def covering(axes: dict[str, Sequence[Any]], allowed: Callable[[dict[str, Any]],
             missing.pop((one, chosen[one], other, chosen[other]), None)
         rows.append(row)
     return rows
+
+
+def multiply_what_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an operation with premul_sum fail on the ranks whose operand is large."""
+    multiply = np.multiply
+
+    def multiplied(left: np.ndarray, right: Any, **options: Any) -> Any:
+        if left.flat[0] > 1e30:
+            raise MemoryError("there is no room for what is large")
+        return multiply(left, right, **options)
+
+    monkeypatch.setattr(np, "multiply", multiplied)
