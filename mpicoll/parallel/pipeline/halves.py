@@ -45,13 +45,10 @@ def backward_input(
     pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     weights = [one for one in weights if one.requires_grad]
     reached = _leaves([one for one, _ in pairs])
-    came, parts = stage_backward_input(
-        [one for one, _ in pairs],
-        [grad for _, grad in pairs],
-        list(inputs),
-        iter(weights),
-    )
-    for one in inputs:
+    # Some versions of torch refuse inputs on which nothing depends.
+    used = [one for one in inputs if _accumulator(one) in reached]
+    came, parts = stage_backward_input([one for one, _ in pairs], [grad for _, grad in pairs], used, iter(weights))
+    for one in used:
         one.grad = None
     found = {node for part in parts for node in part["params"]}
     if any(_accumulator(one) in reached and _accumulator(one) not in found for one in weights):
@@ -59,7 +56,8 @@ def backward_input(
             "the backward can't be split: an output depends on weights, but not on the input that they are applied to;"
             " choose a schedule with whole backwards, such as 1f1b"
         )
-    return list(came), partial(stage_backward_weight, iter(weights), parts)
+    by_input = {id(one): grad for one, grad in zip(used, came, strict=True)}
+    return [by_input.get(id(one)) for one in inputs], partial(stage_backward_weight, iter(weights), parts)
 
 
 def own_memory(value: Any) -> Any:
