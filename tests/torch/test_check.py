@@ -102,7 +102,6 @@ def test_several_as_one() -> None:
     assert "part 1's shape" in caught.value.fields
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of some versions of torch
 @pytest.mark.usefixtures("checked")
 def test_sparse_and_dense() -> None:
     _several()

@@ -713,7 +713,8 @@ def test_barrier_waits_for_the_last(name: str, way: str, groups: dict[str, Any])
     if way == "async":
         assert dist.barrier(group, async_op=True).wait()
     else:
-        assert dist.barrier(group, timeout=timedelta(seconds=20) if way.endswith("timeout") else None) is None
+        options = {"timeout": timedelta(seconds=20)} if way.endswith("timeout") else {}
+        assert dist.barrier(group, **options) is None
     left = torch.tensor(time.monotonic(), dtype=torch.float64)
     last = torch.tensor(came, dtype=torch.float64)
     # the ranks share a machine, and with it the clock
