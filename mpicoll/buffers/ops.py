@@ -180,7 +180,8 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
         raise DTypeError(
             f"{operation}: premul_sum: the factor {op.factor!r} is no number of dtype {dtype.name}; convert one of them"
         )
-    scale = factor.astype(dtype.work)
+    # On one rank it may be beyond the range, whatever the others pass.
+    scale = dtypes.silent(factor.astype)(dtype.work)
 
     @dtypes.silent
     def multiply(work: Array) -> None:

@@ -21,9 +21,9 @@ _PERSISTENT = 1024
 class Plan:
     """A collective bound to its arrays, to be repeated.
 
-    The algorithm, the memory and the schedule are bound once, when the plan is made. Each run reads the arrays that
-    were passed to ``…_init`` as they are then, and gives the same result array each time, filled anew. All ranks must
-    make the plan and run it alike.
+    The algorithm, the memory and the schedule are bound once, when the plan is made; for data on a device each run
+    looks the algorithm up. Each run reads the arrays that were passed to ``…_init`` as they are then, and gives the
+    same result array each time, filled anew. All ranks must make the plan and run it alike.
     """
 
     __slots__ = ("_body", "_call", "_comm", "_device", "_job", "_operation", "_progress", "_result", "_same", "choice")

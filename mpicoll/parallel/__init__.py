@@ -134,3 +134,7 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return import_module("mpicoll.parallel.checkpoint")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

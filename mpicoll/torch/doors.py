@@ -66,10 +66,10 @@ def _set_pg_timeout(original: Original, timeout: timedelta, group: Any = None) -
         original(timeout, group)
 
 
-def _maybe_attach_flight_recorder(original: Original, group: Any, *args: Any) -> None:
+def _maybe_attach_flight_recorder(original: Original, *args: Any, **kwargs: Any) -> None:
     """c10d's recorder hooks into backends in C++, which a group in Python hasn't got; mpicoll has its own record."""
-    if not isinstance(group, ProcessGroupMpicoll):
-        original(group, *args)
+    if not any(isinstance(one, ProcessGroupMpicoll) for one in (*args, *kwargs.values())):
+        original(*args, **kwargs)
 
 
 def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ def test_what_takes_long_to_import_comes_with_its_use() -> None:
     program = (
         "import sys, mpicoll.parallel as parallel\n"
         "assert not {'torch._dynamo', 'torch.distributed.checkpoint'} & set(sys.modules)\n"
+        "assert 'checkpoint' in dir(parallel)\n"
         "assert parallel.checkpoint.save\n"
         "try: parallel.chekpoint\n"
         "except AttributeError as error: print(error)\n"

@@ -107,6 +107,7 @@ def test_torch_need_not_record_a_group(rank: int) -> None:
     seen = []
     group = dist.new_group()
     doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), group, "config", [rank])
+    doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), pg=group, global_ranks=[rank])
     doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), "another", "config", [rank])
     assert seen == [("another", "config", [rank])]
     dist.destroy_process_group(group)

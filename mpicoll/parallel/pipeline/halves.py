@@ -45,9 +45,10 @@ def backward_input(
     pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     weights = [one for one in weights if one.requires_grad]
     reached = _leaves([one for one, _ in pairs])
-    # Some versions of torch refuse inputs on which nothing depends.
+    # Some versions of torch refuse inputs on which nothing depends, and none at all.
     used = [one for one in inputs if _accumulator(one) in reached]
-    came, parts = stage_backward_input([one for one, _ in pairs], [grad for _, grad in pairs], used, iter(weights))
+    given = [one for one, _ in pairs], [grad for _, grad in pairs]
+    came, parts = stage_backward_input(*given, used, iter(weights)) if used else ((), [])
     for one in used:
         one.grad = None
     found = {node for part in parts for node in part["params"]}
