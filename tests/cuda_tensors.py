@@ -325,7 +325,7 @@ def _init_future(self: Any, *, devices: Any = None) -> None:
 
 
 @pytest.fixture
-def cuda_torch(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def cuda_torch(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch on the fake device, in all threads."""
     if not fake_cuda.is_fake(cuda):
         pytest.skip("there is a real device, on which nothing can be played")
@@ -348,6 +348,11 @@ def cuda_torch(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "arange", _filled("arange"))
     monkeypatch.setattr(torch, "ones", _filled("ones"))
     monkeypatch.setattr(torch.futures.Future, "__init__", _init_future)
+    yield
+    # Each piece keeps a file open, and there may be no more than a thousand of them.
+    for idle in list(_freed.values()):
+        while idle:
+            fakecuda.free(idle.pop())
 
 
 class Tensors:
