@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import resource
 import socket
 import threading
 from bisect import bisect_right
@@ -37,6 +38,14 @@ _FIXED, _NORESERVE = 0x10, 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+_FILES = 1 << 16
+"""Each allocation keeps a file open; few systems let a process have so many of them unasked."""
+
+_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+_allowed = _FILES if _hard == resource.RLIM_INFINITY else min(_FILES, _hard)
+if _soft != resource.RLIM_INFINITY and _soft < _allowed:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_allowed, _hard))
 
 LOCK = threading.RLock()
 """Held for a moment, around every change of a table; never while work runs."""
