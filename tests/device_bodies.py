@@ -462,14 +462,7 @@ class Exercise:
         return self.x, make_op(self.call.op, self.comm.rank, self.call.name)
 
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"algorithm": self.algorithm, "comm": self.comm}
-        if self.call.collective in ROOTED:
-            options["root"] = self.call.root
-        if self.call.collective in COUNTED:
-            options["counts"] = self.call.counts()
-        if self.out is not None:
-            options["out"] = self.out
-        return options
+        return {"algorithm": self.algorithm, "comm": self.comm, **self.call.options(self.out)}
 
     def check(self, result: Any) -> None:
         if self.want is None:

@@ -212,6 +212,17 @@ class Call:
             return matrix[self.rank], [row[self.rank] for row in matrix]
         return self.rows()
 
+    def options(self, out: Any) -> dict[str, Any]:
+        """The keywords of the call that say what is done, and where the result goes."""
+        options: dict[str, Any] = {}
+        if self.collective in ROOTED:
+            options["root"] = self.root
+        if self.collective in COUNTED:
+            options["counts"] = self.counts()
+        if out is not None:
+            options["out"] = out
+        return options
+
     def input_shape(self, rank: int) -> tuple[int, ...]:
         shape = self.row["shape"]
         if self.collective in ("gather", "allgather") and shape:
@@ -350,15 +361,9 @@ class Exercise:
         return self.x, make_op(self.call.op, self.comm.rank, self.call.name)
 
     def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"algorithm": self.row["algorithm"]}
+        options = {"algorithm": self.row["algorithm"], **self.call.options(self.out)}
         if self.row["comm"] != "world":
             options["comm"] = self.comm
-        if self.call.collective in ROOTED:
-            options["root"] = self.call.root
-        if self.call.collective in COUNTED:
-            options["counts"] = self.call.counts()
-        if self.out is not None:
-            options["out"] = self.out
         return options
 
     def shape(self) -> tuple[int, ...]:
