@@ -559,11 +559,15 @@ class LocalTransport:
         return self._child(self._members, table[-1])
 
     def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
-        nodes = [self.nodes[self._members.index(member)] for member in members]
-        child = LocalTransport(self.world, members, self._me, contexts, renumber(nodes))
+        """A transport that is revoked with this one."""
+        child = self._derive(members, contexts)
         with self.world.changed:
             self._made.add(child)
         return child
+
+    def _derive(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
+        nodes = [self.nodes[self._members.index(member)] for member in members]
+        return LocalTransport(self.world, members, self._me, contexts, renumber(nodes))
 
     def revoke(self) -> None:
         with self.world.changed:
@@ -577,7 +581,8 @@ class LocalTransport:
         self.revoke()
         name = ("shrink", self._collective, self._members)
         living = self.world.living(name, self._members, self._me, flag=True, timeout=self.timeout)
-        return self._child(living.ranks, living.contexts)
+        # Not one of _made: a late failure on this group revokes those again, and the new one must outlive it.
+        return self._derive(living.ranks, living.contexts)
 
     def failed_already(self) -> bool:
         return bool(self.group_key in self.world.revoked or self.world.killed & set(self._members))

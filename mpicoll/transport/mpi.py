@@ -149,9 +149,12 @@ _transports: WeakSet[MpiTransport] = WeakSet()
 
 def mourn(rank: int) -> None:
     """Rank `rank` of the job has died: whoever waits on a communicator that it belongs to gets RankFailed. For whoever
-    learns of it; MPI itself knows only of deaths in its way. Does nothing in a job that does not survive them."""
+    learns of it; MPI itself knows only of deaths in its way. Does nothing if the death is known already, or in a job
+    that does not survive deaths."""
     if survives() and not MPI.Is_finalized():
         with _mourning:
+            if rank in _dead:
+                return
             _dead.add(rank)
             for one in list(_transports):
                 if rank in one.members:
@@ -450,8 +453,10 @@ class MpiTransport:
         self._revoked = self._freed = False
         if survives():
             with _mourning:
-                self._before = frozenset(_dead)
+                self._before = frozenset(_dead.difference(self.members))
                 _transports.add(self)
+                if not _dead.isdisjoint(self.members):  # of these deaths there will be no more news
+                    self.revoke()
 
     def share(self, nbytes: int) -> list[Memory]:
         memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._named)
@@ -592,7 +597,8 @@ class MpiTransport:
         with suppress(MPI.Exception):  # who has died meanwhile
             self._collective.Ack_failed()
             self._collective.Agree(1)
-        return self._child(cast(MPI.Intracomm, collective), cast(MPI.Intracomm, p2p), f"{self.key}/{collective.size}")
+        # Not one of _made: a late failure on this communicator revokes those again, and the new one must outlive it.
+        return self._derive(cast(MPI.Intracomm, collective), cast(MPI.Intracomm, p2p), f"{self.key}/{collective.size}")
 
     def failed_already(self) -> bool:
         deadline = time.monotonic() + _NEWS
@@ -806,18 +812,22 @@ class MpiTransport:
             self.exchange([(ranks[(here + step) % size], nothing)], [(ranks[here - step], nothing)], tag)
             step *= 2
 
-    def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, key: str = "") -> MpiTransport:
+    def _child(self, collective: MPI.Intracomm, p2p: MPI.Intracomm) -> MpiTransport:
+        """A transport on communicators made of this one's, which is revoked with it."""
+        child = self._derive(collective, p2p)
+        with _mourning:
+            self._made.add(child)
+            revoked = self._revoked
+        if revoked:
+            child.revoke()
+        return child
+
+    def _derive(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, key: str = "") -> MpiTransport:
         part, whole = collective.Get_group(), self._collective.Get_group()
         ranks = MPI.Group.Translate_ranks(part, range(part.size), whole)
         part.Free()
         whole.Free()
-        child = MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]), self._access, key)
-        with _mourning:
-            self._made.add(child)
-            revoked = self._revoked and not key
-        if revoked:
-            child.revoke()
-        return child
+        return MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]), self._access, key)
 
     @_translated
     def free(self) -> None:

@@ -199,13 +199,13 @@ ways = {
     "group": lambda: world.group(range(world.size)),
     "split": lambda: world.split(0),
 }
-mpicoll.barrier()
-if what in ("native", "schedule", "shared", "background", "plan"):
-    for _ in range(20):
-        ways[what]()
-if world.rank == victim:
-    os.kill(os.getpid(), signal.SIGKILL)
 try:
+    mpicoll.barrier()  # out of which the victim may come before others
+    if what in ("native", "schedule", "shared", "background", "plan"):
+        for _ in range(20):
+            ways[what]()
+    if world.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
     while True:
         ways[what]()
 except mpicoll.RankFailed as error:
@@ -252,3 +252,62 @@ def test_survivors_go_on(what: str, victim: int, tmp_path: Path) -> None:
     done = mpirun(4, script, what, str(victim), options=ULFM)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("fine\n") == 3, done.stdout
+
+
+REPEATED = """
+import os, signal, sys
+import numpy as np
+import mpicoll
+from mpicoll.transport import mpi
+
+victims = (1, 3)
+old = mpicoll.world()
+pair = old.group((0, 2) if old.rank in (0, 2) else victims)
+pending = mpicoll.irecv(np.empty(1), (old.rank + 2) % 4)
+try:
+    mpicoll.barrier()
+    if old.rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        mpicoll.allreduce(np.ones(4))
+except mpicoll.RankFailed:
+    pass
+for victim in victims * 2:
+    mpi.mourn(victim)
+new = old
+while set(new.members) & set(victims):
+    new = new.shrink()
+inner = new.group((0, 1))
+for victim in victims:
+    mpi.mourn(victim)
+try:
+    pending.wait()
+    sys.exit("a message that nobody has sent")
+except mpicoll.RankFailed:
+    pass
+for former in (old, pair):
+    former.transport.revoke()
+for comm in (new, inner):
+    for count in (1, 100_000):
+        assert (mpicoll.allreduce(np.ones(count), comm=comm) == 2).all()
+print("fine\\n", end="", flush=True)
+"""
+
+
+def test_repeated_news_of_deaths_spares_the_new_communicator(tmp_path: Path) -> None:
+    """Two ranks die at once; both deaths are reported before and after shrink, and old operations fail late."""
+    script = tmp_path / "repeated.py"
+    script.write_text(REPEATED)
+    done = mpirun(4, script, options=ULFM)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("fine\n") == 2, done.stdout
+
+
+def test_a_late_failure_spares_the_new_group() -> None:
+    def body() -> int:
+        old = mpicoll.world()
+        new = old.shrink()
+        old.transport.revoke()
+        return int(mpicoll.allreduce(1, comm=new))
+
+    assert mpicoll.run_local(body, 2, timeout=10) == [2, 2]
