@@ -32,7 +32,7 @@ from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Task
 from mpicoll.engine.watch import FULL_FROM
-from mpicoll.errors import ArgumentError, ShapeError
+from mpicoll.errors import ArgumentError
 from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.lanes import Lanes, here
 from mpicoll.torch.quick import Quick
@@ -193,10 +193,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work | None:
         opts = opts or AllreduceCoalescedOptions()
 
-        def make(comm: Communicator) -> Task:
-            return jobs.in_order([jobs.all_reduce(comm, one, opts.reduceOp) for one in tensors])
-
-        return self._do("all_reduce_coalesced", opts, make, tensors)
+        return self._do(
+            "all_reduce_coalesced",
+            opts,
+            lambda comm: jobs.all_reduce_coalesced(comm, tensors, opts.reduceOp),
+            tensors,
+        )
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         if type(opts) is not BroadcastOptions:
@@ -226,18 +228,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         # outputs[i][j] gets rank i's inputs[j].
         opts = _options(AllgatherOptions, opts)
-        if len(outputs) != self.comm.size or any(len(one) != len(inputs) for one in outputs):
-            raise ShapeError(
-                f"all_gather_coalesced: outputs must be a list for each of the {self.comm.size} ranks, each with"
-                f" {len(inputs)} tensors like the inputs, got lists of {[len(one) for one in outputs]}"
-            )
-
-        def make(comm: Communicator) -> Task:
-            return jobs.in_order(
-                [jobs.all_gather(comm, [of[j] for of in outputs], one) for j, one in enumerate(inputs)]
-            )
-
-        return self._do("all_gather_coalesced", opts, make, [one for of in outputs for one in of])
+        return self._do(
+            "all_gather_coalesced",
+            opts,
+            lambda comm: jobs.all_gather_coalesced(comm, outputs, inputs),
+            [one for of in outputs for one in of],
+        )
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
         opts = _options(AllgatherOptions, opts)
@@ -248,12 +244,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         opts = _options(AllgatherOptions, opts)
-        _pairs("all_gather_single_coalesced", outputs, inputs)
-
-        def make(comm: Communicator) -> Task:
-            return jobs.in_order([jobs.all_gather_single(comm, *pair) for pair in zip(outputs, inputs, strict=True)])
-
-        return self._do("all_gather_single_coalesced", opts, make, outputs)
+        return self._do(
+            "all_gather_single_coalesced",
+            opts,
+            lambda comm: jobs.all_gather_single_coalesced(comm, outputs, inputs),
+            outputs,
+        )
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         if isinstance(inputs, torch.Tensor):
@@ -297,15 +293,13 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         opts = _options(ReduceScatterOptions, opts)
-        _pairs("reduce_scatter_single_coalesced", outputs, inputs)
         op = opts.reduceOp
-
-        def make(comm: Communicator) -> Task:
-            return jobs.in_order(
-                [jobs.reduce_scatter_single(comm, *pair, op) for pair in zip(outputs, inputs, strict=True)]
-            )
-
-        return self._do("reduce_scatter_single_coalesced", opts, make, outputs)
+        return self._do(
+            "reduce_scatter_single_coalesced",
+            opts,
+            lambda comm: jobs.reduce_scatter_single_coalesced(comm, outputs, inputs, op),
+            outputs,
+        )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
         return self._do(
@@ -469,8 +463,3 @@ def _options(kind: type[T], given: Any, timeout: timedelta | None = None, **valu
 def _only(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) != 1:
         raise ArgumentError(f"{operation}: takes one tensor on each rank, got {len(tensors)}")
-
-
-def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    if len(outputs) != len(inputs):
-        raise ShapeError(f"{operation}: {len(inputs)} inputs need as many outputs, got {len(outputs)}")

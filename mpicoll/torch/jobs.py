@@ -8,6 +8,7 @@ between torch's conventions and MPI's is settled here, and nothing else is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -47,11 +48,13 @@ from mpicoll.torch.tensors import (
     check_numel,
     check_pair,
     check_plain,
+    copy_into,
     flat_input,
     flat_output,
     in_place,
     joined_input,
     joined_output,
+    protected_inputs,
 )
 
 # By hash, which is the number of the operation: a ReduceOp and the member of its enumeration that it stands for are no
@@ -91,7 +94,7 @@ def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
 
 
 def in_order(bodies: Sequence[Task]) -> Task:
-    """One job of several."""
+    """One job of several, which run in this order. Where they may share memory, see ``protected_inputs``."""
 
     def run() -> None:
         for one in bodies:
@@ -118,6 +121,18 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     plain, restore = in_place(tensor)
     native = op_of("all_reduce", op, tensor.dtype)
     return _then(task(allreduce.prepare(comm, plain, native, plain, None)), restore)
+
+
+@names_rank
+def all_reduce_coalesced(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> Task:
+    """Each of `tensors` in place. Memory that several of them share is reduced once."""
+    for one in tensors:
+        check_plain("all_reduce_coalesced", one)
+    tasks = []
+    for source, target in zip(protected_inputs(tensors, [[one] for one in tensors]), tensors, strict=True):
+        back = None if source is target else partial(copy_into, target.detach(), source)
+        tasks.append(_then(all_reduce(comm, source, op), back))
+    return in_order(tasks)
 
 
 @names_rank
@@ -153,12 +168,38 @@ def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torc
 
 
 @names_rank
+def all_gather_coalesced(
+    comm: Communicator, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+) -> Task:
+    """``outputs[i][j]`` gets rank i's ``tensors[j]``."""
+    if len(outputs) != comm.size or any(len(one) != len(tensors) for one in outputs):
+        raise ShapeError(
+            f"all_gather_coalesced: outputs must be a list for each of the {comm.size} ranks, each with"
+            f" {len(tensors)} tensors like the inputs, got lists of {[len(one) for one in outputs]}"
+        )
+    targets = list(zip(*outputs, strict=True))
+    for one, several in zip(tensors, targets, strict=True):
+        check_plain("all_gather_coalesced", one, *several)
+    apart = protected_inputs(tensors, targets)
+    return in_order([all_gather(comm, several, one) for several, one in zip(targets, apart, strict=True)])
+
+
+@names_rank
 def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Task:
     """`output` gets the tensors of all ranks, one after the other."""
     check_pair("all_gather_single", tensor, output)
     check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size)
     whole, restore = flat_output("all_gather_single", output)
     return _then(task(allgather.prepare(comm, flat_input(tensor), None, whole, None)), restore)
+
+
+@names_rank
+def all_gather_single_coalesced(
+    comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> Task:
+    """:func:`all_gather_single` of each pair."""
+    apart = _pairs("all_gather_single_coalesced", outputs, tensors)
+    return in_order([all_gather_single(comm, output, one) for output, one in zip(outputs, apart, strict=True)])
 
 
 @names_rank
@@ -215,6 +256,15 @@ def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torc
 
 
 @names_rank
+def reduce_scatter_single_coalesced(
+    comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
+) -> Task:
+    """:func:`reduce_scatter_single` of each pair."""
+    apart = _pairs("reduce_scatter_single_coalesced", outputs, tensors)
+    return in_order([reduce_scatter_single(comm, output, one, op) for output, one in zip(outputs, apart, strict=True)])
+
+
+@names_rank
 def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Task:
     """``outputs[j]`` gets the tensor that rank j has for this rank; ``tensors[i]`` goes to rank i. Any sizes."""
     check_list("all_to_all", "the output list", outputs, comm.size)
@@ -256,6 +306,15 @@ def all_to_all_single(
                 )
     whole, restore = flat_output(operation, output)
     return _then(task(alltoall.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+
+
+def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs, protected from the outputs of earlier pairs."""
+    if len(outputs) != len(inputs):
+        raise ShapeError(f"{operation}: {len(inputs)} inputs need as many outputs, got {len(outputs)}")
+    for output, one in zip(outputs, inputs, strict=True):
+        check_pair(operation, one, output)
+    return protected_inputs(inputs, [[output] for output in outputs])
 
 
 def _elements(operation: str, name: str, tensor: torch.Tensor, splits: Sequence[int], comm: Communicator) -> list[int]:

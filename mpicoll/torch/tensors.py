@@ -14,6 +14,8 @@ Restore: TypeAlias = "Callable[[], None] | None"
 """What copies results to where the caller wants them, in whatever thread, and returns when they are there; None if they
 are there already."""
 
+_Extent: TypeAlias = "tuple[str, int, int]"
+
 
 def aside(*devices: torch.device) -> AbstractContextManager[None]:
     """For what torch has to do in another thread than the caller's: inside, its work on the CUDA `devices` goes to the
@@ -56,7 +58,7 @@ def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Res
     if torch._debug_has_internal_overlap(own) == 1:
         raise ShapeError(f"{operation}: elements of an output share memory (an expanded tensor); pass a copy")
     filled = torch.empty(own.numel(), dtype=own.dtype, device=own.device)
-    return filled, lambda: _copy(own, filled.view(own.shape))
+    return filled, lambda: copy_into(own, filled.view(own.shape))
 
 
 def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
@@ -65,7 +67,49 @@ def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor, None
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain, lambda: _copy(tensor.detach(), plain)
+    return plain, lambda: copy_into(tensor.detach(), plain)
+
+
+def protected_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The `inputs` of operations that run one after another, of which operation i writes all ``outputs[i]``: an input
+    that shares memory with an output of an earlier operation is copied now, before that operation changes it.
+
+    So a list may hold a tensor twice, or views that overlap: each operation takes what was there before the call, as it
+    does with gloo. Ranks may differ in which of their tensors overlap, since no message depends on it. Overlap is
+    judged by the first and the last byte of a tensor, so interleaved views may be copied without need.
+    """
+    places = [_extent(one) for one in inputs]
+    written = [[_extent(one) for one in several] for several in outputs]
+    if not _cross([[place, *several] for place, several in zip(places, written, strict=True)]):
+        return list(inputs)
+    return [
+        one.detach().clone() if any(_overlap(place, other) for several in written[:i] for other in several) else one
+        for i, (one, place) in enumerate(zip(inputs, places, strict=True))
+    ]
+
+
+def _cross(operations: Sequence[Sequence[_Extent]]) -> bool:
+    """Whether memory of one operation overlaps that of another. Sorts, as there may be thousands of them."""
+    end, owner, device = 0, -1, ""
+    for (where, first, last), number in sorted((one, i) for i, several in enumerate(operations) for one in several):
+        if where != device or first >= end:
+            end, owner, device = last, number, where
+        elif first < last and number != owner:
+            return True
+        else:
+            end = max(end, last)
+    return False
+
+
+def _extent(tensor: torch.Tensor) -> _Extent:
+    """The device of `tensor`, the address of its first byte and that of the byte after its last."""
+    first = tensor.data_ptr()
+    last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), first, first + (last + 1) * tensor.itemsize if tensor.numel() else first
+
+
+def _overlap(one: _Extent, other: _Extent) -> bool:
+    return one[0] == other[0] and max(one[1], other[1]) < min(one[2], other[2])
 
 
 def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -86,7 +130,7 @@ def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torc
 
     def restore() -> None:
         for (target, back), part in zip(targets, parts, strict=True):
-            _copy(target, part)
+            copy_into(target, part)
             if back is not None:
                 back()
 
@@ -106,7 +150,8 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(one.numel() for one in tensors),), (1,))
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Write the values of `source` to `target`, in any thread; return when they are there."""
     # The operation has waited for what the caller's stream had to do with either of them, and is over.
     with aside(*cuda_devices([target])), torch.inference_mode(target.is_inference()):
         # A tensor made in inference mode takes writes in that mode only, which is a property of the thread.
