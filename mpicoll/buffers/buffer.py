@@ -6,7 +6,7 @@ import array as _array
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -170,24 +170,58 @@ _PYTHON = PythonScalars()
 _NUMPY_SCALARS = NumpyScalars()
 
 
-VIEWS: dict[type, tuple[Callable[[Any], Array | None], Callable[[Array], Any]]] = {}
-"""For types of other libraries: numpy's view of such an array, if numpy can name its dtype and its memory is what it
-shows; and the array on the memory of one of numpy's. Libraries enter themselves when they are first met."""
+Wrap: TypeAlias = "Callable[[Array], Any] | None"
+"""What makes an array of a library and dtype on the memory of one of numpy's; None: that is one already."""
+
+View: TypeAlias = "tuple[Array, Wrap, Wrap]"
+"""numpy's view of an array, what makes another one of its kind, and what makes the caller's result of an array."""
+
+VIEWS: dict[type, Callable[[Any], View | None]] = {}
+"""For types of other libraries: the view of such an array, if its memory is what it shows. Libraries enter themselves
+when they are first met."""
 
 
-def numpy_views(x: Any, out: Any) -> tuple[Array, Any, Callable[[Array], Any]] | None:
-    """numpy's views of `x` and `out`, and what makes of a result the caller's; None if there is more to it."""
-    known = VIEWS.get(type(x))
-    if known is None:
+def _number(value: Array) -> Any:
+    return value if value.ndim else value.item()
+
+
+def _scalar(value: Array) -> Any:
+    return value if value.ndim else value[()]
+
+
+def _of_number(x: complex) -> View | None:
+    array = np.asarray(x)
+    # Python's integers have no bounds.
+    return None if type(x) is int and array.dtype != np.int64 else (array, None, _number)
+
+
+_INPUTS: dict[type, Callable[[Any], View | None]] = {
+    **dict.fromkeys((bool, int, float, complex), _of_number),
+    **{np.dtype(code).type: lambda x: (np.asarray(x), None, _scalar) for code in "?bhilqBHILQefdFD"},
+}
+"""The same for what has no memory to write to."""
+
+
+def numpy_views(x: Any, out: Any) -> tuple[Array | None, Array | None, Wrap, Wrap] | None:
+    """numpy's views of `x` and `out`, either of which may be None, and what makes an array of their kind and the
+    caller's result of numpy's; None if there is more to it."""
+    given = None if x is None else _view(x, _INPUTS)
+    into = given if out is x else None if out is None else _view(out, {})
+    if (given is None) is not (x is None) or (into is None) is not (out is None):
         return None
-    view, wrap = known
-    first = view(x)
-    if first is None or out is None:
-        return None if first is None else (first, None, wrap)
-    if out is x:
-        return first, first, lambda result: out
-    second = view(out) if type(out) is type(x) else None
-    return None if second is None else (first, second, lambda result: out)
+    if given is None:
+        return None if into is None else (None, *into)
+    if into is None:
+        return given[0], None, given[1], given[2]
+    # Both in one library and dtype, as far as numpy can't tell them apart; and no number to be written to.
+    return None if given[1] is not into[1] or type(out) in _INPUTS else (given[0], into[0], given[1], given[2])
+
+
+def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | None:
+    if type(x) is np.ndarray:
+        return x, None, None
+    view = VIEWS.get(type(x)) or others.get(type(x))
+    return None if view is None else view(x)
 
 
 def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:

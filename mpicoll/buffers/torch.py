@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mpicoll.buffers import device, dtypes
-from mpicoll.buffers.buffer import VIEWS, Buffer
+from mpicoll.buffers.buffer import VIEWS, Buffer, View
 from mpicoll.buffers.device import Device, DeviceArray, Ready, device_of
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
@@ -43,7 +43,7 @@ class BFloat16Library(TorchLibrary):
     """The same for bfloat16, which numpy sees as 16-bit words."""
 
     def wrap(self, view: Array) -> torch.Tensor:
-        return torch.from_numpy(view).view(torch.bfloat16)
+        return _bfloat16_on(view)
 
 
 class TorchCudaLibrary:
@@ -144,17 +144,23 @@ def cuda_device(operation: str, place: torch.device, argument: str) -> Device:
     return cupy.cuda_device(place.index)
 
 
-def _numpy(x: torch.Tensor) -> Array | None:
-    """numpy's view of a tensor, if it has one."""
+def _bfloat16_on(words: Array) -> torch.Tensor:
+    return torch.from_numpy(words).view(torch.bfloat16)
+
+
+def _viewed(x: torch.Tensor) -> View | None:
+    """numpy's view of a tensor on the CPU, if it shows its memory as it is."""
     if not x.is_cpu:
         return None
     try:
-        return x.numpy()
+        if x.dtype is torch.bfloat16:
+            return None if x.is_neg() else (x.detach().view(torch.uint16).numpy(), _bfloat16_on, _bfloat16_on)
+        return (x.detach() if x.requires_grad else x).numpy(), torch.from_numpy, torch.from_numpy
     except (RuntimeError, TypeError):
         return None
 
 
-VIEWS[torch.Tensor] = _numpy, torch.from_numpy
+VIEWS[torch.Tensor] = VIEWS[torch.nn.Parameter] = _viewed
 
 
 def itemsize_of(operation: str, dtype: Any) -> int:

@@ -9,6 +9,7 @@ from mpicoll.collectives.arguments import (
     Counts,
     block_shape,
     counts_of_parts,
+    key_of,
     names_rank,
     native_counts,
     problem,
@@ -19,7 +20,7 @@ from mpicoll.collectives.arguments import (
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.operation import Flat, Operation, start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.repeat import repeated
 from mpicoll.engine.request import Request
@@ -53,10 +54,8 @@ def allgather(
             timeout,
             lambda: iallgather(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
         )
-    if counts is None:
-        what = ("allgather", algorithm)
-        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
-    return run(prepare(communicator, x, counts, out, algorithm))
+    what = ("allgather", algorithm, key_of(counts))
+    return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, counts, out, algorithm))
 
 
 def iallgather(

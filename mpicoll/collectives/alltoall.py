@@ -10,6 +10,7 @@ from mpicoll.collectives.arguments import (
     Counts,
     block_shape,
     counts_of_whole,
+    key_of,
     names_rank,
     problem,
     result,
@@ -20,7 +21,7 @@ from mpicoll.collectives.arguments import (
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, extents
-from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.operation import Flat, Operation, start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.repeat import repeated
 from mpicoll.engine.request import Request
@@ -55,10 +56,9 @@ def alltoall(
             timeout,
             lambda: ialltoall(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
         )
-    if counts is None:
-        what = ("alltoall", algorithm)
-        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, None, out, algorithm))
-    return run(prepare(communicator, x, counts, out, algorithm))
+    pair = tuple(map(key_of, counts)) if isinstance(counts, tuple | list) else key_of(counts)
+    what = ("alltoall", algorithm, pair)
+    return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, counts, out, algorithm))
 
 
 def ialltoall(

@@ -157,6 +157,14 @@ def counts_of_whole(
     return checked
 
 
+def key_of(counts: Any) -> Any:
+    """`counts` as a part of what a kept call depends on. What can't be one, and is no counts either, isn't hashable."""
+    try:
+        return None if counts is None else tuple(map(index, counts)) if hasattr(counts, "__len__") else [counts]
+    except TypeError:
+        return [counts]
+
+
 def send_and_recv_counts(
     operation: str, rows: int, counts: tuple[Counts, Counts], comm: Communicator
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

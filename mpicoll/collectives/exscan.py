@@ -6,9 +6,10 @@ from typing import Any
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.device import empty_beside
+from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
-from mpicoll.collectives.memory import Work, vector
+from mpicoll.collectives.memory import Work, flat_vectors, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, run, start
 from mpicoll.engine.plan import Plan
@@ -74,20 +75,30 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
     no_average("exscan", op)
     buffer, reduction = operand("exscan", x, op)
     target = result("exscan", out, buffer, buffer.array.shape)
-    mine = Work(buffer, reduction, None, comm.size)
-    prefix = empty_beside(mine.array, mine.array.size)
+    mine = Work(buffer, reduction, None, comm.size, avoid=target)
     neutral = ops.identity(reduction, buffer.dtype)
-    nothing = comm.rank == 0 and neutral is None
+    first = comm.rank == 0
+    nothing = first and neutral is None
+    # MPI writes to the caller's memory, if that has the dtype of the reduction.
+    fits = target.array.dtype == reduction.work and target.array.flags.c_contiguous and not nothing
+    prefix = target.array.reshape(-1) if fits else empty_beside(mine.array, mine.array.size)
+
+    name = reduction.native or ""
 
     def native(mpi: Native) -> None:
         source = mine.operand()
-        mpi.exscan(source, prefix, reduction.native or "")
+        mpi.exscan(source, prefix, name)
         store()
 
+    def direct(mpi: Native, source: Array, target: Array) -> None:
+        mpi.exscan(source, target, name)
+        if first:
+            target[...] = neutral
+
     def store() -> None:
-        if comm.rank == 0 and neutral is not None:
+        if first and neutral is not None:
             prefix[...] = neutral
-        if not nothing:
+        if not fits and not nothing:
             target.store(prefix)
 
     return Operation(
@@ -103,6 +114,8 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         result=lambda: None if nothing else target.result(),
         combine=reduction.combine,
         reduction=reduction,
+        flat=lambda: flat_vectors(buffer, target),
         load=mine.load,
         store=store,
+        direct=None if nothing or reduction.changes(buffer.array.dtype) else direct,
     )

@@ -10,6 +10,7 @@ from mpicoll.collectives.arguments import (
     Counts,
     block_shape,
     counts_of_parts,
+    key_of,
     names_rank,
     native_counts,
     problem,
@@ -54,10 +55,10 @@ def gather(
             timeout,
             lambda: igather(x, root, counts=counts, out=out, comm=comm, algorithm=algorithm),
         )
-    if type(root) is int and counts is None:
-        what = ("gather", root, algorithm)
+    if type(root) is int:
+        what = ("gather", root, algorithm, key_of(counts))
         return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
+            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, counts, out, algorithm)
         )
     return run(prepare(communicator, x, root, counts, out, algorithm))
 

@@ -152,6 +152,11 @@ def flat_reduction(
     return Flat(work.array, None if out is None else work.array, tuple(counts), Fold(reduction), work.load, work.store)
 
 
+def flat_vectors(source: Buffer, target: Buffer) -> Flat:
+    """What MPI reduces from and to, where operands are not changed before or after."""
+    return Flat(Source(source, target).array, Target(target).array)
+
+
 def _nothing() -> None:
     return None
 

@@ -11,6 +11,7 @@ from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
     Counts,
     counts_of_whole,
+    key_of,
     names_rank,
     native_counts,
     operand,
@@ -58,10 +59,10 @@ def reduce_scatter(
             timeout,
             lambda: ireduce_scatter(x, op, counts=counts, out=out, comm=comm, algorithm=algorithm),
         )
-    if type(op) is str and counts is None:
-        what = ("reduce_scatter", op, algorithm)
+    if type(op) is str:
+        what = ("reduce_scatter", op, algorithm, key_of(counts))
         return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, op, None, out, algorithm)
+            communicator, what, x, out, lambda own, out: prepare(communicator, own, op, counts, out, algorithm)
         )
     return run(prepare(communicator, x, op, counts, out, algorithm))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
-from mpicoll.collectives.memory import Work, vector
+from mpicoll.collectives.memory import Work, flat_vectors, vector
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, run, start
 from mpicoll.engine.plan import Plan
@@ -73,9 +73,11 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
     target = result("scan", out, buffer, buffer.array.shape)
     work = Work(buffer, reduction, target, comm.size)
 
+    name = reduction.native or ""
+
     def native(mpi: Native) -> None:
         source = work.operand()
-        mpi.scan(source, work.array, reduction.native or "")
+        mpi.scan(source, work.array, name)
         work.store()
 
     return Operation(
@@ -97,6 +99,10 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
         result=target.result,
         combine=reduction.combine,
         reduction=reduction,
+        flat=lambda: flat_vectors(buffer, target),
         load=work.load,
         store=work.store,
+        direct=None
+        if reduction.changes(buffer.array.dtype)
+        else lambda mpi, source, target: mpi.scan(source, target, name),
     )

@@ -11,6 +11,7 @@ from mpicoll.collectives.arguments import (
     block_shape,
     counts_of_parts,
     counts_of_whole,
+    key_of,
     names_rank,
     native_counts,
     problem,
@@ -56,10 +57,10 @@ def scatter(
             timeout,
             lambda: iscatter(x, root, counts=counts, out=out, comm=comm, algorithm=algorithm),
         )
-    if type(root) is int and counts is None:
-        what = ("scatter", root, algorithm)
+    if type(root) is int:
+        what = ("scatter", root, algorithm, key_of(counts))
         return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, None, out, algorithm)
+            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, counts, out, algorithm)
         )
     return run(prepare(communicator, x, root, counts, out, algorithm))
 

@@ -1,26 +1,34 @@
-"""Calls that come again and again: what was prepared for the first one serves the others."""
+"""Calls that come again and again: what was prepared for the first ones serves the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpicoll.buffers.buffer import numpy_views
+from mpicoll.buffers.buffer import Wrap, numpy_views
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, call_of, run
 from mpicoll.engine.record import Call, keepers
 from mpicoll.engine.select import NATIVE, Choice, Method, choose, forced
 
-Ready: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool]]"
-"""What carries out a call ``(x, out)`` and returns its result, and whether it can do so for these."""
+Again: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
+"""Carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is given."""
 
-Kept: TypeAlias = "tuple[Callable[[Array, Any], Any], Callable[[Array, Any], bool], Call]"
-"""The same, and what the call is to others."""
+
+class Kept(NamedTuple):
+    """A call that is ready to be carried out again, the dtype and the shape of its result, if it has one on this rank,
+    and what it is to others."""
+
+    again: Again
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...] | None
+    call: Call
+
 
 _BYTES = 16 * 1024
 """Up to here, two copies cost less than to prepare an operation anew."""
@@ -28,7 +36,7 @@ _BYTES = 16 * 1024
 KEPT = 1024
 """How many kinds of calls a communicator keeps."""
 
-_IN_PLACE = ("allreduce", "reduce", "bcast")
+_IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""
 
 
@@ -37,109 +45,125 @@ def repeated(
 ) -> Any:
     """Carry out ``prepare(x, out)``, and keep what was prepared for later calls on arrays of the same kind.
 
-    `what` must hold all else that `prepare` depends on.
+    `x` may be None, where `out` tells what arrives. `what` must hold all else that `prepare` depends on.
     """
-    if type(x) is np.ndarray:
-        return _repeated(comm, (*what, x.dtype, x.shape), x, out, prepare)
-    views = numpy_views(x, out)
-    if views is None:
-        return run(prepare(x, out))
-    array, into, back = views
-    value = _repeated(comm, (*what, array.dtype, array.shape), array, into, prepare)
-    return None if value is None else back(value)
-
-
-def _repeated(
-    comm: Communicator, key: tuple[Any, ...], x: Array, out: Any, prepare: Callable[[Array, Any], Operation]
-) -> Any:
+    array, into, wrap, finish = x, out, None, None
+    if type(x) is not np.ndarray or (out is not None and type(out) is not np.ndarray):
+        views = numpy_views(x, out)
+        if views is None:
+            return run(prepare(x, out))
+        array, into, wrap, finish = views
+    key = (*what, wrap, into.dtype, into.shape, None) if array is None else (*what, wrap, array.dtype, array.shape)
+    rules = forced()
+    if rules:
+        key = (*key, rules)
     progress = comm.progress
-    fresh = forced() or (progress.observer is not None and progress.observer.thorough)
+    thorough = progress.observer is not None and progress.observer.thorough
     try:
-        known = None if fresh else comm.repeated.get(key)
+        known = None if thorough else comm.repeated.get(key)
     except TypeError:
         # What can't be hashed is no name of an algorithm: `prepare` says so.
-        known = None
-    if known is not None and known[1](x, out):
-        again, _, call = known
+        return run(prepare(x, out))
+    if type(known) is Kept and (into is None or _fits(into, known)):
+        again, _, _, call = known
         try:
             if progress.queue or progress.observer is not None:
-                return progress.run(again, call, x, out)
-            # progress.run, written out for the calls that are made most.
-            with progress.lock:
-                progress.number = number = progress.number + 1
-                progress.current = entry = (progress.group, number, call, monotonic(), None)
-                try:
-                    value = again(x, out)
-                except BaseException as error:  # noqa: BLE001  raised again
-                    raise progress.failed(entry, error)  # noqa: B904  it has its cause
-                progress.current = None
-                keepers.keep((entry, monotonic(), ""))
-                return value
+                value = progress.run(again, call, array, into)
+            else:
+                # progress.run, written out for the calls that are made most.
+                with progress.lock:
+                    progress.number = number = progress.number + 1
+                    progress.current = entry = (progress.group, number, call, monotonic(), None)
+                    try:
+                        value = again(array, into)
+                    except BaseException as error:  # noqa: BLE001  raised again
+                        raise progress.failed(entry, error)  # noqa: B904  it has its cause
+                    progress.current = None
+                    keepers.keep((entry, monotonic(), ""))
+            if value is None or out is not None:
+                return out
+            return value if finish is None else finish(value)
         except Unshared:
             comm.repeated.clear()
+            known = False
         except BaseException:
             # Late messages may still find their way into its memory.
             comm.repeated.pop(key, None)
             raise
     operation = prepare(x, out)
-    if known is None and not fresh:
-        kept = _kept(operation, x, prepare)
-        if kept is not None:
-            if len(comm.repeated) >= KEPT:
-                comm.repeated.clear()
-            comm.repeated[key] = kept
+    if not thorough and type(known) is not Kept and known is not False:
+        _note(comm, key, known, lambda: _kept(operation, array, into, wrap, prepare))
     return run(operation)
 
 
-def _kept(operation: Operation, x: Array, prepare: Callable[[Array, Any], Operation]) -> Kept | None:
+def _note(comm: Communicator, key: tuple[Any, ...], known: bool | None, keep: Callable[[], Kept | None]) -> None:
+    """Remember a call that was made: what is kept of it from the second one on, so that those whose sizes always differ
+    are not prepared twice; False if such are better prepared anew."""
+    if known is None and len(comm.repeated) >= KEPT:
+        comm.repeated.clear()
+    comm.repeated[key] = True if known is None else keep() or False
+
+
+def _fits(out: Array, kept: Kept) -> bool:
+    """Whether the result can go to `out`."""
+    if out.dtype != kept.dtype or out.shape != kept.shape:
+        return False
+    flags = out.flags
+    # What else may be wrong with it shows when the call is prepared.
+    return flags.writeable and (flags.c_contiguous or 0 not in out.strides)
+
+
+def _kept(
+    operation: Operation, x: Array | None, out: Array | None, wrap: Wrap, prepare: Callable[[Any, Any], Operation]
+) -> Kept | None:
     """What to keep of a call like `operation`; None if such are better prepared anew."""
     choice = choose(operation.problem, operation.algorithm)
     shared = isinstance(choice.algorithm, Method)
-    small = operation.problem.nbytes is not None and operation.problem.nbytes <= _BYTES
+    small = all(one is None or one.array.nbytes <= _BYTES for one in operation.buffers)
     native = choice.algorithm is None and choice.name == NATIVE and operation.direct is not None
     if not shared and not small and not native:
         return None
-    own = np.empty(x.shape, x.dtype)
-    prepared = prepare(own, None)
-    ready = _by_copies(own, prepared) if small and not shared else _on_arrays(own, prepared, choice)
-    return None if ready is None else (*ready, call_of(operation, choice))
+    own = None if x is None else np.empty(x.shape, x.dtype)
+    into = np.empty(out.shape, out.dtype) if x is None and out is not None else None
+    prepared = prepare(*(one if one is None or wrap is None else wrap(one) for one in (own, into)))
+    value = prepared.result() if into is None else into
+    if wrap is not None and into is None and value is not None:
+        views = numpy_views(value, None)
+        assert views is not None
+        value = views[0]
+    again = _on_arrays(own, value, prepared, choice) if shared or not small else None
+    if again is None:
+        if not small:
+            return None
+        again = _by_copies(own, value, prepared)
+    dtype, shape = (None, None) if value is None else (value.dtype, value.shape)
+    return Kept(again, dtype, shape, call_of(operation, choice))
 
 
-def _by_copies(own: Array, operation: Operation) -> Ready:
+def _by_copies(own: Array | None, value: Array | None, operation: Operation) -> Again:
     """Prepared on arrays of its own, between which and the caller's it copies."""
     body = body_of(operation, choose(operation.problem, operation.algorithm), bound=True)
-    value = operation.result()
 
     # Closures: this is the innermost of the short path, and slots of an object take longer to reach.
-    def again(x: Array, out: Any) -> Any:
-        own[...] = x
+    def again(x: Array | None, out: Array | None) -> Array | None:
+        if own is not None:
+            own[...] = x
         body()
+        if value is None:
+            return None
         if out is None:
-            return None if value is None else value.copy()
+            return value.copy()
         out[...] = value
         return out
 
-    return again, _like(value)
+    return again
 
 
-def _like(value: Any) -> Callable[[Array, Any], bool]:
-    """Whether a result like `value` can go to ``out``."""
-    if value is None:
-        return lambda x, out: out is None
-    dtype, shape = value.dtype, value.shape
-
-    def fits(x: Array, out: Any) -> bool:
-        if out is None:
-            return True
-        return type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and bool(out.flags.carray)
-
-    return fits
-
-
-def _on_arrays(own: Array, operation: Operation, choice: Choice) -> Ready | None:
+def _on_arrays(own: Array | None, value: Array | None, operation: Operation, choice: Choice) -> Again | None:
     """From the caller's arrays to the caller's arrays, through shared memory or by MPI."""
-    assert operation.flat is not None
-    flat, value = operation.flat(), operation.result()
+    if operation.flat is None:
+        return None
+    flat = operation.flat()
     if not _lies_in(flat.source, own) or not _lies_in(flat.target, value):
         return None
     carry_out: Callable[[Any, Any], None]
@@ -151,32 +175,43 @@ def _on_arrays(own: Array, operation: Operation, choice: Choice) -> Ready | None
             return None
         carry_out = partial(operation.direct, native)
     read, write = _flattener(flat.source, own), _flattener(flat.target, value)
-    in_place, like = operation.problem.collective in _IN_PLACE, _like(value)
+    in_place = operation.problem.collective in _IN_PLACE
     # What is large must not be kept.
     shape, dtype = (None, None) if value is None else (value.shape, value.dtype)
 
-    def again(x: Array, out: Any) -> Any:
-        if out is None and shape is not None:
-            out = np.empty(shape, dtype)
+    def again(x: Array | None, out: Array | None) -> Array | None:
         source = read(x)
-        carry_out(source, source if out is x and source is not None else write(out))
+        if shape is None:
+            carry_out(source, None)
+            return None
+        if out is None:
+            out = np.empty(shape, dtype)
+            carry_out(source, write(out))
+            return out
+        contiguous = out.flags.carray
+        if out is x and in_place and contiguous:
+            carry_out(source, write(out) if source is None else source)
+            return out
+        if source is not None and np.may_share_memory(source, out):
+            source = source.copy()
+        if contiguous:
+            carry_out(source, write(out))
+        else:
+            aside = np.empty(shape, dtype)
+            carry_out(source, write(aside))
+            out[...] = aside
         return out
 
-    def fits(x: Array, out: Any) -> bool:
-        if not x.flags.c_contiguous or not like(x, out):
-            return False
-        return out is None or (out is x and in_place) or not np.may_share_memory(out, x)
-
-    return again, fits
+    return again
 
 
-def _lies_in(flat: Array | None, array: Array) -> bool:
-    return flat is None or np.may_share_memory(flat, array)
+def _lies_in(flat: Array | None, array: Array | None) -> bool:
+    return flat is None or (array is not None and np.may_share_memory(flat, array))
 
 
-def _flattener(flat: Array | None, like: Any) -> Callable[[Any], Any]:
-    """What makes of an array like `like` one like `flat`."""
-    if flat is None:
+def _flattener(flat: Array | None, like: Array | None) -> Callable[[Any], Any]:
+    """What makes of an array like `like` one like `flat`, by a copy if it is not contiguous."""
+    if flat is None or like is None:
         return lambda array: None
     if flat.dtype == like.dtype:
         return lambda array: array.reshape(-1)
