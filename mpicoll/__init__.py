@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpicoll.collectives.allgather import allgather, allgather_init, iallgather
     from mpicoll.collectives.allreduce import allreduce, allreduce_init, iallreduce
     from mpicoll.collectives.alltoall import alltoall, alltoall_init, ialltoall
+    from mpicoll.collectives.arguments import PROC_NULL
     from mpicoll.collectives.barrier import barrier, barrier_init, ibarrier
     from mpicoll.collectives.bcast import bcast, bcast_init, ibcast
     from mpicoll.collectives.empty import empty
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "PROC_NULL",
     "AlgorithmError",
     "ArgumentError",
     "Choice",
@@ -141,6 +143,7 @@ _HOMES = {
     "collectives.allgather": "allgather allgather_init iallgather",
     "collectives.allreduce": "allreduce allreduce_init iallreduce",
     "collectives.alltoall": "alltoall alltoall_init ialltoall",
+    "collectives.arguments": "PROC_NULL",
     "collectives.barrier": "barrier barrier_init ibarrier",
     "collectives.bcast": "bcast bcast_init ibcast",
     "collectives.empty": "empty",

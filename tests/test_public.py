@@ -15,8 +15,8 @@ NAMES = re.findall(
     r"\w+",
     """
     AlgorithmError ArgumentError Choice CommunicationError Communicator CommunicatorError DTypeError DeviceError
-    MismatchError MpicollError NumericsError Op Plan RankError RankFailed Request ScheduleError SetupError ShapeError
-    SpawnError Status Timeout TruncationError
+    MismatchError MpicollError NumericsError Op PROC_NULL Plan RankError RankFailed Request ScheduleError SetupError
+    ShapeError SpawnError Status Timeout TruncationError
     algorithms allgather allgather_init allreduce allreduce_init alltoall alltoall_init barrier barrier_init bcast
     bcast_init debug empty explain exscan exscan_init gather gather_init iallgather iallreduce ialltoall ibarrier ibcast
     iexscan igather iprobe irecv ireduce ireduce_scatter iscan iscatter isend premul_sum probe recv reduce reduce_init

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from functools import wraps
 from math import prod
 from operator import index
@@ -82,6 +84,33 @@ def rank(operation: str, name: str, value: Any, comm: Communicator) -> int:
     if number is None or not 0 <= number < comm.size:
         raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}")
     return number
+
+
+class _ProcNull(IntEnum):
+    """The rank of nobody: sending to it does nothing, and receiving from it completes at once and receives nothing."""
+
+    # As in MPI's standard ABI; far from what a wrong rank + 1 or rank - 1 gives.
+    PROC_NULL = -3
+
+    def __repr__(self) -> str:
+        return "mpicoll.PROC_NULL"
+
+
+PROC_NULL = _ProcNull.PROC_NULL
+
+
+def peer(operation: str, name: str, value: Any, comm: Communicator) -> int:
+    """`value` as a rank of `comm`, or PROC_NULL for that and for mpi4py's. Raises RankError, calling it `name`, if it is
+    neither."""
+    number = _integer(value)
+    if number is not None and 0 <= number < comm.size:
+        return number
+    # What mpi4py's depends on the MPI library, which is loaded if the program can have it.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if number is not None and (number == PROC_NULL or (mpi is not None and number == mpi.PROC_NULL)):
+        return PROC_NULL
+    remedy = f"; to {'send to' if name == 'dest' else 'receive from'} nobody, pass mpicoll.PROC_NULL"
+    raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}{remedy}")
 
 
 def tag(operation: str, value: Any, comm: Communicator) -> int:

@@ -12,7 +12,7 @@ from mpicoll.buffers.buffer import Buffer, recognise
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import names_rank, result, seconds_of, template, within
+from mpicoll.collectives.arguments import PROC_NULL, names_rank, result, seconds_of, template, within
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine import notes
 from mpicoll.engine.communicator import Communicator
@@ -39,6 +39,7 @@ class Status:
 def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> None:
     """Send the array `x` to rank `dest`; return when `x` may be changed again, which may wait for the receiver.
 
+    To ``mpicoll.PROC_NULL``, the neighbour of a rank at the border, nothing is sent.
     `dest` must receive an array of the same shape and dtype with an equal `tag` (0 or more). Any dtype of fixed size.
     Sending to oneself needs a pending :func:`irecv` that takes it. Raises DTypeError, RankError before any message
     leaves. After `timeout` seconds it raises Timeout (see :meth:`Request.wait <mpicoll.Request.wait>`); the message is
@@ -46,6 +47,8 @@ def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: flo
     """
     communicator = resolve(comm)
     data, call = _outgoing(communicator, "send", x, dest, tag)
+    if call.peer is PROC_NULL:
+        return
     if timeout is not None:
         within(communicator, "send", timeout, lambda: _start_send(communicator, data, call))
         return
@@ -69,17 +72,20 @@ def recv(
     """Receive an array like `x` from rank `source` (None: from any) with `tag` (None: with any).
 
     `x` tells shape, dtype and library; its contents don't matter, and it may be None if `out` is given. Returns `out`,
-    or a new array. `status`, if given, is filled with where the message came from. Raises DTypeError, ShapeError,
+    or a new array. `status`, if given, is filled with where the message came from. From ``mpicoll.PROC_NULL`` nothing
+    is received: the call returns at once, with `out` as it is (None without one) and the status' source PROC_NULL, tag
+    -1 and nbytes 0. Raises DTypeError, ShapeError,
     RankError before it waits; TruncationError if the message has another size than `x`; after `timeout` seconds Timeout
     (see :meth:`Request.wait <mpicoll.Request.wait>`), and the message, if it comes later, is there for another receive.
     """
     communicator = resolve(comm)
+    arrival = _incoming(communicator, "recv", x, source, tag, out)
     if timeout is not None:
         bound = seconds_of(communicator, "recv", timeout)
-        receiving = _start_recv(communicator, "recv", x, source, tag, out, status)
-        return _within(receiving, [], bound)
-    arrival = _incoming(communicator, "recv", x, source, tag, out)
+        return _within(_start_recv(communicator, arrival, status), [], bound)
     call = arrival.call
+    if call.peer is PROC_NULL:
+        return arrival.finish(_NOTHING, status)
     try:
         envelope = communicator.progress.guarded(communicator.transport.recv, call, arrival.memory, call.peer, call.tag)
     except TruncationError as error:
@@ -103,16 +109,16 @@ def sendrecv(
     """Send `x` to `dest` and receive an array from `source` (None: from any) at once, which can't deadlock.
 
     What is received is like `like`, or like `x` if that is None, and goes to `out` if given. Other arguments, result
-    and errors as for :func:`send` and :func:`recv`.
+    and errors as for :func:`send` and :func:`recv`; either rank may be ``mpicoll.PROC_NULL``.
     """
     communicator = resolve(comm)
     data, sent = _outgoing(communicator, "sendrecv", x, dest, sendtag)
     expected = like if like is not None else x if out is None else out
-    if timeout is not None:
-        bound = seconds_of(communicator, "sendrecv", timeout)
-        receiving = _start_recv(communicator, "sendrecv", expected, source, recvtag, out, status, avoid=data)
-        return _within(receiving, [_start_send(communicator, data, sent)], bound)
     arrival = _incoming(communicator, "sendrecv", expected, source, recvtag, out, avoid=data)
+    if timeout is not None or sent.peer is PROC_NULL or arrival.call.peer is PROC_NULL:
+        bound = None if timeout is None else seconds_of(communicator, "sendrecv", timeout)
+        receiving = _start_recv(communicator, arrival, status)
+        return _within(receiving, [_start_send(communicator, data, sent)], bound)
     received, message = arrival.call, _noted(communicator, data, sent)
     sent.name, received.name = "send", "recv"
     call = Call("sendrecv", parts=(sent, received), collective=False)
@@ -142,7 +148,8 @@ def _start_send(comm: Communicator, data: Array, call: Call) -> Request:
     assert call.peer is not None
     assert call.tag is not None
     call.name = "isend"
-    pending = comm.transport.isend(_noted(comm, data, call), call.peer, call.tag)
+    null = call.peer is PROC_NULL
+    pending = _Null() if null else comm.transport.isend(_noted(comm, data, call), call.peer, call.tag)
     transfer = _transfer(comm, pending, lambda envelope: None, call)
     return Request(transfer, transfer.value)
 
@@ -157,30 +164,22 @@ def irecv(
     comm: CommLike = None,
 ) -> Request:
     """:func:`recv` in the background. The request's value is the array; `status` is filled by its ``wait``."""
-    transfer = _start_recv(resolve(comm), "irecv", x, source, tag, out, status)
+    communicator = resolve(comm)
+    transfer = _start_recv(communicator, _incoming(communicator, "irecv", x, source, tag, out), status)
     return Request(transfer, transfer.value)
 
 
-def _start_recv(
-    comm: Communicator,
-    operation: str,
-    x: Any,
-    source: int | None,
-    tag: int | None,
-    out: Any,
-    status: Status | None,
-    avoid: Array | None = None,
-) -> _Transfer:
-    arrival = _incoming(comm, operation, x, source, tag, out, avoid=avoid)
+def _start_recv(comm: Communicator, arrival: _Arrival, status: Status | None) -> _Transfer:
     call = arrival.call
     call.name = "irecv"
-    pending = comm.transport.irecv(arrival.memory, call.peer, call.tag)
+    null = call.peer is PROC_NULL
+    pending = _Null() if null else comm.transport.irecv(arrival.memory, call.peer, call.tag)
     return _transfer(comm, pending, lambda envelope: arrival.finish(envelope, status), call, arrival.explained)
 
 
-def _within(receiving: _Transfer, others: list[Request], bound: float) -> Any:
+def _within(receiving: _Transfer, others: list[Request], bound: float | None) -> Any:
     """What is received within `bound` seconds, in which the `others` complete too. A receive that does not is taken
-    back."""
+    back. Without a bound, the communicator's holds."""
     request = Request(receiving, receiving.value)
     try:
         return waitall([request, *others], bound)[0]
@@ -195,12 +194,14 @@ def probe(
     source: int | None = None, tag: int | None = None, *, timeout: float | None = None, comm: CommLike = None
 ) -> Status:
     """Wait until a message from `source` (None: any) with `tag` (None: any) can be received, and say which; it stays
-    there.
+    there. Of ``mpicoll.PROC_NULL`` it says at once that there is a message of 0 bytes, as MPI does.
 
     Raises RankError before it waits, Timeout after `timeout` seconds (see :meth:`Request.wait <mpicoll.Request.wait>`).
     """
     communicator = resolve(comm)
     source, tag = _checked_probe(communicator, "probe", source, tag)
+    if source is PROC_NULL:
+        return _status(communicator, _NOTHING)
     bound = None if timeout is None else seconds_of(communicator, "probe", timeout)
     call = Call("probe", peer=source, tag=tag, collective=False)
 
@@ -219,6 +220,8 @@ def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike 
     """:func:`probe` that doesn't wait: None if there is no such message."""
     communicator = resolve(comm)
     source, tag = _checked_probe(communicator, "iprobe", source, tag)
+    if source is PROC_NULL:
+        return _status(communicator, _NOTHING)
     envelope = communicator.transport.iprobe(source, tag)
     return None if envelope is None else _status(communicator, envelope)
 
@@ -238,11 +241,12 @@ def _noted(comm: Communicator, data: Array, call: Call) -> Array:
 class _Arrival:
     """Where a message goes. `memory` is what the transport fills, with room for a note where messages are checked."""
 
-    __slots__ = ("_comm", "_filled", "_name", "_note", "_target", "call", "memory")
+    __slots__ = ("_comm", "_filled", "_name", "_note", "_out", "_target", "call", "memory")
 
-    def __init__(self, comm: Communicator, filled: Buffer, target: Target | Landing, call: Call) -> None:
+    def __init__(self, comm: Communicator, filled: Buffer, target: Target | Landing, call: Call, out: Any) -> None:
         self._comm = comm
         self._filled = filled
+        self._out = out
         self._target = target
         self._name = call.name
         self.call = call
@@ -255,6 +259,10 @@ class _Arrival:
     def finish(self, envelope: Envelope, status: Status | None) -> Any:
         """The array, filled by what has come. Raises TruncationError or MismatchError if that is something else."""
         target, nbytes = self._target, envelope.nbytes
+        if envelope.source is PROC_NULL:
+            if status is not None:
+                status.source, status.tag, status.nbytes = envelope.source, envelope.tag, 0
+            return self._out
         begin = 0
         if self._note is not None:
             sent = notes.note_of(self.memory[:nbytes])
@@ -322,6 +330,23 @@ def _told(about: notes.Note) -> str:
     return f"{about['text']}" + (f" at {about['site']}" if about["site"] else "")
 
 
+_NOTHING = Envelope(PROC_NULL, -1, 0)
+"""The outside of the message that is received from PROC_NULL."""
+
+
+class _Null:
+    """A transfer to or from PROC_NULL, which has always completed."""
+
+    def test(self) -> Envelope:
+        return _NOTHING
+
+    def wait(self, timeout: float | None) -> Envelope:
+        return _NOTHING
+
+    def take_back(self) -> Envelope:
+        return _NOTHING
+
+
 class _Transfer:
     """A point-to-point transfer as a request's handle; waits under the watch."""
 
@@ -383,7 +408,7 @@ def _transfer(
 @names_rank
 def _outgoing(comm: Communicator, operation: str, x: Any, dest: Any, tag: Any) -> tuple[Array, Call]:
     """The bytes of `x`, and the call with `dest` and `tag` checked."""
-    checked = arguments.rank(operation, "dest", dest, comm), arguments.tag(operation, tag, comm)
+    checked = arguments.peer(operation, "dest", dest, comm), arguments.tag(operation, tag, comm)
     buffer = recognise(operation, x)
     device, call = device_of(buffer.array), _call(operation, buffer, *checked)
     if device is not None and not takes_straight(comm.checks.calls):
@@ -417,7 +442,7 @@ def _incoming(
     checked = _checked(comm, operation, source, tag)
     like = template(operation, x, out)
     filled = result(operation, out, like, like.array.shape)
-    return _Arrival(comm, filled, _place(comm, filled, avoid), _call(operation, filled, *checked))
+    return _Arrival(comm, filled, _place(comm, filled, avoid), _call(operation, filled, *checked), out)
 
 
 def _place(comm: Communicator, filled: Buffer, avoid: Array | None) -> Target | Landing:
@@ -429,7 +454,7 @@ def _place(comm: Communicator, filled: Buffer, avoid: Array | None) -> Target | 
 
 def _checked(comm: Communicator, operation: str, source: Any, tag: Any) -> tuple[int | None, int | None]:
     return (
-        None if source is None else arguments.rank(operation, "source", source, comm),
+        None if source is None else arguments.peer(operation, "source", source, comm),
         None if tag is None else arguments.tag(operation, tag, comm),
     )
 

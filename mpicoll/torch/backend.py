@@ -32,7 +32,7 @@ from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Task
 from mpicoll.engine.watch import FULL_FROM
-from mpicoll.errors import ArgumentError
+from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.lanes import Lanes, here
 from mpicoll.torch.quick import Quick
@@ -365,6 +365,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         _only("send", tensors)
+        _exists("send", "dst", dst, self.comm)
         check_plain("send", tensors[0])
         with _recorded("send"):
             request = p2p.isend(flat_input(tensors[0]), dst, tag, comm=self.comm)
@@ -378,6 +379,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
         _only("recv", tensors)
+        _exists("recv", "src", 0 if src is None else src, self.comm)
         status = p2p.Status()
         plain, restore = in_place(tensors[0])
         with _recorded("recv"):
@@ -463,3 +465,11 @@ def _options(kind: type[T], given: Any, timeout: timedelta | None = None, **valu
 def _only(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     if len(tensors) != 1:
         raise ArgumentError(f"{operation}: takes one tensor on each rank, got {len(tensors)}")
+
+
+def _exists(operation: str, name: str, rank: int, comm: Communicator) -> None:
+    """Raise RankError for what MPI may take for PROC_NULL, which torch does not have."""
+    if rank < 0:
+        raise RankError(
+            f"{operation}: {name} must be a rank in [0, {comm.size}), got {rank} (rank {comm.rank} of {comm.size})"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -587,12 +588,16 @@ def test_peer_or_tag_out_of_range(some: Ranks, operation: str) -> None:
         function = getattr(mpicoll, operation)
         x = () if operation.endswith("probe") else (np.zeros(2),)
         peer = "source" if ("recv" in operation and operation != "sendrecv") or "probe" in operation else "dest"
-        for wrong in (world.size, -1, 0.0, "1"):
+        # The one that is PROC_NULL for mpi4py is no error.
+        mpi = sys.modules.get("mpi4py.MPI")
+        below = next(one for one in (-1, -4) if mpi is None or one != mpi.PROC_NULL)
+        for wrong in (world.size, below, 0.0, "1", *([None] if peer == "dest" else [])):
             refused(
                 mpicoll.RankError,
                 peer,
                 repr(wrong),
                 f"[0, {world.size})",
+                "pass mpicoll.PROC_NULL",
                 collective=operation,
                 call=lambda w=wrong: function(*x, w),
             )

@@ -338,3 +338,58 @@ def test_messages_beside_collectives(several: Ranks) -> None:
         sending.wait()
 
     several(body)
+
+
+def test_nobody_is_sent_to_and_received_from(ranks: Ranks) -> None:
+    """mpicoll's PROC_NULL, and mpi4py's where there is MPI."""
+
+    def body() -> None:
+        rank, size, right, left = _ring()
+        world = mpicoll.world()
+        nobody = [mpicoll.PROC_NULL]
+        if world.mpi is not None:
+            from mpi4py import MPI
+
+            nobody.append(MPI.PROC_NULL)
+        for null in nobody:
+            x, out, bound = np.full(3, rank), np.full(3, -7), {"timeout": 5.0}
+            assert mpicoll.send(x, null) is None
+            assert mpicoll.send(x, null, **bound) is None
+            for options in ({}, bound):
+                status = mpicoll.Status(0, 0, 99)
+                assert mpicoll.recv(x, null, status=status, **options) is None
+                assert (status.source, status.tag, status.nbytes) == (mpicoll.PROC_NULL, -1, 0)
+                assert mpicoll.recv(source=null, tag=4, out=out, **options) is out
+                assert mpicoll.sendrecv(x, null, null, out=out, **options) is out
+                # One of the two is somebody: each end of a line has one neighbour.
+                after, before = (null if rank == size - 1 else right), (null if rank == 0 else left)
+                status = mpicoll.Status()
+                got = mpicoll.sendrecv(x, after, before, status=status, **options)
+                assert (got is None) == (before is null)
+                assert got is None or got.tolist() == [left] * 3
+                assert status.source == (mpicoll.PROC_NULL if before is null else left)
+            assert mpicoll.probe(null) == mpicoll.iprobe(null) == mpicoll.Status(mpicoll.PROC_NULL, -1, 0)
+            status = mpicoll.Status()
+            requests = [
+                mpicoll.isend(x, null),
+                mpicoll.irecv(source=null, out=out, status=status),
+                mpicoll.irecv(x, null),
+            ]
+            assert all(one.test() for one in requests)
+            index, value = mpicoll.waitany(requests)
+            assert (index, value) == (0, None)
+            values = mpicoll.waitall(requests)
+            assert values[0] is None
+            assert values[1] is out
+            assert values[2] is None
+            assert status.source is mpicoll.PROC_NULL
+            assert x.tolist() == [rank] * 3
+            assert out.tolist() == [-7] * 3
+        assert repr(mpicoll.PROC_NULL) == "mpicoll.PROC_NULL"
+        for wrong in ({"dest": mpicoll.PROC_NULL, "tag": -1}, {"dest": mpicoll.PROC_NULL, "x": "no array"}):
+            with pytest.raises(mpicoll.ArgumentError):
+                mpicoll.send(**{"x": np.zeros(1), **wrong})
+        mpicoll.barrier()
+        assert mpicoll.iprobe() is None
+
+    ranks(body)

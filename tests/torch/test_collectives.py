@@ -863,6 +863,7 @@ def _expanded(*shape: int) -> torch.Tensor:
 
 
 ASYNC = {"async_op": True}
+PROC_NULL = int(mpicoll.PROC_NULL)
 
 WRONG = {
     "all_reduce meta": Wrong(lambda d, r, p: d.all_reduce(_meta(3)), mpicoll.DeviceError, "all_?reduce"),
@@ -1000,6 +1001,8 @@ WRONG = {
         ranks=2,
     ),
     "isend rank": Wrong(lambda d, r, p: d.isend(_ones(3), p), mpicoll.RankError, "isend: dest"),
+    "isend to MPI's nobody": Wrong(lambda d, r, p: d.isend(_ones(3), PROC_NULL), mpicoll.RankError, "dst.*-"),
+    "irecv from MPI's nobody": Wrong(lambda d, r, p: d.irecv(_ones(3), PROC_NULL), mpicoll.RankError, "src.*-"),
     "irecv rank": Wrong(lambda d, r, p: d.irecv(_ones(3), p), mpicoll.RankError, "irecv: source"),
     "isend tag": Wrong(lambda d, r, p: d.isend(_ones(3), 0, tag=-3), mpicoll.RankError, "isend: tag.*-3"),
     "irecv expanded": Wrong(lambda d, r, p: d.irecv(_expanded(3), 0), mpicoll.ShapeError, "irecv"),
