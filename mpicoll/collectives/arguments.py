@@ -100,8 +100,8 @@ PROC_NULL = _ProcNull.PROC_NULL
 
 
 def peer(operation: str, name: str, value: Any, comm: Communicator) -> int:
-    """`value` as a rank of `comm`, or PROC_NULL for that and for mpi4py's. Raises RankError, calling it `name`, if it is
-    neither."""
+    """`value` as a rank of `comm`, or PROC_NULL for that and for mpi4py's. Raises RankError, calling it `name`, for
+    anything else."""
     number = _integer(value)
     if number is not None and 0 <= number < comm.size:
         return number

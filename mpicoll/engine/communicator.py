@@ -13,6 +13,7 @@ import numpy as np
 from mpicoll.engine import check, notes
 from mpicoll.engine.arena import Arena
 from mpicoll.engine.model import UNTUNED, Table, shape_of, site
+from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.record import Call, Group
 from mpicoll.engine.watch import Watch
@@ -89,6 +90,12 @@ class Communicator:
         self.family.add(self)
         # A communicator that is dropped without being freed must not leave its worker behind.
         finalize(self, self.progress.stop).atexit = False
+
+    __reduce_ex__ = refuse_pickling(
+        "Communicator",
+        "every process of the job makes its own: by mpicoll.world() and its split() or group(ranks), and by duplicate()"
+        " for another one of the same ranks",
+    )
 
     def __repr__(self) -> str:
         return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self.freed else ''}>"

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpicoll.engine.device import chooser
 from mpicoll.engine.operation import Operation, Task, body_of, call_of, carrier, chosen
+from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Job
 from mpicoll.engine.record import Call, keepers
 from mpicoll.engine.select import NATIVE, Choice
@@ -27,6 +28,7 @@ class Plan:
     """
 
     __slots__ = ("_body", "_call", "_comm", "_device", "_job", "_operation", "_progress", "_result", "_same", "choice")
+    __reduce_ex__ = refuse_pickling("Plan", "make it anew on all ranks, by the same …_init function")
 
     def __init__(self, operation: Operation) -> None:
         choice = chosen(operation)

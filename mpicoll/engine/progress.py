@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from mpicoll.engine import report
+from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.record import Call, Group, Raw, Site, call_site, keepers
 from mpicoll.engine.watch import FULL_FROM, Watch
 from mpicoll.errors import CommunicatorError, Timeout
@@ -74,17 +75,18 @@ class Job:
     """An operation in the queue."""
 
     __slots__ = ("_callbacks", "_function", "_progress", "call", "done", "error", "reported", "site", "value")
+    __reduce_ex__ = refuse_pickling("Job", "wait() for it and pass on its value")
 
     def __init__(self, progress: Progress, function: Callable[[], Any], call: Call, site: Site | None) -> None:
+        self.error: BaseException | None = None
+        self.reported = False  # whether somebody has learned how it ended
         self._progress = progress
         self._function = function
         self.call = call
         self.site = site
         self.done = False
-        self.reported = False  # whether somebody has learned how it ended
         self._callbacks: list[Callable[[Job], None]] = []
         self.value: Any = None
-        self.error: BaseException | None = None
 
     def __str__(self) -> str:
         return f"{self.call} on {self._progress.group}"
@@ -142,7 +144,8 @@ class Job:
         return self.value
 
     def __del__(self) -> None:
-        if self.error is not None and not self.reported:
+        # A Job whose making was interrupted (by Ctrl-C) has no attributes.
+        if getattr(self, "error", None) is not None and not self.reported:
             _log.error("%s failed, and nobody waited for it", self, exc_info=self.error)
 
 

@@ -8,6 +8,7 @@ from math import nan
 from numbers import Real
 from typing import Any, Protocol
 
+from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.base import poll
 
@@ -44,6 +45,7 @@ class Request:
     """
 
     __slots__ = ("_finish", "_handle", "_value", "_waited")
+    __reduce_ex__ = refuse_pickling("Request", "wait() for it and pass on its result")
 
     def __init__(self, handle: Handle, finish: Callable[[], Any]) -> None:
         self._handle = handle

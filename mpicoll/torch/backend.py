@@ -31,6 +31,7 @@ from mpicoll.collectives import p2p
 from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Task
+from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.watch import FULL_FROM
 from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import jobs, monitor, sparse
@@ -66,6 +67,11 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     report, when an operation has taken longer, whether somebody waits for it or not. torch's default (30 minutes) means
     MPICOLL_TIMEOUT.
     """
+
+    __reduce_ex__ = refuse_pickling(
+        "process group",
+        "pass on its ranks, torch.distributed.get_process_group_ranks(group), and call new_group(ranks) on all ranks",
+    )
 
     # Where c10d asks for the backend of a device it gets the group itself, and looks at these.
     supports_splitting = False

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpicoll.engine.poller import poller
+from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Job
 from mpicoll.engine.request import Request
 from mpicoll.errors import CommunicationError, MpicollError
@@ -139,6 +140,8 @@ class Work(dist.Work):
 
     Of CUDA tensors, too, it waits in the host: what has completed is there for all streams, whichever is current.
     """
+
+    __reduce_ex__ = refuse_pickling("Work", "wait() for it and pass on its tensors")
 
     def __init__(
         self,

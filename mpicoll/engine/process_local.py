@@ -1,0 +1,18 @@
+"""Objects that exist in one process, as they stand for state of that process and of its MPI library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+
+def refuse_pickling(kind: str, remedy: str) -> Callable[[Any, Any], NoReturn]:
+    """A ``__reduce_ex__`` for a class of such objects: pickling, ``copy.copy`` and ``copy.deepcopy`` raise TypeError,
+    which names the `kind` of object and the `remedy`."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:  # noqa: N807
+        raise TypeError(
+            f"a {kind} can't be pickled or copied, as it stands for state of this process and its MPI library; {remedy}"
+        )
+
+    return __reduce_ex__
