@@ -202,8 +202,7 @@ def _command(pid: int) -> str:
 
 def _judge_text(outcome: Outcome) -> None:
     case = outcome.case
-    # mpirun ends some texts of its own with a zero byte, and no newline.
-    lines = outcome.err.replace("\0", "\n").splitlines()
+    lines = outcome.err.splitlines()
     at = next((number for number, line in enumerate(lines) if line.startswith("mpicoll: ")), None)
     if at is None and case.moment == "import":
         # Nothing of mpicoll's runs yet, and the others are still inside MPI_Init: mpirun has to say it, and does.

@@ -91,14 +91,15 @@ def end_launcher() -> None:
             subprocess.Popen(["/bin/sh", "-c", program], start_new_session=True)
 
 
-def say(text: str) -> None:
-    """Write a line to stderr, and what stands before it."""
+def say(text: str, *, separate: bool = False) -> None:
+    """Write a line to stderr, and what stands before it. `separate` it where the launcher may have written before: Open
+    MPI's ends its own texts with a zero byte and no newline."""
     stream = sys.stderr
     with suppress(OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
         if isinstance(stream, io.StringIO) and sys.__stderr__ is not None:
             # torch.distributed collects what the hooks of others write, to show it when they have returned.
             stream = sys.__stderr__
-        stream.write(f"mpicoll: {text}\n")
+        stream.write(f"{chr(10) if separate else ''}mpicoll: {text}\n")
         stream.flush()
 
 

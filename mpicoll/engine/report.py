@@ -36,7 +36,8 @@ from mpicoll.engine.record import Call, Entry, Group, Raw, Site
 from mpicoll.errors import ArgumentError
 
 State: TypeAlias = dict[str, Any]
-"""What a rank says of itself, for JSON; of one that is gone what :func:`absent` says."""
+"""What a rank says of itself, for JSON; of one that is gone what :func:`absent` says, of one that could not be asked
+what :func:`unreached` says."""
 
 LIMIT = 1_000_000
 """Bytes that the state of a rank may take as JSON."""
@@ -99,6 +100,11 @@ def absent(rank: int, how: str, words: str = "", numbers: Mapping[str, int] | No
     without them nobody can be said to wait for it in vain."""
     assert how in ("left", "died")
     return {"rank": rank, how: words, "numbers": dict(numbers or {})}
+
+
+def unreached(rank: int, relay: int) -> State:
+    """The state of a rank that was not asked, since `relay`, which passes messages on, does not answer."""
+    return {"rank": rank, "unreached": relay}
 
 
 class _Looker:
@@ -563,20 +569,24 @@ class Deadlock:
 class Analysis:
     """What happened, in `words`: sentences, the first of which is the point. `waiting` are the operations that ranks
     wait in, each with the ranks that have begun it and those that have not; `missing` are all ranks that are waited
-    for, `silent` those that have not answered."""
+    for, `silent` those that have not answered, `unreached` those that could not be asked."""
 
     words: list[str] = field(default_factory=list)
     waiting: list[State] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
+    unreached: list[int] = field(default_factory=list)
     deadlock: Deadlock | None = None
 
 
 def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     """What the states of the ranks of a job of `size` say together; None is that of a rank that did not answer."""
     known = {rank: state for rank, state in states.items() if state is not None}
-    found = Analysis(silent=[rank for rank in range(size) if rank not in known])
+    found = Analysis(
+        silent=[rank for rank in range(size) if rank not in known],
+        unreached=[rank for rank, state in sorted(known.items()) if "unreached" in state],
+    )
     collectives, messages = _waits(known)
     for wait in collectives:
         found.mismatches += _mismatch(wait, known)
@@ -586,7 +596,7 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     for wait in [*collectives, *messages]:
         (roots if _is_root(wait, known) else others).append(_sentence(wait, known))
         found.waiting.append({name: wait[name] for name in ("key", "group", "number", "call", "begun", "missing")})
-        found.missing = sorted({*found.missing, *wait["missing"]})
+        found.missing = sorted({*found.missing, *wait["missing"]} - {*found.unreached})
     others += [_stand(wait) for wait in collectives if wait["missing"] and any(_where_of(wait))]
     found.words = [*found.mismatches]
     if found.deadlock is not None:
@@ -595,8 +605,18 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     found.words += [
         f"rank {rank} {_whereabouts(state, '')}" for rank, state in sorted(known.items()) if "died" in state
     ]
-    if found.silent:
+    if found.unreached:
+        relay = known[found.unreached[0]]["unreached"]
+        found.words.insert(
+            0,
+            f"rank {relay} does not answer (stopped or frozen?); it passes on what ranks tell each other, so nothing is"
+            f" known of {_ranks(found.unreached)}",
+        )
+    elif found.silent and any("died" in state for state in known.values()):  # there was little time to answer
         found.words.append(f"{_ranks(found.silent)} {_have(found.silent, 'has', 'have')} not answered")
+    elif found.silent:
+        verb = _have(found.silent, "does", "do")
+        found.words.append(f"{_ranks(found.silent)} {verb} not answer (stopped or frozen?)")
     if not found.words:
         found.words.append("no rank waits in an operation")
     return found
@@ -629,7 +649,11 @@ def _waits(known: Mapping[int, State]) -> tuple[list[State], list[State]]:
             wait["by"][rank] = one
     for (key, number), wait in collectives.items():
         numbers = {rank: _number(known.get(rank), key) for rank in wait["members"]}
-        wait["missing"] = [rank for rank, at in numbers.items() if at is None or at < number]
+        wait["missing"] = [
+            rank
+            for rank, at in numbers.items()
+            if (at is None or at < number) and "unreached" not in known.get(rank, ())
+        ]
         wait["begun"] = [rank for rank, at in numbers.items() if at is not None and at >= number]
     return sorted(collectives.values(), key=_waited), sorted(messages, key=_waited)
 
@@ -743,7 +767,7 @@ def _sentence(wait: State, known: Mapping[int, State]) -> str:
         return f"{what}: {', '.join(_some(each))}"
     (text,) = doing
     state = known.get(missing[0])
-    if state is None or "left" in state or "died" in state:
+    if state is None or state.keys() & {"left", "died", "unreached"}:
         return f"{what}, which {_plural(text, missing)}"
     called = f"which {_have(missing, 'has', 'have')} not called it: {_have(missing, 'it', 'they')}"
     return f"{what}, {called} {_plural(text, missing)}"
@@ -796,6 +820,8 @@ def _whereabouts(state: State | None, key: str) -> str:
         return "has left the job without calling it" if key in state["numbers"] else "has left the job"
     if "died" in state:
         return f"has died{f' ({words})' if (words := state['died']) else ''}"
+    if "unreached" in state:
+        return f"could not be asked, since rank {state['unreached']} does not answer"
     pending = state.get("pending", [])
     own = next((one for one in pending if one["key"] == key and one["number"]), None)
     if own is not None:
@@ -881,11 +907,12 @@ class _Deadlocks:
     """`least` are the seconds that an operation must have been pending to count."""
 
     def __init__(self, states: Mapping[int, State], least: float) -> None:
-        self._states = states
+        # One that was not asked may do anything, as one that has not answered.
+        self._states = {rank: state for rank, state in states.items() if "unreached" not in state}
         self._least = least
         self._absent: dict[tuple[str, int], list[int]] = {}
         self._queues = {
-            (rank, queue["key"]): queue for rank, state in states.items() for queue in state.get("queues", [])
+            (rank, queue["key"]): queue for rank, state in self._states.items() for queue in state.get("queues", [])
         }
 
     def find(self) -> Deadlock | None:
@@ -1163,7 +1190,7 @@ def _rank_lines(rank: int, state: State | None) -> list[str]:
     """A rank in a few lines."""
     if state is None:
         return [f"Rank {rank}: no answer"]
-    if "left" in state or "died" in state:
+    if state.keys() & {"left", "died", "unreached"}:
         return [f"Rank {rank}: {_whereabouts(state, '')}"]
     process = state.get("process", {})
     versions = ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items())

@@ -177,7 +177,7 @@ class Watch:
 
     def dying(self, of: str) -> None:
         """Say that this rank ends the job, to stderr and to the others."""
-        say(f"rank {self.rank} of {self.size} {of}")
+        say(f"rank {self.rank} of {self.size} {of}", separate=True)
         self._tell_end(of)
 
     def _tell_end(self, of: str) -> None:
@@ -289,11 +289,15 @@ class Watch:
         found = [*self.active.copy().values(), *(queue.current for queue in self.queues())]
         return [Entry._make(one) for one in found if one is not None]
 
-    def _speaker(self) -> int:
-        """The rank that speaks for those that can be heard."""
+    def _reachable(self) -> set[int]:
+        """This rank and those that are not known to be gone."""
         line = self._line
         gone = {} if line is None else line.gone
-        return min({self.rank, *(rank for rank in range(self.size) if rank not in gone and rank not in self._told)})
+        return {self.rank, *(rank for rank in range(self.size) if rank not in gone and rank not in self._told)}
+
+    def _speaker(self) -> int:
+        """The rank that speaks for those that can be heard."""
+        return min(self._reachable())
 
     # --- what comes from the others
 
@@ -349,8 +353,8 @@ class Watch:
         if self._speaker() != self.rank:
             self._expect_the_end(why, _GRACE)
             return
-        say(f"{why}; the job is ended" + (f". Its stacks:\n{gone.words}" if gone.words else ""))
-        self._report(why, _ANSWER_AT_DEATH)
+        say(f"{why}; the job is ended" + (f". Its stacks:\n{gone.words}" if gone.words else ""), separate=True)
+        self._examine(why, _ANSWER_AT_DEATH)[1]()
         self._tell_end("ends the job")
         self._end_all(1 if status is None else status if status > 0 else 128 - status)
 
@@ -398,6 +402,10 @@ class Watch:
             for rank, one in line.gone.items():
                 how, words = ("left", "") if one.why == "left" else ("died", self._told.get(rank, one.why))
                 states[rank] = report.absent(rank, how, words, self._left.get(rank))
+            silent = {rank for rank, state in states.items() if state is None}
+            # One that passes on the answers of others is there, though its own may be late.
+            if line.hub in silent and len(silent) + len(line.gone) == self.size - 1:
+                states |= {rank: report.unreached(rank, line.hub) for rank in silent - {line.hub}}
         return states
 
     # --- what goes wrong
@@ -455,23 +463,35 @@ class Watch:
 
     def _answer(self, inquiry: _Inquiry) -> None:
         try:
-            inquiry.text = self._report(inquiry.why, _ANSWER)
+            inquiry.text, write = self._examine(inquiry.why, _ANSWER)
+            inquiry.text = "\n".join(filter(None, (inquiry.text, write())))
         finally:
             self._answered = time.monotonic()
             inquiry.answered.set()
 
-    def _report(self, why: str, seconds: float) -> str:
-        """Write the report. What it says, in short."""
+    def _examine(self, why: str, seconds: float) -> tuple[str, Callable[[], str]]:
+        """Ask all ranks where they are. Returns what that says, in short, and a function that writes the report and
+        says where it is, or why there is none. The function may block for as long as the file system does."""
         try:
             states = self._collect(seconds, full=True)
             analysis = report.analyse(states, self.size)
-            words = "\n".join(one for one in analysis.words if one != why)
-            if self._folder is None:
-                return words
-            path, _ = report.write(self._folder, self._job, why, states, analysis)
         except Exception as error:  # noqa: BLE001  whatever is wrong with it must not keep the job from being ended
-            return f"There is no report, because of {error!r}"
-        return f"{words}\nWhere each rank stands, its stacks and its last operations: {path}"
+            return f"There is no report, because of {error!r}", str
+        words = "\n".join(one for one in analysis.words if one != why)
+
+        def write() -> str:
+            if self._folder is None:
+                return ""
+            try:
+                path, _ = report.write(self._folder, self._job, why, states, analysis)
+            except Exception as error:  # noqa: BLE001  as above
+                return (
+                    f"The report can't be written to {self._folder} ({error!r}); set MPICOLL_REPORT to a folder that"
+                    " can be written to"
+                )
+            return f"Where each rank stands, its stacks and its last operations: {path}"
+
+        return words, write
 
     def _end_together(self, why: str) -> None:
         """Have the job ended, by the speaker if possible."""
@@ -481,7 +501,9 @@ class Watch:
         if self._line is None or speaker == self.rank:
             self._end(why)
         self._line.send({"kind": "end", "why": why}, speaker)
-        self._expect_the_end(why, _ANSWER + _BEHIND)
+        # If the speaker does not answer, one rank ends the job, and the others only if that one fails as well.
+        deputy = self.rank == min(rank for rank in self._reachable() if rank != speaker)
+        self._expect_the_end(why, _ANSWER + _BEHIND + (0 if deputy else _ANSWER + _BEHIND))
 
     def _end_all(self, status: int) -> None:
         """End all ranks that can be reached."""
@@ -490,7 +512,10 @@ class Watch:
         self._abort(status)
 
     def _end(self, why: str) -> NoReturn:
-        say(f"{why}; the job is ended.\n{self._report(why, _ANSWER)}")
+        words, write = self._examine(why, _ANSWER)
+        say(f"{why}; the job is ended.\n{words}".rstrip(), separate=True)
+        if where := write():
+            say(where)
         self._tell_end("ends the job")
         self._end_all(1)
         raise SystemExit  # never reached but in tests: this thread has nothing more to do
@@ -529,12 +554,13 @@ class Watch:
                         self._heed(event)
         if self._suspect:
             if self._speaker() == self.rank:
-                say(self._suspect)
+                say(self._suspect, separate=True)
         elif not self._told:
             stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0)))  # noqa: SLF001
             self.dying(f"died of SIGTERM; the job is ended. It was here:\n{stack}")
         elif set(self._told.values()) == {"was ended by SIGTERM"} and self.rank < min(self._told):
-            say(f"ranks {', '.join(map(str, [self.rank, *sorted(self._told)]))} of {self.size} were ended by SIGTERM")
+            ranks = ", ".join(map(str, [self.rank, *sorted(self._told)]))
+            say(f"ranks {ranks} of {self.size} were ended by SIGTERM", separate=True)
         self._end_all(128 + signal.SIGTERM)
 
     def _heed_interrupt(self, waiting: list[Entry], now: float) -> None:

@@ -382,6 +382,12 @@ class Lifeline:
         self.wake()
 
     @property
+    def hub(self) -> int:
+        """The rank that passes on messages between the others: this one, or the one to which it is or will be
+        connected. -1 before :meth:`connect`."""
+        return self._target
+
+    @property
     def gone(self) -> dict[int, Gone]:
         """The ranks that are gone."""
         return self._gone.copy()

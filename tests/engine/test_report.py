@@ -20,7 +20,7 @@ import pytest
 import mpicoll
 from mpicoll.engine import record, report
 from mpicoll.engine.record import Call, Group
-from mpicoll.engine.report import absent, analyse, deadlock, own_state, text_of, words_of, write
+from mpicoll.engine.report import absent, analyse, deadlock, own_state, text_of, unreached, words_of, write
 from mpicoll.errors import ArgumentError
 
 State = dict[str, Any]
@@ -158,7 +158,7 @@ def test_who_is_gone() -> None:
     ]
     assert said(waiting, waiting, waiting, None) == [
         f"{what}, which has not answered",
-        "rank 3 has not answered",
+        "rank 3 does not answer (stopped or frozen?)",
     ]
 
 
@@ -195,7 +195,7 @@ def test_the_rank_where_it_begins_comes_first() -> None:
 
 def test_nobody_waits() -> None:
     assert said(at_work(), at_work()) == ["no rank waits in an operation"]
-    assert said(at_work(), None) == ["rank 1 has not answered"]
+    assert said(at_work(), None) == ["rank 1 does not answer (stopped or frozen?)"]
 
 
 def test_calls_that_differ() -> None:
@@ -280,6 +280,21 @@ def test_what_else_the_analysis_has() -> None:
             "missing": [2, 3],
         }
     ]
+
+
+def test_a_silent_relay_is_the_suspect() -> None:
+    """Ranks that could not be asked are not blamed, and may do anything."""
+    found = analyse({0: None, 1: waits(), 2: unreached(2, 0), 3: unreached(3, 0)}, 4)
+    assert found.words == [
+        (
+            "rank 0 does not answer (stopped or frozen?); it passes on what ranks tell each other, so nothing is known"
+            " of ranks 2 and 3"
+        ),
+        f"{WHAT} waits for rank 0, which has not answered",
+    ]
+    assert (found.missing, found.silent, found.unreached) == ([0], [0], [2, 3])
+    assert found.deadlock is None
+    assert "Rank 3: could not be asked, since rank 0 does not answer" in text_of("x", {3: unreached(3, 0)}, found)
 
 
 def test_what_is_said_of_many_ranks() -> None:
@@ -1169,7 +1184,7 @@ def test_the_text_of_a_report() -> None:
             " has left the job, rank 3 runs its own program at train.py:33 in load"
         ),
         f"{WHAT}: rank 0 is in the MPI library",
-        "rank 1 has not answered",
+        "rank 1 does not answer (stopped or frozen?)",
         "",
         "Reason: timeout",
         "",

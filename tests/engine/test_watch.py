@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mpicoll.engine import watch
-from mpicoll.engine.ending import abort_on_failure
+from mpicoll.engine.ending import abort_on_failure, say
 from mpicoll.engine.record import Call, Group, Raw
 from mpicoll.engine.watch import Watch
 
@@ -74,7 +74,7 @@ def test_an_operation_that_waits_too_long(capfd: pytest.CaptureFixture[str]) -> 
     assert watched.ended.wait(20)
     assert watched.codes == [1]
     assert capfd.readouterr().err.startswith(
-        "mpicoll: allreduce(8 bytes) number 1 on world, rank 1 of 2 has been waiting for more than 0.2 s"
+        "\nmpicoll: allreduce(8 bytes) number 1 on world, rank 1 of 2 has been waiting for more than 0.2 s"
         " (MPICOLL_TIMEOUT, or the timeout of its communicator); the job is ended.\n"
     )
 
@@ -179,6 +179,13 @@ def test_what_a_hook_of_others_swallows_is_shown(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     sys.excepthook(ValueError, ValueError(), None)
     assert shown.getvalue() == "the traceback"
+
+
+def test_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """mpirun ends texts with a zero byte and no newline, and may write one just before."""
+    sys.stderr.write("a text of mpirun\n\0")
+    say("rank 1 of 2 died", separate=True)
+    assert capsys.readouterr().err.splitlines() == ["a text of mpirun", "\0", "mpicoll: rank 1 of 2 died"]
 
 
 # --- under mpirun
@@ -294,6 +301,33 @@ mpicoll.barrier()
     )
     assert done.returncode not in (0, 124), done.stdout
     assert re.search(r"mpicoll: rank 1 of 3 .* was killed by SIGKILL", done.stdout)
+
+
+def test_a_stopped_rank_0_is_the_suspect_also_without_a_report(job: Job) -> None:
+    """It passes on what the others say, so nothing is heard of them; and the folder for reports can't be made."""
+    done = job(
+        3,
+        """
+import os, signal, threading
+pids = mpicoll.allgather(np.array([os.getpid()]))
+mpicoll.barrier()
+if mpicoll.world().rank == 1:
+    os.kill(int(pids[0]), signal.SIGSTOP)
+elif mpicoll.world().rank == 0:
+    threading.Event().wait()
+mpicoll.barrier()
+""",
+        seconds=50,
+        MPICOLL_TIMEOUT="1",
+        MPICOLL_REPORT="/proc/none",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    said = done.stdout[done.stdout.index("mpicoll: ") :].split("mpicoll: ")
+    assert "has been waiting for more than 1 s" in said[1]
+    assert "rank 0 does not answer (stopped or frozen?); it passes on" in said[1]
+    assert "so nothing is known of rank 2" in said[1]
+    assert re.search(r"barrier\(\) number \d+ on world waits for rank 0, which", said[1]), said[1]
+    assert said[2].startswith("The report can't be written to /proc/none (FileNotFoundError")
 
 
 # --- the end of the interpreter
