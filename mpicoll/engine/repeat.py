@@ -214,6 +214,6 @@ def _flattener(flat: Array | None, like: Array | None) -> Callable[[Any], Any]:
     if flat is None or like is None:
         return lambda array: None
     if flat.dtype == like.dtype:
-        return lambda array: array.reshape(-1)
+        return lambda array: array.ravel()
     dtype = flat.dtype
-    return lambda array: array.reshape(-1).view(dtype)
+    return lambda array: array.ravel().view(dtype)

@@ -281,6 +281,12 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "strided x": (lambda t: mpicoll.allreduce(np.repeat(t.mine(), 2)[::2]), total),
     "strided out": (lambda t: into(out := strided(t), mpicoll.allreduce(t.mine(), out=out)), total),
     "x overlaps out": (overlapping, total),
+    "allgather of a reversed x": (lambda t: mpicoll.allgather(t.mine()[::-1].copy()[::-1]), joined),
+    "scan of a strided x": (
+        lambda t: mpicoll.scan(np.repeat(t.mine(), 2)[::2]),
+        lambda t: t.all()[: t.rank + 1].sum(0),
+    ),
+    "bcast of a strided x": (lambda t: mpicoll.bcast(np.repeat(t.mine(), 2)[::2], t.root), of_root),
     "some pass out": (some_pass_out, total),
     "float16": (lambda t: mpicoll.allreduce(t.mine(np.float16)), total),
     "tensor, float16": (lambda t: mpicoll.allreduce(t.mine(torch.float16)), total),
