@@ -4,9 +4,9 @@ sight of each other in the middle of a loop of operations? Needs root, for ci/ho
     python ci/partition.py                       everything
     python ci/partition.py right native recv     some of it
 
-Asked is that the ranks of both sides end within 12 s of the cut, that they say which ranks they can't reach any more,
-and that the launcher ends on both sides within 3 s more. `blink` is a cut of 3 s, over which the job has to go on. The
-exit status is 1 if anything is wrong.
+Asked is that the ranks of both sides end within 16 s of the cut, that they say which ranks they can't reach any more,
+and that the launcher ends on both sides within 3 s more. `blink` is a cut of 6.5 s, over which the job has to go on.
+The exit status is 1 if anything is wrong.
 """
 
 from __future__ import annotations

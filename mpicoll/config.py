@@ -29,6 +29,9 @@ class Config:
     ========================  =======================================================================  ========
     ``MPICOLL_ALGORITHMS``    which algorithm to take, such as ``allreduce:0-64k:native,64k-inf:ring``  (empty)
                               or ``bcast:chain/8``; several collectives are separated by ``;``
+    ``MPICOLL_OUTAGE``        seconds for which hosts may be out of each other's reach without the job    7
+                              being ended; rank 0's counts for all. Hosts that stay away are given
+                              up 5 s later, after 2 * MPICOLL_OUTAGE + 6 s on Linux before 6.15
     ``MPICOLL_REPORT``        the folder for reports of what went wrong, or ``off``                       ``.``
     ``MPICOLL_CHECK``         ``1`` (or ``calls``): compare the ranks' calls before each collective, and   off
                               messages with their receives; ``numerics``: look for NaN and infinity,
@@ -50,6 +53,7 @@ class Config:
     algorithms: str = ""
     check: tuple[str, ...] = ()
     cuda_aware: str = "auto"
+    outage: float = 7.0
     report: str = "."
     shared_memory: SharedMemory = "auto"
     timeout: float = 1800.0
@@ -66,24 +70,33 @@ class Config:
         shared = environ.get("MPICOLL_SHARED_MEMORY", "auto")
         if shared not in ("auto", "named", "off"):
             raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
-        text = environ.get("MPICOLL_TIMEOUT", "1800")
-        try:
-            timeout = float(text)
-        except ValueError:
-            timeout = -1.0
-        if not 0 < timeout < float("inf"):
-            raise SetupError(f"MPICOLL_TIMEOUT={text!r}: must be a positive number of seconds")
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
             check=_checks(environ.get("MPICOLL_CHECK", "")),
             cuda_aware=_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
+            outage=_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
-            timeout=timeout,
+            timeout=_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
             trace=environ.get("MPICOLL_TRACE", ""),
             transport=cast(Transport, transport),
             tuned=environ.get("MPICOLL_TUNED", ""),
         )
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float, most: float = float("inf")) -> float:
+    """A variable that is a number of seconds: positive, finite and at most `most`."""
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf") or seconds > most:
+        bound = "" if most == float("inf") else f", at most {most:g}"
+        raise SetupError(f"{name}={text!r}: must be a positive number of seconds{bound}")
+    return seconds
 
 
 def _checks(text: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _MARK = "MPICOLL_APART_MARK"
 _RANKS = 4
 
-BOUND = 12.0
+BOUND = 16.0
 """Seconds after the cut within which the ranks of both sides have ended."""
 
 _LAUNCHER = 3.0
@@ -117,7 +117,7 @@ def part(loop: str, **variables: str) -> Outcome:
     return outcome
 
 
-def blink(seconds: float = 3.0, **variables: str) -> subprocess.CompletedProcess[str]:
+def blink(seconds: float = 6.5, **variables: str) -> subprocess.CompletedProcess[str]:
     """Cut the hosts apart for some seconds that are too few for them to be lost: each rank goes on, and says so."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
         cut, heal = Path(name) / "cut", Path(name) / "heal"

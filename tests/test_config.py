@@ -43,6 +43,13 @@ def test_malformed_timeout(value: str) -> None:
     assert str(caught.value) == f"MPICOLL_TIMEOUT={value!r}: must be a positive number of seconds"
 
 
+@pytest.mark.parametrize("value", ["", "0", "-1", "3601", "nan", "7s"])
+def test_malformed_outage(value: str) -> None:
+    assert Config.read({"MPICOLL_OUTAGE": "2.5"}).outage == 2.5
+    with pytest.raises(SetupError, match="must be a positive number of seconds, at most 3600"):
+        Config.read({"MPICOLL_OUTAGE": value})
+
+
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().timeout = 1.0  # type: ignore[misc]

@@ -4,10 +4,12 @@ The shape is a star. Its hub is the lowest living rank; all others are connected
 goes through it. When the hub is gone all connect to the next lowest rank: every rank listens from the start, so that
 this needs no MPI. Each rank's one watch thread drives it by :meth:`Lifeline.poll`; the class starts no thread.
 
-Who is dead is the kernel's word, never a guess from silence: a connection ends at once with its process, and keepalives
-find a host that is lost within 9 s. A process that is stopped, sits in a debugger or holds the interpreter's lock for
-minutes does not read, but its kernel answers for it. For the same reason no more is under way on a connection than the
-receiver's kernel takes without the process's help (``_WINDOW``): TCP could not tell a full buffer from a lost host.
+Who is dead is the kernel's word, never a guess from silence: a connection ends at once with its process, and a host
+whose kernel does not answer is lost, but not before an outage of the network of OUTAGE seconds would be over: it is
+found after 12 s at most (20 s on Linux before 6.15). A process that is stopped, sits in a debugger or holds the
+interpreter's lock for minutes does not read, but its kernel answers for it. For the same reason no more is under way on
+a connection than the receiver's kernel takes without the process's help (``_WINDOW``): TCP could not tell a full buffer
+from a lost host.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import hmac
 import json
@@ -41,8 +44,8 @@ _log = logging.getLogger("mpicoll")
 KEEPALIVE_IDLE = 2
 KEEPALIVE_INTERVAL = 1
 """Seconds of silence before the kernel asks the other host whether it is there, and between such questions."""
-UNREACHABLE_AFTER = 7.0
-"""Seconds without any answer of the other host's kernel until it counts as lost."""
+OUTAGE = 7.0
+"""Seconds for which hosts may be out of each other's reach without counting as lost."""
 CONNECT_WITHIN = 2.0
 """Seconds for a connection to be made."""
 PROVE_WITHIN = 5.0
@@ -66,6 +69,7 @@ _STRANGER_LIMIT = 1 << 10
 _SETTLE_EVERY = 1.0
 _RESERVE = 128  # descriptors left for the program
 _DESCRIPTORS = resource.RLIMIT_NOFILE
+_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS, of Linux 6.15
 
 # Magic, bytes that follow, last fragment, source, destination, kind. In this order no header that text has cut passes
 # for one, wherever it was cut.
@@ -307,14 +311,17 @@ class Lifeline:
     told all it knows of, or one with a higher number that has come to it. That the number is higher keeps two that
     leave at once from each relying on the other. So a rank that can't be found may have left, and only some know:
     whether it has died is decided by the hub when all others have come and told whom they know to be gone.
+
+    `outage` are the seconds for which the network may be down while no rank is taken for dead; rank 0's counts for all.
     """
 
-    def __init__(self, rank: int, size: int, token: bytes) -> None:
+    def __init__(self, rank: int, size: int, token: bytes, outage: float | None = None) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
         self.rank = rank
         self.size = size
         self._token = token
+        self._outage = OUTAGE if outage is None else outage
         self._lock = threading.Lock()  # of all below; held for no longer than it takes to do what does not block
         self._driver = threading.Lock()  # held by who waits in select
         self._outbox: deque[_Outgoing] = deque()
@@ -369,6 +376,7 @@ class Lifeline:
             "pid": os.getpid(),
             "port": self._listener.getsockname()[1],
             "addresses": _addresses(),
+            "outage": self._outage,
         }
 
     def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
@@ -377,6 +385,7 @@ class Lifeline:
             raise ValueError(f"{len(addresses)} addresses for {self.size} ranks")
         with self._lock:
             self._peers = list(addresses)
+            self._outage = float(addresses[0]["outage"])
             self._missed_at = time.monotonic() + MISSED_AFTER
             self._elect()
         self.wake()
@@ -653,7 +662,7 @@ class Lifeline:
         for one in self._established():
             if one.unsettled and one.sock.fileno() >= 0:
                 one.unsettled = _under_way(one.sock) > 0
-                if one.unsettled and _silence(one.sock) >= UNREACHABLE_AFTER:
+                if one.unsettled and _silence(one.sock) >= _lost_after(self._outage):
                     one.error = errno.ETIMEDOUT
                     self._lost(one)
 
@@ -688,7 +697,7 @@ class Lifeline:
                 self._rest(f"the limit of {limit} descriptors is near")
                 return
             try:
-                _tune(sock)
+                _tune(sock, self._outage)
             except OSError:  # it is over already
                 sock.close()
                 continue
@@ -724,7 +733,7 @@ class Lifeline:
             return
         self._others.add(one)
         try:
-            _tune(one.sock)
+            _tune(one.sock, self._outage)
             code = one.sock.connect_ex((where, int(self._peers[rank]["port"])))
         except OSError as error:
             code = error.errno or errno.EHOSTUNREACH
@@ -1154,7 +1163,7 @@ def _listen(size: int) -> socket.socket:
     return sock
 
 
-def _tune(sock: socket.socket) -> None:
+def _tune(sock: socket.socket, outage: float) -> None:
     sock.setblocking(False)
     if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < 4 * _WINDOW:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _WINDOW)
@@ -1162,8 +1171,30 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    if _retries_steadily():
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, KEEPALIVE_INTERVAL * 1000)
     # It counts for both: questions without an answer, and data that nobody acknowledges.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREACHABLE_AFTER * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_lost_after(outage) * 1000))
+
+
+@functools.lru_cache(maxsize=1)
+def _retries_steadily() -> bool:
+    """Whether the kernel can be told to send lost data again after a second each time; else it waits twice as long
+    after each attempt."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
+        except OSError:
+            return False
+    return True
+
+
+def _lost_after(outage: float) -> float:
+    """Seconds of silence of the other host's kernel after which it counts as lost."""
+    # When the outage began nothing may have come for a while; when it is over, it takes until the next attempt to send
+    # something for an answer to come, and a moment more on a busy machine.
+    until_next = KEEPALIVE_INTERVAL if _retries_steadily() else KEEPALIVE_INTERVAL + outage
+    return KEEPALIVE_IDLE + outage + until_next + KEEPALIVE_INTERVAL
 
 
 def _is_connected(sock: socket.socket) -> bool:
