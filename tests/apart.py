@@ -139,6 +139,32 @@ def blink(seconds: float = 6.5, **variables: str) -> subprocess.CompletedProcess
         return subprocess.CompletedProcess(command, job.returncode, text)
 
 
+def freeze(**variables: str) -> tuple[str, float | None]:
+    """Stop all processes of a host, ranks and launcher; its kernel goes on answering. What the job has written, and the
+    seconds until it has ended; None if it has not after 40."""
+    with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
+        begin, end = Path(name) / "frozen", 40.0
+        environ = _environ(uuid.uuid4().hex, {"MPICOLL_TIMEOUT": "2", "TMPDIR": name} | variables)
+        command = [*hosts(2, 2), sys.executable, __file__, "freeze", name]
+        with (Path(name) / "said").open("w+") as said:
+            job = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT
+            )
+            try:
+                started = time.monotonic()
+                while not begin.exists() and job.poll() is None and time.monotonic() - started < 60:
+                    time.sleep(0.02)
+                frozen = time.monotonic()
+                with suppress(subprocess.TimeoutExpired):
+                    job.wait(end)
+                seconds = None if job.poll() is None or not begin.exists() else time.monotonic() - frozen
+            finally:
+                job.kill()  # and with it all in its namespaces
+                job.wait()
+            said.seek(0)
+            return said.read(), seconds
+
+
 def _follow(outcome: Outcome, job: subprocess.Popen[bytes], cut: Path, mark: str) -> None:
     begin = time.monotonic()
     while not cut.exists():
@@ -405,6 +431,22 @@ def _blink(folder: Path) -> None:
     print(f"rank {rank}: all right", flush=True)
 
 
+def _freeze(folder: Path) -> None:
+    import numpy as np
+
+    import mpicoll
+
+    rank = mpicoll.world().rank
+    pids = mpicoll.allgather(np.array([os.getpid()]))
+    mpicoll.barrier()
+    if rank == SIDES[1][1]:
+        (folder / "frozen").touch()
+        for pid in (os.getppid(), int(pids[SIDES[1][0]]), os.getpid()):
+            os.kill(pid, signal.SIGSTOP)
+    while True:
+        mpicoll.allreduce(np.ones(2000))
+
+
 def _loop(loop: str, folder: Path) -> None:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
     # What the far side writes would not come to mpirun any more.
@@ -425,5 +467,7 @@ if __name__ == "__main__":
         _right()
     elif sys.argv[1] == "blink":
         _blink(Path(sys.argv[2]))
+    elif sys.argv[1] == "freeze":
+        _freeze(Path(sys.argv[2]))
     else:
         _loop(sys.argv[1], Path(sys.argv[2]))

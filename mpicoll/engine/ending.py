@@ -80,15 +80,35 @@ def leave_signals_alone() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def end_launcher() -> None:
-    """Have the launcher's process on this host end, if it is Open MPI's: when another host is lost it goes on waiting
-    for that for as long as TCP sends again, a quarter of an hour. It takes three requests, as three Ctrl-C; the first
-    one ends this process, so another one makes them."""
+def end_launcher(after: float = 0.0) -> None:
+    """Have the launcher's process on this host end `after` that many seconds, if it is Open MPI's and still there: it
+    waits for a host that is lost as long as TCP sends again, a quarter of an hour, and for one that is frozen for ever.
+    Another process sees to it, as the launcher's end is that of this one."""
     launcher = os.getppid()
-    with suppress(OSError):
-        if Path(f"/proc/{launcher}/comm").read_text().strip() in ("prted", "prterun"):
-            program = f"for i in 1 2 3; do kill -TERM {launcher}; sleep 0.3; done"
-            subprocess.Popen(["/bin/sh", "-c", program], start_new_session=True)
+    with suppress(OSError, IndexError):
+        # PID (NAME) STATE PARENT ..., where the name may contain anything.
+        name, _, rest = Path(f"/proc/{launcher}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        if name in ("prted", "prterun"):
+            program = _END_LAUNCHER.format(pid=launcher, start=rest.split()[19], polls=round(5 * after))
+            subprocess.Popen(
+                ["/bin/sh", "-c", program],
+                start_new_session=True,
+                # Whoever reads the job's output must not wait for this process.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+
+
+# It takes three requests, as three Ctrl-C. The time of its start tells the launcher from a later process of its number.
+_END_LAUNCHER = """\
+goes_on() {{ read -r stat < /proc/{pid}/stat && [ "$(echo "$stat" | cut -d ' ' -f 22)" = {start} ]; }}
+polls={polls}
+while [ $polls -gt 0 ]; do goes_on || exit; sleep 0.2; polls=$((polls - 1)); done
+for request in 1 2 3; do goes_on || exit; kill -TERM {pid}; sleep 0.3; done
+sleep 2
+goes_on && kill -KILL {pid}
+"""
 
 
 def say(text: str, *, separate: bool = False) -> None:

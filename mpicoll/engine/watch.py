@@ -59,6 +59,9 @@ _GRACE = 1.0
 _BEHIND = 3.0
 """Seconds that the others leave to the speaker."""
 
+_LAUNCHER = 3.0
+"""Seconds in which the launcher has ended a job on several hosts, if they all answer."""
+
 _FLUSH = 0.2
 """Seconds in which last words get out."""
 
@@ -356,7 +359,7 @@ class Watch:
         say(f"{why}; the job is ended" + (f". Its stacks:\n{gone.words}" if gone.words else ""), separate=True)
         self._examine(why, _ANSWER_AT_DEATH)[1]()
         self._tell_end("ends the job")
-        self._end_all(1 if status is None else status if status > 0 else 128 - status)
+        self.end_all(1 if status is None else status if status > 0 else 128 - status)
 
     def _expect_the_end(self, why: str, seconds: float) -> None:
         """Somebody ends the job. Should that fail, this rank does."""
@@ -505,10 +508,13 @@ class Watch:
         deputy = self.rank == min(rank for rank in self._reachable() if rank != speaker)
         self._expect_the_end(why, _ANSWER + _BEHIND + (0 if deputy else _ANSWER + _BEHIND))
 
-    def _end_all(self, status: int) -> None:
-        """End all ranks that can be reached."""
-        if self._cut_off and self._places.index(self._places[self.rank]) == self.rank:
-            end_launcher()  # one for each host
+    def end_all(self, status: int) -> None:
+        """End all ranks that can be reached, and the launcher if it waits for those that can't."""
+        if self._cut_off:
+            if self._places.index(self._places[self.rank]) == self.rank:
+                end_launcher()  # one for each host
+        elif any(place != self._places[0] for place in self._places):
+            end_launcher(_LAUNCHER)
         self._abort(status)
 
     def _end(self, why: str) -> NoReturn:
@@ -517,7 +523,7 @@ class Watch:
         if where := write():
             say(where)
         self._tell_end("ends the job")
-        self._end_all(1)
+        self.end_all(1)
         raise SystemExit  # never reached but in tests: this thread has nothing more to do
 
     # --- signals
@@ -561,7 +567,7 @@ class Watch:
         elif set(self._told.values()) == {"was ended by SIGTERM"} and self.rank < min(self._told):
             ranks = ", ".join(map(str, [self.rank, *sorted(self._told)]))
             say(f"ranks {ranks} of {self.size} were ended by SIGTERM", separate=True)
-        self._end_all(128 + signal.SIGTERM)
+        self.end_all(128 + signal.SIGTERM)
 
     def _heed_interrupt(self, waiting: list[Entry], now: float) -> None:
         """Python can't interrupt a call that blocks inside MPI; so end the job if one outlasts an interrupt."""

@@ -194,8 +194,8 @@ def _guard() -> Watch | None:
         return None
     watch = Watch(1.0, mpi.abort, listen_for_signals())
     watch.rank, watch.size = mpi.world_rank(), mpi.world_size()
-    atexit.register(_finish_pending, watch, mpi.abort, os.getpid())
-    abort_on_failure(watch, mpi.abort)
+    atexit.register(_finish_pending, watch, os.getpid())
+    abort_on_failure(watch, watch.end_all)
     os.register_at_fork(
         before=hold_back_signals, after_in_parent=let_signals_come, after_in_child=lambda: _refuse_all(watch)
     )
@@ -209,7 +209,7 @@ def _refuse_all(watch: Watch) -> None:
     watch.forked()
 
 
-def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> None:
+def _finish_pending(watch: Watch, owner: int) -> None:
     """At exit: MPI must not be finalised under operations that are still running in the background, nor must NCCL be
     left to the interpreter's end, where it might wait for ranks that are gone."""
     if os.getpid() != owner:
@@ -217,7 +217,7 @@ def _finish_pending(watch: Watch, abort: Callable[[int], None], owner: int) -> N
     for queue in watch.queues():
         if not queue.drain(timeout=min(_FAREWELL, config().timeout)):
             watch.dying(f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended")
-            abort(1)
+            watch.end_all(1)
     nccl.free_all(watch.dead())
     _warn_of_messages()
     for last in _last_words:

@@ -24,6 +24,13 @@ def test_a_cut_of_seconds_is_no_loss() -> None:
     assert done.stdout.count("all right") == 4, done.stdout
 
 
+def test_a_frozen_host_keeps_no_launcher() -> None:
+    said, seconds = apart.freeze()
+    assert "ranks 2 and 3 do not answer (stopped or frozen?)" in said, said
+    assert seconds is not None, said
+    assert seconds < 25, said
+
+
 @pytest.mark.parametrize("loop", ["hierarchical", "recv"])
 def test_hosts_that_lose_each_other(loop: str) -> None:
     outcome = apart.part(loop)
