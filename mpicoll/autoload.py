@@ -1,25 +1,27 @@
 """Makes torch know mpicoll: torch calls :func:`register` when it is imported, if mpicoll is installed.
 
-Everything that takes time, or could go wrong, waits until a process group is made. Where c10d has no door for a backend
-of others, the functions in ``_DOORS`` are led through ours, which pass on whatever does not concern mpicoll.
+In a process that no MPI launcher started, torch stays as it is without mpicoll until the program asks for it: until
+then :func:`register` only listens to the names of backends. :func:`enroll` registers the backend. Where c10d has no
+extension point for what the backend needs, it replaces the functions in ``_DOORS``, by functions which pass on every
+call that does not concern mpicoll.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
-_NAMES = ("mpicoll", "mpi")
-"""What the backend is called. "mpi" is ours only in a torch that was built without MPI."""
+from mpicoll.transport import probe
 
 _DOORS = (
-    "init_process_group",
-    "new_group",
+    "rendezvous",
+    "_new_process_group_helper",
     "monitored_barrier",
     "split_group",
     "_set_pg_timeout",
@@ -27,14 +29,25 @@ _DOORS = (
 )
 """Where this torch has them."""
 
-_BACKEND = {"init_process_group": 0, "new_group": 2}
-"""Functions that are told a backend, and as which of their arguments."""
+_HELPER_BACKEND = 3
+"""Which argument of ``_new_process_group_helper`` is the backend."""
+
+_MAKERS = ("init_process_group", "_new_group_with_tag")
+"""Functions of c10d that make process groups."""
+
+_lock = threading.Lock()
+_listening: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+"""The listener, and torch's own function in its place."""
 
 
 def register() -> None:
-    """Register the backend with torch.distributed; instant, imports neither MPI nor numpy, and never raises."""
+    """Register the backend with torch.distributed if an MPI launcher started this process; otherwise wait until a
+    backend of mpicoll is named. Instant, imports neither MPI nor numpy, and never raises."""
     try:
-        enroll()
+        if probe.started_by_mpi(os.environ):
+            enroll()
+        else:
+            _listen()
     except Exception:
         logging.getLogger("mpicoll").debug("the backend could not be registered with torch", exc_info=True)
 
@@ -44,22 +57,28 @@ def enroll() -> None:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available() or hasattr(dist.Backend, "MPICOLL"):
+    if not dist.is_available():
         return
     from torch.distributed import distributed_c10d as c10d
 
-    for name in _DOORS:
-        if hasattr(c10d, name):
-            door = _door(name, getattr(c10d, name))
-            for module in (c10d, dist):
-                if hasattr(module, name):
-                    setattr(module, name, door)
-    method = "_register_builtin_comm_hook"
-    ddp = torch.nn.parallel.DistributedDataParallel
-    setattr(ddp, method, _door(method, getattr(ddp, method)))
-    if not c10d.is_mpi_available():
-        _take_over_mpi(c10d)
-    c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])
+    with _lock:
+        if hasattr(c10d.Backend, "MPICOLL"):
+            return
+        _stop_listening()
+        for name in _DOORS:
+            original = getattr(c10d, name, None)
+            if original is not None:
+                door = _door(name, original)
+                for module in (c10d, dist):
+                    if getattr(module, name, None) is original:
+                        setattr(module, name, door)
+        method = "_register_builtin_comm_hook"
+        ddp = torch.nn.parallel.DistributedDataParallel
+        setattr(ddp, method, _door(method, getattr(ddp, method)))
+        if probe.started_by_mpi(os.environ):
+            # Only there: programs that find MPI available choose it, and without a launcher each would be alone.
+            setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  it is no name that mypy knows
+        c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -70,10 +89,14 @@ def _create(options: Any, backend_options: Any) -> Any:
 def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def door(*args: Any, **kwargs: Any) -> Any:
-        place = _BACKEND.get(name)
-        backend = None if place is None else args[place] if len(args) > place else kwargs.get("backend")
-        # Unless a process group of ours is asked for, or there may be one, mpicoll must not even be in the way.
-        if names_mpicoll(backend) or (place is None and "mpicoll.torch.backend" in sys.modules):
+        if name == "rendezvous":
+            # It is not told the backend. init_process_group, which calls it, has it in a variable.
+            ours = names_mpicoll(sys._getframe(1).f_locals.get("backend"))
+        elif name == "_new_process_group_helper":
+            ours = names_mpicoll(args[_HELPER_BACKEND] if len(args) > _HELPER_BACKEND else kwargs.get("backend"))
+        else:
+            ours = "mpicoll.torch.backend" in sys.modules
+        if ours:
             return getattr(import_module("mpicoll.torch.doors"), name)(original, *args, **kwargs)
         return original(*args, **kwargs)
 
@@ -81,20 +104,58 @@ def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def names_mpicoll(backend: Any) -> bool:
-    """Whether the name of a backend asks for mpicoll: ``mpicoll``, ``mpi``, or ``cpu:mpicoll,cuda:nccl``."""
+    """Whether the name of a backend asks for mpicoll: ``mpicoll``, ``cpu:mpicoll,cuda:nccl`` or, in a torch that was
+    built without MPI, ``mpi``."""
+    return isinstance(backend, str) and any(name == "mpicoll" for _, _, name in _parts(backend))
+
+
+def own_name(backend: str) -> str:
+    """The name of a backend, with mpicoll for ``mpi`` in a torch that was built without MPI."""
+    return ",".join("".join(part) for part in _parts(backend))
+
+
+def _parts(backend: str) -> list[tuple[str, str, str]]:
+    """Device, colon and name of each part of ``cpu:mpicoll,cuda:nccl``; of a plain name the name only."""
+    from torch.distributed import distributed_c10d as c10d
+
+    built_in = hasattr(c10d, "ProcessGroupMPI")
+    parts = [part.rpartition(":") for part in backend.lower().split(",")]
+    return [(device, colon, "mpicoll" if name == "mpi" and not built_in else name) for device, colon, name in parts]
+
+
+def is_mpicoll_available() -> bool:
+    """What ``torch.distributed.is_backend_available("mpicoll")`` calls, also before the backend is registered."""
+    return True
+
+
+def _listen() -> None:
+    """Register the backend as soon as the program names it.
+
+    Every function of c10d that takes the name of a backend first calls ``Backend`` with it. For "mpi" the caller
+    matters: a program that only parses or compares the name does not ask for a group.
+    """
+    global _listening  # noqa: PLW0603  there is one torch
     import torch.distributed as dist
 
-    parts = [part.rpartition(":")[2] for part in backend.lower().split(",")] if isinstance(backend, str) else []
-    return any(part in _NAMES and dist.Backend(part) == "mpicoll" for part in parts)
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d as c10d
 
-
-def _take_over_mpi(c10d: ModuleType) -> None:
-    """Let "mpi" mean mpicoll wherever torch reads the name of a backend."""
     plain = c10d.Backend.__new__
 
-    def named(cls: type[Any], name: Any) -> Any:
-        value = plain(cls, name)
-        return "mpicoll" if value == "mpi" else value
+    @functools.wraps(plain)
+    def listener(cls: type[Any], name: Any) -> Any:
+        if names_mpicoll(name) and ("mpicoll" in name.lower() or sys._getframe(1).f_code.co_name in _MAKERS):
+            enroll()
+        return plain(cls, name)
 
-    c10d.Backend.__new__ = staticmethod(named)
-    setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  it is no name that mypy knows
+    _listening = listener, plain
+    c10d.Backend.__new__ = staticmethod(listener)  # type: ignore[method-assign]
+    setattr(dist, is_mpicoll_available.__name__, is_mpicoll_available)
+
+
+def _stop_listening() -> None:
+    from torch.distributed import distributed_c10d as c10d
+
+    if _listening is not None and c10d.Backend.__new__ is _listening[0]:
+        c10d.Backend.__new__ = staticmethod(_listening[1])  # type: ignore[method-assign]

@@ -110,9 +110,7 @@ def _trace(comm: Communicator) -> None:
 
 def _refuse_children() -> None:
     """Raise CommunicatorError in a process that multiprocessing has started from a rank: it would pass for it."""
-    multiprocessing = sys.modules.get("multiprocessing.process")
-    child = multiprocessing is not None and multiprocessing.parent_process() is not None
-    if child and "mpi4py.MPI" not in sys.modules and probe.launched(os.environ):
+    if probe.is_child() and "mpi4py.MPI" not in sys.modules and probe.launched(os.environ):
         raise CommunicatorError(
             "this process is a child of an MPI rank, and can't communicate: MPI belongs to the rank itself; exchange"
             " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"

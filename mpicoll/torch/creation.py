@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from mpicoll.engine.communicator import Communicator
@@ -14,8 +13,11 @@ from mpicoll.errors import SetupError
 from mpicoll.torch import backend, jobs, lanes, meeting, mixed, quick, sparse, work
 from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
 from mpicoll.torch.eager import eager
+from mpicoll.torch.frames import c10d_variables
 from mpicoll.torch.groups import default_group
 from mpicoll.torch.mixed import MixedProcessGroup, others
+
+_HELPER = "_new_process_group_helper"
 
 
 def _hide_from_the_compiler() -> None:
@@ -74,24 +76,16 @@ def _members(options: Any) -> list[int]:
     return meeting.members(options.store, options.group_rank, size)
 
 
-def _caller() -> dict[str, Any]:
-    """The variables of the function of c10d that makes the group.
+def _mix() -> Mapping[str, str]:
+    """The backends by device.
 
-    It tells a backend neither for which devices it is wanted nor what serves the others. A Python process group takes
+    c10d tells a backend neither for which devices it is wanted nor what serves the others. A Python process group takes
     the place of the whole mix, so it has to know.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    return {} if frame is None else dict(frame.f_locals)
-
-
-def _mix() -> Mapping[str, str]:
-    """The backends by device."""
-    config = _caller().get("backend_config")
+    config = c10d_variables(_HELPER).get("backend_config")
     return {"cpu": NAME} if config is None else config.get_device_backend_map()
 
 
 def _unfinished() -> Any:
     """The group that c10d was about to make, with the backends that come before ours in the mix."""
-    return _caller().get("pg")
+    return c10d_variables(_HELPER).get("pg")

@@ -6,6 +6,7 @@ Each function gets torch's own, and the arguments of the call; calls that don't 
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,35 +15,37 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.autoload import names_mpicoll
+from mpicoll.autoload import names_mpicoll, own_name
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import devices, meeting
 from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.frames import c10d_variables
 from mpicoll.torch.mixed import MixedProcessGroup
 
 Original = Callable[..., Any]
 
 
-def init_process_group(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """With mpicoll or mpi as the backend of any device, rank, size and store come from MPI where nobody gave them, and
-    so does the current CUDA device."""
+def rendezvous(original: Original, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
+    """Rank, size and store come from MPI unless the program has given an address, or all that ``env://`` needs."""
+    if url != "env://" or meeting.environment_complete(rank, world_size, os.environ):
+        return original(url, rank, world_size, **kwargs)
+    return iter([meeting.place(rank, world_size)])
+
+
+def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """c10d leaves rank, size and store of a default group named "mpi" to MPI. It lets only the members make a group;
+    but MPI is started by all ranks, or by none."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    ours = names_mpicoll(call.arguments.get("backend")) and not dist.is_initialized()
-    if ours:
-        meeting.complete(call.arguments)
+    given = call.arguments
+    given["backend"] = own_name(given["backend"])
+    world()
+    if given["group_size"] == -1:
+        given["store"], given["group_rank"], given["group_size"] = meeting.place()
     made = original(*call.args, **call.kwargs)
-    if ours:
-        devices.settle(call.arguments.get("device_id"))
+    if not given["global_ranks_in_group"]:
+        devices.settle(c10d_variables("init_process_group").get("device_id"))
     return made
-
-
-def new_group(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """c10d lets only the members make a group; but MPI is started by all ranks, or by none."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if not given.get("use_local_synchronization"):
-        world()
-    return original(*args, **kwargs)
 
 
 def monitored_barrier(original: Original, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:

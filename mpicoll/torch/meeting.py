@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -27,35 +26,30 @@ _SHARED = {"wait_for_workers": False, "multi_tenant": True}
 _rounds = 0
 
 
-def complete(arguments: MutableMapping[str, Any]) -> None:
-    """Fill in store, rank and world_size among the `arguments` of init_process_group, unless the caller has given a
-    store, an address to meet at, or all that ``env://`` needs.
+def place(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
+    """Store, rank and number of ranks of a default group of all ranks of the MPI job. Collective over them.
 
-    Collective over all ranks of the MPI job, where it does. Raises SetupError if another launcher started this process,
-    ArgumentError if the caller's rank or size is not MPI's.
+    `rank` and `size` are what the caller of init_process_group has given. Raises SetupError if another launcher started
+    this process, ArgumentError if `rank` or `size` is not MPI's.
     """
     global _rounds  # noqa: PLW0603  process groups are numbered by process
-    elsewhere = arguments.get("init_method") not in (None, "env://")
-    if arguments.get("store") is not None or elsewhere or _environment_complete(arguments, os.environ):
-        return
     comm = world()
     refuse_other_launchers(comm.size, os.environ)
-    for name, value in (("rank", comm.rank), ("world_size", comm.size)):
-        if arguments.get(name, -1) not in (-1, value):
+    for name, given, value in (("rank", rank, comm.rank), ("world_size", size, comm.size)):
+        if given not in (-1, value):
             raise ArgumentError(
-                f"init_process_group: {name}={arguments[name]}, but MPI says {value} (rank {comm.rank} of {comm.size});"
+                f"init_process_group: {name}={given}, but MPI says {value} (rank {comm.rank} of {comm.size});"
                 " leave rank and world_size out, they come from MPI"
             )
     _rounds += 1
-    arguments.pop("init_method", None)
-    arguments["store"] = dist.PrefixStore(f"mpicoll/{_rounds}", _store())
-    arguments["rank"], arguments["world_size"] = comm.rank, comm.size
+    return dist.PrefixStore(f"mpicoll/{_rounds}", _store()), comm.rank, comm.size
 
 
-def _environment_complete(arguments: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
-    """Whether ``env://`` finds all that it needs, and not because a process group of ours has put it there."""
+def environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:
+    """Whether ``env://`` finds all that it needs, and not because a process group of ours has put it there. `rank` and
+    `size` are what the caller has given, or -1."""
     theirs = {name for name in _ENVIRONMENT if environ.get(name, "") != _published.get(name, "")}
-    given = {"RANK": arguments.get("rank", -1) >= 0, "WORLD_SIZE": arguments.get("world_size", -1) > 0}
+    given = {"RANK": rank >= 0, "WORLD_SIZE": size > 0}
     return all(name in theirs or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
 
 

@@ -15,6 +15,24 @@ def launched(environ: Mapping[str, str]) -> bool:
     return "mpi4py.MPI" in sys.modules or any(name in environ for name in _SIGNS)
 
 
+def started_by_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether an MPI launcher, and none inside of it, started this process.
+
+    The launcher's variables are inherited by whatever its processes start: by torchrun under ``srun`` or
+    ``mpirun -npernode 1``, by other launchers (which show in a WORLD_SIZE that is not MPI's), and by the processes of
+    multiprocessing. Variables of Slurm alone say nothing: they are there in every allocation.
+    """
+    size, other = launched_size(environ), environ.get("WORLD_SIZE", "")
+    nested = "TORCHELASTIC_RUN_ID" in environ or (size is not None and other.isdigit() and int(other) != size)
+    return any(name in environ for name in _SIGNS) and not nested and not is_child()
+
+
+def is_child() -> bool:
+    """Whether multiprocessing started this process."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
+
+
 def launched_size(environ: Mapping[str, str]) -> int | None:
     """How many ranks the launcher says there are, if it says so."""
     for name in _SIZES:

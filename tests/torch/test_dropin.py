@@ -23,6 +23,7 @@ from launch import ROOT, mpirun
 
 import mpicoll
 import mpicoll.torch as dropin
+from mpicoll.autoload import own_name
 
 OWN = (
     "all_gather_into_tensor",
@@ -154,7 +155,7 @@ def test_backend_by_name(backend: str) -> None:
     for _ in range(2):
         stock.init_process_group(backend)
         assert stock.is_initialized()
-        assert stock.get_backend() in ("mpicoll", "undefined", backend)
+        assert stock.get_backend() == own_name(backend)
         check(list(range(mpicoll.world().size)))
 
 
@@ -368,13 +369,22 @@ IMPORT = """
 import sys
 import torch
 import torch.distributed as dist
-assert hasattr(dist.Backend, "MPICOLL")
+from torch.distributed import distributed_c10d as c10d
+assert dist.is_backend_available("mpicoll") and not dist.is_mpi_available()
+assert dist.Backend("mpi") == dist.Backend.MPI and not dist.is_backend_available("cpu:mpi,cuda:nccl")
+assert "mpicoll" not in dist.Backend.backend_list
+assert not {"mpi4py", "mpicoll.torch", "mpicoll.engine"} & set(sys.modules)
+listener, rendezvous = dist.Backend.__new__, c10d.rendezvous
+assert dist.Backend("CPU:mpicoll") == "cpu:mpicoll"
+assert "mpicoll" in dist.Backend.backend_list
+assert dist.Backend.__new__ is listener.__wrapped__ and c10d.rendezvous is not rendezvous
+assert dist.is_backend_available("cpu:mpicoll,cuda:gloo") and not dist.is_mpi_available()
 assert not {"mpi4py", "mpicoll.torch", "mpicoll.engine"} & set(sys.modules)
 """
 
 
 def test_import_of_torch_stays_what_it_was() -> None:
-    """The backend is known, and nothing of it is loaded."""
+    """The backend is registered when it is named, and loaded when it is used."""
     done = python("-W", "error", "-c", IMPORT)
     assert done.returncode == 0, done.stdout
 
@@ -383,17 +393,17 @@ TIME = """
 import time
 import torch
 begin = time.perf_counter()
-from mpicoll.autoload import register
-register()
+from mpicoll.autoload import {function}
+{function}()
 print(time.perf_counter() - begin)
-import torch.distributed as dist
-assert hasattr(dist.Backend, "MPICOLL")
 """
 
 
-def test_registration_takes_no_time() -> None:
+@pytest.mark.parametrize("function", ["register", "enroll"])
+def test_registration_takes_no_time(function: str) -> None:
     # tried again, because the machine may be busy with something else
-    assert any(float(python("-c", TIME, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) < 0.1 for _ in range(3))
+    program = TIME.format(function=function)
+    assert any(float(python("-c", program, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) < 0.1 for _ in range(3))
 
 
 SWITCHED_OFF = """
@@ -417,6 +427,37 @@ def test_without_the_entry_point() -> None:
     """As torch's own variable has it; an import of mpicoll.torch does instead."""
     done = python("-W", "error", "-c", SWITCHED_OFF, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert (done.returncode, done.stdout) == (0, "mpicoll\n"), done.stdout
+
+
+PLACEHOLDERS = """
+import os
+import warnings
+import torch
+import torch.distributed as dist
+
+assert dist.is_mpi_available()
+assert dist.Backend("mpi") == dist.Backend.MPI
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+warnings.simplefilter("error")
+tcp = {"init_method": "tcp://127.0.0.1:" + PORT, "rank": 0, "world_size": 1}
+for arguments in ({}, {"init_method": "env://"}, tcp):
+    if "rank" in arguments:
+        warnings.filterwarnings("ignore", "For MPI backend, world_size .* and rank .* are ignored")
+    dist.init_process_group("mpi", **arguments)
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    assert (dist.get_world_size(), total.item()) == (2, 3)
+    dist.barrier(dist.new_group(backend="gloo"))
+    dist.destroy_process_group()
+print("done")
+"""
+"""What ignite puts into the environment, and what older programs pass on to every backend."""
+
+
+def test_placeholders_do_not_count_for_mpi() -> None:
+    """Under the name of MPI, rank and size are MPI's whatever the program says, as torch has it."""
+    done = mpirun(2, "-c", PLACEHOLDERS.replace("PORT", repr(str(free_port()))))
+    assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2), done.stdout
 
 
 REFUSED = """

@@ -196,10 +196,8 @@ def _device(torch: Any, comm: Communicator) -> str:
 def _group(dist: Any, backend: str) -> Any:
     if dist.is_initialized():
         return dist.new_group(backend=backend)
-    arguments: dict[str, Any] = {}
-    import_module("mpicoll.torch.meeting").complete(arguments)
-    import_module("mpicoll.autoload").enroll()
-    dist.init_process_group(backend, **arguments)
+    store, rank, size = import_module("mpicoll.torch.meeting").place()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.group.WORLD
 
 
