@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+_LARGEST = 4 << 20
+"""Bytes of a file of entries that is read."""
+
+_ENTRIES = 100
+"""That a file has at most; the newest are kept."""
 
 
 def place(name: str) -> Path | None:
@@ -32,3 +43,53 @@ def replace(path: Path, text: str) -> None:
         if draft is not None:
             draft.unlink(missing_ok=True)
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A JSON file, called `name`, of what was found out under various conditions. The fields of an entry named in
+    `results` are what was found; all others are the conditions. `valid` says of those results whether they are
+    understood."""
+
+    name: str
+    format: str
+    version: int
+    results: tuple[str, ...]
+    valid: Callable[[Mapping[str, Any]], bool]
+
+    @property
+    def path(self) -> Path | None:
+        """The file; None where there is no home directory."""
+        return place(self.name)
+
+    def read(self, conditions: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The entry that was found under just these conditions."""
+        return next((one for one in self._all() if self._conditions(one) == conditions), None)
+
+    def write(self, entry: dict[str, Any]) -> str:
+        """Put `entry` into the file, in the place of one of the same conditions, and say where it is kept. A file that
+        can't be written is no reason to fail."""
+        path = self.path
+        if path is None:
+            return "kept nowhere, as there is no home directory"
+        others = [one for one in self._all() if self._conditions(one) != self._conditions(entry)]
+        entries = [*others[1 - _ENTRIES :], entry]
+        content = {"format": self.format, "version": self.version, "entries": entries}
+        try:
+            replace(path, json.dumps(content, indent=1) + "\n")
+        except OSError as error:
+            return f"but {path} can't be written: {error.strerror}"
+        return f"kept in {path}"
+
+    def _conditions(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in entry.items() if name not in self.results}
+
+    def _all(self) -> list[dict[str, Any]]:
+        """What is in the file, as far as it can be understood."""
+        path = self.path
+        with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            if path is not None and path.stat().st_size <= _LARGEST:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if (content["format"], content["version"]) == (self.format, self.version):
+                    return [one for one in content["entries"] if isinstance(one, dict) and self.valid(one)]
+        return []

@@ -41,12 +41,6 @@ VERSION = 1
 _SECONDS = 30.0
 """For which a class is tried."""
 
-_LARGEST = 4 << 20
-"""Bytes of a file that is read."""
-
-_ENTRIES = 100
-"""That a file has at most; the newest are kept."""
-
 _MATTERS = ("OMPI_MCA_", "UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "MV2_USE_")
 """What settings of MPI libraries begin with that may make a difference."""
 
@@ -166,7 +160,7 @@ def _probe(depends: dict[str, Any]) -> Verdict:
     good = {name: one.good for name, one in tried.items()}
     evidence = {name: one.evidence for name, one in tried.items()}
     entry = {**depends, "good": good, "evidence": evidence, "tried": strftime("%Y-%m-%d %H:%M:%S")}
-    return _made(good, evidence, f"tried now, {_write(entry)}")
+    return _made(good, evidence, f"tried now, {_FILE.write(entry)}")
 
 
 _SAY = "if it does, say so by MPICOLL_CUDA_AWARE"
@@ -213,54 +207,25 @@ def told_by(output: str) -> Iterator[dict[str, Any]]:
 
 def cache() -> Path | None:
     """The file in which verdicts are kept; None where there is no home directory."""
-    return kept.place("cuda-aware.json")
+    return _FILE.path
 
 
-def _entries() -> list[dict[str, Any]]:
-    """What is in the file, as far as it can be understood."""
-    path = cache()
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        if path is not None and path.stat().st_size <= _LARGEST:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if (content["format"], content["version"]) == (FORMAT, VERSION):
-                return [one for one in content["entries"] if _understood(one)]
-    return []
+def _read(depends: dict[str, Any]) -> Verdict | None:
+    """What was found before."""
+    entry = _FILE.read(depends)
+    if entry is None:
+        return None
+    return _made(entry["good"], entry["evidence"], f"tried on {entry['tried']}, from {cache()}")
 
 
-def _understood(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not isinstance(entry.get("tried"), str):
-        return False
+def _understood(entry: Mapping[str, Any]) -> bool:
     good, evidence = entry.get("good"), entry.get("evidence")
     return (
-        isinstance(good, dict)
+        isinstance(entry.get("tried"), str)
+        and isinstance(good, dict)
         and isinstance(evidence, dict)
         and all(isinstance(good.get(name), bool) and isinstance(evidence.get(name), str) for name in CLASSES)
     )
 
 
-def _of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What the verdict of an entry depends on."""
-    return {name: value for name, value in entry.items() if name not in ("good", "evidence", "tried")}
-
-
-def _read(depends: dict[str, Any]) -> Verdict | None:
-    """What was found before."""
-    for entry in _entries():
-        if _of(entry) == depends:
-            return _made(entry["good"], entry["evidence"], f"tried on {entry['tried']}, from {cache()}")
-    return None
-
-
-def _write(entry: dict[str, Any]) -> str:
-    """Put `entry` into the file, in the place of one that depends on the same, and say where it is kept. A file that
-    can't be written is no reason to fail."""
-    path = cache()
-    if path is None:
-        return "kept nowhere, as there is no home directory"
-    others = [one for one in _entries() if _of(one) != _of(entry)]
-    entries = [*others[1 - _ENTRIES :], entry]
-    try:
-        kept.replace(path, json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1) + "\n")
-    except OSError as error:
-        return f"but {path} can't be written: {error.strerror}"
-    return f"kept in {path}"
+_FILE = kept.Entries("cuda-aware.json", FORMAT, VERSION, ("good", "evidence", "tried"), _understood)
