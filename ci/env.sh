@@ -12,6 +12,8 @@ fi
 
 # "There are not enough slots available": 4 ranks on fewer than 4 cores. Open MPI then also yields while it waits.
 export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}
+# The same for Open MPI 4.
+export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe:-1}
 
 # The PyPI wheel contains UCX; where UCX finds no device, every shared window prints "OSC UCX component priority set
 # inside component query failed" to stderr.

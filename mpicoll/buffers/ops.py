@@ -80,8 +80,8 @@ class Reduction:
     """An operation made ready for a dtype.
 
     It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the
-    number of ranks). `native` is the name of the MPI operation that does the same as `combine` on `work`, or None;
-    `refusal` then says why there is none.
+    number of ranks). `native` is the name of the MPI operation that has to do the same as `combine` on `work`; None if
+    MPI has no such reduction. Whether a library's does is another matter: see :meth:`Transport.misreduces`.
     """
 
     name: str
@@ -90,7 +90,6 @@ class Reduction:
     prepare: Callable[[Array], None] | None = None
     finish: Callable[[Array, int], None] | None = None
     native: str | None = None
-    refusal: str = "MPI has no such reduction"
     commutative: bool = True
     elementwise: bool = True
 
@@ -128,28 +127,21 @@ def _named(operation: str, op: str, dtype: DType) -> Reduction:
     if op in ("minloc", "maxloc"):
         raise DTypeError(f"{operation}: op {op!r} needs a pair (values, indices), got one array of {dtype.name}")
     dtypes.check(operation, op, dtype)
-    native, refusal = _native(op, dtype)
     return Reduction(
         name=op,
         work=dtype.work,
         combine=_ufunc(_UFUNCS[op]),
         prepare=_to_truth if op in dtypes.LOGIC and dtype.kind != "bool" else None,
         finish=_divide if op == "avg" else None,
-        native=native,
-        refusal=refusal,
+        native=_native(op, dtype),
     )
 
 
-def _native(op: str, dtype: DType) -> tuple[str | None, str]:
-    """The MPI operation that means the same as `op`; or None, and why."""
+def _native(op: str, dtype: DType) -> str:
+    """The MPI operation that means the same as `op`."""
     if dtype.kind == "bool":
-        return _BOOL_NATIVE.get(op, op), ""
-    if op in ("sum", "premul_sum") and dtype.kind == "integer" and dtype.work.itemsize <= 2:
-        # Open MPI's vector instructions saturate, in the part of an array that they cover, where all else wraps.
-        return None, f"MPI libraries differ in what happens when a sum of {dtype.name} overflows"
-    if op in ("min", "max") and dtype.work.kind == "f":
-        return None, "MPI may lose a NaN"
-    return ("sum" if op in ("avg", "premul_sum") else op), ""
+        return _BOOL_NATIVE.get(op, op)
+    return "sum" if op in ("avg", "premul_sum") else op
 
 
 def _ufunc(ufunc: np.ufunc) -> Combine:
@@ -187,8 +179,8 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
     def multiply(work: Array) -> None:
         np.multiply(work, scale, out=work)
 
-    native, refusal = _native("premul_sum", dtype)
-    return Reduction("premul_sum", dtype.work, _ufunc(np.add), prepare=multiply, native=native, refusal=refusal)
+    native = _native("premul_sum", dtype)
+    return Reduction("premul_sum", dtype.work, _ufunc(np.add), prepare=multiply, native=native)
 
 
 def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], shape: tuple[int, ...]) -> Reduction:

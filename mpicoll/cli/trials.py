@@ -1,7 +1,8 @@
 """What may crash or hang the process that tries it, each in processes of its own: ``-m mpicoll.cli.trials NAME``.
 
-``job``, ``send``, ``move`` and ``reduce`` are for two ranks, which a launcher has started; ``devices`` and ``ipc`` for
-a single process. What they find they say in lines of stdout; see :data:`mpicoll.transport.aware.MARK`.
+``job``, ``reductions``, ``in-place``, ``send``, ``move`` and ``reduce`` are for two ranks, which a launcher has
+started; ``devices`` and ``ipc`` for a single process. What they find they say in lines of stdout; see
+:data:`mpicoll.transport.aware.MARK`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.errors import MpicollError
-from mpicoll.transport import aware, launcher, probe
+from mpicoll.transport import aware, launcher, probe, reductions
 
 if TYPE_CHECKING:
     from mpicoll.buffers.device import Device, DeviceArray
@@ -81,13 +82,102 @@ def _job() -> dict[str, Any]:
     return {"ranks": world.size, "unshared": world.transport.unshared, "unread": world.transport.unread}
 
 
-def _two() -> tuple[Transport, Device]:
-    """This rank's end of a job of two, and its device."""
+def _two() -> Transport:
+    """This rank's end of a job of two."""
     from mpicoll.transport import mpi
 
     transport = mpi.world(probe.launched_size(os.environ))
     if transport.size != 2:
         raise Unable(f"the launcher gives worlds of {transport.size}; it belongs to another MPI library")
+    return transport
+
+
+COUNTS = (33, 5000)
+"""Elements of a rank that are reduced: some vectors and a rest, and what is sent in other ways."""
+
+
+def _reductions(skip: str) -> dict[str, Any]:
+    """What the MPI library's own reductions of host memory compute, on all dtypes but those that `skip`, JSON, has
+    already found out about; by MPI_Reduce_local and by each collective."""
+    from mpicoll.transport import mpi
+
+    transport = _two()
+    wrong: reductions.Wrong = {**reductions.attempt(mpi.reduce_local), **json.loads(skip)}
+    # Both ranks must leave out the same.
+    known = {what for text in transport.texts(json.dumps(wrong)) for what in json.loads(text)}
+    for op, dtype in reductions.PAIRS:
+        what = reductions.name(op, dtype)
+        if what in known:
+            continue
+        if transport.rank == 0:
+            tell(step=what)
+        for count in COUNTS:
+            why = _collectives(transport, op, dtype, count)
+            if why is not None:
+                wrong.setdefault(what, why)
+    return {"wrong": wrong}
+
+
+def _collectives(transport: Transport, op: str, dtype: np.dtype[Any], count: int) -> str | None:
+    """What is wrong with the collectives that reduce; None if nothing is."""
+    native, rank = transport.native, transport.rank
+    assert native is not None
+    both = reductions.operands(op, dtype, 2 * count)
+    mine, (left, right) = both[rank], both
+    total = reductions.combine(op, left, right)
+    half = slice(rank * count, (rank + 1) * count)
+    so_far = (left, total)[rank]
+    everything, whole, block = slice(None), np.empty_like(mine), np.empty(count, dtype)
+    found: list[tuple[str, Any, Any, slice]] = []
+
+    def look(name: str, expected: Any, got: Any, where: slice = everything) -> None:
+        found.append((name, expected.copy(), got.copy(), where))
+
+    native.allreduce(mine, whole, op)
+    look("Allreduce", total, whole)
+    whole[:] = mine
+    native.allreduce(whole, whole, op)
+    look("Allreduce in place", total, whole)
+    for root in (0, 1):
+        whole[:] = 0
+        native.reduce(mine, whole if rank == root else None, op, root)
+        look(f"Reduce to rank {root}", total if rank == root else whole, whole)
+    whole[:] = mine
+    native.reduce(whole, whole if rank == 0 else None, op, 0)
+    look("Reduce in place", total if rank == 0 else mine, whole)
+    native.scan(mine, whole, op)
+    look("Scan", so_far, whole)
+    whole[:] = 0
+    native.exscan(mine, whole, op)
+    look("Exscan", left if rank == 1 else whole, whole)
+    native.reduce_scatter(mine, block, None, op)
+    look("Reduce_scatter_block", total[half], block, half)
+    native.reduce_scatter(mine, block, [count, count], op)
+    look("Reduce_scatter", total[half], block, half)
+    for name, expected, got, where in found:
+        why = reductions.differs(op, expected, got, left[where], right[where])
+        if why is not None:
+            return f"{why} (by {name} of {mine.size} elements on rank {rank} of 2)"
+    return None
+
+
+def _in_place_anywhere() -> str:
+    """MPI_Reduce in place, at a root other than rank 0."""
+    from mpicoll.transport import mpi
+
+    rank = _two().rank
+    from_both = np.arange(max(COUNTS) * 4.0)
+    for count in (*COUNTS, from_both.size):
+        memory = from_both[:count] + rank
+        mpi.reduce_in_place(memory, "sum", 1)
+        if rank == 1 and not np.array_equal(memory, from_both[:count] * 2 + 1):
+            raise Wrong(f"Reduce in place of {count} float64 to rank 1 gives wrong data")
+    return "Reduce works in place at rank 1"
+
+
+def _two_with_devices() -> tuple[Transport, Device]:
+    """This rank's end of a job of two, and its device."""
+    transport = _two()
     return transport, _device(transport.rank)
 
 
@@ -102,7 +192,7 @@ class _Trial:
     """Two ranks that operate on device memory and look whether it is right."""
 
     def __init__(self) -> None:
-        self.transport, self.device = _two()
+        self.transport, self.device = _two_with_devices()
         self.rank = self.transport.rank
         native = self.transport.native
         assert native is not None
@@ -346,6 +436,8 @@ def _ipc_peer(said: str) -> str:
 
 _TRIALS: dict[str, Callable[..., Any]] = {
     "job": _job,
+    "reductions": _reductions,
+    "in-place": _in_place_anywhere,
     "send": _send,
     "move": _move,
     "reduce": _reduce,

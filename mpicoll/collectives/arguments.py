@@ -250,7 +250,9 @@ def problem(
     elif count > comm.transport.native.max_count:
         native = f"{count} elements are more than MPI's counts hold"
     elif reduction is not None and reduction.native is None:
-        native = f"op {reduction.name}: {reduction.refusal}"
+        native = f"op {reduction.name}: MPI has no such reduction"
+    elif reduction is not None and refusal is None:
+        native = comm.transport.misreduces(reduction.native or "", reduction.work)
     device = device_of(array)
     wanted = Problem(
         operation,

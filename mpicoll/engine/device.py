@@ -154,8 +154,13 @@ def _not_by_nccl(collective: str, reduction: Reduction | None) -> str | None:
     if reduction is None:
         return nccl.refusal(collective, None, None)
     if reduction.native is None:
-        return f"op {reduction.name}: {reduction.refusal}"
-    return nccl.refusal(collective, reduction.native, reduction.work)
+        return f"op {reduction.name}: NCCL has no such reduction"
+    op, work = reduction.native, reduction.work
+    if op in ("min", "max") and work.kind == "f":
+        return f"op {reduction.name}: NCCL may lose a NaN"
+    if op == "sum" and work.kind in "iu" and work.itemsize <= 2:
+        return f"op {reduction.name}: NCCL does not say what happens when a sum of {work.name} overflows"
+    return nccl.refusal(collective, op, work)
 
 
 def devices(comm: Communicator, device: Device) -> Devices:

@@ -182,7 +182,7 @@ def _try(program: str, name: str) -> _Tried:
     if ended.status == 0 and "done" in told:
         return _Tried(True, told["done"])
     how = f"no end within {_SECONDS:g} s" if ended.status is None else f"status {ended.status}"
-    said = _last_words(ended)
+    said = last_words(ended)
     if "step" not in told:
         # It has not come to the first operation: that says nothing about device memory.
         return _Tried(False, f"{program}: {how}: {said}", possible=False)
@@ -190,7 +190,7 @@ def _try(program: str, name: str) -> _Tried:
     return _Tried(False, f"{how}, {where}: {said}")
 
 
-def _last_words(ended: launcher.Ended) -> str:
+def last_words(ended: launcher.Ended) -> str:
     """What the launcher has said of a signal, to stderr or, as MPICH's does, to stdout; else the end of stderr."""
     others = [line for line in ended.output.splitlines() if not line.startswith(MARK)]
     signals = [line for line in [*others, *ended.errors.splitlines()] if "signal" in line.lower()]

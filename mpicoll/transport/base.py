@@ -119,6 +119,10 @@ class Transport(Protocol):
     @property
     def unread(self) -> str | None: ...
 
+    def misreduces(self, op: str, dtype: np.dtype[Any]) -> str | None:
+        """Why the reduction `op` of `dtype` must not be left to ``native``; None if it may be. The same on all
+        ranks."""
+
     def share(self, nbytes: int) -> Sequence[Memory]:
         """Collective, on a group of one node: fresh memory of each rank as this one sees it, zeroed; of `nbytes`, which
         may differ. Raises CommunicationError on all ranks if it can't be had on one of them."""

@@ -44,6 +44,9 @@ _OF_PLACES = re.compile(
 )
 """Variables by which a batch system or a user says on which hosts and cores a job's ranks are to be."""
 
+_LIBRARIES = (Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib"))
+"""Where libraries of the system are."""
+
 _GRACE = 1.0
 """Seconds between asking a process to end and killing it."""
 
@@ -94,12 +97,29 @@ class Ended:
 def find() -> str | None:
     """The launcher of the MPI library that this process would use, as far as that can be told, or None: the one that
     has started this process, else the one beside this Python, beside the library, or in PATH."""
-    places = [*_parents(), Path(sys.executable).parent, *_beside(mapped_library())]
+    library = _library_file()
+    places = [*_parents(), Path(sys.executable).parent, *_beside(library)]
     for path in (*map(str, places), None):
-        for name in _NAMES:
+        for name in (*_debian_names(library), *_NAMES):
             if found := shutil.which(name, path=path):
                 return str(Path(found).absolute())
     return None
+
+
+def _library_file() -> str:
+    """The file of the MPI library that this process has loaded, or is known to load; or nothing."""
+    mapped = mapped_library()
+    if mapped or not library.cache_info().currsize:
+        return mapped
+    known = library()
+    return "" if isinstance(known, str) else known.path
+
+
+def _debian_names(library: str) -> list[str]:
+    """Debian has several MPI libraries in one directory, and their launchers in another."""
+    if re.search(r"/libmpich\.so", library):
+        return ["mpirun.mpich"]
+    return ["mpirun.openmpi"] if re.search(r"/libmpi\.so\.40", library) else []
 
 
 def _parents() -> list[Path]:
@@ -145,11 +165,10 @@ def library() -> Library | str:
     return Library(*json.loads(ended.output.splitlines()[-1]))
 
 
-def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
-    needs on a small machine, in a container and as root, where it isn't set."""
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what says that this process belongs to a job."""
     inside = "OMPI_COMM_WORLD_SIZE" in environ
-    clean = {
+    return {
         name: value
         for name, value in environ.items()
         if (not name.startswith(_OF_A_JOB) or name.startswith(_SETTINGS))
@@ -157,6 +176,11 @@ def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
         and name != "MPICOLL_TRANSPORT"  # the ranks are MPI's, whatever this program is
         and name not in _OF_TORCH
     }
+
+
+def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+    """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
+    needs on a small machine, in a container and as root, where it isn't set."""
     # Ranks are the parallelism; a thread pool in each of them would only fight over the same cores.
     defaults = {"OMP_NUM_THREADS": "1"}
     # More ranks than cores, for Open MPI 5 and 4. It then also yields while it waits.
@@ -165,7 +189,7 @@ def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     defaults |= {"OMPI_MCA_osc": "^ucx"}
     if root:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return defaults | clean
+    return defaults | outside(environ)
 
 
 def environment_here(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
@@ -227,6 +251,36 @@ def _end(process: Any) -> None:
 def _end_of(file: Any) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - _MUCH))
     return str(file.read().decode(errors="replace"))
+
+
+_REFUSALS = {
+    "as root": re.compile(r"attempt to run as root", re.IGNORECASE),
+    "slots": re.compile(r"not enough slots available", re.IGNORECASE),
+}
+
+
+def refusal(errors: str) -> str | None:
+    """Why Open MPI's launcher has started nothing, by what it has said: ``as root``, ``slots`` (there are fewer cores
+    than ranks); None if it is neither."""
+    return next((why for why, said in _REFUSALS.items() if said.search(errors)), None)
+
+
+def remedies(why: str, errors: str) -> tuple[str, str]:
+    """The option of ``mpirun``, and the variables with their values, that make it start nonetheless after such a
+    :func:`refusal`."""
+    if why == "as root":
+        return "--allow-run-as-root", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+    if "--map-by" in errors:  # Open MPI 5
+        return "--map-by :OVERSUBSCRIBE", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+    return "--oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe=1"
+
+
+def unlinked_mpich(error: str) -> str | None:
+    """The file of Debian's MPICH, if it is there and mpi4py has failed with `error` since it looks for another name."""
+    if "libmpi.so.12" not in error and "MPI library" not in error:
+        return None
+    places = (one for place in _LIBRARIES for one in (place, *sorted(place.glob("*-linux-gnu*"))))
+    return next((str(file) for place in places if (file := place / "libmpich.so.12").exists()), None)
 
 
 def last_lines(text: str, count: int) -> str:

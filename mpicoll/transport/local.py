@@ -405,6 +405,9 @@ class LocalTransport:
         table = self._meet(name, text)
         return [table[member] for member in self._members]
 
+    def misreduces(self, op: str, dtype: np.dtype[Any]) -> str | None:
+        return None  # there is no library that could
+
     def share(self, nbytes: int) -> list[Memory]:
         own: Any
         try:

@@ -29,7 +29,7 @@ from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
-from mpicoll.transport import probe, shm
+from mpicoll.transport import probe, reductions, shm
 from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Native, Read, poll, renumber
 from mpicoll.transport.shm import give_way
 
@@ -210,6 +210,8 @@ class MpiNative:
         self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, _OPS[op])
 
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
+        if source is target and root and not reductions.reduces_in_place():
+            source = source.copy()
         self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, _OPS[op], root)
 
     def scan(self, source: Memory, target: Memory, op: str) -> None:
@@ -278,6 +280,10 @@ class _Bound(MpiNative):
         self._persistent = persistent
         self.again: Callable[[], None] | None = None
         self._real = comm
+
+    def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
+        # It may have to copy what is there at each call.
+        self.again = lambda: MpiNative(self._real).reduce(source, target, op, root)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         """In the place of a method of mpi4py's communicator, which the methods of the base class call."""
@@ -422,7 +428,8 @@ def _envelope(status: MPI.Status) -> Envelope:
 class MpiTransport:
     """One process' end of an MPI communicator, on two duplicates of it: one for collectives, one for messages.
 
-    `unshared` and `unread` are those of the communicator that it was made of; without one it finds out."""
+    `unshared`, `unread` and what reductions MPI computes wrongly are those of the communicator that it was made of;
+    without one it finds out."""
 
     def __init__(
         self,
@@ -431,6 +438,7 @@ class MpiTransport:
         nodes: tuple[int, ...],
         access: Access | None = None,
         key: str = "",
+        wrong: reductions.Wrong | None = None,
     ) -> None:
         self.rank = collective.rank
         self.size = collective.size
@@ -449,6 +457,7 @@ class MpiTransport:
         self._words: list[Any] = []
         self._access = _probe_access(collective, nodes) if access is None else access
         self.unshared, self.unread, self._named = self._access
+        self._wrong = _agree_on_reductions(collective, nodes) if wrong is None else wrong
         self._made: WeakSet[MpiTransport] = WeakSet()
         self._revoked = self._freed = False
         if survives():
@@ -457,6 +466,9 @@ class MpiTransport:
                 _transports.add(self)
                 if not _dead.isdisjoint(self.members):  # of these deaths there will be no more news
                     self.revoke()
+
+    def misreduces(self, op: str, dtype: np.dtype[Any]) -> str | None:
+        return reductions.refusal(self._wrong, op, dtype)
 
     def share(self, nbytes: int) -> list[Memory]:
         memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._named)
@@ -827,7 +839,8 @@ class MpiTransport:
         ranks = MPI.Group.Translate_ranks(part, range(part.size), whole)
         part.Free()
         whole.Free()
-        return MpiTransport(collective, p2p, renumber([self.nodes[rank] for rank in ranks]), self._access, key)
+        nodes = renumber([self.nodes[rank] for rank in ranks])
+        return MpiTransport(collective, p2p, nodes, self._access, key, self._wrong)
 
     @_translated
     def free(self) -> None:
@@ -893,6 +906,41 @@ def _probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> Access:
     told = comm.allgather((unshared, unread))
     first = [next((one for one in why if one), None) for why in zip(*told, strict=True)]
     return first[0], first[1], named
+
+
+def _agree_on_reductions(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> reductions.Wrong:
+    """Collective: what the library computes wrongly on one of the nodes. The ranks of a node have it in common."""
+    found = _wrong_here() if nodes.index(nodes[comm.rank]) == comm.rank else {}
+    return {what: why for one in reversed(comm.allgather(found)) for what, why in one.items()}
+
+
+@lru_cache(maxsize=1)
+def _wrong_here() -> reductions.Wrong:
+    """What the library computes wrongly in this process."""
+    # Programs may have chosen that errors end the job; one tells here that an operation is not there.
+    handlers = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
+    try:
+        for comm, _ in handlers:
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+        return reductions.found(reduce_local)
+    finally:
+        for comm, handler in handlers:
+            comm.Set_errhandler(handler)
+            handler.Free()
+
+
+def reduce_in_place(data: Memory, op: str, root: int) -> None:
+    """Collective over all ranks of the job: reduce `data`, at the root in place, whether the library can or not."""
+    at_root = MPI.COMM_WORLD.rank == root
+    MPI.COMM_WORLD.Reduce(MPI.IN_PLACE if at_root else data, data if at_root else None, _OPS[op], root)
+
+
+def reduce_local(op: str, source: Memory, target: Memory) -> None:
+    """Make `target` what `op` makes of the two, by the library's functions. Raises CommunicationError."""
+    try:
+        _OPS[op].Reduce_local(source, target)
+    except MPI.Exception as error:
+        raise CommunicationError(error.Get_error_string()) from error
 
 
 def _unread(node: MPI.Intracomm, rank: int) -> str | None:

@@ -17,7 +17,7 @@ from launch import ROOT
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
 from mpicoll.engine import tuned
-from mpicoll.transport import aware, launcher
+from mpicoll.transport import aware, launcher, reductions
 
 FAKE = ROOT / "tests" / "fakecuda"
 
@@ -51,6 +51,9 @@ class Report:
 def examined(*arguments: str, fake: bool = False, **variables: str) -> Report:
     """What doctor says in a process of its own."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PMIX_", "PMI_", "OMPI_COMM"))}
+    # As ci/env.sh has it: these tests may run as root.
+    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     if fake:
         environ["PYTHONPATH"] = str(FAKE)
     done = subprocess.run(
@@ -64,6 +67,13 @@ def examined(*arguments: str, fake: bool = False, **variables: str) -> Report:
     )
     assert done.stderr == ""
     return Report(done.stdout, done.returncode)
+
+
+@pytest.fixture
+def reduced() -> None:
+    """It is known what this library's reductions compute."""
+    entry = reductions.entry_of(reductions._conditions(), {})
+    reductions.FILE.write(entry | {"collectives": True})
 
 
 @pytest.fixture
@@ -81,7 +91,7 @@ def of(part: Callable[..., Any], *arguments: Any) -> dict[str, Finding]:
 # --- a whole examination
 
 
-def test_this_installation() -> None:
+def test_this_installation(tmp_path: Path) -> None:
     report = examined()
     assert (report.ok, report.status) == (True, 0), [one for one in report.findings if one.state == "problem"]
     assert report["versions", "mpicoll"].value.startswith("0.1.0, ")
@@ -89,11 +99,17 @@ def test_this_installation() -> None:
     assert "MPI" in report["MPI", "library"].value or "MPICH" in report["MPI", "library"].value
     assert report["MPI", "launcher"].value.split("; but")[0].endswith(("/mpirun", "/mpiexec"))
     assert report["MPI", "a job of 2 ranks"].value.startswith("works, and took ")
+    kept = tmp_path / "cache" / "mpicoll" / "mpi-reductions.json"
+    assert report["MPI", "reductions"].value.startswith("right in 1")
+    assert report["MPI", "reductions"].value.endswith(f"tried now, kept in {kept}")
+    # No library in use keeps a NaN.
+    assert report["MPI", "max of float64"].value.startswith("the MPI library computes max of float64 wrongly: ")
     assert report["machine", "cores"].value.startswith(str(os.cpu_count()))
     assert report["machine", "shared memory"].value == "the ranks of a node share memory"
     assert report["settings", "MPICOLL_TIMEOUT"].value == "1800, default"
 
 
+@pytest.mark.usefixtures("reduced")
 def test_on_a_fake_device(tmp_path: Path) -> None:
     kept = tmp_path / "cache" / "mpicoll" / "cuda-aware.json"
     report = examined(fake=True, FAKECUDA_AWARE="1", FAKECUDA_DEVICES="2")
@@ -141,7 +157,7 @@ def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypa
     for name in ("_versions", "_settings"):
         monkeypatch.setattr(doctor, name, lambda: iter([]))
     for name in ("_mpi", "_machine"):
-        monkeypatch.setattr(doctor, name, lambda job: iter([]))
+        monkeypatch.setattr(doctor, name, lambda *args: iter([]))
     monkeypatch.setattr("sys.stdout", out := StringIO())
     assert main(["doctor", "--json", *arguments]) == 0
     report = Report(out.getvalue(), 0)
@@ -291,6 +307,117 @@ def test_a_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert heard[0]["MPICOLL_REPORT"] == "off"
 
 
+_ROOT = "mpirun has detected an attempt to run as root."
+_SLOTS = "There are not enough slots available in the system. You can use the --map-by :OVERSUBSCRIBE option"
+_AS_ROOT = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
+_MORE = "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"
+
+
+@pytest.mark.parametrize(
+    ("lines", "state", "value", "remedy"),
+    [
+        ([], "ok", "`mpirun -np 4 python` works", ""),
+        (
+            [f"[ $1 = --allow-run-as-root ] || {{ echo '{_ROOT}' >&2; exit 1; }}"],
+            "problem",
+            "`mpirun -np 4 python` refuses, since you are root",
+            f"`mpirun --allow-run-as-root -np 4 python ...` works; or export {_AS_ROOT}",
+        ),
+        (
+            [f"case $* in *--map-by*) ;; *) echo '{_SLOTS}' >&2; exit 1;; esac"],
+            "not there",
+            "`mpirun -np 4 python` refuses, since there are fewer cores than 4",
+            f"`mpirun --map-by :OVERSUBSCRIBE -np 4 python ...` works; or export {_MORE}",
+        ),
+        (
+            [
+                f"[ $1 = --allow-run-as-root ] || {{ echo '{_ROOT}' >&2; exit 1; }}",
+                f"[ $2 = --map-by ] || {{ echo '{_SLOTS}' >&2; exit 1; }}",
+            ],
+            "problem",
+            "`mpirun -np 4 python` refuses, since you are root and there are fewer cores than 4",
+            (
+                "`mpirun --allow-run-as-root --map-by :OVERSUBSCRIBE -np 4 python ...` works;"
+                f" or export {_AS_ROOT} {_MORE}"
+            ),
+        ),
+        ([f"echo '{_ROOT}' >&2; exit 1"], "problem", f"`mpirun -np 4 python` fails: {_ROOT}", ""),
+        (["echo 'it is broken' >&2; exit 1"], "problem", "`mpirun -np 4 python` fails: it is broken", ""),
+    ],
+    ids=["works", "root", "slots", "both", "root-all-the-same", "broken"],
+)
+def test_the_command_of_the_user(
+    lines: list[str], state: str, value: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = _mpirun(tmp_path, monkeypatch, *lines)
+    assert doctor._own_command(program) == Finding("MPI", "mpirun", state, value, remedy)
+
+
+def _mpirun(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
+    """A launcher of one rank, the only one in PATH."""
+    (folder / "bin").mkdir(exist_ok=True)
+    program = folder / "bin" / "mpirun"
+    last = 'while [ "$1" != -np ]; do shift; done; shift 2; exec "$@"'
+    program.write_text("\n".join(["#!/bin/sh", *lines, last, ""]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    return str(program)
+
+
+def test_a_launcher_in_path_that_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own" / "mpirun"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = doctor._own_command(str(own))
+    assert found == Finding("MPI", "mpirun", "not there", "there is none in PATH", f"export PATH={own.parent}:$PATH")
+    other = _mpirun(tmp_path, monkeypatch)
+    monkeypatch.setattr(doctor, "_is_of_library", lambda plain: False)
+    found = doctor._own_command(str(own))
+    problem = f"{other} belongs to another MPI library"
+    assert found == Finding("MPI", "mpirun", "problem", problem, f"export PATH={own.parent}:$PATH")
+    found = doctor._own_command("/usr/bin/mpirun.mpich")
+    assert found == Finding("MPI", "mpirun", "problem", problem, "start jobs by mpirun.mpich")
+    monkeypatch.setattr(doctor, "_is_of_library", lambda plain: True)
+    assert doctor._own_command(str(own)).state == "ok"
+
+
+def test_mpich_that_mpi4py_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
+    monkeypatch.setattr(launcher, "find", lambda: None)
+    monkeypatch.setattr(launcher, "unlinked_mpich", lambda error: "/usr/lib/x/libmpich.so.12")
+    found = of(doctor._mpi, {}, None)["library"]
+    assert found.state == "problem"
+    assert "/usr/lib/x/libmpich.so.12 is there, but mpi4py looks for it by the name libmpi.so.12" in found.value
+    assert "ln -s /usr/lib/x/libmpich.so.12 ~/.local/lib/mpich/libmpi.so.12" in found.remedy
+    assert found.remedy.endswith("export MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=~/.local/lib/mpich")
+
+
+@pytest.mark.parametrize("probe", [True, False, None])
+def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    before = {"wrong": {"max L": "0 for 1"}, "collectives": False, "in_place": None, "tried": "yesterday"}
+    now = {**before, "collectives": True, "in_place": False}
+
+    def attempt() -> Any:
+        tried.append(1)
+        return now, "kept in a file"
+
+    monkeypatch.setattr(reductions, "kept_entry", lambda: before)
+    monkeypatch.setattr(reductions, "probe", attempt)
+    found = of(doctor._reductions, probe)
+    assert len(tried) == (probe is not False)
+    assert found["reductions"].value.startswith("right in 114 of 115 cases; ")
+    assert ("tried now, kept in a file" if tried else "tried on yesterday, kept in ") in found["reductions"].value
+    assert found["max of uint64"] == Finding("MPI", "max of uint64", "not there", "0 for 1")
+    assert ("reduce in place" in found) == bool(tried)
+    before["collectives"] = True
+    tried.clear()
+    of(doctor._reductions, None)
+    assert not tried
+    monkeypatch.setattr(reductions, "probe", lambda: (None, "no mpirun"))
+    failed = of(doctor._reductions, True)["reductions"]
+    assert (failed.state, failed.value) == ("not there", "no mpirun")
+
+
 def test_memory_that_is_not_shared() -> None:
     off = of(doctor._machine, {"unshared": "MPICOLL_SHARED_MEMORY=off", "unread": "MPICOLL_SHARED_MEMORY=off"})
     assert off["shared memory"].state == "not there"
@@ -346,7 +473,7 @@ def test_a_part_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPa
         raise KeyError("x")
 
     monkeypatch.setattr(doctor, "_settings", broken)
-    monkeypatch.setattr(doctor, "_mpi", lambda job: iter([]))
+    monkeypatch.setattr(doctor, "_mpi", lambda *args: iter([]))
     found = {(one.section, one.name): one for one in doctor.examine(False)}
     assert found["settings", "examination"].state == "problem"
     assert found["settings", "examination"].value == "KeyError: 'x'"

@@ -16,6 +16,7 @@ from ranks import Ranks
 import mpicoll
 from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.device import Device, DeviceArray
+from mpicoll.collectives.arguments import operand
 from mpicoll.engine import device as devices
 from mpicoll.engine.device import PIECE
 from mpicoll.engine.model import Shape, Table, site
@@ -424,3 +425,19 @@ def test_what_the_host_may_not_touch(cuda: ModuleType) -> None:
         with pytest.raises(mpicoll.DeviceError, match="the host can't read memory of cuda:0"):
             touch()
     np.testing.assert_array_equal(cuda.asnumpy(x), np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "why"),
+    [
+        ("min", "float32", "op min: NCCL may lose a NaN"),
+        ("max", "float16", "op max: NCCL may lose a NaN"),
+        ("sum", "uint8", "op sum: NCCL does not say what happens when a sum of uint8 overflows"),
+        ("minloc", None, "op minloc: NCCL has no such reduction"),
+        ("max", "int32", None),
+    ],
+)
+def test_what_is_not_left_to_nccl(op: str, dtype: str | None, why: str | None) -> None:
+    x = np.zeros(3, dtype)
+    reduction = operand("allreduce", (x, np.zeros(3, int)) if dtype is None else x, op)[1]
+    assert devices._not_by_nccl("allreduce", reduction) == why

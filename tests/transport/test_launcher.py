@@ -129,3 +129,61 @@ def test_the_environment_of_a_job_on_this_machine() -> None:
 def test_last_lines() -> None:
     assert launcher.last_lines("a\n b \n-----\n\nc\n====\n[1] *** End ***\n", 2) == "b c"
     assert launcher.last_lines("\n---\n", 2) == "it said nothing"
+
+
+_SLOTS = """\
+There are not enough slots available in the system to satisfy the 4
+slots that were requested by the application:
+
+Alternatively, you can use the {} option to ignore the
+number of available slots when deciding the number of processes to
+launch.
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "why", "remedies"),
+    [
+        (
+            "prterun has detected an attempt to run as root.\n",
+            "as root",
+            ("--allow-run-as-root", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+        ),
+        (
+            _SLOTS.format("--map-by :OVERSUBSCRIBE"),
+            "slots",
+            ("--map-by :OVERSUBSCRIBE", "PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe"),
+        ),
+        (_SLOTS.format("--oversubscribe"), "slots", ("--oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe=1")),
+    ],
+    ids=["root", "slots-of-5", "slots-of-4"],
+)
+def test_why_mpirun_starts_nothing(said: str, why: str, remedies: tuple[str, str]) -> None:
+    assert launcher.refusal(said) == why
+    assert launcher.remedies(why, said) == remedies
+    assert launcher.refusal("prterun could not access the executable") is None
+
+
+def test_the_names_of_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its libraries are in one directory, and `mpirun` belongs to one of them."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "a" / "python"))
+    monkeypatch.setattr(launcher.probe, "launched", lambda environ: False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    made = [script(tmp_path / "bin" / name) for name in ("mpirun.mpich", "mpirun.openmpi", "mpirun")]
+    names = ("libmpich.so.12.2.2", "libmpi.so.40.30.4", "libmpi_cray.so.12")
+    for library, expected in zip(names, made, strict=True):
+        file = tmp_path / "lib" / "x86_64-linux-gnu" / library
+        monkeypatch.setattr(launcher, "mapped_library", lambda file=file: str(file))
+        assert launcher.find() == str(expected)
+
+
+def test_mpich_by_the_name_of_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = "ImportError: libmpi.so.12: cannot open shared object file: No such file or directory"
+    monkeypatch.setattr(launcher, "_LIBRARIES", (tmp_path,))
+    assert launcher.unlinked_mpich(error) is None
+    file = tmp_path / "x86_64-linux-gnu" / "libmpich.so.12"
+    file.parent.mkdir()
+    file.touch()
+    assert launcher.unlinked_mpich(error) == str(file)
+    assert launcher.unlinked_mpich("RuntimeError: cannot load MPI library") == str(file)
+    assert launcher.unlinked_mpich("ModuleNotFoundError: No module named 'mpi4py'") is None

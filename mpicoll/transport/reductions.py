@@ -1,0 +1,291 @@
+"""What the MPI library's own reductions compute: tried once for each library, never taken for granted.
+
+Libraries in use compare unsigned integers as signed ones, saturate sums of small integers, or lose a NaN, some of them
+only in the part of an array that their vector instructions cover. MPI_Reduce_local runs the functions of a library's
+collectives in one process, without a message, so all operations are tried on all dtypes when the first communicator is
+made: some milliseconds, once for each library and processor, since the result is kept in a file of the user's.
+``mpicoll doctor`` also tries the collectives themselves, in a job of two ranks, and adds what it finds to that file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from time import strftime
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll import kept
+from mpicoll.errors import MpicollError
+from mpicoll.transport import aware, launcher
+from mpicoll.transport.base import Memory
+
+Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
+"""``reduce(op, source, target)`` makes `target` what `op` makes of the two, as MPI_Reduce_local does."""
+
+Wrong: TypeAlias = "dict[str, str]"
+"""What must not be left to the MPI library, by :func:`name`, and why."""
+
+_OPS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+}
+
+_LOGIC = ("land", "lor", "lxor")
+
+_OF_KIND = {"b": _LOGIC, "i": tuple(_OPS), "u": tuple(_OPS), "f": ("sum", "prod", "min", "max"), "c": ("sum", "prod")}
+
+# By character: where C has two integers of the same size, MPI has two datatypes.
+_DTYPES = "?bBhHiIlLqQfdFD"
+
+PAIRS = tuple((op, np.dtype(char)) for char in _DTYPES for op in _OF_KIND[np.dtype(char).kind])
+"""All operations and dtypes for which the MPI library's own reductions may be taken."""
+
+_NAMES = frozenset(f"{op} {dtype.char}" for op, dtype in PAIRS)
+
+_VECTOR = 64
+"""Bytes of the longest vectors of processors."""
+
+_SECONDS = 60.0
+"""For which collectives are tried."""
+
+_CRASHES = 8
+"""Operations and dtypes that crash, past which a library is not tried further."""
+
+_FIELDS = ("wrong", "collectives", "in_place", "tried")
+
+
+def _valid(entry: Mapping[str, Any]) -> bool:
+    wrong = entry.get("wrong")
+    return (
+        isinstance(wrong, dict)
+        and all(isinstance(value, str) for value in wrong.values())
+        and isinstance(entry.get("tried"), str)
+        and isinstance(entry.get("collectives"), bool)
+        and entry.get("in_place") in (None, True, False)
+    )
+
+
+FILE = kept.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _valid)
+"""Where it is kept what was found."""
+
+_IN_PLACE = ("Open MPI v5.", "MPICH Version: 5.", "Intel(R) MPI Library 2021.19")
+"""How the versions begin of libraries whose MPI_Reduce was seen to work in place at any root. MPICH 4.0 crashes there
+if the root isn't rank 0."""
+
+
+def name(op: str, dtype: np.dtype[Any]) -> str:
+    """What `op` on `dtype` is called in files and tables."""
+    return f"{op} {dtype.char}"
+
+
+def words(text: str) -> str:
+    """A :func:`name` as people read it."""
+    op, _, char = text.partition(" ")
+    return f"{op} of {np.dtype(char).name}"
+
+
+def refusal(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | None:
+    """Why `op` on `dtype` must not be left to a library that computes `wrong`; None if it may be."""
+    what = name(op, dtype)
+    if what not in _NAMES:
+        return f"it was not tried whether the MPI library has {op} of {dtype.name}"
+    return wrong.get(what)
+
+
+def found(reduce: Reduce) -> Wrong:
+    """What the library of this process computes wrongly: as was found before, else as :func:`attempt` finds."""
+    conditions = _conditions()
+    entry = FILE.read(conditions)
+    if entry is None:
+        entry = entry_of(conditions, attempt(reduce))
+        FILE.write(entry)
+    wrong: Wrong = entry["wrong"]
+    return wrong
+
+
+def kept_entry() -> dict[str, Any] | None:
+    """What the file says of the MPI library of this process, or of the one that it would load."""
+    return FILE.read(_conditions())
+
+
+def probe() -> tuple[dict[str, Any] | None, str]:
+    """Try the collectives themselves, in jobs of two ranks that may crash, and keep what was found. Returns the entry,
+    and where it is kept; or None, and why they can't be tried."""
+    program = launcher.find()
+    if program is None:
+        return None, "there is neither mpirun nor mpiexec to try it"
+    wrong: Wrong = {}
+    while True:
+        ended, told = _trial(program, "reductions", json.dumps(wrong))
+        found = [one["done"]["wrong"] for one in told if "done" in one]
+        if ended.status == 0 and found:
+            break
+        # Whatever it was doing is not for this library; the rest is tried again without it.
+        step = next((one["step"] for one in reversed(told) if "step" in one), None)
+        unable = next((one["unable"] for one in told if "unable" in one), None)
+        if unable is not None or step is None or step in wrong or len(wrong) == _CRASHES:
+            return None, unable or f"a job of two ranks fails: {aware.last_words(ended)}"
+        how = f"did not end within {_SECONDS:g} s" if ended.status is None else aware.last_words(ended)
+        wrong[step] = f"the MPI library fails in {words(step)}: {how}"
+    for one in found:
+        wrong = one | wrong
+    ended, told = _trial(program, "in-place")
+    in_place = ended.status == 0 and any("done" in one for one in told)
+    entry = entry_of(_conditions(), wrong) | {"collectives": True, "in_place": in_place}
+    return entry, FILE.write(entry)
+
+
+def _trial(program: str, *arguments: str) -> tuple[launcher.Ended, list[dict[str, Any]]]:
+    """How a trial of two ranks has ended, and what they have told."""
+    ended = launcher.attempt(
+        [program, "-np", "2", *launcher.module(aware.TRIALS, *arguments)],
+        launcher.environment_here(os.environ, root=os.geteuid() == 0),
+        _SECONDS,
+    )
+    return ended, list(aware.told_by(ended.output))
+
+
+def entry_of(conditions: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
+    """An entry of the file, for what :func:`attempt` has found."""
+    now = strftime("%Y-%m-%d %H:%M:%S")
+    return {**conditions, "wrong": wrong, "collectives": False, "in_place": None, "tried": now}
+
+
+@lru_cache(maxsize=1)
+def reduces_in_place() -> bool:
+    """Whether MPI_Reduce of this process' library may work in place at a root other than rank 0."""
+    entry = kept_entry()
+    if entry is not None and entry["in_place"] is not None:
+        return bool(entry["in_place"])
+    library = launcher.library()
+    return not isinstance(library, str) and " ".join(library.version.split()).startswith(_IN_PLACE)
+
+
+def _conditions() -> dict[str, Any]:
+    """What it depends on how a library reduces."""
+    library = launcher.library()
+    if isinstance(library, str):
+        library = launcher.Library("", "", "")
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "mpi": library.version,
+        "library": library.path,
+        "built": _built(library.path),
+        "mpi4py": library.mpi4py,
+        "settings": {key: value for key, value in os.environ.items() if key.startswith("OMPI_MCA_op")},
+    }
+
+
+def _built(path: str) -> list[int]:
+    """What tells builds of one version apart."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  "" is no path of a file
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
+@lru_cache(maxsize=1)
+def _processor() -> list[str]:
+    """Model and instruction sets of the first core: libraries choose their functions by these."""
+    telling = ("model name", "flags", "Features", "CPU implementer", "CPU part", "cpu model", "isa")
+    try:
+        with Path("/proc/cpuinfo").open(errors="replace") as file:
+            first = file.read(8192).partition("\n\n")[0]
+    except OSError:
+        return []
+    return [line for line in first.splitlines() if line.startswith(telling)]
+
+
+def attempt(reduce: Reduce) -> Wrong:
+    """What `reduce` computes wrongly, among all :data:`PAIRS`."""
+    wrong = {name(op, dtype): why for op, dtype in PAIRS if (why := _attempt(reduce, op, dtype)) is not None}
+    _layout.cache_clear()
+    return wrong
+
+
+def _attempt(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
+    """Why `op` on `dtype` can't be left to `reduce`; None if all its results are right."""
+    source, before, pieces = _layout(dtype, logic=op in _LOGIC)
+    target = before.copy()
+    try:
+        for start, stop in pieces:
+            reduce(op, source[start:stop], target[start:stop])
+    except MpicollError as error:
+        return f"the MPI library has no {op} of {dtype.name}: {error}"
+    expected = combine(op, source, before)
+    between = [stop for _, stop in pieces]
+    expected[between] = before[between]
+    return differs(op, expected, target, source, before)
+
+
+def combine(op: str, left: Memory, right: Memory) -> Memory:
+    """What `op` has to make of the two."""
+    with np.errstate(all="ignore"):
+        return np.asarray(_OPS[op](left, right).astype(left.dtype, copy=False))
+
+
+def differs(op: str, expected: Memory, got: Memory, left: Memory, right: Memory) -> str | None:
+    """The first element of `got` that is not as `expected`, where `left` and `right` were combined; None if there is
+    none."""
+    equal = expected == got
+    if expected.dtype.kind in "fc":
+        equal |= np.isnan(expected) & np.isnan(got)
+    if equal.all():
+        return None
+    at = int(np.argmin(equal))
+    return (
+        f"the MPI library computes {op} of {expected.dtype.name} wrongly: {left[at]} and {right[at]} give {got[at]},"
+        f" not {expected[at]}"
+    )
+
+
+def operands(op: str, dtype: np.dtype[Any], count: int) -> tuple[Memory, Memory]:
+    """Two arrays of `count` elements, in which each value at an edge of the dtype meets each other."""
+    values = _values(dtype, logic=op in _LOGIC)
+    return np.resize(np.repeat(values, values.size), count), np.resize(np.tile(values, values.size), count)
+
+
+def _values(dtype: np.dtype[Any], *, logic: bool) -> Memory:
+    """An odd number of them: so in a long array each pair of values comes to lie in each place of a vector."""
+    if dtype.kind == "b" or logic:
+        return np.array([0, 1, 1], dtype)  # operands are made truth values before
+    if dtype.kind == "c":
+        return np.array([0, 1, 1j, 2 + 3j, -1 - 4j, 5, -2j], dtype)  # products of which are exact in any order
+    if dtype.kind == "f":
+        bounds = np.finfo(dtype)
+        return np.array([0, 1, -1, 2.5, np.inf, -np.inf, bounds.max, bounds.smallest_subnormal, np.nan], dtype)
+    limits = np.iinfo(dtype)
+    some = [limits.min, limits.max, 0, 1, 2, limits.max // 2, limits.max // 2 + 1, limits.max - 1, 5]
+    return np.array(some if dtype.kind == "u" else [*some, -1, -2], dtype)
+
+
+@lru_cache(maxsize=32)
+def _layout(dtype: np.dtype[Any], *, logic: bool) -> tuple[Memory, Memory, list[tuple[int, int]]]:
+    """Two arrays, and the pieces of them that are to be reduced: all lengths up to two vectors and what is left of a
+    third, then a long one. Between pieces an element is left over, which must stay as it is."""
+    width = max(1, _VECTOR // dtype.itemsize)
+    long = width * _values(dtype, logic=logic).size ** 2 + width // 2 + 1
+    pieces, end = [], 0
+    for count in chain(range(1, 2 * width + width // 2 + 2), (long,)):
+        pieces.append((end, end + count))
+        end += count + 1
+    source, target = operands("land" if logic else "", dtype, end + 1)
+    # Apart by one element, so that they are aligned in different ways.
+    return source[1:], target[:-1], pieces
