@@ -9,22 +9,18 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
-    AllreduceCoalescedOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
     ReduceScatterOptions,
-    ScatterOptions,
 )
 
 from mpicoll.collectives import p2p
@@ -37,10 +33,9 @@ from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import jobs, monitor, sparse
 from mpicoll.torch.lanes import Lanes, here
 from mpicoll.torch.quick import Quick
+from mpicoll.torch.short_forms import full_form, takes_short_forms
 from mpicoll.torch.tensors import check_plain, flat_input, in_place
 from mpicoll.torch.work import Received, Together, Work, transfer
-
-T = TypeVar("T")
 
 Make: TypeAlias = "Callable[[Communicator], Task]"
 """What checks the arguments of a collective, and makes of them what carries it out on a communicator."""
@@ -181,24 +176,25 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     merge_remote_group = mergeRemoteGroup
 
-    # Collectives. The options are absent where Python calls a method of the group by itself; C++ passes them always.
+    # Collectives. Those that are called most look for c10d's form by themselves, as a wrapper takes as long as their
+    # other Python code together.
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        if type(opts) is not AllreduceOptions:
-            tensors, opts = _as_list(tensors), _options(AllreduceOptions, None, timeout, reduceOp=opts)
-        tensor = tensors[0]
-        op = opts.reduceOp
+    def allreduce(self, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Work | None:
+        if named or type(opts) is not AllreduceOptions:
+            tensors, opts = full_form("allreduce", (tensors, opts, *more), named)
+        if len(tensors) != 1:
+            _only("all_reduce", tensors)
+        tensor, op = tensors[0], opts.reduceOp
         # self.quick(), written out for the call that is made most.
         quick = None if opts.asyncOp or profiler._is_profiler_enabled or here.path else self._quick
         if quick is not None and quick.all_reduce(tensor, op):
             return None
-        _only("all_reduce", tensors)
         make = jobs.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
         return self._do("all_reduce", opts, lambda comm: make(comm, tensor, op), tensors)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work | None:
-        opts = opts or AllreduceCoalescedOptions()
-
+    @takes_short_forms
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
+        _some("all_reduce_coalesced", tensors)
         return self._do(
             "all_reduce_coalesced",
             opts,
@@ -206,34 +202,36 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             tensors,
         )
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        if type(opts) is not BroadcastOptions:
-            tensors, opts = _as_list(tensors), _options(BroadcastOptions, None, timeout, rootRank=opts)
+    def broadcast(self, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Work | None:
+        if named or type(opts) is not BroadcastOptions:
+            tensors, opts = full_form("broadcast", (tensors, opts, *more), named)
+        if len(tensors) != 1:
+            _only("broadcast", tensors)
         tensor, root = tensors[0], opts.rootRank
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.broadcast(tensor, root):
             return None
-        _only("broadcast", tensors)
         return self._do("broadcast", opts, lambda comm: jobs.broadcast(comm, tensor, root), tensors)
 
-    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work | None:
-        if type(opts) is not ReduceOptions:
-            tensors, opts = _as_list(tensors), _options(ReduceOptions, None, timeout, rootRank=opts, reduceOp=op)
+    @takes_short_forms
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
         _only("reduce", tensors)
         return self._do(
             "reduce", opts, lambda comm: jobs.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank), tensors
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs = [outputs], [inputs]
-        opts = _options(AllgatherOptions, opts)
+    @takes_short_forms
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _only("all_gather", inputs)
+        _only("all_gather", outputs, "list of outputs")
         return self._do("all_gather", opts, lambda comm: jobs.all_gather(comm, outputs[0], inputs[0]), outputs[0])
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
+    @takes_short_forms
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> Work | None:
         # outputs[i][j] gets rank i's inputs[j].
-        opts = _options(AllgatherOptions, opts)
+        _some("all_gather_coalesced", inputs)
         return self._do(
             "all_gather_coalesced",
             opts,
@@ -241,15 +239,20 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             [one for of in outputs for one in of],
         )
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
-        opts = _options(AllgatherOptions, opts)
+    def all_gather_single(
+        self, output: Any = None, tensor: Any = None, opts: Any = None, *more: Any, **named: Any
+    ) -> Work | None:
+        if named or type(opts) is not AllgatherOptions:
+            output, tensor, opts = full_form("all_gather_single", (output, tensor, opts, *more), named)
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.all_gather_single(output, tensor):
             return None
         return self._do("all_gather_single", opts, lambda comm: jobs.all_gather_single(comm, output, tensor), [output])
 
-    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
-        opts = _options(AllgatherOptions, opts)
+    @takes_short_forms
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> Work | None:
         return self._do(
             "all_gather_single_coalesced",
             opts,
@@ -257,29 +260,22 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             outputs,
         )
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        if isinstance(inputs, torch.Tensor):
-            outputs, inputs, opts = [outputs], [inputs], _options(GatherOptions, None, timeout, rootRank=opts)
-        opts = _options(GatherOptions, opts)
+    @takes_short_forms
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _only("gather", inputs)
         into = outputs[0] if outputs else []
         return self._do("gather", opts, lambda comm: jobs.gather(comm, into, inputs[0], opts.rootRank), into)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        if isinstance(outputs, torch.Tensor):
-            outputs, inputs, opts = [outputs], [inputs], _options(ScatterOptions, None, timeout, rootRank=opts)
-        opts = _options(ScatterOptions, opts)
+    @takes_short_forms
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
         _only("scatter", outputs)
         parts = inputs[0] if inputs else []
         return self._do("scatter", opts, lambda comm: jobs.scatter(comm, outputs[0], parts, opts.rootRank), outputs)
 
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Work | None:
-        if isinstance(outputs, torch.Tensor):
-            outputs, inputs, opts = [outputs], [inputs], _options(ReduceScatterOptions, None, timeout, reduceOp=opts)
-        opts = _options(ReduceScatterOptions, opts)
+    @takes_short_forms
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
         _only("reduce_scatter", outputs)
+        _only("reduce_scatter", inputs, "list of inputs")
         return self._do(
             "reduce_scatter",
             opts,
@@ -287,8 +283,11 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             outputs,
         )
 
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work | None:
-        opts = _options(ReduceScatterOptions, opts)
+    def reduce_scatter_single(
+        self, output: Any = None, tensor: Any = None, opts: Any = None, *more: Any, **named: Any
+    ) -> Work | None:
+        if named or type(opts) is not ReduceScatterOptions:
+            output, tensor, opts = full_form("reduce_scatter_single", (output, tensor, opts, *more), named)
         op = opts.reduceOp
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.reduce_scatter_single(output, tensor, op):
@@ -297,8 +296,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             "reduce_scatter_single", opts, lambda comm: jobs.reduce_scatter_single(comm, output, tensor, op), [output]
         )
 
-    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
-        opts = _options(ReduceScatterOptions, opts)
+    @takes_short_forms
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> Work | None:
         op = opts.reduceOp
         return self._do(
             "reduce_scatter_single_coalesced",
@@ -307,20 +308,23 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             outputs,
         )
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work | None:
-        return self._do(
-            "all_to_all", _options(AllToAllOptions, opts), lambda comm: jobs.all_to_all(comm, outputs, inputs), outputs
-        )
+    @takes_short_forms
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work | None:
+        return self._do("all_to_all", opts, lambda comm: jobs.all_to_all(comm, outputs, inputs), outputs)
 
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: Sequence[int] = (),
-        input_splits: Sequence[int] = (),
+        output: Any = None,
+        tensor: Any = None,
+        output_splits: Any = None,
+        input_splits: Any = None,
         opts: Any = None,
+        *more: Any,
+        **named: Any,
     ) -> Work | None:
-        opts = _options(AllToAllOptions, opts)
+        if named or type(opts) is not AllToAllOptions:
+            given = output, tensor, output_splits, input_splits, opts, *more
+            output, tensor, output_splits, input_splits, opts = full_form("all_to_all_single", given, named)
         even = not output_splits and not input_splits
         quick = None if opts.asyncOp else self.quick()
         if even and quick is not None and quick.all_to_all_single(output, tensor):
@@ -335,7 +339,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
         """With a `timeout`, its own or one that the group was given, raise Timeout when that is over; the barrier is
         then still pending."""
-        opts = _options(BarrierOptions, opts, timeout)
+        if type(opts) is not BarrierOptions:
+            (opts,) = full_form("barrier", (opts,), {"timeout": timeout})
         own = opts.timeout > _UNSET
         if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
             # A call that blocks inside MPI can't be left any more, so that one runs in the background.
@@ -369,16 +374,16 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     # Messages.
 
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
         _only("send", tensors)
-        _exists("send", "dst", dst, self.comm)
+        _exists("send", "dst", dstRank, self.comm)
         check_plain("send", tensors[0])
         with _recorded("send"):
-            request = p2p.isend(flat_input(tensors[0]), dst, tag, comm=self.comm)
+            request = p2p.isend(flat_input(tensors[0]), dstRank, tag, comm=self.comm)
         return self._collect(transfer(request, tensors))
 
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
-        return self._recv(tensors, src, tag)
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int = 0) -> Work:  # noqa: N803
+        return self._recv(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
         return self._recv(tensors, None, tag)
@@ -412,7 +417,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def _do(self, name: str, opts: Any, make: Make, outputs: list[torch.Tensor]) -> Work | None:
         """Run what `make` makes now, or in the background if that is asked for."""
         if opts.asyncOp:
-            return self._start(name, make, outputs)
+            work = self._start(name, make, outputs)
+            if opts.timeout > _UNSET:
+                work.bound = opts.timeout.total_seconds()
+            return work
         comm = self._lanes.current().comm
         comm.check()
         body = make(comm)
@@ -451,26 +459,14 @@ def _recorded(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(f"{NAME}:{name}") if profiler._is_profiler_enabled else nullcontext()
 
 
-def _as_list(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+def _only(operation: str, given: Sequence[Any], what: str = "tensor") -> None:
+    if len(given) != 1:
+        raise ArgumentError(f"{operation}: takes one {what} on each rank, got {len(given)}")
 
 
-def _options(kind: type[T], given: Any, timeout: timedelta | None = None, **values: Any) -> T:
-    """`given` if it is of this kind, else new ones with `values`; those that are None keep torch's default."""
-    if type(given) is kind:
-        return given
-    made: Any = kind()
-    for name, value in values.items():
-        if value is not None:
-            setattr(made, name, value)
-    if timeout is not None:
-        made.timeout = timeout
-    return made  # type: ignore[no-any-return]
-
-
-def _only(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    if len(tensors) != 1:
-        raise ArgumentError(f"{operation}: takes one tensor on each rank, got {len(tensors)}")
+def _some(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ArgumentError(f"{operation}: takes at least one tensor, got an empty list")
 
 
 def _exists(operation: str, name: str, rank: int, comm: Communicator) -> None:

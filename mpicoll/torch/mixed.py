@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
 from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
+from mpicoll.torch.short_forms import full_form
 
 
 def others(mix: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _make(device: str, name: str, options: Any, backend_options: Any) -> Any:
     return made
 
 
-_COLLECTIVES = (
+_METHODS = (
     "allreduce",
     "allreduce_coalesced",
     "broadcast",
@@ -76,6 +77,8 @@ _COLLECTIVES = (
     "recv_anysource",
 )
 """Methods whose first tensor says which device is meant."""
+
+_MESSAGES = ("send", "recv", "recv_anysource")
 
 
 class MixedProcessGroup(ProcessGroupMpicoll):
@@ -151,14 +154,16 @@ def _by_device(name: str) -> Callable[..., Any]:
 
     @functools.wraps(ours)
     def method(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        tensor = _first_tensor(args)
+        if name not in _MESSAGES:
+            args, kwargs = full_form(name, args, kwargs), {}
+        tensor = _first_tensor([*args, *kwargs.values()])
         serving = None if tensor is None else self._serving(tensor.device, name)
         return ours(self, *args, **kwargs) if serving is None else serving(*args, **kwargs)
 
     return method
 
 
-for _name in _COLLECTIVES:
+for _name in _METHODS:
     _method = _by_device(_name)
     setattr(MixedProcessGroup, _name, _method)
     if _name in _OLD:

@@ -1,0 +1,135 @@
+"""The ways in which a program may call the collectives of a process group by itself.
+
+c10d passes lists of tensors and options; torch's own groups take a tensor and its root, op or timeout as well, by
+position or by name. That is decided here, and the methods of our group see c10d's form alone. (torch's ``Backend`` does
+this in C++: a group that is one needs nothing of this file.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
+"""Short arguments, and the options that they set."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The arguments of a method: its data, by all the names that torch has for them and with the depth of lists that
+    c10d passes (None: what it gets), then options of this type, or short arguments in this order."""
+
+    options: Any
+    data: tuple[tuple[str, int | None], ...]
+    short: tuple[str, ...] = ()
+
+
+_GATHERED = (("output_tensors", 2), ("input_tensors input_tensor", 1))
+_PAIR = (("output output_tensor", 0), ("input input_tensor", 0))
+_PAIRS = (("outputs", 1), ("inputs", 1))
+_SPLIT = (*_PAIR, ("output_split_sizes", None), ("input_split_sizes", None))
+_SCATTERED = (("outputTensor output", 0), ("inputTensor input", 0))
+
+_FORMS = {
+    "allreduce": _Form(AllreduceOptions, (("tensors tensor", 1),), ("op", "timeout")),
+    "allreduce_coalesced": _Form(AllreduceCoalescedOptions, (("tensors", 1),)),
+    "broadcast": _Form(BroadcastOptions, (("tensors tensor", 1),), ("root", "timeout")),
+    "reduce": _Form(ReduceOptions, (("tensors tensor", 1),), ("root", "op", "timeout")),
+    "allgather": _Form(AllgatherOptions, _GATHERED, ("timeout",)),
+    "allgather_coalesced": _Form(AllgatherOptions, (("output_lists", 2), ("input_list", 1))),
+    "all_gather_single": _Form(AllgatherOptions, _PAIR),
+    "all_gather_single_coalesced": _Form(AllgatherOptions, _PAIRS),
+    "gather": _Form(GatherOptions, _GATHERED, ("root", "timeout")),
+    "scatter": _Form(ScatterOptions, (("output_tensors output_tensor", 1), ("input_tensors", 2)), ("root", "timeout")),
+    "reduce_scatter": _Form(
+        ReduceScatterOptions, (("output_tensors output", 1), ("input_tensors input", 2)), ("op", "timeout")
+    ),
+    "reduce_scatter_single": _Form(ReduceScatterOptions, _SCATTERED),
+    "reduce_scatter_single_coalesced": _Form(ReduceScatterOptions, _PAIRS),
+    "alltoall": _Form(AllToAllOptions, (("output_tensors", 1), ("input_tensors", 1))),
+    "all_to_all_single": _Form(AllToAllOptions, _SPLIT, ("timeout",)),
+    "barrier": _Form(BarrierOptions, (), ("timeout",)),
+}
+
+
+def takes_short_forms(method: F) -> F:
+    """Let `method`, which takes what c10d passes, be called in all the ways in which torch's own can."""
+    form = _FORMS[method.__name__]
+    options, count = form.options, len(form.data)
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        if named or len(args) <= count or type(args[-1]) is not options:
+            args = full_form(method.__name__, args, named)
+        return method(self, *args)
+
+    return call  # type: ignore[return-value]
+
+
+def full_form(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What c10d would pass to the method `name`: the data, and options. None stands for an argument that is not given.
+    Raises TypeError for arguments that it does not take."""
+    form = _FORMS[name]
+    given, left = list(args), {key: value for key, value in named.items() if value is not None}
+
+    def take(names: str) -> Any:
+        """The next argument, which has any of these `names`."""
+        value = given.pop(0) if given else None
+        key = next((one for one in names.split() if one in left), None)
+        return left.pop(key) if value is None and key is not None else value
+
+    data = []
+    for names, depth in form.data:
+        value = take(names)
+        if value is None and depth is not None:
+            raise TypeError(f"{name}: {names.split()[0]} is missing; {_usage(form)}")
+        data.append(() if value is None else _nested(value, depth))
+    if (given and type(given[0]) is form.options) or "opts" in left:
+        options = take("opts")
+    else:
+        options = form.options()
+        for short in form.short:
+            value = take(short)
+            if value is not None:
+                setattr(options, _FIELDS[short], value)
+    wrong = [*(one for one in given if one is not None), *left]
+    if wrong or type(options) is not form.options:
+        raise TypeError(f"{name}: {wrong[0] if wrong else options!r} is not one of its arguments; {_usage(form)}")
+    return (*data, options)
+
+
+def _usage(form: _Form) -> str:
+    data = ", ".join(names.split()[0] for names, _ in form.data)
+    short = f", or {', '.join(form.short)}" if form.short else ""
+    return f"it takes {data and data + ', and '}opts{short}"
+
+
+def _nested(value: Any, depth: int | None) -> Any:
+    """`value` in as many lists as `depth` says."""
+    first, found = value, 0
+    while depth is not None and not isinstance(first, torch.Tensor) and isinstance(first, Sequence):
+        found += 1
+        if not first:
+            return value
+        first = first[0]
+    for _ in range((depth or 0) - found):
+        value = [value]
+    return value
