@@ -206,15 +206,18 @@ def numpy_views(x: Any, out: Any) -> tuple[Array | None, Array | None, Wrap, Wra
     """numpy's views of `x` and `out`, either of which may be None, and what makes an array of their kind and the
     caller's result of numpy's; None if there is more to it."""
     given = None if x is None else _view(x, _INPUTS)
-    into = given if out is x else None if out is None else _view(out, {})
-    if (given is None) is not (x is None) or (into is None) is not (out is None):
+    if given is None and x is not None:
         return None
-    if given is None:
+    if out is None or out is x:
+        # No number can be written to.
+        if given is None or (out is x and type(x) in _INPUTS):
+            return None
+        return given[0], given[0] if out is x else None, given[1], given[2]
+    into = _view(out, {})
+    if given is None or into is None:
         return None if into is None else (None, *into)
-    if into is None:
-        return given[0], None, given[1], given[2]
-    # Both in one library and dtype, as far as numpy can't tell them apart; and no number to be written to.
-    return None if given[1] is not into[1] or type(out) in _INPUTS else (given[0], into[0], given[1], given[2])
+    # Both are of one library and dtype, as far as numpy can't tell them apart.
+    return None if given[1] is not into[1] else (given[0], into[0], given[1], given[2])
 
 
 def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | None:

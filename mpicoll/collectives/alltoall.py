@@ -56,8 +56,7 @@ def alltoall(
             timeout,
             lambda: ialltoall(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
         )
-    pair = tuple(map(key_of, counts)) if isinstance(counts, tuple | list) else key_of(counts)
-    what = ("alltoall", algorithm, pair)
+    what = ("alltoall", algorithm, key_of(counts))
     return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, counts, out, algorithm))
 
 

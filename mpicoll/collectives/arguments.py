@@ -187,11 +187,14 @@ def counts_of_whole(
 
 
 def key_of(counts: Any) -> Any:
-    """`counts` as a part of what a kept call depends on. What can't be one, and is no counts either, isn't hashable."""
+    """`counts`, or a pair of them, as a part of what a kept call depends on. What can't be one, as it is no counts, is
+    not hashable."""
+    if counts is None:
+        return None
     try:
-        return None if counts is None else tuple(map(index, counts)) if hasattr(counts, "__len__") else [counts]
+        return tuple(map(index, counts)) if hasattr(counts, "__len__") else [counts]
     except TypeError:
-        return [counts]
+        return tuple(map(key_of, counts)) if isinstance(counts, tuple | list) and len(counts) == 2 else [counts]
 
 
 def send_and_recv_counts(

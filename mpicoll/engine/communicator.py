@@ -198,6 +198,11 @@ class Communicator:
         )
         return self._made(transport, "duplicate")
 
+    @property
+    def has_arena(self) -> bool:
+        """Whether :meth:`arena` was made."""
+        return self._arena is not None
+
     def arena(self) -> Arena | None:
         """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
         otherwise ``unshared`` or, from now on, ``lost`` says why not."""

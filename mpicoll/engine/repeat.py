@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpicoll.buffers.buffer import Wrap, numpy_views
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Operation, Shared, Unshared, body_of, call_of, run
+from mpicoll.engine.operation import Operation, Shared, Task, body_of, call_of, run, task
 from mpicoll.engine.record import Call, keepers
 from mpicoll.engine.select import NATIVE, Choice, Method, choose, forced
 
@@ -20,15 +20,19 @@ Again: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
 """Carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is given."""
 
 
-class Kept(NamedTuple):
-    """A call that is ready to be carried out again, the dtype and the shape of its result, if it has one on this rank,
-    and what it is to others."""
+Kept: TypeAlias = "tuple[Again, Call, np.dtype[Any] | None, tuple[int, ...] | None]"
+"""A call that is ready to be carried out again, what it is to others, and the dtype and the shape of its result; None
+if it has none on this rank."""
 
-    again: Again
-    dtype: np.dtype[Any] | None
-    shape: tuple[int, ...] | None
-    call: Call
+_Found: TypeAlias = "tuple[tuple[Any, ...], Kept | bool | None, Any, Any, Wrap]"
+"""The key of a call (empty: it is not to be kept), what is kept under it (None: nothing yet, True: it has been called,
+False: it is prepared anew each time), numpy's views of ``x`` and ``out``, and what makes the caller's result of one of
+numpy's."""
 
+_UNKNOWN: _Found = ((), None, None, None, None)
+
+Prepare: TypeAlias = "Callable[[Any, Any], Operation]"
+"""Makes the operation of ``x`` and ``out``."""
 
 _BYTES = 16 * 1024
 """Up to here, two copies cost less than to prepare an operation anew."""
@@ -40,104 +44,132 @@ _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""
 
 
-def repeated(
-    comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepare: Callable[[Any, Any], Operation]
-) -> Any:
+def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Any:
     """Carry out ``prepare(x, out)``, and keep what was prepared for later calls on arrays of the same kind.
 
-    `x` may be None, where `out` tells what arrives. `what` must hold all else that `prepare` depends on.
+    `x` may be None, where `out` tells what arrives. `what`, which begins with the name of the call, must hold all else
+    that `prepare` depends on.
     """
+    key, known, array, into, finish = _find(comm, what, x, out)
+    if type(known) is not tuple:
+        return run(_prepared(comm, what[0], key, known, x, out, prepare))
+    again, call, _, _ = known
+    progress = comm.progress
+    try:
+        if progress.queue or progress.observer is not None:
+            value = progress.run(again, call, array, into)
+        else:
+            # progress.run, written out for the calls that are made most.
+            with progress.lock:
+                progress.number = number = progress.number + 1
+                progress.current = entry = (progress.group, number, call, monotonic(), None)
+                try:
+                    value = again(array, into)
+                except BaseException as error:  # noqa: BLE001  raised again
+                    raise progress.failed(entry, error)  # noqa: B904  it has its cause
+                progress.current = None
+                keepers.keep((entry, monotonic(), ""))
+    except BaseException:
+        # Late messages may still find their way into its memory.
+        comm.repeated.pop(key, None)
+        raise
+    if value is None or out is not None:
+        return out
+    return value if finish is None else finish(value)
+
+
+def repeated_task(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Task:
+    """The same as a task, for calls whose result goes to `out`, or that have none on this rank."""
+    key, known, array, into, _ = _find(comm, what, x, out)
+    if type(known) is not tuple:
+        made = task(_prepared(comm, what[0], key, known, x, out, prepare))
+        made.call.name = what[0]
+        return made
+    again = known[0]
+
+    def carry_out() -> None:
+        try:
+            again(array, into)
+        except BaseException:
+            comm.repeated.pop(key, None)
+            raise
+
+    return Task(carry_out, known[1])
+
+
+def _find(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any) -> _Found:
+    """What is known of calls such as this one."""
     array, into, wrap, finish = x, out, None, None
     if type(x) is not np.ndarray or (out is not None and type(out) is not np.ndarray):
         views = numpy_views(x, out)
         if views is None:
-            return run(prepare(x, out))
+            return _UNKNOWN
         array, into, wrap, finish = views
+    observer = comm.progress.observer
+    if observer is not None and observer.thorough:
+        return _UNKNOWN
     key = (*what, wrap, into.dtype, into.shape, None) if array is None else (*what, wrap, array.dtype, array.shape)
     rules = forced()
     if rules:
         key = (*key, rules)
-    progress = comm.progress
-    thorough = progress.observer is not None and progress.observer.thorough
     try:
-        known = None if thorough else comm.repeated.get(key)
+        known = comm.repeated.get(key)
     except TypeError:
         # What can't be hashed is no name of an algorithm: `prepare` says so.
-        return run(prepare(x, out))
-    if type(known) is Kept and (into is None or _fits(into, known)):
-        again, _, _, call = known
-        try:
-            if progress.queue or progress.observer is not None:
-                value = progress.run(again, call, array, into)
-            else:
-                # progress.run, written out for the calls that are made most.
-                with progress.lock:
-                    progress.number = number = progress.number + 1
-                    progress.current = entry = (progress.group, number, call, monotonic(), None)
-                    try:
-                        value = again(array, into)
-                    except BaseException as error:  # noqa: BLE001  raised again
-                        raise progress.failed(entry, error)  # noqa: B904  it has its cause
-                    progress.current = None
-                    keepers.keep((entry, monotonic(), ""))
-            if value is None or out is not None:
-                return out
-            return value if finish is None else finish(value)
-        except Unshared:
-            comm.repeated.clear()
+        return _UNKNOWN
+    if into is not None and type(known) is tuple:
+        _, _, dtype, shape = known
+        if into.dtype != dtype or into.shape != shape or (not into.flags.carray and not _takes(into)):
+            # What is wrong with `out`, if anything is, shows when the call is prepared.
             known = False
-        except BaseException:
-            # Late messages may still find their way into its memory.
-            comm.repeated.pop(key, None)
-            raise
+    return key, known, array, into, finish
+
+
+def _takes(out: Array) -> bool:
+    """Whether the elements of `out`, which is not plain, can be written to, each on its own."""
+    return out.flags.writeable and 0 not in out.strides
+
+
+def _prepared(
+    comm: Communicator, name: str, key: tuple[Any, ...], known: Any, x: Any, out: Any, prepare: Prepare
+) -> Operation:
+    """The operation of a call of which nothing is kept. From the second one on something is, so that calls whose sizes
+    always differ are not prepared twice."""
     operation = prepare(x, out)
-    if not thorough and type(known) is not Kept and known is not False:
-        _note(comm, key, known, lambda: _kept(operation, array, into, wrap, prepare))
-    return run(operation)
+    if key and known is not False:
+        if len(comm.repeated) >= KEPT:
+            comm.repeated.clear()
+        comm.repeated[key] = True if known is None else _kept(operation, name, x, out, prepare)
+    return operation
 
 
-def _note(comm: Communicator, key: tuple[Any, ...], known: bool | None, keep: Callable[[], Kept | None]) -> None:
-    """Remember a call that was made: what is kept of it from the second one on, so that those whose sizes always differ
-    are not prepared twice; False if such are better prepared anew."""
-    if known is None and len(comm.repeated) >= KEPT:
-        comm.repeated.clear()
-    comm.repeated[key] = True if known is None else keep() or False
-
-
-def _fits(out: Array, kept: Kept) -> bool:
-    """Whether the result can go to `out`."""
-    if out.dtype != kept.dtype or out.shape != kept.shape:
-        return False
-    flags = out.flags
-    # What else may be wrong with it shows when the call is prepared.
-    return flags.writeable and (flags.c_contiguous or 0 not in out.strides)
-
-
-def _kept(
-    operation: Operation, x: Array | None, out: Array | None, wrap: Wrap, prepare: Callable[[Any, Any], Operation]
-) -> Kept | None:
-    """What to keep of a call like `operation`; None if such are better prepared anew."""
+def _kept(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -> Kept | bool:
+    """What to keep of a call like `operation`. False: such are better prepared anew; True: that is not known yet."""
     choice = choose(operation.problem, operation.algorithm)
     shared = isinstance(choice.algorithm, Method)
     small = all(one is None or one.array.nbytes <= _BYTES for one in operation.buffers)
     native = choice.algorithm is None and choice.name == NATIVE and operation.direct is not None
     if not shared and not small and not native:
-        return None
-    own = None if x is None else np.empty(x.shape, x.dtype)
-    into = np.empty(out.shape, out.dtype) if x is None and out is not None else None
-    prepared = prepare(*(one if one is None or wrap is None else wrap(one) for one in (own, into)))
-    value = prepared.result() if into is None else into
-    if wrap is not None and into is None and value is not None:
-        views = numpy_views(value, None)
-        assert views is not None
-        value = views[0]
+        return False
+    if shared and not operation.comm.has_arena:
+        return True  # whether there is shared memory shows when it is first used
+    views = numpy_views(x, out)
+    assert views is not None
+    own, into, wrap, _ = views
+    own = None if own is None else np.empty(own.shape, own.dtype)
+    value = None if own is not None or into is None else np.empty(into.shape, into.dtype)
+    prepared = prepare(*(one if one is None or wrap is None else wrap(one) for one in (own, value)))
+    if value is None:
+        result = numpy_views(prepared.result(), None)
+        value = None if result is None else result[0]
     again = _on_arrays(own, value, prepared, choice) if shared or not small else None
     if again is None:
         if not small:
-            return None
+            return False
         again = _by_copies(own, value, prepared)
-    dtype, shape = (None, None) if value is None else (value.dtype, value.shape)
-    return Kept(again, dtype, shape, call_of(operation, choice))
+    call = call_of(operation, choice)
+    call.name = name
+    return again, call, None if value is None else value.dtype, None if value is None else value.shape
 
 
 def _by_copies(own: Array | None, value: Array | None, operation: Operation) -> Again:

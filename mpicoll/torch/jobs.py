@@ -7,7 +7,7 @@ between torch's conventions and MPI's is settled here, and nothing else is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -37,10 +37,11 @@ from mpicoll.collectives import (
 from mpicoll.collectives import (
     scatter as scatters,
 )
-from mpicoll.collectives.arguments import names_rank
+from mpicoll.collectives.arguments import key_of, names_rank
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.operation import Task, task
+from mpicoll.engine.operation import Operation, Task, task
 from mpicoll.engine.record import Call
+from mpicoll.engine.repeat import repeated_task
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.torch.tensors import (
     Restore,
@@ -93,6 +94,19 @@ def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
     return _BOOL_OPS.get(name, name) if dtype is torch.bool else name
 
 
+def _task(comm: Communicator, name: str, x: Any, out: Any, prepare: Callable[..., Operation], **asked: Any) -> Task:
+    """The task of ``prepare(comm, x=x, out=out, **asked)``, of which more is kept for the next call of this `name`."""
+
+    def prepared(x: Any, out: Any) -> Operation:
+        return prepare(comm, x=x, out=out, algorithm=None, **asked)
+
+    op = asked.get("op")
+    if op is not None and type(op) is not str:
+        return task(prepared(x, out))
+    what = (name, op, asked.get("root"), key_of(asked.get("counts")))
+    return repeated_task(comm, what, x, out, prepared)
+
+
 def in_order(bodies: Sequence[Task]) -> Task:
     """One job of several, which run in this order. Where they may share memory, see ``protected_inputs``."""
 
@@ -120,7 +134,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     """In place."""
     plain, restore = in_place(tensor)
     native = op_of("all_reduce", op, tensor.dtype)
-    return _then(task(allreduce.prepare(comm, plain, native, plain, None)), restore)
+    return _then(_task(comm, "all_reduce", plain, plain, allreduce.prepare, op=native), restore)
 
 
 @names_rank
@@ -141,14 +155,14 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Task
     plain, restore = in_place(tensor)
     out = plain if comm.rank == root else None
     native = op_of("reduce", op, tensor.dtype)
-    return _then(task(reduces.prepare(comm, plain, native, root, out, None)), restore)
+    return _then(_task(comm, "reduce", plain, out, reduces.prepare, op=native, root=root), restore)
 
 
 @names_rank
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Task:
     """In place."""
     plain, restore = in_place(tensor)
-    return _then(task(bcast.prepare(comm, plain, root, plain, None)), restore)
+    return _then(_task(comm, "broadcast", plain, plain, bcast.prepare, root=root), restore)
 
 
 def barrier(comm: Communicator) -> Task:
@@ -164,7 +178,7 @@ def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torc
     check_numel("all_gather", "the input", tensor.numel(), sizes[comm.rank])
     whole, restore = joined_output("all_gather", outputs)
     counts = sizes if len(set(sizes)) > 1 else None
-    return _then(task(allgather.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+    return _then(_task(comm, "all_gather", flat_input(tensor), whole, allgather.prepare, counts=counts), restore)
 
 
 @names_rank
@@ -190,7 +204,7 @@ def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Te
     check_pair("all_gather_single", tensor, output)
     check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size)
     whole, restore = flat_output("all_gather_single", output)
-    return _then(task(allgather.prepare(comm, flat_input(tensor), None, whole, None)), restore)
+    return _then(_task(comm, "all_gather_single", flat_input(tensor), whole, allgather.prepare, counts=None), restore)
 
 
 @names_rank
@@ -213,7 +227,7 @@ def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Te
         for i, one in enumerate(outputs):
             check_numel("gather", f"output {i}", one.numel(), tensor.numel())
         whole, restore = joined_output("gather", outputs)
-    return _then(task(gathers.prepare(comm, flat_input(tensor), root, None, whole, None)), restore)
+    return _then(_task(comm, "gather", flat_input(tensor), whole, gathers.prepare, root=root, counts=None), restore)
 
 
 @names_rank
@@ -228,7 +242,7 @@ def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Te
             check_numel("scatter", f"input {i}", one.numel(), output.numel())
         whole = joined_input(tensors)
     target, restore = flat_output("scatter", output)
-    return _then(task(scatters.prepare(comm, whole, root, None, target, None)), restore)
+    return _then(_task(comm, "scatter", whole, target, scatters.prepare, root=root, counts=None), restore)
 
 
 @names_rank
@@ -241,8 +255,8 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[t
     native = op_of("reduce_scatter", op, output.dtype)
     target, restore = flat_output("reduce_scatter", output)
     counts = sizes if len(set(sizes)) > 1 else None
-    prepared = reduce_scatters.prepare(comm, joined_input(tensors), native, counts, target, None)
-    return _then(task(prepared), restore)
+    whole, prepare = joined_input(tensors), reduce_scatters.prepare
+    return _then(_task(comm, "reduce_scatter", whole, target, prepare, op=native, counts=counts), restore)
 
 
 @names_rank
@@ -252,7 +266,8 @@ def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torc
     check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size)
     native = op_of("reduce_scatter_single", op, output.dtype)
     target, restore = flat_output("reduce_scatter_single", output)
-    return _then(task(reduce_scatters.prepare(comm, flat_input(tensor), native, None, target, None)), restore)
+    whole, prepare = flat_input(tensor), reduce_scatters.prepare
+    return _then(_task(comm, "reduce_scatter_single", whole, target, prepare, op=native, counts=None), restore)
 
 
 @names_rank
@@ -273,7 +288,7 @@ def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Seq
     # Even where this rank's sizes are all equal, those of the others may not be; they must choose alike.
     counts = [one.numel() for one in tensors], [one.numel() for one in outputs]
     whole, restore = joined_output("all_to_all", outputs)
-    return _then(task(alltoall.prepare(comm, joined_input(tensors), counts, whole, None)), restore)
+    return _then(_task(comm, "all_to_all", joined_input(tensors), whole, alltoall.prepare, counts=counts), restore)
 
 
 @names_rank
@@ -305,7 +320,7 @@ def all_to_all_single(
                     f" {comm.size} ranks; pass split sizes"
                 )
     whole, restore = flat_output(operation, output)
-    return _then(task(alltoall.prepare(comm, flat_input(tensor), counts, whole, None)), restore)
+    return _then(_task(comm, operation, flat_input(tensor), whole, alltoall.prepare, counts=counts), restore)
 
 
 def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

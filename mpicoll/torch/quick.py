@@ -5,6 +5,7 @@ What the general path finds out for each call is found out here once for each ki
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -77,7 +78,12 @@ class Quick:
         if reduce.__class__ is Shared:
             flat = _flat(tensor)
             return self._through(reduce, call, flat, flat)
-        self._run(reduce, call, address)
+        if reduce.__class__ is _InWork:
+            if tensor.is_inference():
+                return False  # which torch lets nobody copy to
+            self._run(reduce, call, tensor)
+        else:
+            self._run(reduce, call, address)
         return True
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
@@ -200,8 +206,14 @@ class Quick:
         found = self._reduction("allreduce", tensor, op, (count,))
         if isinstance(found, bool) or isinstance(found[0], Shared):
             return found
-        (dtype, name, native), call = found
-        return native.allreduce_in_place(dtype, count, name), call
+        (ready, native), call = found
+        assert ready.native is not None
+        reduce = native.allreduce_in_place(ready.work, count, ready.native)
+        own = _NUMPY.get(tensor.dtype)
+        if ready.finish is None and own is not None:
+            return reduce, call
+        divisor = None if ready.finish is None else self._comm.size
+        return _InWork(reduce, None if own is not None else _work(count), divisor), call
 
     def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
         """What reduces `count` elements and scatters them."""
@@ -209,11 +221,15 @@ class Quick:
         found = False if count % size else self._reduction("reduce_scatter", tensor, op, (count // size,) * size)
         if isinstance(found, bool) or isinstance(found[0], Shared):
             return found
-        (dtype, name, native), call = found
-        return (native.typed(dtype), name, native), call
+        (ready, native), call = found
+        dtype = _NUMPY.get(tensor.dtype)
+        if ready.finish is not None or dtype is None:
+            return False
+        return (native.typed(dtype), ready.native, native), call
 
     def _reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> Found:
-        """Through shared memory, or the dtype and the name for MPI's own, and the call; False if neither serves."""
+        """Through shared memory, or the reduction for MPI's own and the one that carries it out, and the call; False if
+        neither serves."""
         name, count = op_of(collective, op, tensor.dtype), sum(counts)
         if not count or not isinstance(name, str) or tensor.dtype.is_complex:
             return False
@@ -227,12 +243,11 @@ class Quick:
         call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
         if isinstance(choice.algorithm, Method) and ready.prepare is None:
             return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, Fold(ready, buffer)), call
-        dtype = _NUMPY.get(tensor.dtype)
-        if choice.algorithm is not None or self._native is None or dtype is None:
+        if choice.algorithm is not None or self._native is None or ready.native is None:
             return False
-        if ready.finish is not None or ready.native is None:
+        if ready.prepare is not None or tensor.dtype not in (*_NUMPY, torch.float16, torch.bfloat16):
             return False
-        return (dtype, ready.native, self._native), call
+        return (ready, self._native), call
 
     def _move(self, collective: str, nbytes: int, root: int) -> Found:
         size = self._comm.size
@@ -250,6 +265,36 @@ class Quick:
         if choice.algorithm is not None or self._native is None:
             return False
         return (self._native.typed(_BYTES), self._native), call
+
+
+class _InWork:
+    """Reduces a tensor in place where there is more to it than MPI's reduction: in the float32 memory `work`, if there
+    is any, and divided by `divisor`, if there is one."""
+
+    __slots__ = ("_divisor", "_reduce", "_work")
+
+    def __init__(self, reduce: Callable[[int], None], work: torch.Tensor | None, divisor: int | None) -> None:
+        self._reduce = reduce
+        self._work = work
+        self._divisor = divisor
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        # Neither autograd nor its count of versions takes notice of what MPI writes; of this as little.
+        own = tensor.data
+        work = own if self._work is None else self._work
+        if self._work is not None:
+            own = own.view(-1)
+            work.copy_(own)
+        self._reduce(work.data_ptr())
+        if self._divisor is not None:
+            work.div_(self._divisor)
+        if self._work is not None:
+            own.copy_(work)
+
+
+def _work(count: int) -> torch.Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.empty(count, dtype=torch.float32, device="cpu")
 
 
 def _flat(tensor: torch.Tensor) -> Any:

@@ -1,0 +1,168 @@
+"""Small calls of torch.distributed that come again: nothing is prepared anew, and each works on its own data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+from mpicoll.engine.operation import Operation
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.usefixtures("default_group"),
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+]
+
+Make = Callable[[int], torch.Tensor]
+"""A rank's data of a turn."""
+
+
+def data(turn: int, count: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    """Whole numbers that every dtype holds, as their sums; different ones in each turn."""
+    return torch.from_numpy(np.random.default_rng([turn, rank]).integers(0, 9, count)).to(dtype)
+
+
+def total(make: Make) -> torch.Tensor:
+    return torch.stack([make(rank).double() for rank in range(dist.get_world_size())]).sum(0)
+
+
+def joined(make: Make) -> torch.Tensor:
+    return torch.cat([make(rank) for rank in range(dist.get_world_size())])
+
+
+def part(whole: torch.Tensor) -> torch.Tensor:
+    return whole.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def parts(whole: torch.Tensor) -> list[torch.Tensor]:
+    """Apart from each other in memory."""
+    return [one.clone() for one in whole.chunk(dist.get_world_size())]
+
+
+def all_reduce(make: Make, op: Any = ReduceOp.SUM, *, background: bool = False) -> Any:
+    x = make(dist.get_rank())
+    work = dist.all_reduce(x, op, async_op=background)
+    if work is not None:
+        work.wait()
+    want = total(make) / (dist.get_world_size() if op == ReduceOp.AVG else 1)
+    return x, want.to(x.dtype)
+
+
+def parameter(make: Make) -> Any:
+    x = torch.nn.Parameter(make(dist.get_rank()))
+    version = x._version
+    dist.all_reduce(x, ReduceOp.AVG)
+    assert x._version == version
+    return x.detach(), (total(make) / dist.get_world_size()).to(x.dtype)
+
+
+def in_inference_mode(make: Make) -> Any:
+    with torch.inference_mode():
+        x = make(dist.get_rank()).clone()
+    dist.all_reduce(x, ReduceOp.AVG)
+    return x.clone(), (total(make) / dist.get_world_size()).to(x.dtype)
+
+
+def strided(make: Make) -> Any:
+    x = make(dist.get_rank()).repeat_interleave(2)[::2]
+    dist.all_reduce(x)
+    return x, total(make).to(x.dtype)
+
+
+def coalesced(make: Make) -> Any:
+    x, y = make(dist.get_rank()), make(dist.get_rank())
+    dist.all_reduce_coalesced([x, y])
+    return torch.cat([x, y]), torch.cat([total(make)] * 2).to(x.dtype)
+
+
+def reduce(make: Make) -> Any:
+    x = make(dist.get_rank())
+    dist.reduce(x, 0)
+    return x, total(make).to(x.dtype) if dist.get_rank() == 0 else make(dist.get_rank())
+
+
+def all_gather(make: Make) -> Any:
+    outputs = parts(torch.empty_like(joined(make)))
+    dist.all_gather(outputs, make(dist.get_rank()))
+    return torch.cat(outputs), joined(make)
+
+
+def gather(make: Make) -> Any:
+    root = dist.get_rank() == 0
+    outputs = parts(torch.empty_like(joined(make))) if root else None
+    dist.gather(make(dist.get_rank()), outputs, 0)
+    return (torch.cat(outputs), joined(make)) if outputs is not None else (torch.empty(0), torch.empty(0))
+
+
+def scatter(make: Make) -> Any:
+    x = torch.empty_like(part(make(0)))
+    dist.scatter(x, parts(make(0)) if dist.get_rank() == 0 else None, 0)
+    return x, part(make(0))
+
+
+def reduce_scatter(make: Make) -> Any:
+    x = torch.empty_like(part(make(0)))
+    dist.reduce_scatter(x, parts(make(dist.get_rank())))
+    return x, part(total(make)).to(x.dtype)
+
+
+def reduce_scatter_single(make: Make, op: Any = ReduceOp.SUM) -> Any:
+    x = torch.empty_like(part(make(0)))
+    dist.reduce_scatter_tensor(x, make(dist.get_rank()), op)
+    return x, part(total(make) / (dist.get_world_size() if op == ReduceOp.AVG else 1)).to(x.dtype)
+
+
+def all_to_all(make: Make) -> Any:
+    x = make(dist.get_rank())
+    outputs = parts(torch.empty_like(x))
+    dist.all_to_all(outputs, parts(x))
+    return torch.cat(outputs), torch.cat([part(make(rank)) for rank in range(dist.get_world_size())])
+
+
+def all_to_all_splits(make: Make) -> Any:
+    x = make(dist.get_rank())
+    got, even = torch.empty_like(x), [x.numel() // dist.get_world_size()] * dist.get_world_size()
+    dist.all_to_all_single(got, x, even, even)
+    return got, torch.cat([part(make(rank)) for rank in range(dist.get_world_size())])
+
+
+FORMS = [
+    all_reduce,
+    partial(all_reduce, op=ReduceOp.AVG),
+    partial(all_reduce, background=True),
+    parameter,
+    in_inference_mode,
+    strided,
+    coalesced,
+    reduce,
+    all_gather,
+    gather,
+    scatter,
+    reduce_scatter,
+    reduce_scatter_single,
+    partial(reduce_scatter_single, op=ReduceOp.AVG),
+    all_to_all,
+    all_to_all_splits,
+]
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(Operation, "__post_init__", lambda self: prepared.append(self.problem.collective))
+    count = rows * dist.get_world_size()
+    for form in FORMS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for turn in range(5):
+                if turn == 2:
+                    prepared.clear()
+                got, want = form(partial(data, turn, count, dtype))  # type: ignore[operator]
+                assert torch.equal(got, want), f"{form} {dtype} turn {turn}: {got} {want}"
+            assert not prepared, f"{form} {dtype}"
