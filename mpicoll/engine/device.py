@@ -21,7 +21,7 @@ import numpy as np
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.buffer import Buffer
-from mpicoll.buffers.device import Device, DeviceArray, Mark, Ready
+from mpicoll.buffers.device import Device, DeviceArray, Mark, Ready, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Reduction
 from mpicoll.buffers.pair import parts_of
@@ -257,6 +257,14 @@ class _Settled:
     def __init__(self, native: Any, device: Device) -> None:
         self._native = native
         self._device = device
+
+    def reduce(self, source: Array, target: Array | None, op: str, root: int) -> None:
+        """As MPI's, but never in place at a root other than rank 0, where some libraries fail."""
+        if source is target and root:
+            source = empty_beside(source, source.size)
+            np.copyto(source, target)
+        self._device.settle()
+        self._native.reduce(source, target, op, root)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         method: Callable[..., None] = getattr(self._native, name)

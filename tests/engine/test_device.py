@@ -441,3 +441,23 @@ def test_what_is_not_left_to_nccl(op: str, dtype: str | None, why: str | None) -
     x = np.zeros(3, dtype)
     reduction = operand("allreduce", (x, np.zeros(3, int)) if dtype is None else x, op)[1]
     assert devices._not_by_nccl("allreduce", reduction) == why
+
+
+def test_native_reduce_is_in_place_at_rank_0_only(cuda: ModuleType) -> None:
+    """Some MPI libraries fail elsewhere, and can't copy memory of a device themselves."""
+    called: list[list[Any]] = []
+
+    class Native:
+        def reduce(self, source: Any, target: Any, op: str, root: int) -> None:
+            got = np.empty(4, np.uint8)
+            np.copyto(got, source)
+            target.on.settle()
+            called.append([source is target, *got.tolist()])
+            np.copyto(target, np.array([7, 8, 9, 10], np.uint8))
+
+    kept, data = memory(cuda, np.arange(4, dtype=np.uint8))
+    with data.on.working(after(cuda, kept)):
+        settled: Any = devices._Settled(Native(), data.on)
+        settled.reduce(data, data, "sum", 1)
+        settled.reduce(data, data, "sum", 0)
+    assert called == [[False, 0, 1, 2, 3], [True, 7, 8, 9, 10]]
