@@ -276,7 +276,7 @@ class _Arrival:
             raise TruncationError(
                 f"{self._name}: a message of {nbytes} bytes from rank {envelope.source} (tag {envelope.tag})"
                 f" arrived where {target.raw.size} bytes, shape {self._filled.array.shape} of dtype"
-                f" {self._filled.dtype.name}, were expected (rank {self._comm.rank} of {self._comm.size})"
+                f" {self._filled.dtype.name}, were expected (rank {self._comm.rank} of {self._comm.size}); {_AGREE}"
             )
         if self._note is not None:
             target.raw[:] = self.memory[begin : begin + nbytes]
@@ -292,7 +292,8 @@ class _Arrival:
                     self._compare(sent, self.call.peer, self.call.tag)
                 except TruncationError as better:
                     return better
-        return error
+        comm = self._comm
+        return TruncationError(f"{self.call} on {comm.name}, rank {comm.rank} of {comm.size}: {error}; {_AGREE}")
 
     def _compare(self, sent: notes.Note, source: int | None, tag: int | None) -> None:
         """Raise TruncationError or MismatchError if it was sent as something else than is expected here."""
@@ -319,6 +320,9 @@ class _Arrival:
         if "size" in fields:
             raise TruncationError(text)
         raise MismatchError(text, () if source is None else (source,), fields, (sent, expected))
+
+
+_AGREE = "sender and receiver must agree on the size; mpicoll.probe says how large a message is before it is received"
 
 
 def _go_together(sent: Sequence[int] | None, expected: Sequence[int] | None) -> bool:

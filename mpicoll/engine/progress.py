@@ -21,7 +21,7 @@ from mpicoll.engine import report
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.record import Call, Group, Raw, Site, call_site, keepers
 from mpicoll.engine.watch import FULL_FROM, Watch
-from mpicoll.errors import CommunicatorError, Timeout
+from mpicoll.errors import CommunicatorError, Timeout, TruncationError
 
 _log = logging.getLogger("mpicoll")
 
@@ -256,6 +256,8 @@ class Progress:
         """The operation that runs has ended by `error`: what to raise for it."""
         try:
             shown = self.explained(error) if isinstance(error, Exception) else error
+            if type(shown) is TruncationError:
+                shown = self._of_other_size(entry, shown)
             if isinstance(shown, Timeout):
                 # While the others still see it here.
                 shown = self._given_up(entry, shown)
@@ -334,6 +336,17 @@ class Progress:
         group, number, call, _, _ = entry
         text = f"{call} number {number} on {group}, rank {group.rank}: {error}"
         shown = Timeout(self._with_report(text, group.timeout))
+        shown.__cause__ = error
+        return shown
+
+    def _of_other_size(self, entry: Raw, error: TruncationError) -> TruncationError:
+        """What to raise for a collective in which more or less data came than this rank expects."""
+        group, number, call, _, _ = entry
+        shown = TruncationError(
+            f"{call} number {number} on {group.name}, rank {group.rank} of {len(group.members)}: {error}. Pass the same"
+            " shape and dtype on all ranks, or counts= where their blocks differ; MPICOLL_CHECK=1 says which rank"
+            " passes what"
+        )
         shown.__cause__ = error
         return shown
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from mpicoll.errors import Timeout
+from mpicoll.errors import Timeout, TruncationError
 
 T = TypeVar("T")
 
@@ -228,6 +228,14 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
         elif turns > 20:
             os.sched_yield()
     return value
+
+
+def does_not_fit(rank: int, message: Envelope, size: int) -> TruncationError:
+    """The error of `rank` for a message that is larger than the `size` bytes of memory for it."""
+    return TruncationError(
+        f"rank {rank}: a message of {message.nbytes} bytes from rank {message.source} (tag {message.tag}) does not fit"
+        f" the {size} bytes that receive it"
+    )
 
 
 def renumber(nodes: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
-from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Read, renumber
+from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Read, does_not_fit, renumber
 
 T = TypeVar("T")
 
@@ -303,10 +303,8 @@ class LocalPending:
             if len(letter.data) > slot.data.size:
                 # As MPI libraries do.
                 slot.data[:] = memoryview(letter.data)[: slot.data.size]
-                raise TruncationError(
-                    f"rank {self._transport.rank}: a message of {len(letter.data)} bytes from rank {letter.source}"
-                    f" (tag {letter.tag}) does not fit the {slot.data.size} bytes that receive it"
-                )
+                message = Envelope(letter.source, letter.tag, len(letter.data))
+                raise does_not_fit(self._transport.rank, message, slot.data.size)
             slot.data[: len(letter.data)] = memoryview(letter.data)
             self._done = Envelope(letter.source, letter.tag, len(letter.data))
         return self._done

@@ -30,7 +30,7 @@ from mpi4py import MPI
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
 from mpicoll.transport import probe, reductions, shm
-from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Native, Read, poll, renumber
+from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Native, Read, does_not_fit, poll, renumber
 from mpicoll.transport.shm import give_way
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -369,7 +369,8 @@ class MpiPending:
             try:
                 finished = step(self._request, self._status)
             except MPI.Exception as error:
-                self._error = self._owner.failed(error, (self._request, self._data))
+                too_large = None if self.takes[0] is None else _too_large(self.rank, error, self._status, self._data)
+                self._error = too_large or self._owner.failed(error, (self._request, self._data))
                 _under_way.drop(self)
                 raise self._error from error
             except RankFailed as error:
@@ -682,15 +683,32 @@ class MpiTransport:
                     request.Free()
             self._abandoned.append((requests, sends, recvs))
             if isinstance(error, MPI.Exception):
-                _raise_first(statuses)
+                self._raise_first(recvs, statuses)
             raise
         for (source, data), status in zip(recvs, statuses, strict=False):
             got = status.Get_elements(MPI.BYTE)
             if got != data.size:
-                raise TruncationError(
-                    f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}:"
-                    " the ranks disagree about the size of the operation"
-                )
+                raise self._other_size(source, data, f"{got}")
+
+    def _other_size(self, source: int | None, data: Memory, got: str) -> TruncationError:
+        return TruncationError(
+            f"rank {self.rank} expected {data.size} bytes from rank {source}, got {got}:"
+            " the ranks disagree about the size of the operation"
+        )
+
+    def _raise_first(self, recvs: Sequence[Message], statuses: Sequence[MPI.Status]) -> None:
+        """Raise the error of the first transfer that failed, which says more than "error in status"."""
+        for at, status in enumerate(statuses):
+            kind = status.Get_error()
+            if kind in (MPI.SUCCESS, MPI.ERR_PENDING):
+                continue
+            error = MPI.Exception(kind)
+            if error.Get_error_class() == MPI.ERR_TRUNCATE and at < len(recvs):
+                source, data = recvs[at]
+                got = status.Get_elements(MPI.BYTE)
+                # Not every MPI library says how large the message was.
+                raise self._other_size(source, data, f"{got}" if got > data.size else "more") from error
+            raise error
 
     @_translated
     def send(self, data: Memory, dest: int, tag: int) -> None:
@@ -715,10 +733,7 @@ class MpiTransport:
             _post(message.Recv, whole)
             # Its beginning may say what it is.
             data[:] = whole[: data.size]
-            raise TruncationError(
-                f"rank {self.rank}: a message of {envelope.nbytes} bytes from rank {envelope.source} (tag"
-                f" {envelope.tag}) does not fit the {data.size} bytes that receive it"
-            )
+            raise does_not_fit(self.rank, envelope, data.size)
         _post(message.Recv, data)
         return envelope
 
@@ -732,12 +747,15 @@ class MpiTransport:
             self._finish(sending, data)
             return _envelope(self._finish(receiving, into))
         status = MPI.Status()
-        if max(data.size, into.size) <= _INT_MAX:
-            self._p2p.Sendrecv(data, dest, tag, into, _source(source), _tag(recvtag), status)
-        else:
-            sending = _post(self._p2p.Isend, data, dest, tag)
-            _post(self._p2p.Recv, into, _source(source), _tag(recvtag), status)
-            sending.Wait()
+        try:
+            if max(data.size, into.size) <= _INT_MAX:
+                self._p2p.Sendrecv(data, dest, tag, into, _source(source), _tag(recvtag), status)
+            else:
+                sending = _post(self._p2p.Isend, data, dest, tag)
+                _post(self._p2p.Recv, into, _source(source), _tag(recvtag), status)
+                sending.Wait()
+        except MPI.Exception as error:
+            raise (_too_large(self.rank, error, status, into) or error) from error
         return _envelope(status)
 
     @_translated
@@ -975,11 +993,13 @@ def _free_window(window: MPI.Win, owner: int) -> None:
         window.Free()
 
 
-def _raise_first(statuses: Sequence[MPI.Status]) -> None:
-    """Raise the error of the first transfer that failed, which says more than "error in status"."""
-    for status in statuses:
-        if status.Get_error() not in (MPI.SUCCESS, MPI.ERR_PENDING):
-            raise MPI.Exception(status.Get_error())
+def _too_large(rank: int, error: MPI.Exception, status: MPI.Status, data: Memory) -> CommunicationError | None:
+    """What to raise for the error of a receive, if the message was larger than `data`."""
+    if error.Get_error_class() != MPI.ERR_TRUNCATE:
+        return None
+    message = _envelope(status)
+    # Not every MPI library says how large it was.
+    return does_not_fit(rank, message, data.size) if message.nbytes > data.size else _explained(rank, error)
 
 
 def _post(call: Callable[..., R], data: Memory, *envelope: Any) -> R:

@@ -49,6 +49,23 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(1e-3)
 
 
+def truncate() -> None:
+    raise mpicoll.TruncationError("rank 0: a message of 9 bytes does not fit")
+
+
+def test_a_truncation_names_the_operation_and_a_remedy(queue: Progress) -> None:
+    call = Call("allreduce", 8, "float64", (1,), op="sum")
+    with pytest.raises(mpicoll.TruncationError) as caught:
+        queue.run(truncate, call)
+    job = queue.submit(truncate, call)
+    queue.complete(job, None)
+    for number, error in ((1, caught.value), (2, job.error)):
+        assert str(error).startswith(
+            f"allreduce(float64[1], op=sum) number {number} on test, rank 0 of 1: rank 0: a message of 9 bytes does"
+            " not fit. Pass the same shape and dtype on all ranks, or counts="
+        )
+
+
 # --- order
 
 
