@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_from_a_script(scratch: Path) -> None:
     assert err == ""
 
 
-def test_the_first_failure_ends_the_others(scratch: Path) -> None:
+def test_the_first_failure_ends_the_others(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(Exception):
         pass
 
@@ -164,6 +165,8 @@ def test_the_first_failure_ends_the_others(scratch: Path) -> None:
     assert (caught.value.rank, caught.value.status) == (1, 1)
     assert isinstance(caught.value.__cause__, Broken)
     assert caught.value.__cause__.args == ("no more oil",)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mpicoll:")]
+    assert said == ["mpicoll: rank 1 of 3 died of Broken: no more oil; the job is ended"]
 
 
 def test_sys_exit(scratch: Path) -> None:
@@ -192,10 +195,14 @@ def test_a_killed_rank(scratch: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         mpicoll.barrier()
 
-    with pytest.raises(mpicoll.SpawnError, match=r"ranks 0, 1 of 2 ended without a result") as caught:
-        mpicoll.spawn(function, nprocs=2)
-    assert "signal 9" in str(caught.value)  # the launcher's own words
-    assert caught.value.rank is None
+    with pytest.raises(mpicoll.SpawnError) as caught:
+        mpicoll.spawn(function, nprocs=3)
+    first, *rest = str(caught.value).splitlines()
+    assert re.match(
+        r"spawn: rank 1 of 3 \(process \d+ on .*\) was killed by SIGKILL .*, so the others were ended;", first
+    )
+    assert "signal 9" in " ".join(rest)  # the launcher's own words
+    assert caught.value.rank == 1
     assert caught.value.status not in (0, None)
 
 

@@ -133,7 +133,7 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
         if os.getpid() != owner:
             previous(kind, error, traceback)
             return  # a forked child, whose end concerns nobody
-        teller.dying(f"died of {_line(kind, error)}; the job is ended")
+        teller.dying(f"{cause_of(error)}; the job is ended")
         previous(kind, error, traceback)
         _flush()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
@@ -153,9 +153,12 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
     atexit.register(left)
 
 
-def _line(kind: type[BaseException], error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{kind.__name__}: {text.splitlines()[0]}" if text else kind.__name__
+def cause_of(error: BaseException) -> str:
+    """How a rank has ended whose program has raised `error`."""
+    if isinstance(error, SystemExit):
+        return f"left by sys.exit with status {error.code}"
+    text, name = str(error).strip(), type(error).__name__
+    return f"died of {name}: {text.splitlines()[0]}" if text else f"died of {name}"
 
 
 def _flush() -> None:

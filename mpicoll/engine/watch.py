@@ -110,6 +110,8 @@ class Watch:
         self.survives = False
         # Operations for which somebody who waited has got Timeout, and decides what is to be done.
         self.excused: deque[Call] = deque(maxlen=100)
+        # Called on the speaker, before it ends the job, with a rank that has ended unannounced, and how.
+        self.on_death: Callable[[int, str], None] = lambda rank, why: None
         # What has to be done about a rank that has died, where others survive that.
         self.mourn: Callable[[int], None] = lambda rank: None
         self.rank, self.size = 0, 1
@@ -342,6 +344,8 @@ class Watch:
             process.close()
         where = f" (process {gone.pid} on {gone.host})" if gone.pid else ""
         why = f"rank {gone.rank} of {self.size}{where} {_death(gone, status)}"
+        if self._speaker() == self.rank:
+            self.on_death(gone.rank, why)
         if status == 0:
             # If its goodbye was lost, all is well; if it left MPI out, the launcher is about to end the job.
             self._suspect = self._suspect or f"{why}; the job is ended"

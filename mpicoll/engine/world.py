@@ -22,6 +22,7 @@ from mpicoll.engine import check, nccl, notes, tuned
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.ending import (
     abort_on_failure,
+    cause_of,
     hold_back_signals,
     leave_signals_alone,
     let_signals_come,
@@ -198,6 +199,26 @@ def _guard() -> Watch | None:
         before=hold_back_signals, after_in_parent=let_signals_come, after_in_child=lambda: _refuse_all(watch)
     )
     return watch
+
+
+def end_job(error: BaseException, status: int) -> None:
+    """End all ranks, since this one's program has ended by `error`. For a program whose exceptions don't come to
+    sys.excepthook, once MPI has started."""
+    from mpicoll.transport import mpi
+
+    watch = _guard()
+    if watch is None:
+        mpi.abort(status)
+    else:
+        watch.dying(f"{cause_of(error)}; the job is ended")
+        watch.end_all(status)
+
+
+def tell_of_deaths(on_death: Callable[[int, str], None]) -> None:
+    """Have `on_death` called, on one rank that lives, with a rank that has ended unannounced, and how."""
+    watch = _guard()
+    if watch is not None:
+        watch.on_death = on_death
 
 
 def _refuse_all(watch: Watch) -> None:

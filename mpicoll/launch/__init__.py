@@ -107,22 +107,25 @@ class SpawnContext:
     def _failure(self) -> SpawnError | None:
         """What is to be raised, if anything is."""
         status = self._process.returncode
-        failures = [_load(path) for path in self._directory.glob("*.failure")]
-        if failures:
-            return _explained(min(failures, key=operator.itemgetter("time")), self._size)
+        told = [_load(path) for pattern in ("*.failure", "*.death") for path in self._directory.glob(pattern)]
+        first = min(told, key=operator.itemgetter("time"), default=None)
+        if first is not None and "traceback" in first:
+            return _explained(first, self._size)
         if self._terminated:
             return SpawnError(f"spawn: the job of {self._size} ranks was terminated", status=status)
         silent = [rank for rank in range(self._size) if not (self._directory / f"{rank}.result").exists()]
         if not silent and status == 0:
             return None
-        if silent:
+        if first is not None:
+            what = f"{first['why']}, so the others were ended"
+        elif silent:
             who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
             what = f"{who} of {self._size} ended without a result (killed by a signal, or by os._exit?)"
         else:
             what = f"all {self._size} ranks have returned, but the job failed afterwards"
         return SpawnError(
             f"spawn: {what}; the launcher's exit status is {status}. The end of its stderr:\n{self._tail.text()}",
-            rank=silent[0] if len(silent) == 1 else None,
+            rank=first["rank"] if first is not None else silent[0] if len(silent) == 1 else None,
             status=status,
         )
 

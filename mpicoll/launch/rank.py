@@ -2,6 +2,7 @@
 
 The directory holds ``path`` (the parent's sys.path) and ``job`` (function and arguments). The rank leaves its process
 id in ``<rank>.pid``, and then either its result in ``<rank>.result`` or what went wrong in ``<process id>.failure``.
+When a rank has ended unannounced, another one says how in ``<rank>.death``.
 """
 
 import json
@@ -38,9 +39,9 @@ def main(directory: Path) -> None:
     _flush()
     if "mpi4py.MPI" not in sys.modules:
         sys.exit(status)  # nobody can be waiting for this rank
-    from mpicoll.transport import mpi
+    from mpicoll.engine.world import end_job
 
-    mpi.abort(status)
+    end_job(failure, status)
 
 
 def _start(directory: Path) -> int:
@@ -52,9 +53,14 @@ def _start(directory: Path) -> int:
             "mpicoll.spawn starts ranks on its own machine only, but the launcher started one on"
             f" {socket.gethostname()}; keep host lists and allocations of several machines from it"
         ) from error
-    from mpicoll.engine.world import world
+    from mpicoll.engine.world import tell_of_deaths, world
+
+    def note(rank: int, why: str) -> None:
+        with suppress(OSError):  # the job has to be ended all the same
+            _write(directory / f"{rank}.death", pickle.dumps({"time": time.time(), "rank": rank, "why": why}))
 
     rank = world().rank
+    tell_of_deaths(note)
     _write(directory / f"{rank}.pid", str(os.getpid()).encode())
     return rank
 
