@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpicoll.collectives.explain import explain
     from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
     from mpicoll.collectives.gather import gather, gather_init, igather
+    from mpicoll.collectives.objects import allgather_object, bcast_object, gather_object, scatter_object
     from mpicoll.collectives.p2p import Status, iprobe, irecv, isend, probe, recv, send, sendrecv
     from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
     from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
@@ -85,6 +86,7 @@ __all__ = [
     "algorithms",
     "allgather",
     "allgather_init",
+    "allgather_object",
     "allreduce",
     "allreduce_init",
     "alltoall",
@@ -93,6 +95,7 @@ __all__ = [
     "barrier_init",
     "bcast",
     "bcast_init",
+    "bcast_object",
     "debug",
     "empty",
     "explain",
@@ -100,6 +103,7 @@ __all__ = [
     "exscan_init",
     "gather",
     "gather_init",
+    "gather_object",
     "iallgather",
     "iallreduce",
     "ialltoall",
@@ -127,6 +131,7 @@ __all__ = [
     "scan_init",
     "scatter",
     "scatter_init",
+    "scatter_object",
     "schedules",
     "send",
     "sendrecv",
@@ -150,6 +155,7 @@ _HOMES = {
     "collectives.explain": "explain",
     "collectives.exscan": "exscan exscan_init iexscan",
     "collectives.gather": "gather gather_init igather",
+    "collectives.objects": "allgather_object bcast_object gather_object scatter_object",
     "collectives.p2p": "Status iprobe irecv isend probe recv send sendrecv",
     "collectives.reduce": "ireduce reduce reduce_init",
     "collectives.reduce_scatter": "ireduce_scatter reduce_scatter reduce_scatter_init",

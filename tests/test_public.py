@@ -17,11 +17,11 @@ NAMES = re.findall(
     AlgorithmError ArgumentError Choice CommunicationError Communicator CommunicatorError DTypeError DeviceError
     MismatchError MpicollError NumericsError Op PROC_NULL Plan RankError RankFailed Request ScheduleError SetupError
     ShapeError SpawnError Status Timeout TruncationError
-    algorithms allgather allgather_init allreduce allreduce_init alltoall alltoall_init barrier barrier_init bcast
-    bcast_init debug empty explain exscan exscan_init gather gather_init iallgather iallreduce ialltoall ibarrier ibcast
-    iexscan igather iprobe irecv ireduce ireduce_scatter iscan iscatter isend premul_sum probe recv reduce reduce_init
-    reduce_scatter reduce_scatter_init resilient run_local scan scan_init scatter scatter_init schedules send sendrecv
-    spawn trace waitall waitany world
+    algorithms allgather allgather_init allgather_object allreduce allreduce_init alltoall alltoall_init barrier
+    barrier_init bcast bcast_init bcast_object debug empty explain exscan exscan_init gather gather_init gather_object
+    iallgather iallreduce ialltoall ibarrier ibcast iexscan igather iprobe irecv ireduce ireduce_scatter iscan
+    iscatter isend premul_sum probe recv reduce reduce_init reduce_scatter reduce_scatter_init resilient run_local
+    scan scan_init scatter scatter_init scatter_object schedules send sendrecv spawn trace waitall waitany world
     """,
 )
 
