@@ -214,7 +214,8 @@ class _Trial:
             got = np.empty(size, dtype)
             np.copyto(got, target)
             self.device.settle()
-        if not np.array_equal(got, before if expected is None else expected):
+        # NaN is equal to NaN here.
+        if not np.array_equal(got, before if expected is None else expected, equal_nan=dtype.kind in "fc"):
             raise Wrong(f"{what} of {given.nbytes} bytes of device memory gives wrong data on rank {self.rank}")
 
     def data(self, nbytes: int, dtype: str = "uint8") -> list[Any]:
@@ -354,8 +355,23 @@ def _reduce() -> str:
         data = trial.data(nbytes, "int64")
         most = np.maximum(*data)
         trial.check("Allreduce in place", lambda one, all_: _in_place(native, one, all_), data[rank], most)
+    _on_all_dtypes(trial)
     trial.over()
     return f"{_WHAT}, summed up, by Allreduce, Reduce, Reduce_scatter_block, Scan"
+
+
+def _on_all_dtypes(trial: _Trial) -> None:
+    """What MPI computes rightly on the host it is to compute rightly on a device."""
+    for op, dtype in reductions.PAIRS:
+        if trial.transport.misreduces(op, dtype) is None:
+            both = reductions.operands(op, dtype, SIZES[1] // dtype.itemsize)
+            total = reductions.combine(op, *both)
+            what = f"Allreduce ({reductions.words(reductions.name(op, dtype))})"
+            trial.check(what, partial(_allreduce, trial.native, op), both[trial.rank], total)
+
+
+def _allreduce(native: Native, op: str, source: DeviceArray, target: DeviceArray) -> None:
+    native.allreduce(source, target, op)
 
 
 def _in_place(native: Native, source: DeviceArray, target: DeviceArray) -> None:

@@ -36,7 +36,7 @@ TRIALS = "mpicoll.cli.trials"
 """The program that carries out trials, by its name: it is above this layer."""
 
 FORMAT = "mpicoll CUDA-aware MPI"
-VERSION = 1
+VERSION = 2
 
 _SECONDS = 30.0
 """For which a class is tried."""

@@ -152,3 +152,27 @@ def test_collectives_that_reduce_wrongly(rank: int) -> None:
         assert found is not None, name
         assert found.startswith("the MPI library computes max of uint16 wrongly: ")
         assert found.endswith(f"(by {name} of 66 elements on rank {rank} of 2)")
+
+
+def test_reductions_of_device_memory(trial: Any) -> None:
+    """Of all dtypes that are right on the host."""
+    wrong = {"max L", "max Q"}
+
+    class Native:
+        def allreduce(self, source: Any, target: Any, op: str) -> None:
+            both = reductions.operands(op, source.dtype, source.size)
+            tried.add(reductions.name(op, source.dtype))
+            total = reductions.combine(op, *both)
+            np.copyto(target, both[0] if reductions.name(op, source.dtype) == spoiled else total)
+
+    trial.native = Native()
+    trial.transport = SimpleNamespace(
+        misreduces=lambda op, dtype: reductions.refusal(dict.fromkeys(wrong, ""), op, dtype)
+    )
+    tried: set[str] = set()
+    spoiled = ""
+    trials._on_all_dtypes(trial)
+    assert tried == {reductions.name(*one) for one in reductions.PAIRS} - wrong
+    spoiled = "min B"
+    with pytest.raises(Wrong, match=r"Allreduce \(min of uint8\) of 65536 bytes of device memory gives wrong data"):
+        trials._on_all_dtypes(trial)
