@@ -41,6 +41,8 @@ class Config:
                               ``on``, ``off``, or some of ``send``, ``move``, ``reduce``, with commas
     ``MPICOLL_SHARED_MEMORY`` ``auto``; ``named``: files in /dev/shm, where nameless memory can't be passed  auto
                               on; ``off``: none
+    ``MPICOLL_STUCK_AFTER``   seconds for which a rank waits before the states of all ranks are compared;  5
+                              operations that can never complete fail then
     ``MPICOLL_TIMEOUT``       seconds after which a call that waits is given up                         1800
     ``MPICOLL_TRACE``         the folder for a trace of all operations; set on one rank it counts for all  (none)
     ``MPICOLL_TRANSPORT``     ``mpi``, ``local`` (a world of one), or ``auto``: MPI under a launcher,    auto
@@ -56,6 +58,7 @@ class Config:
     outage: float = 7.0
     report: str = "."
     shared_memory: SharedMemory = "auto"
+    stuck_after: float = 5.0
     timeout: float = 1800.0
     trace: str = ""
     transport: Transport = "auto"
@@ -77,6 +80,7 @@ class Config:
             outage=_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
+            stuck_after=_seconds(environ, "MPICOLL_STUCK_AFTER", 5.0),
             timeout=_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
             trace=environ.get("MPICOLL_TRACE", ""),
             transport=cast(Transport, transport),

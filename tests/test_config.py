@@ -17,11 +17,12 @@ def test_nothing_set() -> None:
 def test_everything_set() -> None:
     environ = {
         "MPICOLL_ALGORITHMS": "allreduce:ring",
+        "MPICOLL_STUCK_AFTER": "0.5",
         "MPICOLL_TIMEOUT": "2.5",
         "MPICOLL_TRANSPORT": "local",
         "OTHER": "ignored",
     }
-    assert Config.read(environ) == Config(algorithms="allreduce:ring", timeout=2.5, transport="local")
+    assert Config.read(environ) == Config(algorithms="allreduce:ring", stuck_after=0.5, timeout=2.5, transport="local")
 
 
 @pytest.mark.parametrize("transport", ["auto", "mpi", "local"], ids="transport-{}".format)
@@ -36,11 +37,12 @@ def test_malformed_transport(value: str) -> None:
     assert str(caught.value) == f"MPICOLL_TRANSPORT={value!r}: must be auto, mpi or local"
 
 
+@pytest.mark.parametrize("name", ["MPICOLL_TIMEOUT", "MPICOLL_STUCK_AFTER"])
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "inf", "nan", "1s", "-inf"])
-def test_malformed_timeout(value: str) -> None:
+def test_malformed_seconds(value: str, name: str) -> None:
     with pytest.raises(SetupError) as caught:
-        Config.read({"MPICOLL_TIMEOUT": value})
-    assert str(caught.value) == f"MPICOLL_TIMEOUT={value!r}: must be a positive number of seconds"
+        Config.read({name: value})
+    assert str(caught.value) == f"{name}={value!r}: must be a positive number of seconds"
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "3601", "nan", "7s"])

@@ -17,6 +17,7 @@ from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine import notes
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.device import Landing, after, fetched, takes_straight
+from mpicoll.engine.progress import Progress
 from mpicoll.engine.record import Call, call_site, keepers
 from mpicoll.engine.request import Request, waitall
 from mpicoll.engine.world import CommLike, resolve
@@ -370,6 +371,10 @@ class _Transfer:
             return self._pending.test() is not None
         except CommunicationError:
             return True  # it has failed, which is for its own wait to say
+
+    @property
+    def awaited(self) -> tuple[Progress, Call]:
+        return self._comm.progress, self._call
 
     @property
     def limit(self) -> float:

@@ -11,7 +11,7 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.errors import CommunicationError, RankFailed, Timeout
+from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import give_way
 
@@ -60,6 +60,9 @@ Describe: TypeAlias = "Callable[[], str]"
 Judge: TypeAlias = "Callable[[list[str]], Exception | None]"
 """The error for what all ranks have called (empty: not known), the same on all of them."""
 
+CheckWait: TypeAlias = "Callable[[], None]"
+"""Raises CommunicationError if the operation that runs can never complete."""
+
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """``body(source, target)`` on this rank's flat input and output; None where the collective has none here."""
 
@@ -85,7 +88,13 @@ class Arena:
     `describe` and `judge` make words of it when ranks carry out different operations.
     """
 
-    def __init__(self, transport: Transport, describe: Describe | None = None, judge: Judge | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        describe: Describe | None = None,
+        judge: Judge | None = None,
+        check_wait: CheckWait | None = None,
+    ) -> None:
         rank, size = transport.rank, transport.size
         words = size * _WORDS * 8
         header = words + 2 * size * _TEXT
@@ -111,6 +120,7 @@ class Arena:
         self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
         self._describe = describe
         self._judge = judge
+        self._check_wait = check_wait
         self._step = 0
         self._operation = 0
         self._in_vain = False  # whether it was given up because others have not come
@@ -155,7 +165,7 @@ class Arena:
             if seen >= step:
                 return seen
         which = _ASKED[self._operation & 1]
-        mine, pause = words[self._mine + which], _Pause(self._transport)
+        mine, pause = words[self._mine + which], _Pause(self._transport, self._check_wait)
         while (seen := words[at]) < step:
             asked = words[at + which]
             if asked >> 32 == self._operation and asked != mine:
@@ -165,7 +175,8 @@ class Arena:
             except RankFailed:
                 if words[at] < step:  # it may have come, and gone since
                     raise
-            except Timeout:
+            except CommunicationError:
+                # This rank waits no longer, so it can't stay in step with those that may still come.
                 self._in_vain = True
                 raise
         return seen
@@ -272,7 +283,7 @@ class Arena:
     def _let_through(self, begin: int) -> None:
         """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
         them."""
-        words, pause = self._words, _Pause(self._transport)
+        words, pause = self._words, _Pause(self._transport, self._check_wait)
         words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _BADLY | self._step - begin
         while True:
             reached = [self._reached(at, begin) for at in self._others]
@@ -354,10 +365,11 @@ class Arena:
 class _Pause:
     """What to do between two looks at a flag."""
 
-    __slots__ = ("_begin", "_transport", "_turns")
+    __slots__ = ("_begin", "_check_wait", "_transport", "_turns")
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, check_wait: CheckWait | None) -> None:
         self._transport = transport
+        self._check_wait = check_wait
         self._turns = 0
 
     def __call__(self, peers: Sequence[int]) -> None:
@@ -370,6 +382,8 @@ class _Pause:
         if self._turns == _PATIENCE:
             self._begin = time.monotonic()
         self._transport.check_peers(time.monotonic() - self._begin, peers)
+        if self._check_wait is not None:
+            self._check_wait()
         time.sleep(_NAP)
 
 

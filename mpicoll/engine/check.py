@@ -214,7 +214,8 @@ class Check:
 
     def _look(self, entry: Entry) -> None:
         if self._watch is not None:
-            self._watch.look(entry.group)
+            self._watch.check(entry)
+            self._watch.check_deaths(entry.group)
 
 
 def hashed(fields: Told) -> int:

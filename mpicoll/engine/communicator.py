@@ -59,7 +59,7 @@ class Communicator:
         self.site = site(shape_of(transport.nodes), table)
         timeout = transport.timeout if parent is None else parent.timeout
         transport.timeout = timeout
-        group = Group(transport.key, name, transport.members, transport.rank, timeout)
+        group = Group(transport.key, name, transport.members, transport.rank, timeout, transport.traffic)
         self.progress = Progress(group, watch, background=transport.background, explain=transport.explain)
         # Operations that were prepared once, by what tells them apart; those of torch among them.
         self.repeated: dict[tuple[Any, ...], Any] = {}
@@ -89,7 +89,7 @@ class Communicator:
         self.family: check.Family = check.family if family is None else family
         self.family.add(self)
         # A communicator that is dropped without being freed must not leave its worker behind.
-        finalize(self, self.progress.stop).atexit = False
+        finalize(self, self.progress.dropped).atexit = False
 
     __reduce_ex__ = refuse_pickling(
         "Communicator",
@@ -151,6 +151,8 @@ class Communicator:
         The messages of :func:`mpicoll.send` and its kin travel on it, so the caller's own receives from any source meet
         them there; collectives are apart from it."""
         self.check()
+        if self.transport.traffic is not None:
+            self.transport.traffic.uncounted = True
         return self.transport.mpi
 
     def check(self) -> None:
@@ -208,7 +210,7 @@ class Communicator:
         otherwise ``unshared`` or, from now on, ``lost`` says why not."""
         if self._arena is None and self.unshared is None and self.lost is None:
             try:
-                self._arena = Arena(self.transport, self._described, self._judged)
+                self._arena = Arena(self.transport, self._described, self._judged, self._check_wait)
             except (RankFailed, Timeout):
                 raise  # it is not all ranks that have tried
             except CommunicationError as error:
@@ -218,6 +220,11 @@ class Communicator:
     def _described(self) -> str:
         """The collective that runs, for ranks that have called another."""
         return check.brief((self.outer or self).progress.current)
+
+    def _check_wait(self) -> None:
+        """Raise if the collective that runs can never complete."""
+        if self.watch is not None:
+            self.watch.check((self.outer or self).progress.current)
 
     def _judged(self, texts: list[str]) -> Exception | None:
         return check.from_texts(self.progress.group, texts)

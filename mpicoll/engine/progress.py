@@ -13,15 +13,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.engine import report
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.record import Call, Group, Raw, Site, call_site, keepers
 from mpicoll.engine.watch import FULL_FROM, Watch
 from mpicoll.errors import CommunicatorError, Timeout, TruncationError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger("mpicoll")
 
@@ -129,6 +133,11 @@ class Job:
         return self.done
 
     @property
+    def awaited(self) -> tuple[Progress, Call]:
+        """The queue, and its call."""
+        return self._progress, self.call
+
+    @property
     def limit(self) -> float:
         """Seconds that it may take."""
         return self._progress.group.timeout
@@ -147,6 +156,37 @@ class Job:
         # A Job whose making was interrupted (by Ctrl-C) has no attributes.
         if getattr(self, "error", None) is not None and not self.reported:
             _log.error("%s failed, and nobody waited for it", self, exc_info=self.error)
+
+
+class Waiting:
+    """A wait of this thread that polls, registered with the watch for as long as it is entered."""
+
+    __slots__ = ("_outer", "_watch", "entry")
+
+    def __init__(self, watch: Watch | None, entry: Raw) -> None:
+        self._watch = watch
+        self.entry = entry
+        self._outer: Raw | None = None
+
+    def __enter__(self) -> Self:
+        if self._watch is not None:
+            active, ident = self._watch.active, get_ident()
+            self._outer = active.get(ident)
+            active[ident] = self.entry
+        return self
+
+    def check(self) -> None:
+        """Raise CommunicationError if it can never complete; to be called now and then."""
+        if self._watch is not None:
+            self._watch.check(self.entry)
+
+    def __exit__(self, *args: object) -> None:
+        if self._watch is not None:
+            active, ident = self._watch.active, get_ident()
+            if self._outer is None:
+                del active[ident]
+            else:
+                active[ident] = self._outer
 
 
 class Progress:
@@ -197,6 +237,11 @@ class Progress:
                 del active[ident]
             else:
                 active[ident] = outer
+
+    def waiting(self, call: Call, timeout: float) -> Waiting:
+        """A wait that polls for at most `timeout` seconds, and takes no turn in the queue."""
+        group = self.group if timeout <= self.group.timeout else replace(self.group, timeout=timeout)
+        return Waiting(self._watch, (group, 0, call, monotonic(), None))
 
     def _kept(self, entry: Raw, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function`, and keep how that ended."""
@@ -384,6 +429,12 @@ class Progress:
     def refuse(self) -> None:
         """Raise CommunicatorError from now on: this process was forked from the one that communicates."""
         self.lock = self._filled = self._watch = _Refusal(self.group.name)  # type: ignore[assignment]
+
+    def dropped(self) -> None:
+        """The communicator is gone."""
+        if self._watch is not None and not self._closed:
+            self._watch.keep_position(self.group, self.number)
+        self.stop()
 
     def stop(self) -> None:
         """Let the worker end when the queue is empty."""

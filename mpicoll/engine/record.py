@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
+from mpicoll.transport.base import Traffic
+
 LENGTH = 1000
 """How many operations are kept."""
 
@@ -39,7 +41,8 @@ class Call:
     (as :func:`mpicoll.explain` counts them), None if no rank knows those of others.
     Messages have a `peer` (a rank of their communicator, None for any) and a `tag` (None for any). `parts` are the
     calls that were put into one. `memory` is the kind of device on which the data lies, empty for the host. Not
-    `collective` is what not all ranks of the communicator take part in.
+    `collective` is what not all ranks of the communicator take part in. `takes` is not None for a wait that lasts until
+    all of its `parts` have received: the ranks whose messages are taken meanwhile; its name says all about it.
     """
 
     __slots__ = (
@@ -57,6 +60,7 @@ class Call:
         "root",
         "shape",
         "tag",
+        "takes",
     )
 
     def __init__(
@@ -76,6 +80,7 @@ class Call:
         parts: tuple[Call, ...] = (),
         memory: str = "",
         collective: bool = True,
+        takes: tuple[int, ...] | None = None,
     ) -> None:
         self.name = name
         self.nbytes = nbytes
@@ -91,9 +96,12 @@ class Call:
         self.parts = parts
         self.memory = memory
         self.collective = collective
+        self.takes = takes
 
     def __str__(self) -> str:
         """The call as a person would write it, such as ``allreduce(float32[3, 4], op=sum) by ring``."""
+        if self.takes is not None:
+            return self.name
         words = []
         if self.shape is not None:
             words.append(f"{self.dtype}{list(self.shape)}" + (f" on {self.memory}" if self.memory else ""))
@@ -118,13 +126,14 @@ class Call:
 @dataclass(slots=True)
 class Group:
     """A communicator as others get to know it. `key` is the same on all its ranks, and that of no other; `members` are
-    ranks of the world; `timeout` the seconds that an operation on it may take."""
+    ranks of the world; `timeout` the seconds that an operation on it may take; `traffic` counts its messages."""
 
     key: str
     name: str
     members: tuple[int, ...]
     rank: int
     timeout: float
+    traffic: Traffic | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({len(self.members)} ranks)"

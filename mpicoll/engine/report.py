@@ -31,9 +31,11 @@ from typing import Any, Protocol, TypeAlias
 
 from mpicoll.engine import record
 from mpicoll.engine.arena import _WORDS, Arena
+from mpicoll.engine.check import Check
 from mpicoll.engine.execute import Program
 from mpicoll.engine.record import Call, Entry, Group, Raw, Site
 from mpicoll.errors import ArgumentError
+from mpicoll.transport.base import Tally
 
 State: TypeAlias = dict[str, Any]
 """What a rank says of itself, for JSON; of one that is gone what :func:`absent` says, of one that could not be asked
@@ -78,28 +80,63 @@ def own_state(
     *,
     full: bool,
     program: int | None = None,
+    calls: Sequence[Sequence[Any]] = (),
 ) -> State:
     """The state of this rank, for JSON. `queues` are those of its communicators, `active` what blocks outside of them
     by thread; `program` is the thread that runs the program, by default the main one. With `full` there are the stacks
-    of all threads and the last operations too, as many as fit into ``LIMIT`` bytes.
+    of all threads and the last operations too, as many as fit into ``LIMIT`` bytes. `calls` are collectives, as (key of
+    the communicator, number), of which it says what it has called as them, if they have ended here.
 
     To be called on any thread at any time, also while others are stuck: takes no lock that they may hold, sends
     nothing, raises nothing; what could not be found out is named under "failed".
     """
     state: State = {"rank": rank, "size": size}
     try:
-        _Looker(rank, list(queues), dict(active), program, state).look(full=full)
+        _Looker(rank, list(queues), dict(active), program, state, calls).look(full=full)
     except Exception as error:  # noqa: BLE001  what there is must be told
         state.setdefault("failed", []).append(f"{type(error).__name__}: {error}")
     return state
 
 
-def absent(rank: int, how: str, words: str = "", numbers: Mapping[str, int] | None = None) -> State:
+def counts(group: Group, messages: Tally) -> list[list[int | None]]:
+    """Numbers of messages by rank of `group`, for JSON: rank of the world, tag and number."""
+    members = group.members
+    return [[members[peer], tag, number] for (peer, tag), number in messages.items() if 0 <= peer < len(members)]
+
+
+def absent(
+    rank: int,
+    how: str,
+    words: str = "",
+    numbers: Mapping[str, int] | None = None,
+    sent: Mapping[str, Sequence[Sequence[int | None]]] | None = None,
+    calls: Sequence[Sequence[Any]] = (),
+) -> State:
     """The state of a rank that will not give one: it has "left" (it said goodbye, and calls nothing any more) or
     "died", of which `words` say more. `numbers` are the collectives that it had begun on each communicator by key;
-    without them nobody can be said to wait for it in vain."""
+    without them no wait for it can be said to never end. `sent` are the messages that it had sent, by key as
+    :func:`counts` gives them, and `calls` its :func:`last_calls`."""
     assert how in ("left", "died")
-    return {"rank": rank, how: words, "numbers": dict(numbers or {})}
+    called = [
+        {"key": key, "number": number, "call": {"name": name, "text": name} | ({} if root is None else {"root": root})}
+        for key, number, name, root in calls
+    ]
+    return {"rank": rank, how: words, "numbers": dict(numbers or {}), "sent": dict(sent or {}), "called": called}
+
+
+def last_calls(rank: int) -> list[list[Any]]:
+    """The last collectives of `rank`, which is one of this process: the key of the communicator, number, name and
+    root. Few, as each rank that leaves sends them to all others."""
+    found = []
+    for (group, number, call, _, _), _, _ in reversed(record.past.copy()):
+        if number and group.members[group.rank] == rank:
+            found.append([group.key, number, call.name, _plain(call.root)])
+            if len(found) == _LAST_CALLS:
+                break
+    return found
+
+
+_LAST_CALLS = 8
 
 
 def unreached(rank: int, relay: int) -> State:
@@ -111,7 +148,13 @@ class _Looker:
     """One look at this process."""
 
     def __init__(
-        self, rank: int, queues: list[Queue], active: dict[int, Raw], program: int | None, state: State
+        self,
+        rank: int,
+        queues: list[Queue],
+        active: dict[int, Raw],
+        program: int | None,
+        state: State,
+        calls: Sequence[Sequence[Any]],
     ) -> None:
         self._rank = rank
         self._queues = queues
@@ -123,6 +166,7 @@ class _Looker:
         # One look at each: they change meanwhile.
         self._current = [(queue, queue.current) for queue in queues]
         self._state = state
+        self._wanted = {(key, number) for key, number in calls}
 
     def look(self, *, full: bool) -> None:
         state = self._state
@@ -136,6 +180,7 @@ class _Looker:
             ("program", self._of_program),
             ("others", self._others),
             ("started", self._started),
+            ("called", self._called),
         ]
         if full:
             parts += [("threads", self._threads), ("past", self._past)]
@@ -173,7 +218,32 @@ class _Looker:
                 "queued": len(queue.queue),
                 "background": bool(getattr(queue, "_background", True)),
             }
+            | self._traffic(queue.group)
             for queue, current in self._current
+        ]
+
+    @staticmethod
+    def _traffic(group: Group) -> State:
+        """How many messages this rank has sent and received; nothing if others may travel that are not counted."""
+        traffic = group.traffic
+        if traffic is None or traffic.uncounted:
+            return {}
+        sent, received = counts(group, traffic.sent), counts(group, traffic.received)
+        return {"sent": sent, "received": received, "answered": traffic.answered}
+
+    def _called(self) -> list[State]:
+        """What this rank has called as the collectives that were asked for, and that have ended here."""
+        if not self._wanted:
+            return []
+        return [
+            {
+                "key": group.key,
+                "number": number,
+                "call": _described(call, group),
+                "site": _site(site),
+            }
+            for (group, number, call, _, site), end, _ in record.past.copy()
+            if end is not None and (group.key, number) in self._wanted and self._mine(group)
         ]
 
     def _pending(self) -> list[State]:
@@ -234,6 +304,10 @@ class _Looker:
             entry = _entry_of(one)
             if id(entry) in running:
                 return {"waits": "queue", "key": running[id(entry)]}
+            if "waiting" in code.co_varnames:
+                polled = getattr(one.f_locals.get("waiting"), "entry", None)
+                if polled is not None and self._active.get(self._program) is polled:
+                    return {"waits": "message"}
             waits = code.co_name if code.co_filename == _PROGRESS else ""
             if waits == "guarded":
                 held = entry is not None and self._active.get(self._program) is entry
@@ -400,12 +474,13 @@ def _site(site: Site | None) -> State | None:
 def _described(call: Call, group: Group) -> State:
     """`call` for JSON, with the peers of messages as ranks of the world too."""
     found = {name: _plain(getattr(call, name)) for name in Call.__slots__ if name != "parts"}
-    # A shape without dimensions says something; no counts don't.
+    # A shape without dimensions says something, and so does it that no messages are taken; no counts don't.
+    kept = ("shape", "takes")
     found = {
-        name: value for name, value in found.items() if value is not None and (value not in ("", []) or name == "shape")
+        name: value for name, value in found.items() if value is not None and (value not in ("", []) or name in kept)
     }
     found["text"] = str(call)
-    if not call.collective and call.peer is not None and call.peer < len(group.members):
+    if not call.collective and call.peer is not None and 0 <= call.peer < len(group.members):
         found["world"] = group.members[call.peer]
     if call.parts:
         found["parts"] = [_described(part, group) for part in call.parts]
@@ -422,7 +497,8 @@ def _plain(value: Any) -> Any:
 
 
 def _messages(call: State, key: str) -> list[State]:
-    """The messages that a call sends or receives: to or from whom (None: any rank), with which tag (None: any)."""
+    """The messages that a call sends or receives: to or from whom (None: any rank), with which tag (None: any). None
+    if some of them are not known."""
     if call.get("collective"):
         return []
     parts = call.get("parts", [call])
@@ -430,8 +506,9 @@ def _messages(call: State, key: str) -> list[State]:
     for part in parts:
         name = part["name"]
         way = "send" if name in _SENDS else "recv" if name in _RECEIVES else None
-        if way is not None:
-            found.append({"way": way, "key": key, "peer": part.get("world"), "tag": part.get("tag")})
+        if way is None:
+            return []
+        found.append({"way": way, "key": key, "peer": part.get("world"), "tag": part.get("tag")})
     return found
 
 
@@ -444,12 +521,15 @@ _RECEIVES = ("recv", "irecv", "probe")
 
 def _where(frame: FrameType, raw: Raw) -> State:
     """How far the operation has come that the thread of `frame` carries out, and whom it waits for in this very
-    moment, as ranks of the world; whether it has a bound of its own."""
-    found: State = {"where": "", "waits_for": [], "bounded": False}
+    moment, as ranks of the world; whether it has a bound of its own, and whether it polls, so that it can raise."""
+    found: State = {"where": "", "waits_for": [], "bounded": False, "polls": False}
     for one in _walk(frame):
         code = one.f_code
         if not code.co_filename.startswith(_PACKAGE):
             continue
+        polled = getattr(one.f_locals.get("waiting"), "entry", None) if "waiting" in code.co_varnames else None
+        if code in _POLLING or polled is raw:
+            found["polls"] = True
         if code is Program.run.__code__ and not found["where"]:
             found["where"], found["waits_for"] = _round(one)
         elif code in _ARENA and not found["where"]:
@@ -468,7 +548,8 @@ def _where(frame: FrameType, raw: Raw) -> State:
 
 
 _ARENA = {Arena.sync.__code__, Arena._wait.__code__, Arena._let_through.__code__}  # noqa: SLF001  same package
-
+_POLLING = {*_ARENA, Check._compare.__code__}  # noqa: SLF001  same package
+"""Functions that look now and then whether the operation can still complete."""
 
 _MAKING = {"arena": "the making of shared memory", "levels": "the making of communicators for the nodes"}
 """Methods of a communicator that are called by operations, and communicate."""
@@ -549,7 +630,8 @@ class Deadlock:
     `waits` are the operations in which they wait, as (rank, key of the communicator, number, begin): the same at two
     looks if and only if these are. `keys` are the communicators of these, `cycle` ranks that wait each for the next,
     and the last for the first (empty where all wait for one that has left), `words` a sentence for each operation,
-    those of the cycle first.
+    those of the cycle first. `mismatches` are sentences about collectives that ranks have called differently, whose
+    operations have no other words; `left` says that all wait for ranks that have left, directly or not.
     """
 
     ranks: tuple[int, ...]
@@ -557,12 +639,19 @@ class Deadlock:
     keys: tuple[str, ...]
     waits: tuple[tuple[int, str, int, float], ...]
     words: tuple[str, ...]
+    mismatches: tuple[str, ...] = ()
+    left: bool = False
 
     def __str__(self) -> str:
         """All in one sentence."""
+        words = ", ".join(_some(self.words))
+        if self.mismatches:
+            return "; ".join([*self.mismatches, *([words] if words else [])])
+        if self.left:
+            return words
         who = _ranks(self.ranks)
         head = f"{who} wait for each other" if len(self.ranks) > 1 and self.cycle else f"{who} can't go on"
-        return f"deadlock: {head}: {', '.join(_some(self.words))}"
+        return f"deadlock: {head}: {words}"
 
 
 @dataclass(slots=True)
@@ -600,7 +689,8 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     others += [_stand(wait) for wait in collectives if wait["missing"] and any(_where_of(wait))]
     found.words = [*found.mismatches]
     if found.deadlock is not None:
-        found.words.append(str(found.deadlock))
+        found.words = [one for one in found.words if one not in found.deadlock.mismatches]
+        found.words.insert(0, str(found.deadlock))
     found.words += _some(roots + others, "sentences")
     found.words += [
         f"rank {rank} {_whereabouts(state, '')}" for rank, state in sorted(known.items()) if "died" in state
@@ -680,21 +770,29 @@ def _number(state: State | None, key: str) -> int | None:
 
 
 def _mismatch(wait: State, known: Mapping[int, State]) -> list[str]:
-    """Whether ranks have called something else as the same collective, be it that they still run it or not."""
-    kinds: list[list[int]] = []
-    for rank, one in wait["by"].items():
-        for alike in kinds:
-            if not _conflict(wait["by"][alike[0]]["call"], one["call"]):
-                alike.append(rank)
-                break
+    """Say that ranks have called something else as the same collective, whether they still run it or not."""
+    ended = {
+        rank: one
+        for rank in wait["begun"]
+        if rank not in wait["by"]
+        for one in known[rank].get("called", [])
+        if (one["key"], one["number"]) == (wait["key"], wait["number"])
+    }
+    kinds = _kinds({rank: one["call"] for rank, one in [*wait["by"].items(), *ended.items()]})
+    each = []
+    for alike in kinds:
+        running = [rank for rank in alike if rank in wait["by"]]
+        if running:
+            each.append(f"{_ranks(running)} {_have(running, 'calls', 'call')} {_call_at(wait['by'][running[0]])}")
         else:
-            kinds.append([rank])
-    each = [f"{_ranks(ranks)} {_have(ranks, 'calls', 'call')} {_call_at(wait['by'][ranks[0]])}" for ranks in kinds]
+            one = ended[alike[0]]
+            has = _have(alike, "has", "have")
+            each.append(f"{_ranks(alike)} {has} called {_text(one['call'])}{_at(one.get('site'))}")
     names = {_kind(one["call"]["name"]) for one in wait["by"].values()}
     each += [
         f"rank {rank} has called {one['call']}{_at(one['site'])}"
         for rank in wait["begun"]
-        if rank not in wait["by"]
+        if rank not in wait["by"] and rank not in ended
         for one in known[rank].get("past", [])
         if (one["key"], one["number"]) == (wait["key"], wait["number"]) and _kind(one["name"]) not in names
     ]
@@ -703,6 +801,19 @@ def _mismatch(wait: State, known: Mapping[int, State]) -> list[str]:
     return [
         f"collective number {wait['number']} on {wait['group']} is not the same on all ranks: {', '.join(_some(each))}"
     ]
+
+
+def _kinds(calls: Mapping[int, State]) -> list[list[int]]:
+    """The ranks, together with those whose calls may be the same collective."""
+    kinds: list[list[int]] = []
+    for rank, call in calls.items():
+        for alike in kinds:
+            if not _conflict(calls[alike[0]], call):
+                alike.append(rank)
+                break
+        else:
+            kinds.append([rank])
+    return kinds
 
 
 def _conflict(one: State, other: State) -> bool:
@@ -903,6 +1014,17 @@ def deadlock(states: Mapping[int, State], size: int) -> Deadlock | None:
     return _Deadlocks(states, 0.0).find()
 
 
+def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
+    """Collectives, by key of the communicator and number, that have ended on ranks while others wait in them. What they
+    were there is a question for :func:`own_state`."""
+    collectives, _ = _waits(states)
+    return [
+        (wait["key"], wait["number"])
+        for wait in collectives
+        if any(rank not in wait["by"] and "queues" in states.get(rank, {}) for rank in wait["begun"])
+    ]
+
+
 class _Deadlocks:
     """`least` are the seconds that an operation must have been pending to count."""
 
@@ -911,6 +1033,11 @@ class _Deadlocks:
         self._states = {rank: state for rank, state in states.items() if "unreached" not in state}
         self._least = least
         self._absent: dict[tuple[str, int], list[int]] = {}
+        self._mismatched: dict[tuple[str, int], str] = {}
+        waits, _ = _waits(states)
+        for wait in waits:
+            for words in _mismatch(wait, states):
+                self._mismatched[wait["key"], wait["number"]] = words
         self._queues = {
             (rank, queue["key"]): queue for rank, state in self._states.items() for queue in state.get("queues", [])
         }
@@ -921,6 +1048,10 @@ class _Deadlocks:
             for one in state.get("pending", []):
                 if one["number"] and one["seconds"] >= self._least:
                     released["queue", rank, one["key"]] = self._collective(rank, one)
+                elif not one["number"] and not one["program"]:
+                    wait = self._message(rank, one)
+                    if wait is not None:
+                        released["thread", rank, one["thread"]] = wait
             wait = self._program(rank, state)
             if wait is not None:
                 released["program", rank, ""] = wait
@@ -934,6 +1065,8 @@ class _Deadlocks:
 
     def _collective(self, rank: int, one: State) -> _Wait:
         members, number, key = one["members"], one["number"], one["key"]
+        if (key, number) in self._mismatched:
+            return _Wait(rank, one, lambda stuck: False, lambda stuck: [])
         absent = self._absent.get((key, number))
         if absent is None:
             absent = [peer for peer in members if not self._has_begun(peer, key, number)]
@@ -991,31 +1124,79 @@ class _Deadlocks:
         if program.get("waits") != "message":
             return None
         one = next((one for one in state.get("pending", []) if one["program"] and not one["number"]), None)
-        if one is None or one.get("bounded") or one["seconds"] < self._least:
+        return None if one is None else self._message(rank, one)
+
+    def _message(self, rank: int, one: State) -> _Wait | None:
+        """A wait for messages, if it is known for which, and if it has no bound."""
+        if one.get("bounded") or one["seconds"] < self._least:
             return None
         ways = _messages(one["call"], one["key"])
         if not ways:
             return None
         others = [peer for peer in one["members"] if peer != rank]
+        takes = one["call"].get("takes")
 
         def peers(way: State) -> list[int]:
             return others if way["peer"] is None else [way["peer"]]
 
-        def may(stuck: set[_Agent]) -> bool:
-            # Of a sendrecv either way may be the one that is still to come.
+        def may_come(way: State, stuck: set[_Agent]) -> bool:
+            if takes is not None:
+                return any(self._may_answer(rank, way["key"], peer, stuck) for peer in peers(way))
             return any(
-                self._under_way(rank, way, peer, one["seconds"]) or self._goes_on(peer, stuck)
-                for way in ways
-                for peer in peers(way)
+                self._under_way(rank, way, peer, one["seconds"]) or self._goes_on(peer, stuck) for peer in peers(way)
             )
 
-        return _Wait(rank, one, may, lambda stuck: [peer for way in ways for peer in peers(way)])
+        def may(stuck: set[_Agent]) -> bool:
+            # Of a sendrecv either way may be the one that is still to come.
+            return (any if takes is None else all)(may_come(way, stuck) for way in ways)
+
+        def on(stuck: set[_Agent]) -> list[int]:
+            return [peer for way in ways if takes is None or not may_come(way, stuck) for peer in peers(way)]
+
+        return _Wait(rank, one, may, on)
+
+    def _count(self, rank: int, key: str, what: str, peer: int, tag: int | None) -> int | None:
+        """How many messages with `tag` (None: any) `rank` has "sent" to or "received" from `peer` on a communicator;
+        None if that is not known."""
+        state = self._states.get(rank, {})
+        queue = self._queues.get((rank, key))
+        tally = (state.get("sent", {}).get(key) if what == "sent" else None) if queue is None else queue.get(what)
+        if tally is None:
+            return None
+        of_peer = [(other, number) for to, other, number in tally if to == peer]
+        if tag is not None and any(other is None for other, _ in of_peer):
+            return None
+        found: int = sum(number for other, number in of_peer if tag in (None, other))
+        return found
+
+    def _all_received(self, source: int, dest: int, key: str, tag: int | None = None) -> bool | None:
+        """Whether no message with `tag` (None: any) from `source` to `dest` is under way; None if that is not known."""
+        sent = self._count(source, key, "sent", dest, tag)
+        received = self._count(dest, key, "received", source, tag)
+        return None if sent is None or received is None else sent == received
+
+    def _may_answer(self, rank: int, key: str, peer: int, stuck: set[_Agent]) -> bool:
+        """Whether a message from `peer` may still come to a wait that lasts until it does: one that is under way, one
+        that `peer` sends when it goes on, or one by which it answers a message that it takes while it waits."""
+        if not self._all_received(peer, rank, key) or self._goes_on(peer, stuck):
+            return True
+        state = self._states[peer]
+        waits = [one for one in state.get("pending", []) if one["key"] == key and "takes" in one["call"]]
+        takes = any(rank in (one["members"][stage] for stage in one["call"]["takes"]) for one in waits)
+        takes = takes or self._queues.get((peer, key), {}).get("answered", False)
+        return takes and not self._all_received(rank, peer, key)
 
     def _under_way(self, rank: int, way: State, peer: int, waited: float) -> bool:
         """Whether the other side of a message may have been started, so that the message may be on its way."""
         state = self._states.get(peer)
         if state is None:
             return True
+        if way["way"] == "recv":
+            received = self._all_received(peer, rank, way["key"], way["tag"])
+            if received is None:  # the tags were too many, perhaps
+                received = self._all_received(peer, rank, way["key"])
+            if received is not None:
+                return not received
         started = list(state.get("started", []))
         for one in state.get("pending", []):
             started += _messages(one["call"], one["key"])
@@ -1040,19 +1221,31 @@ class _Deadlocks:
                 continue
             on = tuple(dict.fromkeys(wait.on(stuck)))
             edges.setdefault(wait.rank, []).extend(on)
-            same.setdefault((f"{_named(one)}{_at(one.get('site'))}", on), []).append(wait.rank)
             found.append((wait.rank, one["key"], one["number"], one["begin"]))
+            if (one["key"], one["number"]) not in self._mismatched:
+                same.setdefault((f"{_named(one)}{_at(one.get('site'))}", on), []).append(wait.rank)
         cycle = _cycle(edges)
+        mismatched = {(key, number) for _, key, number, _ in found} & self._mismatched.keys()
         return Deadlock(
             ranks=tuple(sorted(edges)),
             cycle=cycle,
             keys=tuple(sorted({key for _, key, _, _ in found})),
             waits=tuple(sorted(found)),
             words=tuple(
-                f"{_ranks(ranks)} {_have(ranks, 'waits', 'wait')} in {what} for {_ranks(on)}"
+                f"{_ranks(ranks)} {_have(ranks, 'waits', 'wait')} in {what} for {_ranks(on)}{self._gone(on)}"
                 for (what, on), ranks in sorted(same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1]))
             ),
+            mismatches=tuple(self._mismatched[one] for one in sorted(mismatched)),
+            left=not mismatched and not cycle,
         )
+
+    def _gone(self, ranks: Sequence[int]) -> str:
+        """What is said of ranks that will never come since they have left."""
+        left = [rank for rank in ranks if "left" in self._states.get(rank, {})]
+        if not left:
+            return ""
+        who = "which" if len(left) == len(ranks) else f"of which {_ranks(left)}"
+        return f", {who} {_have(left, 'has', 'have')} left the program"
 
 
 @dataclass(slots=True)

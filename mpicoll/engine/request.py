@@ -9,6 +9,8 @@ from numbers import Real
 from typing import Any, Protocol
 
 from mpicoll.engine.process_local import refuse_pickling
+from mpicoll.engine.progress import Progress, Waiting
+from mpicoll.engine.record import Call
 from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.base import poll
 
@@ -19,6 +21,10 @@ class Handle(Protocol):
     @property
     def limit(self) -> float:
         """Seconds that its communicator gives it."""
+
+    @property
+    def awaited(self) -> tuple[Progress, Call]:
+        """The queue of its communicator, and the call that is waited for."""
 
     def test(self) -> Any:
         """Truthy once it has completed."""
@@ -57,6 +63,11 @@ class Request:
     def limit(self) -> float:
         """Seconds that it may take: its communicator's ``timeout``."""
         return self._handle.limit
+
+    @property
+    def awaited(self) -> tuple[Progress, Call]:
+        """The queue of its communicator, and the call that is waited for."""
+        return self._handle.awaited
 
     @property
     def waited(self) -> bool:
@@ -114,7 +125,8 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
 
     bound = min(one.limit for _, one in active) if timeout is None else timeout
     try:
-        found = poll(first_complete, bound, f"waitany on {len(active)} requests")
+        with _waiting([one for _, one in active], bound, bounded=timeout is not None) as waiting:
+            found = poll(lambda: _checked(waiting, first_complete), bound, f"waitany on {len(active)} requests")
     except Timeout as error:
         # One of them says more about itself, and asks the others; unless it has completed by now.
         index, first = active[0]
@@ -124,3 +136,18 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
             raise Timeout(f"{error}; the first of them: {more}") from None
     assert found is not None
     return found[0], found[1].wait()
+
+
+def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Waiting:
+    """The wait for one of several requests, `bounded` by the caller or not. What it needs is known if all of them are
+    messages of one communicator."""
+    progresses, calls = zip(*(one.awaited for one in requests), strict=True)
+    known = not bounded and len(set(progresses)) == 1 and not any(call.collective for call in calls)
+    call = Call(f"waitany of {len(requests)}", parts=calls if known else (), collective=False)
+    progress: Progress = progresses[0]
+    return progress.waiting(call, bound)
+
+
+def _checked(waiting: Waiting, look: Callable[[], Any]) -> Any:
+    waiting.check()
+    return look()

@@ -19,14 +19,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 from weakref import WeakSet
 
 from mpicoll.config import config
 from mpicoll.engine import report
 from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
 from mpicoll.engine.record import Call, Entry, Group, Raw
-from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.errors import CommunicationError, MismatchError, RankFailed
 from mpicoll.transport.lifeline import Gone, Lifeline, Message
 from mpicoll.transport.processes import Process, signal_name
 
@@ -44,17 +44,23 @@ _ANSWER = 2.0
 _ANSWER_AT_DEATH = 0.15
 """The same when somebody has died: the launcher leaves the others a quarter of a second."""
 
-_STUCK = 5.0
-"""Seconds after which somebody who waits is looked at more closely, and between such looks."""
+_SETTLED = 0.4
+"""The part of MPICOLL_STUCK_AFTER that lies between two looks at all ranks: what both of them find stands still."""
 
-_SETTLED = 2.0
-"""Seconds between two looks, if they are to tell what is stuck from what is slow."""
+_RARELY = 60.0
+"""Seconds, at most, between two requests for a look because of one wait. The time doubles from one to the next."""
+
+_LEFT = 0.2
+"""Seconds that a rank waits before it compares its waits with what ranks that have left have done."""
 
 _PRIVATE = 2.0
 """Seconds that a call has to raise Timeout by itself, where it can."""
 
 _GRACE = 1.0
-"""Seconds that a call that waits in vain has to raise, before the job is ended."""
+"""Seconds that a rank has to raise Timeout once it has the report, and the speaker to end the job after a death."""
+
+_RAISES = 5.0
+"""Seconds that an operation that can never complete has to raise, if it polls, before the job is ended."""
 
 _BEHIND = 3.0
 """Seconds that the others leave to the speaker."""
@@ -85,6 +91,16 @@ class Watched(Protocol):
 
     def refuse(self) -> None:
         """Raise CommunicatorError from now on."""
+
+
+class _Doom(NamedTuple):
+    """Why operations can never complete."""
+
+    why: str
+    mismatch: bool
+
+    def error(self) -> CommunicationError:
+        return MismatchError(self.why) if self.mismatch else CommunicationError(self.why)
 
 
 class _Inquiry:
@@ -130,11 +146,14 @@ class Watch:
         self._cut_off = False  # whether a host is lost
         self._suspect = ""  # why the launcher may be about to end the job
         self._told: dict[int, str] = {}  # ranks that said of what they die
-        self._left: dict[int, dict[str, int]] = {}  # ranks that have exited, and how many collectives they had begun
-        self._doomed: dict[str, str] = {}  # by the key of a communicator: why what waits on it waits in vain
+        self._left: dict[int, dict[str, Any]] = {}  # ranks that have exited, as report.absent() takes them
+        self._doomed: dict[_Key, _Doom] = {}  # operations that can never complete
         self._doomed_since: dict[_Key, float] = {}
-        self._stuck_since: Any = None  # what the last look has found
+        self._found: tuple[Any, ...] = ()  # the waits that the last look has found to be stuck
         self._looked = 0.0
+        self._wanted = False  # whether a rank has asked the speaker for a look
+        self._next_look: dict[_Key, float] = {}  # for each wait, when a look is due because of it
+        self._positions: dict[str, tuple[Group, int]] = {}  # of communicators that the program has dropped
         self._asked = 0
         self._answers: dict[int, Any] = {}
         self._later: deque[Message | Gone] = deque()
@@ -200,7 +219,7 @@ class Watch:
         line, self._leaving = self._line, True
         leave_signals_alone()
         if line is not None:
-            line.leave({"kind": "left", "numbers": {queue.group.key: queue.number for queue in self.queues()}})
+            line.leave({"kind": "left"} | self._last_position())
 
     def close(self) -> None:
         """The ranks have all left: MPI is at its end."""
@@ -209,12 +228,32 @@ class Watch:
         if line is not None:
             line.close()
 
-    def look(self, group: Group) -> None:
-        """For who waits on `group` without blocking: raise if that is in vain, because a rank has left or died, or
-        because the ranks wait for each other."""
-        why = self._doomed.get(group.key)
-        if why is not None:
-            raise CommunicationError(why)
+    def keep_position(self, group: Group, number: int) -> None:
+        """The program has dropped the communicator of `group` after `number` collectives: it calls nothing on it any
+        more."""
+        self._positions[group.key] = group, number
+
+    def _last_position(self) -> dict[str, Any]:
+        """What the others need to know of a rank that leaves to tell what it will never do."""
+        positions = self._positions | {queue.group.key: (queue.group, queue.number) for queue in self.queues()}
+        return {
+            "numbers": {key: number for key, (_, number) in positions.items()},
+            "sent": {
+                key: report.counts(group, group.traffic.sent)
+                for key, (group, _) in positions.items()
+                if group.traffic is not None and not group.traffic.uncounted
+            },
+            "calls": report.last_calls(self.rank),
+        }
+
+    def check(self, raw: Raw | None) -> None:
+        """For a rank that polls in an operation: raise CommunicationError if that can never complete."""
+        doom = self._doomed.get(_key(Entry._make(raw))) if self._doomed and raw is not None else None
+        if doom is not None:
+            raise doom.error()
+
+    def check_deaths(self, group: Group) -> None:
+        """Raise RankFailed if a rank of `group` has died."""
         dead = self.dead() & set(group.members)
         if dead:
             names = ", ".join(map(str, sorted(dead)))
@@ -267,7 +306,7 @@ class Watch:
                     f"{self._pending(entry)} has been waiting for more than {entry.group.timeout:g} s"
                     " (MPICOLL_TIMEOUT, or the timeout of its communicator)"
                 )
-        self._heed_the_left(waiting)
+        self._heed_the_left(waiting, now)
         self._heed_the_doomed(waiting, now)
         self._look_closer(waiting, now)
         self._heed_signals(waiting, now)
@@ -278,7 +317,13 @@ class Watch:
 
     def _pause(self) -> float:
         """Seconds until the next look."""
-        bounds = [entry.group.timeout / 4 for entry in self._waiting()]
+        waiting, now = self._waiting(), time.monotonic()
+        bounds = [entry.group.timeout / 4 for entry in waiting]
+        bounds += [max(0.05, self._due(entry) - now) for entry in waiting]
+        if self._found or self._wanted:
+            bounds.append(max(0.05, self._looked + self._settled() - now))
+        if self._left and waiting:
+            bounds.append(_LEFT)
         if self._ending is not None or self._doomed_since or self._suspect:
             bounds.append(0.05)  # of the last, the launcher's SIGTERM is next, and leaves little time
         return min(self._period, *bounds) if bounds else self._period
@@ -319,18 +364,18 @@ class Watch:
                     f"rank {source} of {self.size} {body['of'].partition('; the job is ')[0]}", 2 * _BEHIND
                 )
             case "left":
-                self._left[source] = body["numbers"]
+                self._left[source] = {name: body[name] for name in ("numbers", "sent", "calls")}
             case "ask":
-                self._tell_state(source, body["number"], full=body["full"])
+                self._tell_state(source, body["number"], full=body["full"], calls=body["calls"])
             case "state":
                 if body["number"] == self._asked:
                     self._answers[source] = body["state"]
             case "end":
                 self._end(body["why"])
             case "stuck":
-                self._looked = min(self._looked, time.monotonic() - _STUCK)
+                self._wanted = True
             case "doomed":
-                self._doom(body["ranks"], body["why"])
+                self._doom(body["waits"], _Doom(body["why"], body["mismatch"]))
 
     def _heed_death(self, gone: Gone) -> None:
         if self.survives:
@@ -381,20 +426,24 @@ class Watch:
         at = f", called at {sites[0]}," if sites else ""
         return f"{entry.call}{number} on {group.name}, rank {group.rank} of {len(group.members)}{at}"
 
-    def _tell_state(self, to: int, number: int, *, full: bool) -> None:
+    def _tell_state(self, to: int, number: int, *, full: bool, calls: Sequence[Sequence[Any]]) -> None:
         if self._line is not None:
-            self._line.send({"kind": "state", "number": number, "state": self._state(full=full)}, to)
+            state = self._state(full=full, calls=calls)
+            self._line.send({"kind": "state", "number": number, "state": state}, to)
 
-    def _state(self, *, full: bool) -> dict[str, Any]:
-        return report.own_state(self.rank, self.size, self.queues(), self.active.copy(), full=full)
+    def _state(self, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
+        return report.own_state(self.rank, self.size, self.queues(), self.active.copy(), full=full, calls=calls)
 
-    def _collect(self, seconds: float, *, full: bool) -> dict[int, dict[str, Any] | None]:
-        """The states of all ranks; None of those that don't answer within `seconds`."""
+    def _collect(
+        self, seconds: float, *, full: bool, calls: Sequence[Sequence[Any]] = ()
+    ) -> dict[int, dict[str, Any] | None]:
+        """The states of all ranks; None of those that don't answer within `seconds`. They tell what they have called
+        as the collectives in `calls`."""
         self._asked += 1
-        self._answers = {self.rank: self._state(full=full)}
+        self._answers = {self.rank: self._state(full=full, calls=calls)}
         line = self._line
         if line is not None:
-            line.send({"kind": "ask", "number": self._asked, "full": full})
+            line.send({"kind": "ask", "number": self._asked, "full": full, "calls": calls})
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 if len(self._answers) + len(line.gone) >= self.size:
@@ -408,7 +457,7 @@ class Watch:
         if line is not None:
             for rank, one in line.gone.items():
                 how, words = ("left", "") if one.why == "left" else ("died", self._told.get(rank, one.why))
-                states[rank] = report.absent(rank, how, words, self._left.get(rank))
+                states[rank] = report.absent(rank, how, words, **self._left.get(rank, {}))
             silent = {rank for rank, state in states.items() if state is None}
             # One that passes on the answers of others is there, though its own may be late.
             if line.hub in silent and len(silent) + len(line.gone) == self.size - 1:
@@ -417,56 +466,79 @@ class Watch:
 
     # --- what goes wrong
 
-    def _heed_the_left(self, waiting: list[Entry]) -> None:
-        """Who waits in a collective for a rank that has exited waits in vain. (A message may still be on its way.)"""
-        for rank, numbers in self._left.items():
-            for entry in waiting:
-                group = entry.group
-                if rank not in group.members or group.key in self._doomed or not entry.call.collective:
-                    continue
-                # A communicator that it has dropped before is not among them.
-                if numbers.get(group.key, entry.number) < entry.number:
-                    self._doomed[group.key] = (
-                        f"{self._pending(entry)} waits for rank {rank}, which has left the program without calling it"
-                    )
+    def _heed_the_left(self, waiting: list[Entry], now: float) -> None:
+        """Fail what waits for ranks that have left: what they have done is final, so a single look is enough."""
+        left = set(self._left)
+        if any(
+            left & set(entry.group.members) and now - entry.begin > _LEFT and _key(entry) not in self._doomed
+            for entry in waiting
+        ):
+            states = {rank: report.absent(rank, "left", **one) for rank, one in self._left.items()}
+            found = report.deadlock(states | {self.rank: self._state(full=False)}, self.size)
+            if found is not None:
+                self._doom(found.waits, _Doom(str(found), bool(found.mismatches)))
 
     def _heed_the_doomed(self, waiting: list[Entry], now: float) -> None:
-        """Who can't raise by itself has the job ended."""
-        doomed = {_key(entry): entry for entry in waiting if entry.group.key in self._doomed}
-        # Whoever has been told, and goes on, is not told again.
-        self._doomed = {entry.group.key: self._doomed[entry.group.key] for entry in doomed.values()}
-        self._doomed_since = {key: self._doomed_since.get(key, now) for key in doomed}
+        """End the job if an operation that can never complete has not raised, as one that blocks inside MPI can't."""
+        self._doomed = {key: self._doomed[key] for key in map(_key, waiting) if key in self._doomed}
+        self._doomed_since = {key: self._doomed_since.get(key, now) for key in self._doomed}
+        if not self._doomed:
+            return
+        pending = self._state(full=False).get("pending", [])
+        polling = {(one["key"], one["number"], one["begin"]) for one in pending if one.get("polls")}
         for key, since in self._doomed_since.items():
-            if now - since > _GRACE:
-                self._end_together(self._doomed[doomed[key].group.key])
+            if now - since > (_RAISES if key in polling else 0):
+                self._end_together(self._doomed[key].why)
+
+    @staticmethod
+    def _settled() -> float:
+        """Seconds between two looks."""
+        return _SETTLED * config().stuck_after
+
+    def _due(self, entry: Entry) -> float:
+        """When the states of all ranks are to be collected because of a wait: so that a second look is over when it
+        has lasted MPICOLL_STUCK_AFTER."""
+        return self._next_look.get(_key(entry), entry.begin + config().stuck_after - self._settled())
 
     def _look_closer(self, waiting: list[Entry], now: float) -> None:
-        """Find ranks that wait for each other."""
-        if self._line is None or self._doomed:
+        """Find operations that can never complete. Each rank asks the speaker for a look because of its waits."""
+        line = self._line
+        if line is None:
             return
-        if self._stuck_since is None:
-            due = now - self._looked > _STUCK and any(now - entry.begin > _STUCK for entry in waiting)
-        else:
-            due = now - self._looked > _SETTLED
-        if not due:
+        due = [entry for entry in waiting if now >= self._due(entry) and _key(entry) not in self._doomed]
+        later = {_key(entry): now + min(max(config().stuck_after, now - entry.begin), _RARELY) for entry in due}
+        known = {_key(entry) for entry in waiting}
+        self._next_look = {key: at for key, at in self._next_look.items() if key in known} | later
+        speaker = self._speaker()
+        if speaker != self.rank:
+            if due:
+                line.send({"kind": "stuck"}, speaker)
             return
-        if self._speaker() != self.rank:
-            self._looked = now
-            self._line.send({"kind": "stuck"}, self._speaker())
+        self._wanted = self._wanted or bool(due)
+        if not (self._wanted or self._found) or now - self._looked < self._settled():
             return
-        states = {rank: one for rank, one in self._collect(_ANSWER, full=False).items() if one is not None}
+        self._wanted = False
+        found = self._stuck()
         self._looked = time.monotonic()
-        found = report.deadlock(states, self.size)
-        before, self._stuck_since = self._stuck_since, found
-        if found is not None and before == found:
-            self._line.send({"kind": "doomed", "ranks": found.ranks, "why": str(found)})
-            self._doom(found.ranks, str(found))
+        before, self._found = self._found, () if found is None else found.waits
+        if found is not None and before == found.waits:
+            line.send({"kind": "doomed", "waits": found.waits, "why": str(found), "mismatch": bool(found.mismatches)})
+            self._doom(found.waits, _Doom(str(found), bool(found.mismatches)))
+            self._found = ()
 
-    def _doom(self, ranks: Sequence[int], why: str) -> None:
-        """What has been waiting on these ranks for long waits in vain."""
-        if self.rank in ranks:
-            old = time.monotonic() - _SETTLED
-            self._doomed.update({entry.group.key: why for entry in self._waiting() if entry.begin < old})
+    def _stuck(self) -> report.Deadlock | None:
+        """What the states of all ranks prove to be stuck, if they don't change."""
+        states = {rank: one for rank, one in self._collect(_ANSWER, full=False).items() if one is not None}
+        questions = report.open_questions(states)
+        if questions:
+            answers = self._collect(_ANSWER, full=False, calls=questions)
+            states = {rank: one for rank, one in answers.items() if one is not None}
+        return report.deadlock(states, self.size)
+
+    def _doom(self, waits: Sequence[Sequence[Any]], doom: _Doom) -> None:
+        """`waits` can never complete: those of this rank raise, or the job is ended."""
+        mine = {(key, number, begin) for rank, key, number, begin in waits if rank == self.rank}
+        self._doomed.update({key: doom for key in map(_key, self._waiting()) if key in mine})
 
     def _answer(self, inquiry: _Inquiry) -> None:
         try:
@@ -481,6 +553,9 @@ class Watch:
         says where it is, or why there is none. The function may block for as long as the file system does."""
         try:
             states = self._collect(seconds, full=True)
+            questions = report.open_questions({rank: one for rank, one in states.items() if one is not None})
+            if questions and seconds > _ANSWER_AT_DEATH:
+                states = self._collect(seconds, full=True, calls=questions)
             analysis = report.analyse(states, self.size)
         except Exception as error:  # noqa: BLE001  whatever is wrong with it must not keep the job from being ended
             return f"There is no report, because of {error!r}", str

@@ -32,6 +32,8 @@ import torch
 from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.poller import poller
+from mpicoll.engine.progress import Progress, Waiting
+from mpicoll.engine.record import Call
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import world
 from mpicoll.errors import CommunicationError, CommunicatorError, DTypeError, RankError, ShapeError, Timeout
@@ -104,6 +106,9 @@ class PipeP2P:
         self._ranks: list[int] = allgather(np.array([world().rank]), comm=comm).tolist()
         self._send_recv = send_recv
         self._wire: Wire = SendRecv(comm) if send_recv else Broadcasts(comm)
+        self._comm = self._wire.comm or comm
+        if background and self._comm.transport.traffic is not None:
+            self._comm.transport.traffic.answered = True
         self._here = self._name(self.stage)
         self._lines = Lines(self._wire, self._here, self._name)
         self._lock = threading.RLock()
@@ -275,7 +280,14 @@ class PipeP2P:
             alone = all(peer.left or peer.lost for peer in peers)
             return alone and all_arrived(leaving) and all(one.ended() for one in sends)
 
-        if not self._until(ready, lambda: [peer for peer in peers if not (peer.left or peer.lost)], bound):
+        in_time = self._until(
+            ready,
+            lambda: [peer for peer in peers if not (peer.left or peer.lost)],
+            bound,
+            lambda: f"PipeP2P.close of {self._here}",
+            bounded=timeout is not None,
+        )
+        if not in_time:
             late = ", ".join(peer.name for peer in peers if not peer.left)
             raise Timeout(f"{self._here}: close: {late or 'a message'} did not come to its end within {bound:g} s")
         lost = next((peer.lost for peer in peers if peer.lost), None)
@@ -419,7 +431,13 @@ class PipeP2P:
             left = [one for one in operations if not one.ended()]
         bound = self.timeout if timeout is None else timeout
         try:
-            in_time = not left or self._until(lambda: _all_ended(left), lambda: [one.peer for one in left], bound)
+            in_time = not left or self._until(
+                lambda: _all_ended(left),
+                lambda: [one.peer for one in left],
+                bound,
+                lambda: ", ".join(f"PipeP2P.{one}" for one in left),
+                bounded=timeout is not None,
+            )
             failed = next((one for one in operations if one.error is not None), None)
             if failed is not None and failed.error is not None:
                 failed.told = True
@@ -433,25 +451,67 @@ class PipeP2P:
                         if isinstance(one, Receiving):
                             self._lines.withdraw(one)
 
-    def _until(self, ready: Callable[[], bool], peers: Callable[[], list[Peer]], bound: float) -> bool:
-        """Take what comes until `ready`, for `bound` seconds; whether it came about. `peers` are waited for."""
+    def _until(
+        self,
+        ready: Callable[[], bool],
+        peers: Callable[[], list[Peer]],
+        bound: float,
+        what: Callable[[], str],
+        *,
+        bounded: bool,
+    ) -> bool:
+        """Take what comes until `ready`, for `bound` seconds; whether it came about. It needs a message from each of
+        `peers`, and is called `what` in reports; `bounded` if the program has given the bound."""
         deadline = time.monotonic() + bound
+        for turn in range(_SPINS):
+            with self._lock:
+                self._lines.pump()
+                if ready():
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            if turn > 20:
+                os.sched_yield()
+        ended = None
+        while ended is None:
+            with self._lock:
+                call = self._call(what(), [] if bounded else peers())
+            with self._comm.progress.waiting(call, bound) as waiting:
+                ended = self._nap(ready, peers, deadline, call, waiting)
+        return ended
+
+    def _nap(
+        self,
+        ready: Callable[[], bool],
+        peers: Callable[[], list[Peer]],
+        deadline: float,
+        call: Call,
+        waiting: Waiting,
+    ) -> bool | None:
+        """The same with naps; None when `call` does not describe any more what it waits for."""
         turns = 0
         while True:
             with self._lock:
                 self._lines.pump()
                 if ready():
                     return True
-                if turns > _SPINS and turns % _LOOK == 0:
-                    for peer in peers():
+                if turns % _LOOK == 0:
+                    late = peers()
+                    for peer in late:
                         self._lines.look(peer)
+                    if call.parts and self._call("", late).takes != call.takes:
+                        return None
+            waiting.check()
             if time.monotonic() > deadline:
                 return False
             turns += 1
-            if turns > _SPINS:
-                time.sleep(50e-6)
-            elif turns > 20:
-                os.sched_yield()
+            time.sleep(50e-6)
+
+    def _call(self, what: str, late: list[Peer]) -> Call:
+        """A wait for a message from each of `late`, as others get to know it."""
+        parts = tuple(Call("recv", peer=stage, collective=False) for stage in sorted({peer.stage for peer in late}))
+        takes = tuple(stage for stage, peer in self._lines.peers.items() if peer.wants)
+        return Call(what, parts=parts, takes=takes, collective=False)
 
     def _test(self, operation: Operation) -> bool:
         with self._lock:
@@ -509,6 +569,10 @@ class _Handle:
 
     def test(self) -> bool:
         return self._p2p._test(self._operation)  # noqa: SLF001  it is a part of it
+
+    @property
+    def awaited(self) -> tuple[Progress, Call]:
+        return self._p2p._comm.progress, Call(f"PipeP2P.{self._operation}", collective=False)  # noqa: SLF001
 
     @property
     def limit(self) -> float:

@@ -262,9 +262,10 @@ class Moving(Protocol):
 
 class Wire(Protocol):
     """Carries messages of bytes. Those from one stage to another arrive in the order in which they were sent, whatever
-    their tags; `peers` are the stages that it reaches."""
+    their tags; `peers` are the stages that it reaches, `comm` is the communicator whose messages they are, if any."""
 
     peers: list[int]
+    comm: Communicator | None
 
     def isend(self, data: Memory, dest: int, tag: int) -> Moving: ...
     def irecv(self, data: Memory, source: int, tag: int) -> Moving:
@@ -283,8 +284,8 @@ class SendRecv:
     """By messages of the transport, on a private duplicate of the communicator."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm = comm.duplicate()
-        transport = self._comm.transport
+        self.comm = comm.duplicate()
+        transport = self.comm.transport
         self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
         self.isend = transport.isend
         self.irecv = transport.irecv
@@ -296,7 +297,7 @@ class SendRecv:
             self._probe(peer, None, 0.0)
 
     def free(self) -> None:
-        self._comm.free()
+        self.comm.free()
 
 
 class Broadcasts:
@@ -304,6 +305,8 @@ class Broadcasts:
 
     Each message is two of them: its tag and size, then its bytes. The first is joined when something is wanted from the
     other stage, and waits in the background, where the watch ends the job after MPICOLL_TIMEOUT."""
+
+    comm = None
 
     def __init__(self, comm: Communicator) -> None:
         if not comm.transport.background:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,61 @@ class Envelope:
     source: int
     tag: int
     nbytes: int
+
+
+Tally: TypeAlias = "dict[tuple[int, int | None], int]"
+"""Numbers of messages by peer and tag."""
+
+_TALLIES = 64
+"""For so many pairs of peer and tag messages are counted apart, then by peer alone."""
+
+
+class Traffic:
+    """How many point-to-point messages of each tag have left this rank for each other rank of a communicator, and how
+    many from each have been received.
+
+    A send is counted before its message leaves, a receive after its message has come. So while `sent` by rank p to
+    rank q equals what q has received from p, no message from p to q is under way or waits to be received.
+    """
+
+    __slots__ = ("_received", "_sent", "answered", "uncounted")
+
+    def __init__(self) -> None:
+        self._sent = _Counters()
+        self._received = _Counters()
+        self.uncounted = False
+        """Whether messages may travel that are not counted: the program has the mpi4py communicator."""
+        self.answered = False
+        """Whether a thread in the background may take messages and answer them while the program waits elsewhere."""
+
+    def count_send(self, dest: int, tag: int) -> None:
+        next(self._sent[dest, tag])
+
+    def count_receive(self, source: int, tag: int) -> None:
+        next(self._received[source, tag])
+
+    @property
+    def sent(self) -> Tally:
+        """Messages by destination and tag; under the tag None all those whose tags were too many."""
+        return self._sent.values_now()
+
+    @property
+    def received(self) -> Tally:
+        """The same by source and tag."""
+        return self._received.values_now()
+
+
+class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):
+    """Several threads may count at once: next() of a counter is atomic, which += is not."""
+
+    def __missing__(self, key: tuple[int, int | None]) -> itertools.count[int]:
+        if len(self) >= _TALLIES and key[1] is not None:
+            return self[key[0], None]
+        return self.setdefault(key, itertools.count())
+
+    def values_now(self) -> Tally:
+        # Only its repr gives a counter's value without changing it.
+        return {key: int(repr(counter)[len("count(") : -1]) for key, counter in self.copy().items()}
 
 
 class Pending(Protocol):
@@ -89,13 +145,16 @@ class Transport(Protocol):
     None where there is no MPI library; `mpi` is the mpi4py communicator for the caller's own use, or None. Tags of
     messages lie in [0, max_tag]. `background` says whether another thread may communicate beside the caller's.
     `key` names the group, the same on all its ranks and that of no other; `members` are its ranks as ranks of the job.
-    `unshared` says why the ranks of a node can't share memory, and `unread` why they can't read each other's private
-    memory; None if they can. Both are the same on all ranks. `timeout` is that of the communicator: seconds for which
-    it waits where it can leave a wait.
+    `traffic` counts the caller's point-to-point messages; None where nobody needs to know. `unshared` says why the
+    ranks of a node can't share memory, and `unread` why they can't read each other's private memory; None if they can.
+    Both are the same on all ranks. `timeout` is that of the communicator: seconds for which it waits where it can leave
+    a wait.
     """
 
     timeout: float
 
+    @property
+    def traffic(self) -> Traffic | None: ...
     @property
     def rank(self) -> int: ...
     @property

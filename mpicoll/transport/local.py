@@ -333,6 +333,7 @@ class LocalTransport:
     unread = None
     own_cores = False
     fence = None
+    traffic = None
 
     def __init__(
         self, world: World, members: tuple[int, ...], me: int, contexts: tuple[int, int], nodes: tuple[int, ...]

@@ -30,7 +30,18 @@ from mpi4py import MPI
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
 from mpicoll.transport import probe, reductions, shm
-from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Native, Read, does_not_fit, poll, renumber
+from mpicoll.transport.base import (
+    MARGIN,
+    Envelope,
+    Memory,
+    Message,
+    Native,
+    Read,
+    Traffic,
+    does_not_fit,
+    poll,
+    renumber,
+)
 from mpicoll.transport.shm import give_way
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -333,6 +344,7 @@ class MpiPending:
         self._status = MPI.Status()
         self._done: Envelope | None = None
         self._error: CommunicationError | None = None
+        self._cancelling = False
         self._lock = threading.Lock()
         _under_way.keep(self)
 
@@ -357,6 +369,7 @@ class MpiPending:
     def take_back(self) -> Envelope | None:
         with self._lock:
             if self._done is None and self._error is None:
+                self._cancelling = True
                 self._request.Cancel()
             # A message that was on its way to it comes all the same.
             self._advance(MPI.Request.Wait)
@@ -380,6 +393,8 @@ class MpiPending:
                 raise
             if finished:
                 self._done = _envelope(self._status)
+                if self.takes[0] is not None and not (self._cancelling and self._status.Is_cancelled()):
+                    self._owner.traffic.count_receive(self._done.source, self._done.tag)
                 _under_way.drop(self)
         return self._done
 
@@ -454,6 +469,7 @@ class MpiTransport:
         self.background = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._collective = collective
         self._p2p = p2p
+        self.traffic = Traffic()
         self._abandoned: list[Any] = []
         self._words: list[Any] = []
         self._access = _probe_access(collective, nodes) if access is None else access
@@ -712,6 +728,7 @@ class MpiTransport:
 
     @_translated
     def send(self, data: Memory, dest: int, tag: int) -> None:
+        self.traffic.count_send(dest, tag)
         if survives():
             self._finish(_post(self._p2p.Isend, data, dest, tag), data)
         else:
@@ -720,7 +737,7 @@ class MpiTransport:
     @_translated
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
         if survives():
-            return _envelope(self._finish(_post(self._p2p.Irecv, data, _source(source), _tag(tag)), data))
+            return self._received(self._finish(_post(self._p2p.Irecv, data, _source(source), _tag(tag)), data))
         status = MPI.Status()
         # Open MPI writes all of a large message that comes through shared memory, also past the end of a buffer that is
         # too small for it. So it is asked for its size first.
@@ -731,21 +748,29 @@ class MpiTransport:
         if envelope.nbytes > data.size:
             whole = np.empty(envelope.nbytes, np.uint8)
             _post(message.Recv, whole)
+            self.traffic.count_receive(envelope.source, envelope.tag)
             # Its beginning may say what it is.
             data[:] = whole[: data.size]
             raise does_not_fit(self.rank, envelope, data.size)
         _post(message.Recv, data)
+        self.traffic.count_receive(envelope.source, envelope.tag)
+        return envelope
+
+    def _received(self, status: MPI.Status) -> Envelope:
+        envelope = _envelope(status)
+        self.traffic.count_receive(envelope.source, envelope.tag)
         return envelope
 
     @_translated
     def sendrecv(
         self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
     ) -> Envelope:
+        self.traffic.count_send(dest, tag)
         if survives():
             receiving = _post(self._p2p.Irecv, into, _source(source), _tag(recvtag))
             sending = _post(self._p2p.Isend, data, dest, tag)
             self._finish(sending, data)
-            return _envelope(self._finish(receiving, into))
+            return self._received(self._finish(receiving, into))
         status = MPI.Status()
         try:
             if max(data.size, into.size) <= _INT_MAX:
@@ -756,10 +781,11 @@ class MpiTransport:
                 sending.Wait()
         except MPI.Exception as error:
             raise (_too_large(self.rank, error, status, into) or error) from error
-        return _envelope(status)
+        return self._received(status)
 
     @_translated
     def isend(self, data: Memory, dest: int, tag: int) -> MpiPending:
+        self.traffic.count_send(dest, tag)
         return MpiPending(self, _post(self._p2p.Isend, data, dest, tag), data, (None, None, None))
 
     @_translated

@@ -13,6 +13,8 @@ import pytest
 from ranks import Ranks
 
 import mpicoll
+from mpicoll.engine.progress import Progress
+from mpicoll.engine.record import Call, Group
 from mpicoll.engine.request import Request
 
 
@@ -25,6 +27,9 @@ class Handle:
         self.waits: list[float | None] = []
         self.bounds: list[float | None] = []
         self.limit = 0.1
+        group = Group("0.0", "world", (0,), 0, 60.0)
+        call = Call("irecv", peer=0, tag=1, collective=False)
+        self.awaited = Progress(group, None, background=False, explain=lambda error: error), call
 
     def test(self) -> bool:
         return self.done

@@ -1,0 +1,202 @@
+"""Operations that can never complete fail within MPICOLL_STUCK_AFTER, and those that may complete don't."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from launch import mpirun
+
+HEAD = """
+import threading, time
+import numpy as np, mpicoll
+world = mpicoll.world()
+rank, size = world.rank, world.size
+x, large = np.ones(4), np.ones(20_000)
+mpicoll.barrier()
+"""
+
+# What blocks inside MPI can't raise: the job is ended. Each of these is what two ranks call, and what is said.
+ENDED = {
+    "swapped": (
+        """
+if rank == 0:
+    mpicoll.allreduce(x)
+    mpicoll.bcast(x, 0)
+else:
+    mpicoll.bcast(x, 0)
+    mpicoll.allreduce(x)
+""",
+        ["collective number 2 on world is not the same on all ranks", "rank 0 calls allreduce", "rank 1 calls bcast"],
+    ),
+    "skipped": (
+        """
+if rank == 0:
+    mpicoll.allreduce(x)
+mpicoll.allgather(x)
+mpicoll.barrier()
+""",
+        ["collective number 2 on world is not the same on all ranks", "rank 1 calls allgather"],
+    ),
+    "a message and a collective": (
+        """
+if rank == 0:
+    mpicoll.allreduce(x)
+else:
+    mpicoll.recv(x, 0)
+""",
+        ["ranks 0 and 1 wait for each other", "rank 1 waits in recv(float64[4], peer=0, tag=any)"],
+    ),
+    "two receives after messages": (
+        """
+mpicoll.sendrecv(x, 1 - rank, 1 - rank)
+mpicoll.isend(x, 1 - rank, 7).wait()
+mpicoll.recv(x, 1 - rank, 5)
+""",
+        ["ranks 0 and 1 wait for each other", "recv(float64[4], peer=1, tag=5)"],
+    ),
+    "a receive from a rank that has left": (
+        """
+if rank == 0:
+    mpicoll.recv(x, 1)
+    mpicoll.recv(x, 1)
+else:
+    mpicoll.send(x, 0)
+""",
+        ["rank 0 waits in recv(float64[4], peer=1, tag=any)", "for rank 1, which has left the program"],
+    ),
+}
+
+# Each rank that waits gets an error, on communicators that are used for nothing else.
+RAISING = """
+from mpicoll.parallel.p2p import PipeP2P
+
+def fails(call, error, *words):
+    begin = time.monotonic()
+    try:
+        call()
+    except error as failure:
+        assert type(failure) is error, repr(failure)
+        assert all(word in str(failure) for word in words), failure
+        assert time.monotonic() - begin < 6, time.monotonic() - begin
+    else:
+        raise AssertionError("nothing was raised")
+    mpicoll.barrier()
+
+first, second, third = (world.duplicate() for _ in range(3))
+for one in (first, second, third):
+    mpicoll.allreduce(large, comm=one, algorithm="slots")
+either = first if rank == 0 else second
+fails(lambda: mpicoll.allreduce(large, comm=either, algorithm="slots"), mpicoll.CommunicationError,
+      "wait for each other", "rank 0 waits in allreduce")
+
+p2p = PipeP2P(world)
+p2p.send_forward(None) if rank == 0 else p2p.recv_forward() if rank == 1 else None
+fails(lambda: p2p.recv((rank + 1) % size), mpicoll.CommunicationError, "ranks 0-2 wait for each other", "PipeP2P.recv")
+mixed = lambda: p2p.recv(2) if rank == 0 else mpicoll.allreduce(large, comm=third, algorithm="slots")
+fails(mixed, mpicoll.CommunicationError, "PipeP2P.recv from stage 2", "ranks 1 and 2 wait in allreduce")
+if rank == 0:
+    pair = [mpicoll.irecv(x, 1, 1), mpicoll.irecv(x, 1, 2)]
+begin = time.monotonic()
+if rank == 0:
+    for wait in (lambda: p2p.recv(1), lambda: mpicoll.waitany(pair)):
+        try:
+            wait()
+        except mpicoll.CommunicationError as failure:
+            assert "for rank 1, which has left the program" in str(failure), failure
+        else:
+            raise AssertionError("nothing was raised")
+    assert time.monotonic() - begin < 6
+    print("all raised")
+"""
+
+# Ranks that are late, or that only look as if they waited for ever.
+LATE = """
+from mpi4py import MPI
+
+def later(rank_, call):
+    if rank == rank_:
+        time.sleep(1.5)
+    return call()
+
+later(1, lambda: mpicoll.allreduce(x))
+later(2, lambda: mpicoll.allreduce(large, algorithm="slots"))
+if rank == 0:
+    mpicoll.recv(x)  # from any rank
+elif rank == 2:
+    time.sleep(1.5)
+    mpicoll.send(x, 0)
+# In MPI by the program's own hand.
+if rank == 0:
+    MPI.COMM_WORLD.Recv(x, 1)
+    mpicoll.send(x, 2)
+elif rank == 1:
+    time.sleep(1.5)
+    MPI.COMM_WORLD.Send(x, 0)
+else:
+    mpicoll.recv(x, 0)
+# A message on mpicoll's communicator that mpicoll has not sent.
+if rank == 0:
+    mpicoll.recv(x, 1, 3)
+elif rank == 1:
+    threading.Timer(1.5, lambda: world.mpi.Send(x, 0, 3)).start()
+    mpicoll.recv(x, 0, 4)
+if rank == 0:
+    mpicoll.send(x, 1, 4)
+# Another thread does what the main one does not.
+other = world.duplicate()
+if rank == 0:
+    thread = threading.Thread(target=lambda: (time.sleep(1.5), mpicoll.barrier(comm=other)))
+    thread.start()
+    mpicoll.recv(x, 1, 5)
+    thread.join()
+else:
+    mpicoll.barrier(comm=other)
+    if rank == 1:
+        mpicoll.send(x, 0, 5)
+# Started, and waited for later.
+request = mpicoll.iallreduce(x, comm=other)
+mpicoll.barrier()
+request.wait()
+if rank == 0:
+    print("all done")
+"""
+
+
+def _run(folder: Path, size: int, body: str, after: str) -> CompletedProcess[str]:
+    script = folder / "program.py"
+    script.write_text(HEAD + body)
+    return mpirun(size, script, seconds=90, MPICOLL_STUCK_AFTER=after, MPICOLL_REPORT="off")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[CompletedProcess[str]]]]:
+    """All jobs, two at a time: most of the time they wait."""
+    with ThreadPoolExecutor(2) as pool:
+        folder = tmp_path_factory.mktemp
+        yield {
+            "late": pool.submit(_run, folder("late"), 3, LATE, "0.5"),
+            "raising": pool.submit(_run, folder("raising"), 3, RAISING, "1"),
+        } | {name: pool.submit(_run, folder("ended"), 2, body, "1") for name, (body, _) in ENDED.items()}
+
+
+@pytest.mark.parametrize("name", ENDED)
+def test_the_job_is_ended(jobs: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
+    done = jobs[name].result()
+    assert done.returncode not in (0, 124), done.stdout
+    assert done.stdout.count("; the job is ended.") == 1, done.stdout
+    for word in ENDED[name][1]:
+        assert word in done.stdout
+
+
+def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
+    done = jobs["raising"].result()
+    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "all raised")
+
+
+def test_what_may_still_complete_is_left_alone(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
+    done = jobs["late"].result()
+    assert (done.returncode, done.stdout) == (0, "all done\n")
