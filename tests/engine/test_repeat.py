@@ -444,3 +444,18 @@ def test_calls_of_ever_new_sizes_are_not_prepared_twice(several: Ranks, prepared
 
     several(body)
     assert len(prepared) == 20 * (several.local or 1)
+
+
+def test_a_kept_call_that_fails_serves_again(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for turn in range(6):
+            for op in ("sum", "max"):
+                got = mpicoll.allreduce(np.full(5000, turn + world.rank), op, algorithm="slots")
+                every = [turn + rank for rank in range(world.size)]
+                assert (got == (sum(every) if op == "sum" else max(every))).all()
+            if turn > 2:
+                with pytest.raises(mpicoll.MismatchError, match="they differ in op"):
+                    mpicoll.allreduce(np.ones(5000), "max" if world.rank else "sum", algorithm="slots")
+
+    several(body)

@@ -21,7 +21,7 @@ Measure collectives: mpicoll's own choice, its other algorithms, and its peers.
   mpicoll bench                     allreduce from 8 B to 64 MiB, beside mpi4py
   mpicoll bench bcast alltoall      other collectives; all: all of them
   mpicoll bench overlap             how much of a collective is hidden behind computation
-  mpicoll bench overhead            what small messages cost in each form of the call
+  mpicoll bench overhead            what each form of a call costs, and which are the slowest
   mpicoll bench --device cuda       on device memory, from 4 B to 256 MiB, beside gloo
 
 Runs on the ranks that mpirun has started, or starts mpirun itself. Everything is checked against an oracle before it

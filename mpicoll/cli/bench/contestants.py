@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ import numpy as np
 
 import mpicoll
 from mpicoll.cli.bench import device
-from mpicoll.cli.bench.task import REDUCTIONS, Case, Kind, wide
+from mpicoll.cli.bench.task import COLLECTIVES, REDUCTIONS, Case, Kind, wide
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import SetupError
 
@@ -55,8 +55,23 @@ class Contestant:
     finish: Call | None = None
 
 
-def candidate(name: str, *, kind: Kind, form: str = "", out: bool = True, algorithm: str | None = None) -> Contestant:
-    """mpicoll itself: the call (`form` ""), the background form ("i") or the plan ("_init"), with `out` or without."""
+_COUNTED = ("gather", "scatter", "allgather", "reduce_scatter", "alltoall")
+_FROM_ROOT = ("bcast", "scatter")
+
+
+def candidate(
+    name: str,
+    *,
+    kind: Kind,
+    form: str = "",
+    out: bool = True,
+    algorithm: str | None = None,
+    counts: bool = False,
+    absent: bool = False,
+    strided: bool = False,
+) -> Contestant:
+    """mpicoll itself: the call (`form` ""), the background form ("i") or the plan ("_init"), with `out` or without;
+    with `counts` (all alike); with `absent` arrays, None, on ranks that give nothing; with `strided` input."""
 
     def prepare(case: Case) -> Ready:
         collective = case.task.collective
@@ -64,9 +79,23 @@ def candidate(name: str, *, kind: Kind, form: str = "", out: bool = True, algori
         keywords: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
         arguments: tuple[Any, ...] = ()
         if collective != "barrier":
-            arguments = (case.x, case.task.op) if collective in REDUCTIONS else (case.x,)
+            x = case.x
+            if strided:
+                x = np.repeat(x, 2)[::2]
+            if absent and collective not in _FROM_ROOT:
+                raise Unavailable("for bcast and scatter only")
+            if absent and case.rank != 0:
+                x = None
+            arguments = (x, case.task.op) if collective in REDUCTIONS else (x,)
             if out or case.task.in_place:
                 keywords["out"] = case.out
+        elif absent or strided:
+            raise Unavailable("a barrier takes no arrays")
+        if counts:
+            if collective not in _COUNTED:
+                raise Unavailable(f"not for {', '.join(one for one in COLLECTIVES if one not in _COUNTED)}")
+            each = (case.task.rows,) * case.task.ranks
+            keywords["counts"] = (each, each) if collective == "alltoall" else each
         if form == "_init":
             return Ready(function(*arguments, **keywords))
         # None on ranks that get nothing, and an array that is made by each call without `out`.
@@ -126,8 +155,11 @@ def _not_copied(got: Any) -> str | None:
     return None if (wide(got) == 1).all() else "nothing was copied"
 
 
-def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool = False) -> Contestant:
-    """torch.distributed on a process group of `backend`, in a phase of its own. Collective; see :func:`close`.
+def of_torch(
+    backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool = False, name: str = "", apart: bool = True
+) -> Contestant:
+    """torch.distributed on a process group of `backend`, in a phase of its own if it is to be timed `apart`.
+    Collective; see :func:`close`.
 
     mpicoll and gloo work on the CPU tensors, nccl on copies on this rank's device. Tensors that are on a device stay
     there: all work on them, in turns with the others, and each call waits for its result. Raises SetupError, on all
@@ -153,8 +185,8 @@ def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool
         call = partial(function, *arguments, group=group, **keywords)
         return Ready(device.synchronised(call, "torch") if beside else call, result)
 
-    if beside:
-        return Contestant(backend, prepare, kind, ours=backend == "mpicoll")
+    if beside or not apart:
+        return Contestant(name or backend, prepare, kind, ours=backend == "mpicoll")
     return Contestant(
         backend,
         prepare,
@@ -164,6 +196,20 @@ def of_torch(backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool
         barrier=partial(dist.barrier, group=group),
         finish=torch.cuda.synchronize if place != "cpu" else None,
     )
+
+
+def waited(contestant: Contestant) -> Contestant:
+    """The same, where each call waits for what it has started."""
+
+    def prepare(case: Case) -> Ready:
+        start, result = contestant.prepare(case)
+
+        def call() -> None:
+            start().wait()
+
+        return Ready(call, result)
+
+    return replace(contestant, prepare=prepare)
 
 
 def absent(name: str, kind: Kind, why: str) -> Contestant:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -211,15 +212,24 @@ def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
 
 
 def _overhead(team: Team, asked: Settings) -> None:
+    through_torch = partial(contestants.of_torch, "mpicoll", team.comm, kind="torch", apart=False)
     entered = [
         contestants.mpi4py(team.comm, kind="numpy"),
         contestants.candidate("call", kind="numpy", out=False),
         contestants.candidate("out=", kind="numpy"),
+        contestants.candidate("counts=, out=", kind="numpy", counts=True),
+        contestants.candidate("None elsewhere, out=", kind="numpy", absent=True),
+        contestants.candidate("strided, out=", kind="numpy", strided=True),
+        contestants.waited(contestants.candidate("i-form, wait", kind="numpy", form="i")),
         contestants.candidate("plan", kind="numpy", form="_init"),
         contestants.mpi4py(team.comm, kind="torch", name="mpi4py, tensor"),
         contestants.candidate("tensor", kind="torch", out=False),
         contestants.candidate("tensor, out=", kind="torch"),
+        contestants.candidate("tensor, counts=, out=", kind="torch", counts=True),
+        contestants.candidate("tensor, None, out=", kind="torch", absent=True),
         contestants.candidate("tensor, plan", kind="torch", form="_init"),
+        through_torch(name="torch"),
+        contestants.waited(through_torch(name="torch, async", asynchronous=True)),
     ]
     points = _measured(team, asked, entered)
     if team.rank == 0:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _STATES = {"wrong": "wrong", "absent": "-"}
 """What stands in the place of a time."""
 
+_SLOWEST = 10
+"""How many forms of calls are named as the slowest."""
+
 
 def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None) -> Group:
     """The points of one collective: sizes down, contestants across; ratios are to `first_peer`, and those of
@@ -61,26 +64,38 @@ def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bou
 
 
 def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> Group:
-    """What forms of a call cost: ratios are to mpi4py on the same kind of array, which `kinds` gives."""
+    """What forms of a call cost, a table for each collective and one of the slowest: ratios are to mpi4py on the same
+    kind of array, which `kinds` gives."""
+    from rich.console import Group
+
     reference: dict[str, str] = {}
     for name, kind in kinds.items():
         reference.setdefault(kind, name)
-    rows = []
-    for point in points:
-        size = screen.nbytes(point.task.nbytes) if point.task.nbytes else ""
-        row = [f"{point.task.collective} {size}".rstrip()]
-        for name, result in point.results.items():
-            base = point.results[reference[kinds[name]]]
-            cell = screen.seconds(result.median) if result.state == "timed" else _STATES[result.state]
-            if base is not result and result.state == base.state == "timed":
-                cell += f" {result.median / base.median:5.2f}"
-            row.append(cell)
-        rows.append(row)
     task = points[0].task
-    what = (
-        f"{task.ranks} ranks, {task.dtype} {task.op}: median time per call, and its ratio to mpi4py's on such an array"
-    )
-    return screen.table(what, ["", *points[0].results], rows, caption="\n".join(_notes(points)) or None)
+    settings = f"{task.ranks} ranks, {task.dtype} {task.op}"
+    tables, found = [], []
+    for collective in dict.fromkeys(point.task.collective for point in points):
+        chosen = [point for point in points if point.task.collective == collective]
+        rows = []
+        for name, kind in kinds.items():
+            row = [name]
+            for point in chosen:
+                result, base = point.results[name], point.results[reference[kind]]
+                cell = screen.seconds(result.median) if result.state == "timed" else _STATES[result.state]
+                if base is not result and result.state == base.state == "timed":
+                    ratio = result.median / base.median
+                    cell += f" {ratio:5.2f}"
+                    found.append((ratio, f"{collective} {screen.nbytes(point.task.nbytes)}", name))
+                row.append(cell)
+            if set(row[1:]) != {_STATES["absent"]}:
+                rows.append(row)
+        what = f"{collective}, {settings}: median time, and its ratio to mpi4py's on such arrays"
+        sizes = [screen.nbytes(point.task.nbytes) for point in chosen]
+        wrong = [note for note in _notes(chosen) if "is wrong" in note]
+        tables.append(screen.table(what, ["", *sizes], rows, caption="\n".join(wrong) or None))
+    slowest = [[name, where, f"{ratio:.2f}"] for ratio, where, name in sorted(found, reverse=True)[:_SLOWEST]]
+    tables.append(screen.table("the slowest", ["", "", "/ mpi4py"], slowest))
+    return Group(*tables)
 
 
 def _cells(point: Point, name: str, references: Sequence[Result]) -> list[str]:
