@@ -147,6 +147,9 @@ def _collectives(transport: Transport, op: str, dtype: np.dtype[Any], count: int
     look("Reduce in place", total if rank == 0 else mine, whole)
     native.scan(mine, whole, op)
     look("Scan", so_far, whole)
+    whole[:] = mine
+    native.scan(whole, whole, op)
+    look("Scan in place", so_far, whole)
     whole[:] = 0
     native.exscan(mine, whole, op)
     look("Exscan", left if rank == 1 else whole, whole)

@@ -127,7 +127,7 @@ class _Whole:
 
     def scan(self, source: Any, target: Any, op: str) -> None:
         left, _, total = self._parts(op, source)
-        self._give(target, (left, total)[self._rank], "Scan")
+        self._give(target, (left, total)[self._rank], "Scan in place" if source is target else "Scan")
 
     def exscan(self, source: Any, target: Any, op: str) -> None:
         if self._rank == 1:
@@ -146,7 +146,7 @@ def test_collectives_that_reduce_wrongly(rank: int) -> None:
         return trials._collectives(transport, "max", np.dtype(np.uint16), 33)
 
     assert why("none of them") is None
-    both = ("Allreduce", "Allreduce in place", "Scan", "Reduce_scatter", "Reduce_scatter_block")
+    both = ("Allreduce", "Allreduce in place", "Scan", "Scan in place", "Reduce_scatter", "Reduce_scatter_block")
     for name in (*both, *(("Exscan", "Reduce to rank 1") if rank else ("Reduce in place", "Reduce to rank 0"))):
         found = why(name)
         assert found is not None, name
