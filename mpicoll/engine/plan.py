@@ -69,7 +69,13 @@ class Plan:
         progress = self._progress
         if self._device is not None:
             self._operation.called()
-        if self._job is not None or self._comm.freed or progress.queue or progress.observer is not None:
+        if (
+            self._job is not None
+            or self._comm.freed
+            or progress.observer is not None
+            or progress.queue
+            or progress.lock.locked()
+        ):
             self._idle("call")
             progress.run(self._body, self._call)
             return self._operation.result()

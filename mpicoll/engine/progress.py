@@ -3,11 +3,15 @@
 All of them go through one FIFO, because MPI wants the same order on all ranks and lets blocking and non-blocking
 collectives never match: a rank may wait for an operation at once that another started in the background. Whoever holds
 the lock runs the head of the queue: a worker thread in the background, or a caller that waits.
+
+Two threads of a program that call blocking operations on one communicator at once get an error: which of them takes the
+lock first may differ from rank to rank. Whoever finds the lock free need not look for the other.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.engine import report
@@ -51,7 +56,7 @@ class _Refusal:
             " itself can"
         )
 
-    __enter__ = acquire = _raise
+    __enter__ = acquire = locked = _raise
     active = property(_raise)
 
     def __exit__(self, *args: object) -> None:
@@ -97,8 +102,10 @@ class Job:
 
     def run(self) -> None:
         """Carry it out. The progress lock is held."""
+        progress = self._progress
+        outer, progress.runner = progress.runner, get_ident()
         try:
-            self.value = self._progress.carry_out(self._function, self.call, self.site)
+            self.value = progress.carry_out(self._function, self.call, self.site)
         except Exception as error:  # noqa: BLE001  whoever waits for it gets it
             self.error = error
         except BaseException as error:
@@ -106,7 +113,10 @@ class Job:
             self.error = error
             raise
         finally:
-            self.finish()
+            try:
+                self.finish()
+            finally:
+                progress.runner = outer
 
     def finish(self) -> None:
         """It is done: tell who asked for it."""
@@ -211,6 +221,11 @@ class Progress:
         # How many collectives have begun, which all ranks count alike; and the one that runs.
         self.number = 0
         self.current: Raw | None = None
+        # Of the last job what `current` was then; the thread that runs a job or something else that is no blocking
+        # collective; and the threads whose blocking collective comes after those.
+        self._background_entry: Raw | None = None
+        self.runner: int | None = None
+        self._behind: list[tuple[int, Call]] = []
         if watch is not None:
             watch.add(self)
 
@@ -254,10 +269,14 @@ class Progress:
         return value
 
     def run(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
-        """Run a blocking operation, in which all ranks take part, after everything that was submitted before it."""
+        """Run a blocking operation, in which all ranks take part, after everything that was submitted before it.
+
+        Raises CommunicatorError if another thread is in such a call, or if this one is already in an operation of this
+        queue, which a signal handler or a function of the program has interrupted."""
+        # In this order: a job leaves the queue when the lock is held.
+        if self.queue or self.lock.locked():
+            return self._run_behind(function, call, *args)
         with self.lock:
-            while self.queue:
-                self.queue.popleft().run()
             if self.observer is not None:
                 return self.carry_out(function, call, None, *args)
             # carry_out, written out for the calls that are made most.
@@ -271,12 +290,33 @@ class Progress:
             keepers.keep((entry, monotonic(), ""))
             return value
 
+    def _run_behind(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
+        """The same where something was submitted, or the lock is held."""
+        me = get_ident(), call
+        if self._behind or self.runner == me[0] or self._blocking() is not None:
+            self._not_within(call)
+            self._not_beside(me)
+        try:
+            self._behind.append(me)
+            with self.lock:
+                while self.queue:
+                    self.queue.popleft().run()
+                return self.carry_out(function, call, None, *args)
+        finally:
+            if me in self._behind:  # an interrupt may have come first
+                self._behind.remove(me)
+
     def aside(self, function: Callable[..., Any], call: Call) -> Any:
         """Run something after everything that was submitted before it, in which not all ranks take part."""
+        self._not_within(call)
         with self.lock:
             while self.queue:
                 self.queue.popleft().run()
-            return self.guarded(function, call)
+            self.runner = get_ident()
+            try:
+                return self.guarded(function, call)
+            finally:
+                self.runner = None
 
     def carry_out(self, function: Callable[..., Any], call: Call, site: Site | None, *args: Any) -> Any:
         """Run an operation now, before the eyes of the observer. The lock is held."""
@@ -284,7 +324,10 @@ class Progress:
         if observer is not None and observer.sites and site is None:
             site = call_site()
         self.number += 1
-        self.current = entry = (self.group, self.number, call, monotonic(), site)
+        entry = (self.group, self.number, call, monotonic(), site)
+        if self.runner is not None:
+            self._background_entry = entry
+        self.current = entry
         try:
             if observer is not None:
                 observer.before(entry, function)
@@ -340,6 +383,8 @@ class Progress:
     def complete(self, job: Job, timeout: float | None, bound: float | None = None) -> None:
         """Return when `job` is done. Without a timeout this thread helps, else the worker does it alone."""
         if timeout is None:
+            if not job.done:
+                self._not_within(job.call, "wait() for ")
             while not job.done:
                 with self.lock:
                     self._head()
@@ -413,6 +458,7 @@ class Progress:
         """End the worker, after what is queued has run or, to `abandon` it, without."""
         if abandon:
             self.abandon()
+        self._not_within(Call("free"))
         with self.lock:
             while self.queue:
                 self.queue.popleft().run()
@@ -442,6 +488,48 @@ class Progress:
             self._closed = True
             self._filled.notify()
 
+    def _blocking(self) -> Raw | None:
+        """The blocking collective that runs, on whichever thread."""
+        while True:
+            # No lock is held: which of them was the last job's is certain for what runs before and after.
+            running, background, again = self.current, self._background_entry, self.current
+            if running is again:
+                return None if running is background else running
+
+    def _not_within(self, call: Call, verb: str = "") -> None:
+        """Raise CommunicatorError if this thread holds the lock, for which `call` would wait for ever."""
+        running = self._blocking()
+        if self.runner == get_ident():
+            within = "an operation" if self.current is None else _numbered(self.current)
+        elif running is not None and _runs_here(running):
+            within = _numbered(running)
+        else:
+            return
+        raise CommunicatorError(
+            f"{verb}{call} on {self.group}, rank {self.group.rank}: called in the middle of {within} on the same"
+            f" communicator and thread ({threading.current_thread().name}), which can't go on before this call returns."
+            " A signal handler, a function passed as op or a callback may use another communicator, such as one made by"
+            " Communicator.duplicate() beforehand; or call this after the operation"
+        )
+
+    def _not_beside(self, me: tuple[int, Call]) -> None:
+        """Raise CommunicatorError if another thread is in a blocking collective, or waits to begin one. Those that run
+        or await what was submitted are none."""
+        running = self._blocking()
+        others = [(ident, call) for ident, call in self._behind.copy() if ident != me[0]]
+        if running is not None or others:
+            # A thread that finds the lock free takes no note of itself, which would take 30 ns of each call.
+            what = others[0][1] if running is None else running[2]
+            ident = next((ident for ident, call in others if call is what), None)
+            number = "" if running is None else f" number {running[1]}"
+            raise CommunicatorError(
+                f"{me[1]} on {self.group}, rank {self.group.rank}: thread {threading.current_thread().name} calls it"
+                f" while {_other_thread(ident)} is in {what}{number} on the same communicator, so other ranks might run"
+                " the two in another order. Give each thread a communicator of its own (Communicator.duplicate() or"
+                " split(0), called beforehand in one thread), or call both in one thread, in the background if they"
+                " should overlap (iallreduce and its kin)"
+            )
+
     def _head(self) -> None:
         """Run the head of the queue, if there is one. The lock is held."""
         if self.queue:
@@ -458,6 +546,30 @@ class Progress:
                     return
             with self.lock, suppress(BaseException):  # the job keeps it for whoever waits
                 self._head()
+
+
+def _numbered(entry: Raw) -> str:
+    return f"{entry[2]} number {entry[1]}"
+
+
+def _runs_here(entry: Raw) -> bool:
+    """Whether `entry` runs on this thread, further out. To walk the frames of others may crash CPython."""
+    return any(frame.f_locals.get("entry") is entry for frame, _ in walk_stack(sys._getframe(1)))  # noqa: SLF001
+
+
+def _other_thread(ident: int | None) -> str:
+    """The thread `ident`; if that isn't known, the threads of the program besides this one."""
+    # Not threading.enumerate(), which takes a lock: a signal handler may have interrupted the thread that holds it.
+    threads: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]  # noqa: SLF001
+    known = [threads[ident].name] if ident in threads else []
+    this = get_ident()
+    ours = ("mpicoll-callback", "mpicoll-rank-")
+    names = known or sorted(
+        thread.name
+        for one, thread in threads.items()
+        if one != this and (not thread.name.startswith("mpicoll-") or thread.name.startswith(ours))
+    )
+    return f"thread {names[0]}" if len(names) == 1 else f"another thread (of {', '.join(names) or 'unknown name'})"
 
 
 def _words(error: BaseException) -> str:

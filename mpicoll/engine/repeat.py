@@ -56,7 +56,7 @@ def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepar
     again, call, _, _ = known
     progress = comm.progress
     try:
-        if progress.queue or progress.observer is not None:
+        if progress.queue or progress.observer is not None or progress.lock.locked():
             value = progress.run(again, call, array, into)
         else:
             # progress.run, written out for the calls that are made most.

@@ -315,7 +315,7 @@ class _Looker:
             if waits == "complete":
                 bounded = one.f_locals.get("timeout") is not None
                 return {"waits": ""} if bounded else {"waits": "queue", "key": one.f_locals["self"].group.key}
-            if one is frame and (waits in ("run", "aside", "close") or "progress" in code.co_varnames):
+            if one is frame and (waits in ("run", "_run_behind", "aside", "close") or "progress" in code.co_varnames):
                 # With nothing of its own running it waits for the lock, if somebody else holds it.
                 queue = one.f_locals.get("self" if waits else "progress")
                 if queue in self._queues and queue.lock.locked():

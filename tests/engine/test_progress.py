@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,9 +96,10 @@ def test_a_waiting_thread_runs_the_head_and_the_worker_stays_away() -> None:
 
 
 def test_calls_from_many_threads(queue: Progress) -> None:
-    """Each thread's operations run in its order, and never two at once."""
-    busy = threading.Lock()
+    """Each thread's operations run in its order, and never two at once. For blocking ones the threads take turns."""
+    busy, turn = threading.Lock(), threading.Lock()
     seen: list[tuple[int, int]] = []
+    wrong: list[BaseException] = []
 
     def operation(thread: int, number: int) -> tuple[int, int]:
         assert busy.acquire(blocking=False), "two operations at once"
@@ -104,7 +111,8 @@ def test_calls_from_many_threads(queue: Progress) -> None:
         jobs: list[Job] = []
         for number in range(200):
             if number % 7 == 0:
-                assert queue.run(operation, WHAT, thread, number) == (thread, number)
+                with turn:
+                    assert queue.run(operation, WHAT, thread, number) == (thread, number)
             else:
                 jobs.append(queue.submit(lambda number=number: operation(thread, number), WHAT))
             if number % 10 == 9:
@@ -113,14 +121,123 @@ def test_calls_from_many_threads(queue: Progress) -> None:
             thread_of, _ = job.wait(None)
             assert thread_of == thread
 
-    threads = [threading.Thread(target=caller, args=(number,)) for number in range(8)]
+    def checked(thread: int) -> None:
+        try:
+            caller(thread)
+        except BaseException as error:  # noqa: BLE001  raised on the test's thread
+            wrong.append(error)
+
+    threads = [threading.Thread(target=checked, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert not wrong, wrong[0]
     assert len(seen) == 8 * 200
     for thread in range(8):
         assert [number for which, number in seen if which == thread] == list(range(200))
+
+
+# --- threads and handlers in each other's way
+
+BESIDE = r"^{} on .*, rank 0: thread Main calls it while .*Other.* is in {} on the same communicator.*duplicate\(\)"
+
+
+@pytest.mark.parametrize("kind", ["call", "kept", "plan", "split", "traced"])
+def test_two_threads_in_blocking_collectives_are_an_error(kind: str, tmp_path: Path) -> None:
+    """On the thread that comes second, before a message leaves; the first goes on, and so does the communicator."""
+    begun = threading.Event()
+
+    def body() -> None:
+        world, x = mpicoll.world(), np.ones(3)
+        plan = mpicoll.allreduce_init(x)
+        calls: dict[str, Callable[[], Any]] = {"plan": plan, "split": lambda: world.split(0)}
+        call = calls.get(kind, lambda: mpicoll.allreduce(x, comm=world))
+        if kind == "kept":
+            call()
+        if world.rank == 1:
+            assert begun.wait(20)
+            call()
+        else:
+            threading.current_thread().name = "Main"
+            number = world.progress.number
+            other = threading.Thread(target=call, name="Other")
+            other.start()
+            until(lambda: world.progress.current is not None)
+            what = r"split\(\)" if kind == "split" else r"allreduce\(.*"
+            words = BESIDE.format("{}", rf"{what} number {number + 1}")
+            for again, name in ((call, what), (partial(mpicoll.bcast, x, comm=world), r"bcast\(.*")):
+                with pytest.raises(mpicoll.CommunicatorError, match=words.format(name)):
+                    again()
+            begun.set()
+            other.join(20)
+        assert mpicoll.allreduce(1, comm=world) == 2
+
+    def traced() -> None:
+        with mpicoll.trace(tmp_path) if kind == "traced" else nullcontext():
+            body()
+
+    mpicoll.run_local(traced, 2, timeout=20)
+
+
+def test_of_two_threads_that_wait_for_a_background_operation_the_second_gets_an_error(queue: Progress) -> None:
+    """While it runs, a blocking call waits for its turn, and a second thread may wait for it."""
+    gate = threading.Event()
+    job = queue.submit(lambda: gate.wait(20), WHAT)
+    values: list[object] = []
+    first = threading.Thread(target=lambda: values.append(queue.run(lambda: "ran", WHAT)), name="Other")
+    helper = threading.Thread(target=lambda: values.append(job.wait(None)))
+    first.start()
+    helper.start()
+    until(lambda: bool(queue._behind))
+    with pytest.raises(
+        mpicoll.CommunicatorError, match=r"while thread Other is in a test of the queue\(\) on the same"
+    ):
+        queue.run(fail, WHAT)
+    gate.set()
+    first.join(20)
+    helper.join(20)
+    assert sorted(map(str, values)) == ["True", "ran"]
+    assert queue.run(lambda: "goes on", WHAT) == "goes on"
+
+
+@pytest.mark.parametrize("outer", ["run", "job", "callback"])
+@pytest.mark.parametrize("inner", ["run", "wait", "aside", "close"])
+def test_an_operation_in_the_middle_of_another_is_an_error(outer: str, inner: str) -> None:
+    """It could only wait for itself: in a signal's handler, a function of the program, a callback."""
+    queue = lazy()
+    inners: dict[str, Callable[[], object]] = {
+        "run": lambda: queue.run(lambda: None, Call("inner")),
+        "wait": lambda: queue.submit(lambda: None, Call("inner")).wait(None),
+        "aside": lambda: queue.aside(lambda: None, Call("inner")),
+        "close": queue.close,
+    }
+    caught: list[str] = []
+
+    def operation() -> None:
+        previous = signal.signal(signal.SIGUSR1, lambda *_: inners[inner]())
+        try:
+            with pytest.raises(mpicoll.CommunicatorError, match="called in the middle of") as error:
+                signal.raise_signal(signal.SIGUSR1)
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+        caught.append(str(error.value))
+
+    if outer == "run":
+        queue.run(operation, WHAT)
+    elif outer == "job":
+        queue.submit(operation, WHAT).wait(None)
+    else:
+        job = queue.submit(lambda: None, WHAT)
+        job.when_done(lambda _: operation())
+        job.wait(None)
+    running = "an operation" if outer == "callback" else r"a test of the queue\(\) number 1"
+    (words,) = caught
+    what = {"run": r"inner\(\)", "wait": r"wait\(\) for inner\(\)", "aside": r"inner\(\)", "close": r"free\(\)"}[inner]
+    assert re.match(
+        rf"{what} on test \(1 ranks\), rank 0: called in the middle of {running} on the same .*\(MainThread\)", words
+    )
+    assert queue.run(lambda: "goes on", WHAT) == "goes on"
 
 
 def test_order_of_blocking_and_background_calls_is_that_of_the_calls(several: Ranks) -> None:
