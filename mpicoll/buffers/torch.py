@@ -138,7 +138,7 @@ def cuda_device(operation: str, place: torch.device, argument: str) -> Device:
     except ImportError as error:
         raise DeviceError(
             f"{operation}: {argument} is on {place}, for which mpicoll needs cupy ({error});"
-            ' install it: pip install "mpicoll[cuda]"'
+            ' install it: pip install "mpicoll[cuda13]", or "mpicoll[cuda12]" for older drivers'
         ) from error
     cupy.refuse_capture(operation, argument, place.index, torch.cuda.current_stream(place).cuda_stream)
     return cupy.cuda_device(place.index)

