@@ -180,6 +180,8 @@ def _by_copies(own: Array | None, value: Array | None, operation: Operation) -> 
     def again(x: Array | None, out: Array | None) -> Array | None:
         if own is not None:
             own[...] = x
+        elif value is not None:
+            value[...] = out  # which is the root's input as well, in a bcast
         body()
         if value is None:
             return None

@@ -226,6 +226,11 @@ def bcast_in_place_at_root(t: Turn) -> Any:
     return into(out, mpicoll.bcast(out if t.at_root else None, t.root, out=out))
 
 
+def bcast_of_out_alone(t: Turn) -> Any:
+    out = t.mine() if t.at_root else t.out()
+    return into(out, mpicoll.bcast(None, t.root, out=out))
+
+
 def some_pass_out(t: Turn) -> Any:
     return mpicoll.allreduce(t.mine(), out=t.out() if (t.rank + t.turn) % 2 else None)
 
@@ -304,6 +309,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "bcast, None elsewhere": (lambda t: bcast_from_root(t, np.float32), of_root),
     "bcast of a tensor, None elsewhere": (lambda t: bcast_from_root(t, BF16), of_root),
     "bcast, in place at the root, None elsewhere": (bcast_in_place_at_root, of_root),
+    "bcast, None everywhere": (bcast_of_out_alone, of_root),
     "scatter, None elsewhere": (lambda t: scatter_from_root(t, np.float32), scattered),
     "scatter of a tensor, None elsewhere": (lambda t: scatter_from_root(t, torch.float32), scattered),
     "gather with counts": (
