@@ -654,6 +654,9 @@ class MpiTransport:
     @_translated
     def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
         if not self._words:
+            if self.misreduces("min", np.dtype(np.int64)) is not None:
+                alike = len(set(self._collective.allgather(word))) == 1
+                return None if alike else cast("list[str]", self._collective.allgather(text()))
             mine, least = np.empty(2, np.int64), np.empty(2, np.int64)
             self._words = [mine, least, _parsed(mine), _parsed(least)]
         mine, least, source, target = self._words

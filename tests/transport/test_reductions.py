@@ -279,6 +279,25 @@ def test_what_one_library_computes_wrongly_is_left_to_none(monkeypatch: pytest.M
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("wrong", [{}, {"min l": "it is wrong", "min q": "it is wrong"}], ids=["right", "wrong"])
+def test_words_are_compared_whatever_min_does(wrong: reductions.Wrong) -> None:
+    from mpi4py import MPI
+
+    from mpicoll.transport import mpi
+
+    world = MPI.COMM_WORLD
+    end = mpi.MpiTransport(world.Dup(), world.Dup(), (0,) * world.size, wrong=wrong)
+    rank, size = end.rank, end.size
+    for word in (0, 2**62 - 1, 5):
+        assert end.compare(word, lambda: "unused", lambda: None) is None
+    if size > 1:
+        for odd in range(size):
+            texts = end.compare(7 if rank == odd else 2**61, lambda: f"rank {rank}", lambda: None)
+            assert texts == [f"rank {one}" for one in range(size)]
+    end.free()
+
+
+@pytest.mark.mpi
 def test_where_reduce_does_not_work_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operand is copied at a root other than rank 0."""
     from mpi4py import MPI
