@@ -304,10 +304,9 @@ class _Looker:
             entry = _entry_of(one)
             if id(entry) in running:
                 return {"waits": "queue", "key": running[id(entry)]}
-            if "waiting" in code.co_varnames:
-                polled = getattr(one.f_locals.get("waiting"), "entry", None)
-                if polled is not None and self._active.get(self._program) is polled:
-                    return {"waits": "message"}
+            polled = _polled(one)
+            if polled is not None and self._active.get(self._program) is polled:
+                return {"waits": "message"}
             waits = code.co_name if code.co_filename == _PROGRESS else ""
             if waits == "guarded":
                 held = entry is not None and self._active.get(self._program) is entry
@@ -432,6 +431,14 @@ def _entry_of(frame: FrameType) -> Any:
     return frame.f_locals.get("entry")
 
 
+def _polled(frame: FrameType) -> Any:
+    """The raw entry of the wait that a frame of ours polls in, which holds it as ``waiting``."""
+    code = frame.f_code
+    if "waiting" not in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+        return None
+    return getattr(frame.f_locals.get("waiting"), "entry", None)
+
+
 def _operation_of(frame: FrameType | None, raw: Raw) -> FrameType | None:
     """The frame of ours that carries out `raw`, from which on the program is to be found."""
     return next((one for one in _walk(frame) if _entry_of(one) is raw), frame)
@@ -527,8 +534,7 @@ def _where(frame: FrameType, raw: Raw) -> State:
         code = one.f_code
         if not code.co_filename.startswith(_PACKAGE):
             continue
-        polled = getattr(one.f_locals.get("waiting"), "entry", None) if "waiting" in code.co_varnames else None
-        if code in _POLLING or polled is raw:
+        if code in _POLLING or _polled(one) is raw:
             found["polls"] = True
         if code is Program.run.__code__ and not found["where"]:
             found["where"], found["waits_for"] = _round(one)

@@ -385,10 +385,12 @@ def _private(comm: Communicator) -> Communicator:
     """
     if comm.size == 1:
         return comm
-    if comm.mpi is not None:
+    # Not by Communicator.mpi, which says that the program may send messages there.
+    own = comm.transport.mpi
+    if own is not None:
         # Kept with MPI's communicators, and freed with them. The first duplicate is what comm.mpi means where a user
         # passes it, and carries the messages sent there; the second is nobody else's.
-        return resolve(resolve(comm.mpi).mpi)
+        return resolve(resolve(own).transport.mpi)
     if comm not in _OF_THREADS:
         _OF_THREADS[comm] = comm.group(range(comm.size))  # with nothing to free
     made: Communicator = _OF_THREADS[comm]

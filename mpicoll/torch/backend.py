@@ -28,6 +28,7 @@ from mpicoll.config import config
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Task
 from mpicoll.engine.process_local import refuse_pickling
+from mpicoll.engine.record import Call
 from mpicoll.engine.watch import FULL_FROM
 from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import jobs, monitor, sparse
@@ -362,7 +363,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         bound = timedelta(seconds=self.comm.timeout if timeout is None else _seconds(timeout))
         watch = self.comm.watch
         ask = watch.inquire if watch is not None and bound.total_seconds() >= FULL_FROM else None
-        monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
+        call = Call("monitored_barrier", collective=False)
+        with self.comm.progress.waiting(call, (bound + monitor.GRACE).total_seconds()):
+            monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
 
     # Older names, which torch still uses in places.
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mpicoll.collectives.bcast import bcast
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.record import Call
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
 
@@ -161,9 +162,10 @@ def members(store: dist.Store, rank: int, size: int) -> list[int]:
 
     Raises ArgumentError if two of them are one process of the world.
     """
-    mine = world().rank
-    store.set(f"world_rank/{rank}", str(mine))
-    ranks = [int(store.get(f"world_rank/{other}")) for other in range(size)]
+    comm = world()
+    store.set(f"world_rank/{rank}", str(comm.rank))
+    with comm.progress.waiting(Call("init_process_group", collective=False), _PATIENCE.total_seconds()):
+        ranks = [int(store.get(f"world_rank/{other}")) for other in range(size)]
     if len(set(ranks)) != size:
         raise ArgumentError(f"init_process_group: ranks of the group share a rank of the MPI job: {ranks}")
     return ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mpicoll.errors import Timeout
 
-_GRACE = timedelta(seconds=10)
+GRACE = timedelta(seconds=10)
 """How much longer than rank 0 the others wait, so that they hear from it who was missing."""
 
 
@@ -38,7 +38,7 @@ def barrier(
         return
     store.set(f"here/{rank}", "")
     try:
-        store.wait(["verdict"], timeout + _GRACE)
+        store.wait(["verdict"], timeout + GRACE)
         verdict = store.get("verdict").decode()
     except RuntimeError:
         verdict = f"it has not come within {timeout.total_seconds():g} s"

@@ -972,7 +972,8 @@ class Bench:
         def main() -> dict[int, State] | None:
             comm = mpicoll.world()
             # Threads have no watch, but its dictionary is where messages are seen.
-            comm.progress._watch = SimpleNamespace(active=self._active[comm.rank])  # type: ignore[assignment]
+            watch = SimpleNamespace(active=self._active[comm.rank], check=lambda entry: None)
+            comm.progress._watch = watch  # type: ignore[assignment]
             body(comm.rank) if warm else mpicoll.barrier()
             self._comms[comm.rank] = comm, threading.get_ident()
             states = self._look(ready) if comm.rank == self.size - 1 else None
@@ -1110,6 +1111,27 @@ def test_a_wait_for_a_request(timeout: float | None) -> None:
 
     states = Bench(2).run(body, lambda states: bool(states[0]["pending"]))
     assert states[0]["pending"][0]["bounded"] == (timeout is not None)
+
+
+def test_a_wait_that_polls() -> None:
+    """It is seen as what it is whenever the look comes."""
+    looks: list[tuple[str, bool, tuple[int, ...]]] = []
+
+    def body(rank: int) -> None:
+        if rank == 0:
+            mpicoll.waitany([mpicoll.irecv(np.zeros(3), 1, tag) for tag in (7, 8)])
+        else:
+            mpicoll.send(np.zeros(3), 0, 7)
+
+    def ready(states: dict[int, State]) -> bool:
+        if states[0]["pending"]:
+            (one,) = states[0]["pending"]
+            tags = tuple(way["tag"] for way in report._messages(one["call"], one["key"]))
+            looks.append((states[0]["program"]["waits"], one["polls"], tags))
+        return len(looks) > 20
+
+    Bench(2).run(body, ready)
+    assert set(looks[1:]) == {("message", True, (7, 8))}
 
 
 @pytest.mark.parametrize("timeout", [None, 20.0])

@@ -1,0 +1,181 @@
+"""Every wait of a rank is registered with the watch, or can't last: a list of all of them, compared with the code.
+
+MPI's blocking collectives are not in the list: transports call them within operations, and in what `guarded` runs.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import mpicoll
+
+BLOCKING = {
+    *("sleep", "sched_yield", "give_way", "wait", "wait_for", "poll", "select", "acquire"),
+    *("Wait", "Waitall", "Waitany", "Waitsome", "Probe", "Mprobe", "Recv", "Send", "Sendrecv"),
+}
+"""Names of what may wait, whatever it is called on."""
+
+JOINED = ("thread", "keeper", "leave()")
+"""What is joined, where it is a thread."""
+
+ELSEWHERE = ("cli", "launch", "schedules", "transport/launcher.py")
+"""Programs that start jobs, which are no ranks themselves, and schedules, whose Send and Recv are data."""
+
+WAITS = {
+    "registered: an entry of the watch's `active`, or the operation of a queue": {
+        "collectives/p2p.py::_Transfer._within",
+        "engine/arena.py::_Pause.__call__",
+        "engine/device.py::_Staged.exchange",
+        "engine/nccl.py::Nccl._wait",
+        "engine/request.py::waitany",
+        "parallel/p2p.py::PipeP2P._nap",
+        "torch/monitor.py::_collect",
+        "torch/monitor.py::barrier",
+        "transport/base.py::poll",
+        "transport/mpi.py::MpiPending.wait",
+        "transport/mpi.py::MpiTransport._wait",
+        "transport/mpi.py::MpiTransport.compare",
+        "transport/mpi.py::MpiTransport.ended",
+        "transport/mpi.py::MpiTransport.exchange",
+        "transport/mpi.py::MpiTransport.probe",
+        "transport/mpi.py::MpiTransport.recv",
+        "transport/mpi.py::MpiTransport.send",
+        "transport/mpi.py::MpiTransport.sendrecv",
+        "transport/mpi.py::MpiPending.take_back",
+        "transport/mpi.py::_repeat",
+        "transport/mpi.py::_repeat.again",
+    },
+    "a wait for a request, a job or a work, which is registered itself": {
+        "collectives/arguments.py::within",
+        "collectives/p2p.py::_within",
+        "engine/plan.py::Plan.wait",
+        "engine/request.py::Request.wait",
+        "engine/request.py::waitall",
+        "parallel/gradients.py::_reduce",
+        "parallel/p2p.py::wait",
+        "parallel/pipeline/engine.py::PipelineEngine._carry_out",
+        "parallel/pipeline/engine.py::PipelineEngine._come",
+        "parallel/pipeline/engine.py::PipelineEngine._from_last_stage",
+        "torch/backend.py::ProcessGroupMpicoll.barrier",
+        "torch/sparse.py::all_reduce.run",
+        "torch/work.py::Received._finish",
+        "torch/work.py::Together.wait",
+        "torch/work.py::Work.block_current_stream",
+        "torch/work.py::Work.exception",
+        "torch/work.py::Work.result",
+        "torch/work.py::Work.synchronize",
+        "torch/work.py::Work.wait",
+        "torch/work.py::_Future.wait",
+    },
+    "of what has completed already": {
+        "parallel/wire.py::Broadcasts.iprobe",
+        "parallel/wire.py::_Broadcast.test",
+    },
+    "bounded by the program, or by seconds": {
+        "engine/nccl.py::Nccl.abort",
+        "engine/nccl.py::Nccl.free",
+        "engine/nccl.py::free_all",
+        "engine/notes.py::unreceived",
+        "engine/poller.py::Poller.stop",
+        "engine/progress.py::Progress.complete",
+        "engine/progress.py::Progress.drain",
+        "engine/trace.py::Recorder.stop",
+        "engine/trace.py::Recorder.flush",
+        "engine/trace.py::Tracing._compare_clocks",
+        "engine/trace.py::Tracing._each_rank",
+        "engine/trace.py::Tracing._fetch",
+        "engine/trace.py::Tracing._order",
+        "engine/trace.py::Tracing._send_part",
+        "engine/trace.py::Tracing._serve",
+        "engine/trace.py::Tracing.finish",
+        "engine/watch.py::Watch.inquire",
+        "parallel/p2p.py::PipeP2P._until",
+        "torch/lanes.py::Lanes.drain",
+        "transport/lifeline.py::Lifeline.flush",
+        "transport/mpi.py::MpiTransport._lost",
+        "transport/mpi.py::MpiTransport.failed_already",
+        "transport/mpi.py::MpiTransport.settle",
+        "transport/mpi.py::abort",
+        "transport/processes.py::Process.status",
+    },
+    "a lock that is held for moments, or is not waited for": {
+        "engine/progress.py::Progress.poke",
+        "torch/work.py::Received.test",
+        "transport/lifeline.py::Lifeline._before_fork",
+        "transport/lifeline.py::Lifeline._post",
+        "transport/lifeline.py::Lifeline.poll",
+        "transport/mpi.py::MpiPending.test",
+    },
+    "a thread of ours that has nothing to do": {
+        "engine/poller.py::Poller._run",
+        "engine/progress.py::Progress._work",
+        "engine/trace.py::Recorder._run",
+        "torch/lanes.py::Callbacks._work",
+        "torch/work.py::_Future.add_done_callback.call",
+        "torch/work.py::_Future.then.call",
+    },
+    "the watch itself": {
+        "engine/watch.py::Watch._collect",
+        "engine/watch.py::Watch._run",
+        "engine/watch.py::Watch._terminated",
+        "engine/watch.py::Watch._wait",
+        "transport/lifeline.py::Lifeline._turn",
+    },
+    "ranks that are threads of one process: bounded by the timeout of run_local": {
+        "engine/world.py::run_local",
+        "transport/local.py::LocalPending.take_back",
+        "transport/local.py::LocalPending.wait",
+        "transport/local.py::LocalTransport._received",
+        "transport/local.py::LocalTransport.exchange",
+        "transport/local.py::LocalTransport.probe",
+        "transport/local.py::World.living",
+        "transport/local.py::World.meet",
+        "transport/local.py::World.wait",
+    },
+}
+
+
+class _Finder(ast.NodeVisitor):
+    """The functions that call, or take along, something that may wait."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.found: set[str] = set()
+        self._path: list[str] = []
+
+    def _enter(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        self._path.append(node.name)
+        self.generic_visit(node)
+        self._path.pop()
+
+    visit_FunctionDef = visit_ClassDef = _enter  # noqa: N815  names that ast looks for
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        on = ast.unparse(called.value).lower() if isinstance(called, ast.Attribute) else ""
+        if name in BLOCKING or (name == "join" and on.endswith(JOINED)):
+            self.found.add(f"{self.file}::{'.'.join(self._path)}")
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        # MPI's calls are also passed on, to be called elsewhere.
+        if node.attr in BLOCKING and node.attr[0].isupper():
+            self.found.add(f"{self.file}::{'.'.join(self._path)}")
+        self.generic_visit(node)
+
+
+def test_all_waits_are_known() -> None:
+    package = Path(mpicoll.__file__).parent
+    found: set[str] = set()
+    for path in package.rglob("*.py"):
+        file = path.relative_to(package).as_posix()
+        if not file.startswith(ELSEWHERE):
+            finder = _Finder(file)
+            finder.visit(ast.parse(path.read_text()))
+            found |= finder.found
+    known = set().union(*WAITS.values())
+    assert sum(map(len, WAITS.values())) == len(known)
+    assert found - known == set(), "a new wait: register it with the watch, or say here why it can't last"
+    assert known - found == set(), "these don't wait any more"
