@@ -50,6 +50,7 @@ from mpicoll.torch.tensors import (
     check_pair,
     check_plain,
     copy_into,
+    divide_integers,
     flat_input,
     flat_output,
     in_place,
@@ -74,6 +75,9 @@ _OPS = {
 
 # torch's sums and products of truth values are truth values.
 _BOOL_OPS = {"sum": "lor", "prod": "land"}
+
+_AVERAGED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+"""Integers that torch divides."""
 
 
 def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
@@ -129,11 +133,31 @@ def _then(made: Task, restore: Restore) -> Task:
     return Task(run, made.call, *made.operations)
 
 
+def _reduction(
+    operation: str, op: Any, result: torch.Tensor, restore: Restore, comm: Communicator
+) -> tuple[OpLike, Restore]:
+    """The native operation, and what is left to be done with the `result`.
+
+    AVG of integers is their sum (which wraps), divided and rounded towards zero, as NCCL computes it and as Lightning
+    does with gloo, which refuses it. The native operations refuse it as well: a mean is not an integer.
+    """
+    native = op_of(operation, op, result.dtype)
+    if native != "avg" or result.dtype not in _AVERAGED:
+        return native, restore
+
+    def divide() -> None:
+        divide_integers(result, comm.size)
+        if restore is not None:
+            restore()
+
+    return "sum", divide
+
+
 @names_rank
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     """In place."""
     plain, restore = in_place(tensor)
-    native = op_of("all_reduce", op, tensor.dtype)
+    native, restore = _reduction("all_reduce", op, plain, restore, comm)
     return _then(_task(comm, "all_reduce", plain, plain, allreduce.prepare, op=native), restore)
 
 
@@ -154,7 +178,8 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Task
     """In place at the root; nothing changes elsewhere."""
     plain, restore = in_place(tensor)
     out = plain if comm.rank == root else None
-    native = op_of("reduce", op, tensor.dtype)
+    native, divided = _reduction("reduce", op, plain, restore, comm)
+    restore = restore if out is None else divided
     return _then(_task(comm, "reduce", plain, out, reduces.prepare, op=native, root=root), restore)
 
 
@@ -252,8 +277,8 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[t
     check_pair("reduce_scatter", tensors[0], output)
     sizes = [one.numel() for one in tensors]
     check_numel("reduce_scatter", "the output", output.numel(), sizes[comm.rank])
-    native = op_of("reduce_scatter", op, output.dtype)
     target, restore = flat_output("reduce_scatter", output)
+    native, restore = _reduction("reduce_scatter", op, target, restore, comm)
     counts = sizes if len(set(sizes)) > 1 else None
     whole, prepare = joined_input(tensors), reduce_scatters.prepare
     return _then(_task(comm, "reduce_scatter", whole, target, prepare, op=native, counts=counts), restore)
@@ -264,8 +289,8 @@ def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torc
     """Rank i's `output` gets the reduction of the i-th part of all ranks' tensors."""
     check_pair("reduce_scatter_single", tensor, output)
     check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size)
-    native = op_of("reduce_scatter_single", op, output.dtype)
     target, restore = flat_output("reduce_scatter_single", output)
+    native, restore = _reduction("reduce_scatter_single", op, target, restore, comm)
     whole, prepare = flat_input(tensor), reduce_scatters.prepare
     return _then(_task(comm, "reduce_scatter_single", whole, target, prepare, op=native, counts=None), restore)
 

@@ -158,6 +158,12 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
+def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
+    """Divide `tensor`, of integers, in place and towards zero, in any thread; return when that is done."""
+    with aside(*cuda_devices([tensor])), torch.inference_mode(tensor.is_inference()):
+        tensor.div_(divisor, rounding_mode="trunc")
+
+
 def check_plain(operation: str, *tensors: torch.Tensor) -> None:
     """Raise DTypeError or DeviceError unless all are dense tensors, on the CPU or on one CUDA device."""
     for one in tensors:

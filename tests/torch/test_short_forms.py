@@ -270,3 +270,39 @@ def test_a_short_timeout_is_that_of_the_work() -> None:
         assert x.tolist() == [2.0, 2.0]
 
     alone(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_the_mean_of_integers_is_rounded_towards_zero(dtype: torch.dtype) -> None:
+    """As NCCL's; the native operations refuse it."""
+
+    def body(group: Any, rank: int) -> None:
+        avg = dist.ReduceOp.AVG
+        both = torch.tensor([[7, 3, 0, 120], [-8, 0, 1, 1] if dtype is not torch.uint8 else [8, 0, 1, 1]])
+        mean = (both.sum(0).to(dtype).long() / 2).trunc().to(dtype)
+        mine = both[rank].to(dtype)
+        # All forms that reduce, in place and out of place, on memory that is laid out in another way, and in a list.
+        x, strided = mine.clone(), torch.zeros(8, dtype=dtype)[::2].copy_(mine)
+        group.allreduce(x, avg).wait()
+        group.allreduce(strided, avg).wait()
+        coalesced, options = [mine.clone(), mine.clone()], c10d.AllreduceCoalescedOptions()
+        options.reduceOp = avg
+        group.allreduce_coalesced([*coalesced, coalesced[0]], options).wait()
+        for got in (x, strided, *coalesced):
+            assert torch.equal(got, mean), (got, mean)
+        x = mine.clone()
+        group.reduce(x, 1, avg).wait()
+        assert torch.equal(x, mean if rank == 1 else mine)
+        scattered, single = torch.zeros(4, dtype=dtype)[::2], torch.zeros(2, dtype=dtype)
+        group.reduce_scatter(scattered, list(mine.clone().chunk(2)), avg).wait()
+        options = c10d.ReduceScatterOptions()
+        options.reduceOp = avg
+        group.reduce_scatter_single(single, mine, options).wait()
+        for got in (scattered, single):
+            assert torch.equal(got, mean[2 * rank : 2 * rank + 2])
+        with pytest.raises(mpicoll.DTypeError, match="avg.*int"):
+            mpicoll.allreduce(mine, "avg")
+        with pytest.raises(mpicoll.DTypeError, match="avg.*(bool|uint16)"):
+            group.allreduce(torch.ones(2, dtype=torch.uint16 if rank else torch.bool), avg)
+
+    alone(body)
