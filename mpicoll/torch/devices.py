@@ -1,12 +1,22 @@
-"""Which CUDA device a rank works on, where the program does not say."""
+"""For which devices a process group stands, and on which CUDA device a rank works where the program does not say."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpicoll.engine.world import world
+
+
+def declare() -> None:
+    """Tell c10d for which devices the backend "mpicoll" stands in this process.
+
+    What asks c10d for them takes a device other than the CPU if there is one: ShardedTensor.gather would make CUDA
+    tensors where there is no CUDA. When torch is imported, where the backend is registered, it is too early to look.
+    """
+    dist.Backend.backend_capability["mpicoll"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def settle(device_id: Any = None) -> None:

@@ -40,6 +40,7 @@ def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> 
     given = call.arguments
     given["backend"] = own_name(given["backend"])
     world()
+    devices.declare()
     if given["group_size"] == -1:
         given["store"], given["group_rank"], given["group_size"] = meeting.place()
     made = original(*call.args, **call.kwargs)

@@ -51,6 +51,9 @@ OPS = {
 }
 """torch's operations by the oracle's names. That of premul_sum holds a factor and is made for each call."""
 
+AVERAGED = ("int8", "uint8", "int16", "int32", "int64")
+"""Integers whose mean torch's face rounds towards zero."""
+
 SHAPES = ((7,), (), (0,), (4, 3), (3, 0, 2), (2, 3, 4, 5), (1,), (20_001,))
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "channels_last", "chunks")
 
@@ -60,7 +63,7 @@ def means(op: str, name: str) -> bool:
     if name == "bool":
         return op not in ("avg", "premul_sum")
     if name in INTEGERS:
-        return op != "avg"
+        return op != "avg" or name in AVERAGED
     if name in COMPLEX:
         return op in ("sum", "avg", "premul_sum")
     return name in (*HALVES, *FLOATS) and op not in ("band", "bor", "bxor")
@@ -87,6 +90,10 @@ def reduction(op: str, operands: Sequence[np.ndarray], name: str) -> Expected:
         op = "sum"
         wide = dtype_of(name) if name in INTEGERS else np.complex128 if name in COMPLEX else np.float64
         operands = [one.astype(wide) * np.asarray(factor(rank, name), wide) for rank, one in enumerate(operands)]
+    if op == "avg" and name in AVERAGED:
+        total = expected("sum", operands, name).value
+        count = total.dtype.type(len(operands))
+        return Expected((total - np.fmod(total, count)) // count)
     return expected(op, operands, name)
 
 

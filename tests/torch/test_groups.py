@@ -261,3 +261,18 @@ def test_calls_of_non_members(rank: int, size: int) -> None:
         with pytest.warns(UserWarning, match="does not belong to the given group"):
             dropin.all_reduce(tensor, group=group)
     assert tensor.item() == rank
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a group stands for the device then, which is taken first")
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+def test_sharded_tensors_are_gathered_on_the_cpu(rank: int, size: int) -> None:
+    """torch asks the backend's devices where to gather, and takes the first one that is not the CPU."""
+    from torch.distributed._shard import sharded_tensor, sharding_spec
+
+    spec = sharding_spec.ChunkShardingSpec(dim=0, placements=[f"rank:{one}/cpu" for one in range(size)])
+    tensor = sharded_tensor.full(spec, (2 * size, 3), 7.0)
+    tensor.local_shards()[0].tensor.add_(rank)
+    out = torch.empty(2 * size, 3) if rank == 0 else None
+    tensor.gather(0, out)
+    if out is not None:
+        assert torch.equal(out, 7.0 + torch.arange(size).repeat_interleave(2)[:, None].expand(-1, 3))

@@ -300,9 +300,9 @@ def test_the_mean_of_integers_is_rounded_towards_zero(dtype: torch.dtype) -> Non
         group.reduce_scatter_single(single, mine, options).wait()
         for got in (scattered, single):
             assert torch.equal(got, mean[2 * rank : 2 * rank + 2])
-        with pytest.raises(mpicoll.DTypeError, match="avg.*int"):
+        with pytest.raises(mpicoll.DTypeError, match=r"avg.*int"):
             mpicoll.allreduce(mine, "avg")
-        with pytest.raises(mpicoll.DTypeError, match="avg.*(bool|uint16)"):
+        with pytest.raises(mpicoll.DTypeError, match=r"avg.*(bool|uint16)"):
             group.allreduce(torch.ones(2, dtype=torch.uint16 if rank else torch.bool), avg)
 
     alone(body)
