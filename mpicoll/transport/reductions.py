@@ -73,6 +73,7 @@ def _valid(entry: Mapping[str, Any]) -> bool:
     wrong = entry.get("wrong")
     return (
         isinstance(wrong, dict)
+        and _NAMES.issuperset(wrong)
         and all(isinstance(value, str) for value in wrong.values())
         and isinstance(entry.get("tried"), str)
         and isinstance(entry.get("collectives"), bool)

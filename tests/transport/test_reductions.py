@@ -132,7 +132,10 @@ def test_it_is_tried_once_for_each_library(file: Path, monkeypatch: pytest.Monke
     assert len(json.loads(file.read_text())["entries"]) == 3
 
 
-@pytest.mark.parametrize("change", [{"wrong": ["max L"]}, {"wrong": {"max L": 1}}, {"tried": None}, {"in_place": "no"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"wrong": ["max L"]}, {"wrong": {"max L": 1}}, {"wrong": {"max": "x"}}, {"tried": None}, {"in_place": "no"}],
+)
 def test_what_is_not_understood_is_tried_again(change: dict[str, Any], file: Path) -> None:
     reductions.found(library())
     content = json.loads(file.read_text())
