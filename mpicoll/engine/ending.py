@@ -12,7 +12,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from traceback import format_exception
+from types import TracebackType
 from typing import Any, NoReturn, Protocol
+
+from mpicoll.errors import MpicollError
+
+_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 last_acts: list[Callable[[], None]] = []
 """What is to be done before this process ends the job. Must neither wait nor raise."""
@@ -26,8 +32,9 @@ _forking = threading.local()
 class Teller(Protocol):
     """Who tells the other ranks."""
 
-    def dying(self, of: str) -> None:
-        """This rank is about to end the job, because of what ``of`` says."""
+    def dying(self, of: str, alike: str = "") -> None:
+        """This rank is about to end the job, because of what ``of`` says. Ranks that pass the same non-empty `alike` at
+        the same time do that once: it returns at once on one of them only."""
 
 
 def listen_for_signals() -> int | None:
@@ -133,8 +140,11 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
         if os.getpid() != owner:
             previous(kind, error, traceback)
             return  # a forked child, whose end concerns nobody
-        teller.dying(f"{cause_of(error)}; the job is ended")
-        previous(kind, error, traceback)
+        folded = _fold(error, traceback)
+        # A hook of the program's own, which may write elsewhere than to stderr, is called on every rank.
+        shown = "".join(format_exception(kind, error, folded)) if previous is sys.__excepthook__ else ""
+        teller.dying(f"{cause_of(error)}; the job is ended", shown)
+        previous(kind, error, folded)
         _flush()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             sys.__stderr__.write(sys.stderr.getvalue())
@@ -147,10 +157,40 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
     def left() -> None:
         if _Exit.status and os.getpid() == owner:
             _flush()
-            teller.dying(f"left by sys.exit with status {_Exit.status}; the job is ended")
+            of = f"left by sys.exit with status {_Exit.status}; the job is ended"
+            teller.dying(of, of)
             abort(_Exit.status)
 
     atexit.register(left)
+
+
+def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
+    """`traceback` without frames of this package, and those of the errors that led to `error` likewise, where they are
+    of no use to the program's author; a note says how many there were. All are kept with ``python -X dev``."""
+    hidden = 0
+    folded, known = traceback, set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in known and not sys.flags.dev_mode:
+        known.add(id(one))
+        frames: list[TracebackType] = []
+        at = traceback if one is error else one.__traceback__
+        while at is not None:
+            frames.append(at)
+            at = at.tb_next
+        kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)]
+        # Another error that is raised in the package is a mistake of ours, or of what it calls.
+        if any(isinstance(x, MpicollError) for x in (error, one)) or (frames and kept[-1:] == frames[-1:]):
+            hidden += len(frames) - len(kept)
+            chain: TracebackType | None = None
+            for frame in reversed(kept):
+                chain = TracebackType(chain, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+            if one is error:
+                folded = chain
+            one.with_traceback(chain)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    if hidden and sys.version_info >= (3, 11):
+        error.add_note(f"[{hidden} frames of mpicoll are not shown; python -X dev shows them]")
+    return folded
 
 
 def cause_of(error: BaseException) -> str:

@@ -8,8 +8,10 @@ what the ranks say about themselves, writes the report, and says on stderr what 
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -67,6 +69,9 @@ _BEHIND = 3.0
 
 _LAUNCHER = 3.0
 """Seconds in which the launcher has ended a job on several hosts, if they all answer."""
+
+_ALIKE = 0.25
+"""Seconds in which ranks that end by the same error learn of each other."""
 
 _FLUSH = 0.2
 """Seconds in which last words get out."""
@@ -146,6 +151,8 @@ class Watch:
         self._cut_off = False  # whether a host is lost
         self._suspect = ""  # why the launcher may be about to end the job
         self._told: dict[int, str] = {}  # ranks that said of what they die
+        self._alike: dict[str, set[int]] = {}  # the same, by what marks those that die alike
+        self._heard_end = threading.Condition()  # of the two
         self._left: dict[int, dict[str, Any]] = {}  # ranks that have exited, as report.absent() takes them
         self._doomed: dict[_Key, _Doom] = {}  # operations that can never complete
         self._doomed_since: dict[_Key, float] = {}
@@ -199,19 +206,34 @@ class Watch:
         self._line = line
         self._joined.set()
 
-    def dying(self, of: str) -> None:
-        """Say that this rank ends the job, to stderr and to the others."""
-        say(f"rank {self.rank} of {self.size} {of}", separate=True)
-        self._tell_end(of)
+    def dying(self, of: str, alike: str = "") -> None:
+        """Say that this rank ends the job, to stderr and to the others.
 
-    def _tell_end(self, of: str) -> None:
+        Of the ranks that call it within a moment with the same non-empty `alike`, in which each may name itself, the
+        lowest says it for all. It alone returns at once, to end the job; should it fail to, the others say it
+        themselves and return some seconds later."""
+        if not alike or self._line is None:
+            say(f"rank {self.rank} of {self.size} {of}", separate=True)
+            self._tell_end(of)
+            return
+        mark = hashlib.sha256(re.sub(rf"\brank {self.rank}\b", "rank", alike).encode()).hexdigest()
+        self._tell_end(of, mark)
+        with self._heard_end:
+            self._heard_end.wait_for(lambda: len(self._told) >= self.size - 1, _ALIKE)
+            ranks = {self.rank, *self._alike.get(mark, ())}
+        if self.rank != min(ranks):
+            time.sleep(_BEHIND)  # in which this process is ended
+            ranks = {self.rank}
+        say(f"{report._ranks(ranks)} of {self.size} {of}", separate=True)  # noqa: SLF001  same package
+
+    def _tell_end(self, of: str, alike: str = "") -> None:
         """Tell the other watches, so that they don't look for another reason, and do what is to be done before."""
         for act in last_acts:
             with suppress(Exception):  # nothing must keep the others from being told
                 act()
         line = self._line
         if line is not None:
-            line.send({"kind": "dying", "of": of})
+            line.send({"kind": "dying", "of": of, "alike": alike})
             line.flush(_FLUSH)
 
     def leave(self) -> None:
@@ -359,7 +381,10 @@ class Watch:
         body, source = event.body, event.source
         match body.get("kind"):
             case "dying":
-                self._told[source] = body["of"]
+                with self._heard_end:
+                    self._told[source] = body["of"]
+                    self._alike.setdefault(body["alike"], set()).add(source)
+                    self._heard_end.notify_all()
                 self._expect_the_end(
                     f"rank {source} of {self.size} {body['of'].partition('; the job is ')[0]}", 2 * _BEHIND
                 )

@@ -210,7 +210,8 @@ def end_job(error: BaseException, status: int) -> None:
     if watch is None:
         mpi.abort(status)
     else:
-        watch.dying(f"{cause_of(error)}; the job is ended")
+        of = f"{cause_of(error)}; the job is ended"
+        watch.dying(of, of)
         watch.end_all(status)
 
 

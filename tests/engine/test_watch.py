@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import io
+import queue
 import re
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
+import mpicoll
 from mpicoll.engine import watch
-from mpicoll.engine.ending import abort_on_failure, say
+from mpicoll.engine.ending import _fold, abort_on_failure, say
 from mpicoll.engine.record import Call, Group, Raw
 from mpicoll.engine.watch import Watch
+from mpicoll.transport.lifeline import Message
 
 Job = Callable[..., "CompletedProcess[str]"]
 
@@ -150,7 +156,7 @@ class Teller:
     def __init__(self, told: list[Any]) -> None:
         self._told = told
 
-    def dying(self, of: str) -> None:
+    def dying(self, of: str, alike: str = "") -> None:
         self._told.append(of)
 
 
@@ -165,6 +171,98 @@ def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as leaving:
         sys.exit(3)
     assert leaving.value.code == 3
+
+
+class Wire:
+    """A lifeline between two ranks of one process."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size, self.gone = rank, 2, dict[int, Any]()
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.other: Wire | None = None
+
+    def send(self, body: dict[str, Any], to: int | None = None) -> None:
+        if self.other is not None:
+            self.other.inbox.put(Message(self.rank, body))
+
+    def flush(self, timeout: float) -> bool:
+        return True
+
+    def poll(self, timeout: float) -> list[Message]:
+        with suppress(queue.Empty):
+            return [self.inbox.get(timeout=timeout)]
+        return []
+
+
+def die(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *texts: str, joined: bool) -> list[str]:
+    """What two ranks say that die of these at the same time, each of which waits for the other to end the job."""
+    monkeypatch.setattr(watch, "_BEHIND", 0.5)
+    wires, watches = [Wire(0), Wire(1)], []
+    if joined:
+        wires[0].other, wires[1].other = wires[1], wires[0]
+    for wire in wires:
+        one = Watched().watch
+        one.rank, one.size, one._line = wire.rank, 2, cast(Any, wire)
+        one._joined.set()
+        watches.append(one)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda one, text: one.dying(f"died of {text}", text), watches, texts))
+    for one in watches:
+        one._leaving = True
+    return [line for line in capsys.readouterr().err.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("texts", "joined", "said"),
+    [
+        # The second says it again, as nobody has ended it.
+        (
+            ("x (rank 0 of 2)", "x (rank 1 of 2)"),
+            True,
+            ["ranks 0 and 1 of 2 died of x (rank 0 of 2)", "rank 1 of 2 died of x (rank 1 of 2)"],
+        ),
+        (("x", "x"), False, ["rank 0 of 2 died of x", "rank 1 of 2 died of x"]),
+        (("x", "y"), True, ["rank 0 of 2 died of x", "rank 1 of 2 died of y"]),
+    ],
+    ids=["alike", "out of touch", "not alike"],
+)
+def test_ranks_that_die_alike_say_it_once(
+    texts: tuple[str, str],
+    joined: bool,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = die(monkeypatch, capsys, *texts, joined=joined)
+    assert sorted(found) == sorted(f"mpicoll: {one}" for one in said)
+
+
+def _raised(function: Callable[[], Any]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  each is looked at
+        function()
+    return caught.value
+
+
+def _frames(error: Exception) -> list[str]:
+    return [one.name for one in traceback.extract_tb(_fold(error, error.__traceback__))]
+
+
+def test_frames_of_the_package_are_folded() -> None:
+    """But not those of the program between and below them, and none where an error is a mistake of the package."""
+
+    def step(state: int, number: int, comm: Any) -> None:
+        raise ValueError("in the program")
+
+    refused = _raised(lambda: mpicoll.allreduce(np.ones(3, "M8[s]")))
+    assert _frames(refused) == ["_raised", "<lambda>"]
+    below = _raised(lambda: mpicoll.resilient(step, 0, 1))
+    assert _frames(below) == ["_raised", "<lambda>", "step"]
+    if sys.version_info >= (3, 11):
+        for error in (refused, below):
+            (note,) = error.__notes__
+            assert re.fullmatch(r"\[\d+ frames of mpicoll are not shown; python -X dev shows them\]", note)
+    mistake = _raised(lambda: mpicoll.resilient(None, 0, 1))  # type: ignore[arg-type]
+    assert _frames(mistake)[-1] == "_go_on"
 
 
 def test_what_a_hook_of_others_swallows_is_shown(
@@ -272,6 +370,14 @@ mpicoll.allreduce(np.ones(2))
     assert "mpicoll: rank 1 of 3 died of ZeroDivisionError: on rank 1 alone" in done.stdout
     assert "in breaks" in done.stdout
     assert "ZeroDivisionError: on rank 1 alone" in done.stdout
+
+
+def test_an_exception_on_all_ranks_is_shown_once(job: Job) -> None:
+    done = job(3, "def breaks():\n    mpicoll.allreduce(np.ones(3, 'M8[s]'))\nbreaks()\n")
+    assert done.returncode not in (0, 124), done.stdout
+    assert re.findall("^mpicoll: .* died of", done.stdout, re.MULTILINE) == ["mpicoll: ranks 0-2 of 3 died of"]
+    assert done.stdout.count("Traceback") == done.stdout.count("in breaks") == 1, done.stdout
+    assert "mpicoll/collectives" not in done.stdout
 
 
 def test_an_interrupt_ends_the_job(job: Job) -> None:
