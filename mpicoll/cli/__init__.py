@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from mpicoll import __version__
 from mpicoll.errors import MpicollError
 from mpicoll.transport import probe
 
@@ -29,11 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # so that the ranks that wait for this one are ended
         sys.stderr.write(f"mpicoll: {error}\n")
         return 2
+    except OSError as error:
+        # Of a file that was named; of anything else the traceback says more.
+        if error.filename is None or probe.launched(os.environ):
+            raise
+        sys.stderr.write(f"mpicoll: {error.filename}: {error.strerror}\n")
+        return 2
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """What parses `words`. Where they begin with a command, the others aren't even imported."""
     parser = argparse.ArgumentParser(prog="mpicoll", description="Measure and look at MPI collectives.")
+    parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in set(words[:1]) & set(_COMMANDS) or _COMMANDS:
         import_module(f"mpicoll.cli.{name}").add(commands)

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         action.add_argument("--root", type=int, default=0)
         action.add_argument("--segments", type=int, default=1, help="pieces of a pipeline; default: 1")
         action.set_defaults(action=what)
-    draw.add_argument("-o", "--output", metavar="FILE", help="png, svg or txt")
+    draw.add_argument("-o", "--output", metavar="FILE", help="such as .png, .svg, .pdf or .txt")
     parser.set_defaults(run=run)
 
 
@@ -91,7 +91,7 @@ def _list(args: argparse.Namespace) -> int:
     console.print(screen.table("schedules", columns, rows, caption=caption))
     for algorithm in chosen:
         text = f"{_full(algorithm)}: {_doc(algorithm)} The busiest rank sends n times {algorithm.sent}."
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text)
     return 0
 
 
@@ -132,7 +132,7 @@ def _verify(args: argparse.Namespace) -> int:
     columns = ["algorithm", "numbers of ranks", "messages followed", "in order", "outcome"]
     console.print(screen.table(f"verified on {span}", columns, rows))
     for text in failed:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text)
     return 1 if failed else 0
 
 

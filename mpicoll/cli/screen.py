@@ -6,14 +6,15 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpicoll.errors import SetupError
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.progress import Progress
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from typing_extensions import Self
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
@@ -76,14 +77,6 @@ def rate(per_second: float) -> str:
     return _digits(per_second / 1e9)
 
 
-def require_rich() -> None:
-    """Raise SetupError if rich is not installed."""
-    try:
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise SetupError("tables need rich; install it with `pip install 'mpicoll[plot]'`") from error
-
-
 def require_matplotlib() -> None:
     """Raise SetupError if matplotlib is not installed."""
     try:
@@ -97,59 +90,147 @@ def terminal_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
-def console(width: int | None = None) -> Console:
+class Table:
+    """A table as :func:`table` makes it. Columns that don't fit into the width go below, behind the first one again."""
+
+    def __init__(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None) -> None:
+        self._title = title
+        self._columns = columns
+        self._rows = rows
+        self._caption = caption
+        self._widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+
+    def _parts(self, width: int) -> list[list[int]]:
+        """Which columns stand beside each other. Each takes three more places than its cells, as rich draws it."""
+        parts: list[list[int]] = []
+        room = 0
+        for place in range(1, len(self._columns)):
+            needed = self._widths[place] + 3
+            if not parts or needed > room:
+                parts.append([0])
+                room = width - self._widths[0] - 3
+            parts[-1].append(place)
+            room -= needed
+        return parts or [[0]]
+
+    def lines(self, width: int) -> list[str]:
+        """The table as plain text."""
+        made = [self._title, ""]
+        for places in self._parts(width):
+            widths = [self._widths[place] for place in places]
+            rule = ["─" * one for one in widths]
+            for cells in (self._columns, None, *self._rows):
+                texts = rule if cells is None else [cells[place] for place in places]
+                first, *others = zip(texts, widths, strict=True)
+                line = "   ".join([first[0].ljust(first[1]), *(text.rjust(one) for text, one in others)])
+                made.append(f"  {line}".rstrip())
+            made.append("")
+        return made if self._caption is None else [*made, self._caption, ""]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        # Text, since in a str brackets would be markup. The title is beside the table, to whose width it would be
+        # wrapped as a title of its own.
+        yield Text(self._title, style="bold")
+        for places in self._parts(options.max_width):
+            made = RichTable(box=box.SIMPLE_HEAD)
+            for place in places:
+                made.add_column(Text(self._columns[place]), justify="right" if place else "left", overflow="fold")
+            for row in self._rows:
+                made.add_row(*(Text(row[place]) for place in places))
+            yield made
+        if self._caption is not None:
+            yield Text(self._caption + "\n", style="dim")
+
+
+class Screen:
+    """Where tables and lines go: stdout, by rich where it is installed, else as plain text."""
+
+    def __init__(self, columns: int) -> None:
+        self._width = columns or _WIDTH
+        self._console: Console | None = None
+        with suppress(ImportError):
+            from rich.console import Console
+
+            # `highlight` would colour numbers of tables at random.
+            self._console = Console(width=self._width, force_terminal=columns > 0, highlight=False)
+
+    def print(self, *what: Table | str) -> None:
+        """Print tables, and text that the terminal wraps, each on a line of its own."""
+        for one in what:
+            if self._console is None:
+                print(one if isinstance(one, str) else "\n".join(one.lines(self._width)))
+            elif isinstance(one, str):
+                self._console.print(one, markup=False, soft_wrap=True)
+            else:
+                self._console.print(one)
+
+
+def console(width: int | None = None) -> Screen:
     """Where tables go: stdout. `width` is what :func:`terminal_width` says, or said in the process that started this
-    one: MPI launchers hide the terminal from the ranks, or show them one that isn't there.
-
-    Raises SetupError without rich.
-    """
-    require_rich()
-    from rich.console import Console
-
-    columns = terminal_width() if width is None else width
-    # `highlight` would colour numbers of tables at random.
-    return Console(width=columns or _WIDTH, force_terminal=columns > 0, highlight=False)
+    one: MPI launchers hide the terminal from the ranks, or show them one that isn't there."""
+    return Screen(terminal_width() if width is None else width)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str | None = None) -> Group:
-    """A table to be printed by ``console()``: the first column to the left, the others to the right.
-
-    Raises SetupError without rich.
-    """
-    require_rich()
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=box.SIMPLE_HEAD)
-    # Text, since in a str brackets would be markup.
-    for place, column in enumerate(columns):
-        made.add_column(Text(column), justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        made.add_row(*map(Text, row))
-    # Beside the table, since a title of its own would be wrapped to its width.
-    below = [] if caption is None else [Text(caption + "\n", style="dim")]
-    return Group(Text(title, style="bold"), made, *below)
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str | None = None) -> Table:
+    """A table to be printed by ``console()``: the first column to the left, the others to the right."""
+    return Table(title, columns, rows, caption)
 
 
-def progress(shown: bool) -> Progress:
-    """A progress bar on stderr, to be used as a context manager; one that is never seen unless `shown`.
+class Bar(Protocol):
+    """A progress bar, as far as the commands use rich's."""
 
-    Raises SetupError without rich.
-    """
-    require_rich()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    def __enter__(self) -> Self: ...
 
+    def __exit__(self, *args: object) -> None: ...
+
+    def add_task(self, description: str, *, total: int) -> Any: ...
+
+    def update(self, task: Any, *, description: str = "", advance: int) -> None: ...
+
+    def refresh(self) -> None: ...
+
+
+class _NoBar:
+    """What stands for a progress bar that nobody sees."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        """It has shown nothing."""
+
+    def add_task(self, description: str, *, total: int) -> Any:
+        """No task."""
+
+    def update(self, task: Any, *, description: str = "", advance: int) -> None:
+        """Nothing to see."""
+
+    def refresh(self) -> None:
+        """Nothing to see."""
+
+
+def progress(shown: bool) -> Bar:
+    """A progress bar on stderr, to be used as a context manager; one that is never seen unless `shown`, and rich is
+    installed."""
+    if not shown:
+        return _NoBar()
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        return _NoBar()
     # No thread of its own redraws it: that would take time from what is being measured.
-    return Progress(
+    bar: Any = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True, force_terminal=shown),
+        console=Console(stderr=True, force_terminal=True),
         auto_refresh=False,
         transient=True,
-        disable=not shown,
     )
+    return bar  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from mpicoll import schedules
 from mpicoll.cli import screen
 from mpicoll.errors import ArgumentError
 from mpicoll.schedules import Cluster, Forecast, Profile
+from mpicoll.schedules.draw import picture_type
 
 _SCALES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
 _RATES = {"gb/s": 1e9, "mb/s": 1e6, "gbit/s": 1e9 / 8, "mbit/s": 1e6 / 8}
@@ -91,10 +92,9 @@ def _seconds(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Price or, with ``--measured``, fit and compare."""
-    if args.json != "-":
-        screen.require_rich()
     if args.plot:
         screen.require_matplotlib()
+        picture_type(args.plot)
     return _compare(args) if args.measured else _price(args)
 
 
@@ -208,10 +208,10 @@ def _show(
     console.print(screen.table("traffic at the largest size simulated", columns, rows))
     for name, low, high in wins:
         span = screen.nbytes(low) if low == high else f"{screen.nbytes(low)} to {screen.nbytes(high)}"
-        console.print(f"{span}: {name}", markup=False)
+        console.print(f"{span}: {name}")
     for note in notes:
-        console.print(f"not simulated at all sizes: {note}", markup=False, soft_wrap=True)
-    console.print(f"simulated in {screen.seconds(took)}", markup=False)
+        console.print(f"not simulated at all sizes: {note}")
+    console.print(f"simulated in {screen.seconds(took)}")
 
 
 def _as_json(forecast: Forecast) -> dict[str, Any]:
@@ -302,8 +302,8 @@ def _compare(args: argparse.Namespace) -> int:
         ]
         columns = ["algorithm", "size", "measured", "predicted", "error"]
         console.print(screen.table(f"{args.collective} on {_where(cluster)}", columns, rows))
-        console.print(f"fitted to {len(ours)} other points: {_costs(fitted)}", markup=False, soft_wrap=True)
-        console.print(f"median error of {len(theirs)} predictions: {median(errors):.0%}", markup=False)
+        console.print(f"fitted to {len(ours)} other points: {_costs(fitted)}")
+        console.print(f"median error of {len(theirs)} predictions: {median(errors):.0%}")
     if args.json:
         _write(
             args.json,

@@ -383,7 +383,7 @@ def _show(summary: Summary, rows: int) -> None:
     ]
     console.print(screen.table("ranks", columns, cells))
     for text in summary.words:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text)
 
 
 def _cells(kind: Kind) -> list[str]:

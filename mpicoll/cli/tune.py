@@ -141,16 +141,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> _Asked:
-    import os
     import sys
     from importlib.util import find_spec
 
     from mpicoll.cli.bench import device
     from mpicoll.cli.bench.task import COLLECTIVES, DTYPES
-    from mpicoll.engine import tuned
     from mpicoll.errors import ArgumentError, SetupError
 
-    screen.require_rich()
     dtypes = tuple(args.dtypes.split(","))
     array = device.wanted("tune", args.device, args.array, dtypes)
     # A barrier has no data.
@@ -173,16 +170,28 @@ def _checked(args: argparse.Namespace) -> _Asked:
         sizes = tuple(screen.sizes(args.sizes, args.factor))
     except argparse.ArgumentTypeError as error:
         raise ArgumentError(f"--sizes: {error}") from error
-    output = None
-    if not args.dry_run:
-        named = os.environ.get("MPICOLL_TUNED", "off")
-        output = args.output or (tuned.default_path() if named in ("", "off") else Path(named).expanduser())
-        if output is None:
-            raise SetupError("tune: there is no home directory to write to; pass --output")
-        output = output.absolute()
+    output = None if args.dry_run else _output(args.output)
     return _Asked(
         collectives, sizes, dtypes, array, args.seconds, args.blocks, output, bool(args.check), sys.stderr.isatty()
     )
+
+
+def _output(wanted: Path | None) -> Path:
+    """Where the table goes. Raises before all the work, not after it, if it can't be written there."""
+    import os
+
+    from mpicoll.engine import tuned
+    from mpicoll.errors import ArgumentError, SetupError
+
+    named = os.environ.get("MPICOLL_TUNED", "off")
+    output = wanted or (tuned.default_path() if named in ("", "off") else Path(named).expanduser())
+    if output is None:
+        raise SetupError("tune: there is no home directory to write to; pass --output")
+    output = output.absolute()
+    folder = next(one for one in output.parents if one.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ArgumentError(f"tune: {output}: nothing can be written to {folder}; pass another place by --output")
+    return output
 
 
 def _ranks(text: str | None) -> tuple[int, ...]:
@@ -276,7 +285,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
         _report(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
         _say_costs(asked, costs)
         if asked.output is not None:
-            screen.console(asked.width).print(f"written to {asked.output}", soft_wrap=True)
+            screen.console(asked.width).print(f"written to {asked.output}")
     if asked.check:
         _check(team, groups, asked, tuned.table_of(entries, "what was just tuned"))
     return 0
@@ -551,7 +560,7 @@ def _report(asked: _Asked, groups: Sequence[Sequence[_Point]], rules: Sequence[s
         title = f"{first.task.collective}, {what}, {first.where}: median time per call"
         console.print(screen.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
     for line in rules:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line)
 
 
 def _say_costs(asked: _Asked, costs: Mapping[str, Any]) -> None:
@@ -561,7 +570,7 @@ def _say_costs(asked: _Asked, costs: Mapping[str, Any]) -> None:
         if costs[which] is not None
     ]
     line = "; ".join([*links, f"sums: {screen.rate(1 / costs['gamma'])} GB/s"])
-    screen.console(asked.width).print(line, soft_wrap=True, markup=False)
+    screen.console(asked.width).print(line)
 
 
 def _percent(part: float) -> str:

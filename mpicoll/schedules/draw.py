@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpicoll.errors import ScheduleError, SetupError
+from mpicoll.errors import ArgumentError, ScheduleError, SetupError
 from mpicoll.schedules.cost import cost
 from mpicoll.schedules.matching import Exchange
 from mpicoll.schedules.model import Algorithm, Chunks, Copy, Local, find
@@ -193,6 +193,7 @@ def _picture(title: str, size: int, messages: list[_Message], file: str | os.Pat
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(f"a picture needs matplotlib: pip install 'mpicoll[plot]' ({error})") from error
+    picture_type(file)
     rounds = max((message.time for message in messages), default=1)
     palette = _palette(messages)
     # The same schedule must give the same file: no date in it, no random ids, and no style of the user's.
@@ -219,6 +220,15 @@ def _picture(title: str, size: int, messages: list[_Message], file: str | os.Pat
             costs, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points", fontsize=10.5, color=_GREY
         )
         figure.savefig(file, dpi=150, metadata={"Date": None} if Path(file).suffix.lower() == ".svg" else None)
+
+
+def picture_type(file: str | os.PathLike[str]) -> None:
+    """Raise ArgumentError if matplotlib can't write a picture of the type that the name of `file` ends in."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if Path(file).suffix[1:].lower() not in known:
+        raise ArgumentError(f"{os.fspath(file)}: no type of picture; the name must end in .png, .svg, .pdf or such")
 
 
 def _palette(messages: list[_Message]) -> _Palette:

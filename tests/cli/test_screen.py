@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import mpicoll
+from mpicoll import cli
 from mpicoll.cli import screen
 from mpicoll.errors import SetupError
 
@@ -90,11 +96,26 @@ def test_a_table_is_complete_where_stdout_is_no_terminal(capsys: pytest.CaptureF
     assert caption.strip() == "caption"
 
 
-def test_a_terminal_at_the_other_end(capsys: pytest.CaptureFixture[str]) -> None:
-    screen.console(40).print(screen.table("title", ["x" * 30, "y" * 30], [["1", "2"]]))
-    plain = capsys.readouterr().out
-    assert "\x1b[" in plain
-    assert "…" in plain
+@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize("columns", [40, 80])
+def test_columns_that_do_not_fit_go_below(
+    rich: bool, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cut off, and each part begins with the first column."""
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    heads = ["name", *(f"column {number}" for number in range(12))]
+    rows = [[f"row {row}", *(f"{row}.{column:06}" for column in range(12))] for row in range(2)]
+    screen.console(columns).print(screen.table("[title]", heads, rows, caption="caption"))
+    plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    lines = plain.splitlines()
+    assert lines[0] == "[title]"
+    assert max(map(len, lines)) <= columns
+    parts = sum(line.split()[:1] == ["name"] for line in lines)
+    assert parts > 1
+    for row in rows:
+        assert plain.count(row[0]) == parts
+        assert all(plain.count(cell) == 1 for cell in (*heads[1:2], *row[1:]))
 
 
 def test_no_progress_unless_it_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,11 +129,85 @@ def test_no_progress_unless_it_is_seen(capsys: pytest.CaptureFixture[str]) -> No
         assert ("something" in err) is shown
 
 
-def test_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    for call in (screen.console, lambda: screen.table("", [], []), lambda: screen.progress(False)):
-        with pytest.raises(SetupError, match=r"pip install 'mpicoll\[plot\]'"):
-            call()
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tables are plain text, and there is no progress bar."""
+    for name in ("rich", "rich.console", "rich.progress"):
+        monkeypatch.setitem(sys.modules, name, None)
+    screen.console(0).print(screen.table("title", ["a", "bcd"], [["1234", "5"]], caption="caption"), "[red]line")
+    with screen.progress(True) as bar:
+        bar.update(bar.add_task("something", total=2), advance=1)
+        bar.refresh()
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        *("title", "", "  a      bcd", "  ────   ───", "  1234     5", "", "caption", "", "[red]line")
+    ]
+    assert err == ""
+
+
+def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command where neither rich nor matplotlib is installed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules.update(dict.fromkeys(('rich', 'matplotlib', 'sklearn')))\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "mpicoll", *words],
+        env=os.environ | {"PYTHONPATH": path, "MPICOLL_TUNED": "off"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("algorithms list bcast", "bcast/chain"),
+        ("algorithms verify bcast --ranks 3", "correct"),
+        ("algorithms cost allreduce/ring --ranks 4", "rounds on the critical path"),
+        ("simulate bcast --ranks 4 --sizes 8", "fastest"),
+        ("bench barrier -np 1 --seconds 0.01", "barrier"),
+        ("tune barrier -np 2 --seconds 0.01 --dry-run", "winner"),
+        ("--version", mpicoll.__version__),
+    ],
+)
+def test_commands_without_extras(tmp_path: Path, words: str, shown: str) -> None:
+    done = run(tmp_path, *words.split())
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "algorithms draw bcast/chain --ranks 2 -o {}.foo",
+        "algorithms draw bcast/chain --ranks 2 -o {}",
+        "algorithms draw bcast/chain --ranks 2 -o {}/none/x.png",
+        "algorithms draw bcast/chain --ranks 2 -o {}/none/x.txt",
+        "simulate bcast --ranks 2 --sizes 8 --plot {}.foo",
+        "simulate bcast --ranks 2 --sizes 8 --plot {}/none/x.png",
+        "simulate bcast --ranks 2 --sizes 8 --json {}/none/x",
+        "simulate bcast --measured {}/none",
+        "trace summary {}/none",
+        "trace merge {}/none",
+        "trace report {}/none",
+        "trace report {}",
+        "bench bcast --json {}/none/x",
+        "bench bcast --plot {}.foo",
+        "tune bcast --output {}/none/x/y",
+    ],
+)
+def test_files_that_can_not_be_used(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line that names the file, and status 2."""
+    blocked = tmp_path / "file"
+    folder = tmp_path if words.startswith("trace report") else blocked
+    blocked.write_text("")
+    assert cli.main(words.format(folder).split()) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert str(folder) in err
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,6 @@ def settings(given: dict[str, Any]) -> Settings:
     with_torch = {"gloo", "nccl"} & set(against) or "torch" in (given["like"], array) or kind == "overhead"
     if with_torch and find_spec("torch") is None:
         raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
-    screen.require_rich()
     _writable("--json", given["json"])
     if given["plot"] is not None:
         screen.require_matplotlib()
@@ -233,7 +232,7 @@ def _overhead(team: Team, asked: Settings) -> None:
     ]
     points = _measured(team, asked, entered)
     if team.rank == 0:
-        screen.console(asked.width).print(report.overhead(points, {one.name: one.kind for one in entered}))
+        screen.console(asked.width).print(*report.overhead(points, {one.name: one.kind for one in entered}))
         _write(team, asked, {"points": report.as_json(points)})
 
 

@@ -18,7 +18,6 @@ from mpicoll.engine.communicator import Communicator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Group
 
 
 _STATES = {"wrong": "wrong", "absent": "-"}
@@ -28,7 +27,7 @@ _SLOWEST = 10
 """How many forms of calls are named as the slowest."""
 
 
-def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None) -> Group:
+def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None) -> screen.Table:
     """The points of one collective: sizes down, contestants across; ratios are to `first_peer`, and those of
     mpicoll's own choice also to `bound`."""
     task = points[0].task
@@ -63,11 +62,9 @@ def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bou
     return screen.table(what, columns, rows, caption="\n".join(_notes(points)) or None)
 
 
-def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> Group:
+def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[screen.Table]:
     """What forms of a call cost, a table for each collective and one of the slowest: ratios are to mpi4py on the same
     kind of array, which `kinds` gives."""
-    from rich.console import Group
-
     reference: dict[str, str] = {}
     for name, kind in kinds.items():
         reference.setdefault(kind, name)
@@ -95,7 +92,7 @@ def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> Group:
         tables.append(screen.table(what, ["", *sizes], rows, caption="\n".join(wrong) or None))
     slowest = [[name, where, f"{ratio:.2f}"] for ratio, where, name in sorted(found, reverse=True)[:_SLOWEST]]
     tables.append(screen.table("the slowest", ["", "", "/ mpi4py"], slowest))
-    return Group(*tables)
+    return tables
 
 
 def _cells(point: Point, name: str, references: Sequence[Result]) -> list[str]:

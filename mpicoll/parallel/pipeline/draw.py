@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mpicoll.errors import ArgumentError, SetupError
 from mpicoll.parallel.pipeline.schedules import Action, Kind, Schedule
 from mpicoll.parallel.pipeline.timeline import Timeline, timeline
+from mpicoll.schedules.draw import picture_type
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -160,6 +161,7 @@ def _picture(drawn: Timeline, file: str | os.PathLike[str]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SetupError(f"a picture needs matplotlib: pip install 'mpicoll[plot]' ({error})") from error
+    picture_type(file)
     factor = 1e3 if drawn.measured else 1
     begin, makespan = float(drawn.begin) * factor, float(drawn.makespan) * factor
     bars = [
