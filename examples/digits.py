@@ -17,12 +17,16 @@ import argparse
 import time
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from screen import on_screen
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import mpicoll
+
+try:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ModuleNotFoundError as error:
+    raise SystemExit(f"digits.py needs {error.name}: pip install scikit-learn rich") from None
 
 HIDDEN = 64
 SHAPES = {"w1": (64, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, 10), "b2": (10,)}

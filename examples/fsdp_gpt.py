@@ -33,12 +33,16 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from screen import on_screen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
+
+try:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as error:
+    raise SystemExit(f"fsdp_gpt.py needs {error.name}: pip install torch rich") from None
 
 LAYERS, WIDTH, HEADS, CONTEXT = 2, 64, 4, 64
 VALUES = 256  # of a byte, which is what the model reads and writes

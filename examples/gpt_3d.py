@@ -38,12 +38,16 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from screen import on_screen
 from torch import nn
 from torch.nn import functional
 
 from mpicoll import ArgumentError, parallel
+
+try:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+except ModuleNotFoundError as error:
+    raise SystemExit(f"gpt_3d.py needs {error.name}: pip install torch rich") from None
 
 VALUES = 256  # of a byte, which is what the model reads and writes
 PROMPT = "The "

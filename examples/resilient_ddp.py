@@ -21,12 +21,16 @@ import os
 import signal
 
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicoll.torch as dist
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ModuleNotFoundError as error:
+    raise SystemExit(f"resilient_ddp.py needs {error.name}: pip install torch scikit-learn") from None
 
 
 def main():

@@ -22,10 +22,14 @@ import signal
 
 import numpy as np
 from digits import COUNT, MOMENTUM, SHAPES, accuracy, backward, initial, layers, share
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import mpicoll
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ModuleNotFoundError as error:
+    raise SystemExit(f"resilient_digits.py needs {error.name}: pip install scikit-learn rich") from None
 
 
 def main():

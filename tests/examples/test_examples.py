@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -104,3 +105,24 @@ def test_hello(size: int) -> None:
     assert choose[-2].startswith("  without a wish, native: " if size else "  without a wish, recursive_doubling: not")
     assert choose[-1] == "  with a wish, tree: forced by `with algorithms`"
     assert "allreduce/ring on 3 ranks, 4 rounds" in output
+
+
+@pytest.mark.parametrize("name", ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp"])
+def test_a_package_that_is_missing(name: str, tmp_path: Path) -> None:
+    """One line says which, and how to get it; the docstring names the same packages."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(dict.fromkeys(('rich', 'sklearn')))\n")
+    script = ROOT / "examples" / f"{name}.py"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    match = re.fullmatch(r"(\w+\.py) needs \w+[\w.]*: (pip install .*)\n", done.stderr)
+    assert match is not None, done.stderr
+    assert f"``{match[2]}``" in (script.with_name(match[1])).read_text()
