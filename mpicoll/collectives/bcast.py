@@ -86,9 +86,12 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         target.store()
 
     def direct(mpi: Native, source: Array | None, into: Array) -> None:
-        if comm.rank == root and source is not None and source is not into:
-            into[...] = source
-        mpi.bcast(into, root)
+        if comm.rank != root or source is None or source is into:
+            mpi.bcast(into, root)
+            return
+        # In this order: what the other ranks still have in their caches is not what is written then.
+        mpi.bcast(source, root)
+        into[...] = source
 
     def flat() -> Flat:
         count = (raw.size,)
