@@ -36,7 +36,8 @@ class Config:
     ``MPICOLL_CHECK``         ``1`` (or ``calls``): compare the ranks' calls before each collective, and   off
                               messages with their receives; ``numerics``: look for NaN and infinity,
                               too; ``checksum``: compare what must be equal on all ranks; several
-                              words with commas. Set on one rank it counts for all
+                              words with commas. Set on one rank it counts for all. Without it,
+                              ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` means ``1``
     ``MPICOLL_CUDA_AWARE``    whether the MPI library takes CUDA memory: ``auto`` (tried, and remembered),  auto
                               ``on``, ``off``, or some of ``send``, ``move``, ``reduce``, with commas
     ``MPICOLL_SHARED_MEMORY`` ``auto``; ``named``: files in /dev/shm, where nameless memory can't be passed  auto
@@ -75,7 +76,7 @@ class Config:
             raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
-            check=_checks(environ.get("MPICOLL_CHECK", "")),
+            check=_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
             cuda_aware=_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
             outage=_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),
@@ -103,9 +104,11 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, most: float 
     return seconds
 
 
-def _checks(text: str) -> tuple[str, ...]:
-    """The words of MPICOLL_CHECK."""
-    if text.strip() in ("", "0", "off"):
+def _checks(text: str, debug: str) -> tuple[str, ...]:
+    """The words of MPICOLL_CHECK; where it says nothing, torch's own variable may ask for checks."""
+    if not text.strip():
+        return ("calls",) if debug.strip().upper() == "DETAIL" else ()
+    if text.strip() in ("0", "off"):
         return ()
     words = ["calls" if word.strip() in ("1", "on") else word.strip() for word in text.split(",")]
     if not set(words) <= set(CHECKS):

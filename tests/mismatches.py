@@ -1,8 +1,9 @@
 """Generated mismatches: what ranks may call differently, and what must come of it.
 
 A case is what most ranks call and what a few others call, drawn from a seed. :func:`check` lets the ranks of a world
-call it, under MPICOLL_CHECK, and says what is wrong with what came of it: on every rank a MismatchError that names both
-calls, the field in which they differ and the ranks, the same on all of them; after which the communicator works.
+call it, under MPICOLL_CHECK or without, and says what is wrong with what came of it: on every rank a MismatchError that
+names both calls, the field in which they differ and the ranks, the same on all of them; after which the communicator
+works.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ KINDS = ("operation", "dtype", "shape", "op", "root", "counts", "order")
 
 FATAL = ("group", "missing")
 """Those that leave ranks waiting for others."""
+
+NBYTES = (8, 1 << 10, 64 << 10, 1 << 20)
+"""Sizes of messages at which MPI, schedules and shared memory carry operations out."""
 
 FACES = ("native", "torch")
 FORMS = ("blocking", "background")
@@ -86,8 +90,9 @@ class Case:
         )
 
 
-def case(seed: str, number: int, size: int, face: str) -> Case:
-    """The `number`-th case for `size` ranks and one face; kinds and forms come in turn."""
+def case(seed: str, number: int, size: int, face: str, nbytes: int | None = None) -> Case:
+    """The `number`-th case for `size` ranks and one face, on arrays of about `nbytes` if that is given; kinds and
+    forms come in turn."""
     rng = random.Random(f"{seed}/{number}/{size}/{face}")
     kind, form = KINDS[number % len(KINDS)], FORMS[number // len(KINDS) % 2]
     odd = tuple(sorted(rng.sample(range(size), rng.randint(1, max(1, (size - 1) // 2)))))
@@ -99,6 +104,9 @@ def case(seed: str, number: int, size: int, face: str) -> Case:
     if kind in ("dtype", "shape"):
         among = tuple(one for one in among if one != "barrier")
     usual = _spec(rng, rng.choice(among), size, counted=kind == "counts")
+    if nbytes is not None:
+        rows = nbytes // np.dtype(usual.dtype).itemsize // usual.columns // size * size
+        usual = replace(usual, rows=max(2 if usual.counted else 1, rows // size) * size)
     if kind == "counts" and usual.operation == "alltoall":
         usual = replace(usual, uneven=False)  # uneven blocks are those that nobody expects
     if kind in ("operation", "order"):
@@ -216,8 +224,9 @@ Call = Callable[[Spec, str], None]
 """What calls a collective of one face on one communicator."""
 
 
-def check(wanted: Case, comm: mpicoll.Communicator, call: Call) -> str:
-    """Collective: what is wrong with what came of `wanted` on `comm`; empty if nothing is."""
+def check(wanted: Case, comm: mpicoll.Communicator, call: Call, *, checked: bool = True) -> str:
+    """Collective: what is wrong with what came of `wanted` on `comm`; empty if nothing is. Where the calls are not
+    `checked`, what was started in the background is not known by its line."""
     mine = wanted.theirs if comm.rank in wanted.odd else wanted.usual
     texts: list[str] = []
     wrong: list[str] = []
@@ -226,7 +235,7 @@ def check(wanted: Case, comm: mpicoll.Communicator, call: Call) -> str:
             call(spec, wanted.form)
         except mpicoll.MismatchError as error:
             texts.append(str(error))
-            wrong += _wrong(wanted, error, usual, theirs)
+            wrong += _wrong(wanted, error, usual, theirs, sites=checked or wanted.form == "blocking")
         except Exception as error:  # noqa: BLE001  it is told
             texts.append("")
             wrong.append(f"{type(error).__name__} on rank {comm.rank}: {error}")
@@ -244,7 +253,7 @@ def check(wanted: Case, comm: mpicoll.Communicator, call: Call) -> str:
     return ""
 
 
-def _wrong(wanted: Case, error: mpicoll.MismatchError, usual: Spec, theirs: Spec) -> list[str]:
+def _wrong(wanted: Case, error: mpicoll.MismatchError, usual: Spec, theirs: Spec, *, sites: bool) -> list[str]:
     """What `error` does not say though it must, or says wrongly."""
     field = {"order": "operation"}.get(wanted.kind, wanted.kind)
     found = []
@@ -263,7 +272,7 @@ def _wrong(wanted: Case, error: mpicoll.MismatchError, usual: Spec, theirs: Spec
         spec = theirs if rank in wanted.odd else usual
         if one is None or not one["text"].startswith(f"{spec.named(wanted.face)}("):
             found.append(f"rank {rank} called {spec.named(wanted.face)}, and is said to have called {one}")
-        elif one["site"] is None or "mismatches.py:" not in one["site"]:
+        elif sites and (one["site"] is None or "mismatches.py:" not in one["site"]):
             found.append(f"rank {rank} is said to have called from {one['site']}")
     return found
 

@@ -66,3 +66,13 @@ def test_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_variable_is_documented() -> None:
     for field in dataclasses.fields(Config):
         assert f"``MPICOLL_{field.name.upper()}``" in (Config.__doc__ or "")
+
+
+def test_torchs_detail_asks_for_checks() -> None:
+    assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "detail"}).check == ("calls",)
+    assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "INFO"}).check == ()
+    assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MPICOLL_CHECK": "0"}).check == ()
+    assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MPICOLL_CHECK": "numerics"}).check == (
+        "calls",
+        "numerics",
+    )

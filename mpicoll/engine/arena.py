@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from weakref import finalize
 
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.record import Call
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import give_way
@@ -85,6 +86,9 @@ class Arena:
     two of each suffice: whoever writes to one of them has seen the end of the step in which it was last read. What is
     read after an operation's last ``sync`` belongs to the next step, and needs no other.
 
+    An operation that needs no slots, since MPI or messages carry it out, begins with :meth:`matcher`, and has no step.
+    Slots are made by :meth:`furnish`; until then there are only flags, which take a few KiB.
+
     `describe` and `judge` make words of it when ranks carry out different operations.
     """
 
@@ -97,26 +101,22 @@ class Arena:
     ) -> None:
         rank, size = transport.rank, transport.size
         words = size * _WORDS * 8
-        header = words + 2 * size * _TEXT
-        header += -header % 4096
-        common = header + 2 * SLOT
-        memories = transport.share(2 * SLOT + (common if rank == 0 else 0))
-        first = memories[0]
+        first = transport.share(words + 2 * size * _TEXT if rank == 0 else 0)[0]
         self.rank, self.size = rank, size
-        self.slots = tuple(
-            tuple(memory[at + w * SLOT : at + (w + 1) * SLOT] for at, memory in _starts(memories, common))
-            for w in (0, 1)
-        )
-        self.results = tuple(first[header + w * SLOT : header + (w + 1) * SLOT] for w in (0, 1))
+        self.furnished = False
+        self.slots: tuple[tuple[Memory, ...], ...] = ()
+        self.results: tuple[Memory, ...] = ()
         self.parity = 0
         # What waits for copies to and from shared memory that are another's work, in the operation that runs.
         self.settle: Callable[[], None] | None = None
         self.segments: dict[int, Segment] = {}
         self.allocated = 0
         self._scratch: list[Array] = []
-        self.readers: Sequence[Read] = () if transport.unread else transport.readers()
+        self.readers: Sequence[Read] = ()
         self._transport = transport
-        self._words = memoryview(first[:words].data).cast("B").cast("q")
+        self._flags = memoryview(first[:words].data).cast("B").cast("q")
+        # The same, until an operation is given up.
+        self._words: memoryview[int] | _GivenUp = self._flags
         self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
         self._describe = describe
         self._judge = judge
@@ -128,6 +128,79 @@ class Arena:
         self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
         self._fence = transport.fence
         self._spins = range(_SPINS[transport.own_cores])
+
+    def furnish(self) -> Arena:
+        """Collective: make the slots. Raises CommunicationError on all ranks if there is no memory for them."""
+        own = 2 * SLOT
+        memories = self._transport.share(2 * own if self.rank == 0 else own)
+        self.readers = () if self._transport.unread else self._transport.readers()
+        parts = [slice(w * SLOT, (w + 1) * SLOT) for w in range(4)]
+        self.slots = tuple(tuple(memory[part] for memory in memories) for part in parts[:2])
+        self.results = tuple(memories[0][part] for part in parts[2:])
+        self.furnished = True
+        return self
+
+    def matcher(self) -> Callable[[Call], None]:
+        """What begins an operation that takes no steps: ``match(call)`` returns when all ranks have begun it, with
+        calls of the same signature. Calls that begin by :meth:`run` are left to that.
+
+        It raises MismatchError on all ranks if they have begun different operations, after which they are in step;
+        otherwise what :meth:`run` raises."""
+        mine, others, spins, asked = self._mine, self._others, self._spins, _ASKED[0]
+
+        # A closure, since it comes before the shortest operations, and slots of an object take longer to reach.
+
+        def match(call: Call) -> None:
+            signature = call.signature
+            if signature <= 0:
+                if signature:
+                    return
+                signature = call.sign()
+            self._operation = operation = self._operation + 1 & _OPERATIONS
+            words, which = self._words, asked + (operation & 1)
+            words[mine + which] = word = operation << 32 | signature
+            for at in others:
+                at += which
+                if words[at] != word:
+                    for _ in spins:
+                        if words[at] == word:
+                            break
+                    else:
+                        self._match_late(which)
+                        return
+
+        return match
+
+    def _match_late(self, which: int) -> None:
+        """The same where another rank does not come soon, or has begun another operation."""
+        begin = self._step
+        try:
+            try:
+                self._await(which)
+            except BaseException:
+                # This rank takes no part, which those that come must see.
+                self._words[self._mine + which] = self._operation << 32
+                raise
+            self.agree()
+        except BaseException as failure:
+            found = self._recover(failure, begin)
+            if found is not None:
+                raise found from None
+            raise
+
+    def _await(self, which: int) -> None:
+        """Return when all ranks have begun this operation, or another in its place."""
+        operation, words, pause = self._operation, self._words, _Pause(self._transport, self._check_wait)
+        late = list(range(self.size))
+        while late := [peer for peer in late if words[peer * _WORDS + which] >> 32 != operation]:
+            try:
+                pause(late)
+            except RankFailed:
+                if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):
+                    raise  # they have not come and gone since
+            except CommunicationError:
+                self._in_vain = True
+                raise
 
     def sync(self) -> None:
         """End a step: what all ranks wrote before is there for all to read afterwards. Raises CommunicationError if
@@ -181,6 +254,10 @@ class Arena:
                 raise
         return seen
 
+    def late(self) -> list[int]:
+        """The ranks that have not come to the step in which this one is."""
+        return [at // _WORDS for at in self._others if self._flags[at] < self._step]
+
     def tell(self, *values: int) -> None:
         """Leave up to 8 numbers for the others, who read them by :meth:`told` after the next ``sync``."""
         at = self._mine + _TOLD[self.parity]
@@ -210,11 +287,6 @@ class Arena:
         already. The ranks are in step again afterwards, but for Timeout, when others have not come: then it is the last
         operation, and who comes late gets CommunicationError.
         """
-        if self._step >= _GONE:
-            raise CommunicationError(
-                f"rank {self.rank} of {self.size} (of this node): an operation was given up, and the ranks are out of"
-                " step since; make another communicator"
-            )
         begin = self._step
         self._operation = operation = self._operation + 1 & _OPERATIONS
         self._words[self._mine + _ASKED[operation & 1]] = operation << 32 | signature
@@ -225,33 +297,40 @@ class Arena:
             body(source, target)
             self.agree()
         except BaseException as failure:
-            try:
-                self._leave_text()
-                if self._in_vain:
-                    raise  # who has not come in all that time is not waited for again
-                self._let_through(begin)
-            except BaseException:
-                self._step = self._words[self._mine] = _GONE | _FAILED
-                raise
-            if isinstance(failure, CommunicationError):
-                found = self._disagreement()
-                if found is not None:
-                    raise found from None
+            found = self._recover(failure, begin)
+            if found is not None:
+                raise found from None
             raise
         finally:
             self.settle = None
         self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
+
+    def _recover(self, failure: BaseException, begin: int) -> Exception | None:
+        """After a failure: be in step with the others again. Raises if that can't be. The error for ranks that have
+        begun different operations, if that is why."""
+        try:
+            self._leave_text()
+            if self._in_vain:
+                raise failure  # who has not come in all that time is not waited for again
+            self._let_through(begin)
+        except BaseException:
+            self._step = self._words[self._mine] = _GONE | _FAILED
+            self._words = _GivenUp(self.rank, self.size)
+            raise
+        return self._disagreement() if isinstance(failure, CommunicationError) else None
 
     def agree(self) -> None:
         """After a first step: raise CommunicationError if another rank carries out another operation."""
         words, which = self._words, _ASKED[self._operation & 1]
         mine = words[self._mine + which]
         for at in self._others:
-            if words[at + which] != mine:
-                raise CommunicationError(
-                    f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has called another"
-                    " collective, or one of another size, dtype, op, root or algorithm"
+            if (other := words[at + which]) != mine:
+                what = (
+                    "has called another collective, or one of another size, dtype, op, root or algorithm"
+                    if other & (1 << 32) - 1
+                    else "has given up this operation; its own error says why"
                 )
+                raise CommunicationError(f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} {what}")
 
     def _differ(self) -> bool:
         """Whether another rank carries out another operation, which is known after a first step."""
@@ -387,6 +466,15 @@ class _Pause:
         time.sleep(_NAP)
 
 
-def _starts(memories: Sequence[Memory], common: int) -> Iterator[tuple[int, Memory]]:
-    for peer, memory in enumerate(memories):
-        yield (0 if peer else common), memory
+class _GivenUp:
+    """What stands in the place of the flags of a rank that will never be in step again."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._who = f"rank {rank} of {size} (of this node)"
+
+    def _raise(self, *args: Any) -> NoReturn:
+        raise CommunicationError(
+            f"{self._who}: an operation was given up, and the ranks are out of step since; make another communicator"
+        )
+
+    __getitem__ = __setitem__ = _raise

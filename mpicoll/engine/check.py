@@ -1,6 +1,7 @@
 """Whether all ranks call the same: compared before each collective, where that is asked for.
 
-``MPICOLL_CHECK`` and :func:`mpicoll.debug` ask for it. Each collective then begins with the exchange of one word; only
+``MPICOLL_CHECK`` and :func:`mpicoll.debug` ask for it; ranks of one node compare less, and do it always (see
+:meth:`mpicoll.engine.arena.Arena.matcher`). Each collective then begins with the exchange of one word; only
 where the words differ do the ranks tell each other what they call. All of them raise the same error then, before
 anything else has been sent, and the communicator stays usable.
 """
@@ -133,6 +134,7 @@ class Check:
 
     sites = True
     thorough = True
+    compares = True
 
     def __init__(self, comm: Communicator, options: Options) -> None:
         self._comm = ref(comm)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 import numpy as np
@@ -14,8 +14,8 @@ from mpicoll.engine import check, notes
 from mpicoll.engine.arena import Arena
 from mpicoll.engine.model import UNTUNED, Table, shape_of, site
 from mpicoll.engine.process_local import refuse_pickling
-from mpicoll.engine.progress import Progress
-from mpicoll.engine.record import Call, Group
+from mpicoll.engine.progress import Progress, unmatched
+from mpicoll.engine.record import WITHIN, Call, Group
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from mpicoll.engine.device import Devices
+
+T = TypeVar("T")
 
 _TAGS = 1 << 15
 """Tags of collectives wrap here: the smallest range that MPI guarantees."""
@@ -71,6 +73,8 @@ class Communicator:
         # Why there was none after all when it was first used.
         self.lost: str | None = None
         self._arena: Arena | None = None
+        if self.unshared is None:
+            self.progress.match = self._match_first
         # What the ranks can do with device memory, once an operation had some.
         self.devices: Devices | None = None
         self._levels: tuple[Communicator, Communicator] | None = None
@@ -203,19 +207,50 @@ class Communicator:
     @property
     def has_arena(self) -> bool:
         """Whether :meth:`arena` was made."""
-        return self._arena is not None
+        return self._arena is not None and self._arena.furnished
 
     def arena(self) -> Arena | None:
         """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
         otherwise ``unshared`` or, from now on, ``lost`` says why not."""
+        arena = self._flags()
+        if arena is None or self.lost is not None:
+            return None
+        if not arena.furnished:
+            self._match_at_once()
+            return self._share(arena.furnish)
+        return arena
+
+    def _flags(self) -> Arena | None:
+        """Collective at first use: what the ranks of a node keep in step by, if it can be had."""
         if self._arena is None and self.unshared is None and self.lost is None:
-            try:
-                self._arena = Arena(self.transport, self._described, self._judged, self._check_wait)
-            except (RankFailed, Timeout):
-                raise  # it is not all ranks that have tried
-            except CommunicationError as error:
-                self.lost = str(error)
+            self._arena = self._share(lambda: Arena(self.transport, self._described, self._judged, self._check_wait))
         return self._arena
+
+    def _share(self, make: Callable[[], T]) -> T | None:
+        """Collective: what `make` gives, or None if there is no shared memory; ``lost`` says why."""
+        try:
+            return make()
+        except (RankFailed, Timeout):
+            raise  # it is not all ranks that have tried
+        except CommunicationError as error:
+            self.lost = str(error)
+            return None
+
+    def _match_first(self, call: Call) -> None:
+        """What the first collective begins with, for which all ranks have to come, whatever they call."""
+        flags = self._flags()
+        self.progress.match = unmatched if flags is None else flags.matcher()
+        self.progress.match(call)
+
+    def _match_at_once(self) -> None:
+        """The same where the collective that runs would be compared in shared memory, which is not there yet."""
+        call = None if self.progress.current is None else self.progress.current[2]
+        if call is not None and call.signature == WITHIN:
+            call.signature = call.sign()
+            try:
+                self.progress.match(call)
+            finally:
+                call.signature = WITHIN
 
     def _described(self) -> str:
         """The collective that runs, for ranks that have called another."""
@@ -356,12 +391,15 @@ class Communicator:
         if not self.freed:
             self.progress.close()
             self.freed = True
+            if self._arena is None:
+                self.progress.match = unmatched  # not worth the making of shared memory
             self._forget()
             for level in self._levels or ():
                 level.free()
             self._levels = None
             notes.warn([self])
             self.progress.run(self.transport.free, Call("free"))
+            self.progress.match = unmatched
 
     def __enter__(self) -> Self:
         self.check()

@@ -20,7 +20,7 @@ from mpicoll.engine import ipc, shared
 from mpicoll.engine.arena import Arena, Body
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, Wire, bind
-from mpicoll.engine.record import Call
+from mpicoll.engine.record import WITHIN, Call
 from mpicoll.engine.request import Request
 from mpicoll.engine.select import Choice, Hierarchy, Method, Problem, Way, choose
 from mpicoll.errors import ScheduleError
@@ -140,7 +140,7 @@ def carrier(operation: Operation, choice: Choice | None, call: Call | None = Non
     """What carries out `operation` by the algorithm that was :func:`chosen`, as often as it is called. If that was
     none, `call` is told then by which."""
     if choice is not None:
-        return body_of(operation, choice)
+        return body_of(operation, choice, call=call)
     assert operation.on is not None
 
     def tell(choice: Choice) -> None:
@@ -168,10 +168,11 @@ def call_of(operation: Operation, choice: Choice | None) -> Call:
 
 
 def body_of(
-    operation: Operation, choice: Choice, *, bound: bool = False, persistent: bool = False
+    operation: Operation, choice: Choice, *, bound: bool = False, persistent: bool = False, call: Call | None = None
 ) -> Callable[[], None]:
     """What carries out `operation`, as often as it is called. Memory is bound now (`bound`), or at each call. With
-    `persistent` all ranks do this together, and call it together."""
+    `persistent` all ranks do this together, and call it together. `call` is what the queue is to be told that it
+    carries out, if it is to be called by nothing but the queue."""
     comm, problem = operation.comm, operation.problem
     if choice.algorithm is None:
         native = comm.transport.native
@@ -183,7 +184,7 @@ def body_of(
             else partial(operation.native, native)
         )
     if isinstance(choice.algorithm, Method):
-        return _shared(operation, choice)
+        return _shared(operation, choice, call)
     if isinstance(choice.algorithm, Hierarchy):
         # Not above: its phases are operations too.
         from mpicoll.engine.hierarchy import hierarchical
@@ -220,7 +221,10 @@ class Unshared(Exception):
 
 
 class Shared:
-    """A collective through shared memory, on any arrays of one kind; with `peers`, through that of their devices."""
+    """A collective through shared memory, on any arrays of one kind; with `peers`, through that of their devices.
+
+    `call` is what the queue is to be told that it carries out, if it is to be called by nothing but the queue. Whether
+    the ranks call the same is then left to be compared here."""
 
     __slots__ = ("_arena", "_body", "_comm", "_peers", "_signature", "_spec")
 
@@ -233,6 +237,7 @@ class Shared:
         counts: tuple[int, ...],
         fold: Fold | None = None,
         peers: ipc.Peers | None = None,
+        call: Call | None = None,
     ) -> None:
         assert isinstance(choice.algorithm, Method | Way)
         self._comm = comm
@@ -241,15 +246,25 @@ class Shared:
             problem.collective, choice.algorithm.name, dtype, counts, problem.root, fold, choice.segment
         )
         self._signature = self._spec.signature
+        if call is not None:
+            self._signature ^= call.sign()
+            call.signature = WITHIN
         self._arena: Arena | None = None
         self._body: Body | None = None
 
     @classmethod
-    def of(cls, operation: Operation, choice: Choice, flat: Flat, peers: ipc.Peers | None = None) -> Shared:
+    def of(
+        cls,
+        operation: Operation,
+        choice: Choice,
+        flat: Flat,
+        peers: ipc.Peers | None = None,
+        call: Call | None = None,
+    ) -> Shared:
         """For `operation`, which works on arrays like those of `flat`."""
         some = flat.target if flat.source is None else flat.source
         dtype = np.dtype(np.uint8) if some is None else some.dtype
-        return cls(operation.comm, operation.problem, choice, dtype, flat.counts, flat.fold, peers)
+        return cls(operation.comm, operation.problem, choice, dtype, flat.counts, flat.fold, peers, call)
 
     def __call__(
         self,
@@ -271,10 +286,10 @@ class Shared:
         arena.run(self._body, source, target, load, self._signature, settle)
 
 
-def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:
+def _shared(operation: Operation, choice: Choice, call: Call | None) -> Callable[[], None]:
     assert operation.flat is not None
     flat = operation.flat()
-    carry_out = Shared.of(operation, choice, flat)
+    carry_out = Shared.of(operation, choice, flat, call=call)
     # Whatever thread runs it must choose what all others do.
     context = copy_context()
 
@@ -282,6 +297,8 @@ def _shared(operation: Operation, choice: Choice) -> Callable[[], None]:
         try:
             carry_out(flat.source, flat.target, flat.load)
         except Unshared:
+            if call is not None:
+                call.signature = 0
             operation.problem = replace(operation.problem, lost=operation.comm.lost)
             context.copy().run(lambda: body_of(operation, choose(operation.problem, None)))()
         else:

@@ -61,7 +61,7 @@ class Plan:
             bare = np.array([operation.bare], np.int32)
             native.allreduce(bare, bare, "min")
             persistent = bool(bare[0])
-        run = body_of(operation, choice, bound=True, persistent=persistent)
+        run = body_of(operation, choice, bound=True, persistent=persistent, call=self._call)
         return choice, Task(run, self._call, operation)
 
     def __call__(self) -> Any:
@@ -84,6 +84,7 @@ class Plan:
             progress.number = number = progress.number + 1
             progress.current = entry = (progress.group, number, self._call, monotonic(), None)
             try:
+                progress.match(self._call)
                 self._body.run()
             except BaseException as error:  # noqa: BLE001  raised again
                 raise progress.failed(entry, error)  # noqa: B904  it has its cause

@@ -67,17 +67,23 @@ class Observer(Protocol):
     """Who wants to see operations before and after they run, in their turn.
 
     ``sites`` asks for where they were called. A ``thorough`` one wants each call to be prepared anew, so that
-    `function` is a :class:`~mpicoll.engine.operation.Task` where it is a collective on arrays.
+    `function` is a :class:`~mpicoll.engine.operation.Task` where it is a collective on arrays. One that ``compares``
+    sees to it that all ranks call the same.
     """
 
     sites: bool
     thorough: bool
+    compares: bool
 
     def before(self, entry: Raw, function: Callable[..., Any]) -> None:
         """May raise, on all ranks alike, in the place of the operation."""
 
     def after(self, entry: Raw, function: Callable[..., Any]) -> None:
         """The same, when the operation has been carried out."""
+
+
+def unmatched(call: Call) -> None:
+    """Leave the ranks' calls uncompared."""
 
 
 class Job:
@@ -218,6 +224,8 @@ class Progress:
         self._worker: threading.Thread | None = None
         self._closed = False
         self.observer: Observer | None = None
+        # What all collectives begin with: it raises on all ranks if they call different ones, where that costs little.
+        self.match: Callable[[Call], None] = unmatched
         # How many collectives have begun, which all ranks count alike; and the one that runs.
         self.number = 0
         self.current: Raw | None = None
@@ -283,6 +291,7 @@ class Progress:
             self.number = number = self.number + 1
             self.current = entry = (self.group, number, call, monotonic(), None)
             try:
+                self.match(call)
                 value = function(*args)
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.failed(entry, error)  # noqa: B904  it has its cause
@@ -329,6 +338,8 @@ class Progress:
             self._background_entry = entry
         self.current = entry
         try:
+            if observer is None or not observer.compares:
+                self.match(call)
             if observer is not None:
                 observer.before(entry, function)
             value = function(*args)

@@ -10,9 +10,11 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 from mpicoll.transport.base import Traffic
 
@@ -43,6 +45,9 @@ class Call:
     calls that were put into one. `memory` is the kind of device on which the data lies, empty for the host. Not
     `collective` is what not all ranks of the communicator take part in. `takes` is not None for a wait that lasts until
     all of its `parts` have received: the ranks whose messages are taken meanwhile; its name says all about it.
+
+    `operation` is what it is, whichever name it has. `signature` is what the ranks compare before they carry it out: 0
+    until it is computed by :meth:`sign`, WITHIN where the operation itself compares it.
     """
 
     __slots__ = (
@@ -55,10 +60,12 @@ class Call:
         "name",
         "nbytes",
         "op",
+        "operation",
         "parts",
         "peer",
         "root",
         "shape",
+        "signature",
         "tag",
         "takes",
     )
@@ -97,6 +104,24 @@ class Call:
         self.memory = memory
         self.collective = collective
         self.takes = takes
+        self.operation = name
+        self.signature = 0
+
+    def sign(self) -> int:
+        """A number of 32 bits, never 0, that is the same on all ranks if they call the same: another operation, dtype,
+        number of elements, op, root or algorithm makes another one, nearly always. Shapes of as many elements are the
+        same to it, and so are the rows that only some ranks know of (alltoall's counts)."""
+        size: tuple[Any, ...]
+        if self.arrivals:
+            size = "row", None if self.shape is None else prod(self.shape[1:])
+        else:
+            uneven = len(set(self.counts)) > 1
+            size = (self.shape if self.nbytes is None else self.nbytes), self.counts if uneven else ()
+        asked = self.operation, self.dtype, size, self.op, self.root, self.algorithm, self.memory
+        signature = crc32(repr((asked, [one.sign() for one in self.parts])).encode()) or 1
+        if not self.signature:
+            self.signature = signature
+        return signature
 
     def __str__(self) -> str:
         """The call as a person would write it, such as ``allreduce(float32[3, 4], op=sum) by ring``."""
@@ -121,6 +146,10 @@ class Call:
         words += [str(part) for part in self.parts]
         by = f" by {self.algorithm}" if self.algorithm else ""
         return f"{self.name}({', '.join(words)}){by}"
+
+
+WITHIN = -1
+"""The ``signature`` of calls that are compared by what carries them out."""
 
 
 @dataclass(slots=True)
@@ -223,5 +252,6 @@ def call_site(frame: FrameType | None = None) -> Site | None:
 
 def described(call: Call) -> dict[str, Any]:
     """`call` for JSON, without what it doesn't have."""
-    fields = {name: getattr(call, name) for name in Call.__slots__ if name not in ("parts", "collective")}
+    inner = ("parts", "collective", "operation", "signature")
+    fields = {name: getattr(call, name) for name in Call.__slots__ if name not in inner}
     return {name: value for name, value in fields.items() if value not in (None, "", ())} | {"text": str(call)}

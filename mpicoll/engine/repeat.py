@@ -64,6 +64,7 @@ def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepar
                 progress.number = number = progress.number + 1
                 progress.current = entry = (progress.group, number, call, monotonic(), None)
                 try:
+                    progress.match(call)
                     value = again(array, into)
                 except BaseException as error:  # noqa: BLE001  raised again
                     raise progress.failed(entry, error)  # noqa: B904  it has its cause
@@ -162,19 +163,19 @@ def _kept(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -
     if value is None:
         result = numpy_views(prepared.result(), None)
         value = None if result is None else result[0]
-    again = _on_arrays(own, value, prepared, choice) if shared or not small else None
+    call = call_of(operation, choice)
+    again = _on_arrays(own, value, prepared, choice, call) if shared or not small else None
     if again is None:
         if not small:
             return False
-        again = _by_copies(own, value, prepared)
-    call = call_of(operation, choice)
+        again = _by_copies(own, value, prepared, call)
     call.name = name
     return again, call, None if value is None else value.dtype, None if value is None else value.shape
 
 
-def _by_copies(own: Array | None, value: Array | None, operation: Operation) -> Again:
+def _by_copies(own: Array | None, value: Array | None, operation: Operation, call: Call) -> Again:
     """Prepared on arrays of its own, between which and the caller's it copies."""
-    body = body_of(operation, choose(operation.problem, operation.algorithm), bound=True)
+    body = body_of(operation, choose(operation.problem, operation.algorithm), bound=True, call=call)
 
     # Closures: this is the innermost of the short path, and slots of an object take longer to reach.
     def again(x: Array | None, out: Array | None) -> Array | None:
@@ -193,7 +194,9 @@ def _by_copies(own: Array | None, value: Array | None, operation: Operation) -> 
     return again
 
 
-def _on_arrays(own: Array | None, value: Array | None, operation: Operation, choice: Choice) -> Again | None:
+def _on_arrays(
+    own: Array | None, value: Array | None, operation: Operation, choice: Choice, call: Call
+) -> Again | None:
     """From the caller's arrays to the caller's arrays, through shared memory or by MPI."""
     if operation.flat is None:
         return None
@@ -202,7 +205,7 @@ def _on_arrays(own: Array | None, value: Array | None, operation: Operation, cho
         return None
     carry_out: Callable[[Any, Any], None]
     if isinstance(choice.algorithm, Method):
-        carry_out = Shared.of(operation, choice, flat)
+        carry_out = Shared.of(operation, choice, flat, call=call)
     else:
         native = operation.comm.transport.native
         if operation.direct is None or native is None:

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeAlias
 
 from mpicoll.engine import record
-from mpicoll.engine.arena import _WORDS, Arena
+from mpicoll.engine.arena import Arena
 from mpicoll.engine.check import Check
 from mpicoll.engine.execute import Program
 from mpicoll.engine.record import Call, Entry, Group, Raw, Site
@@ -553,7 +553,10 @@ def _where(frame: FrameType, raw: Raw) -> State:
     return found
 
 
-_ARENA = {Arena.sync.__code__, Arena._wait.__code__, Arena._let_through.__code__}  # noqa: SLF001  same package
+_ARENA = {
+    method.__code__
+    for method in (Arena.sync, Arena._wait, Arena._let_through, Arena._await)  # noqa: SLF001  same package
+}
 _POLLING = {*_ARENA, Check._compare.__code__}  # noqa: SLF001  same package
 """Functions that look now and then whether the operation can still complete."""
 
@@ -607,10 +610,7 @@ def _chunks(chunks: Sequence[int]) -> str:
 def _shared(arena: Arena, names: Mapping[str, Any]) -> tuple[str, list[int]]:
     """Who has not come to the step for which a rank waits in shared memory."""
     members: Sequence[int] = getattr(arena._transport, "members", ()) or range(arena.size)  # noqa: SLF001
-    late = names.get("late")
-    if late is None:
-        words, step = arena._words, arena._step  # noqa: SLF001  reading them disturbs nobody
-        late = [at // _WORDS for at in arena._others if words[at] < step]  # noqa: SLF001
+    late = names["late"] if "late" in names else arena.late()
     if not late:
         return "shared memory", []
     world = sorted(members[peer] for peer in late)

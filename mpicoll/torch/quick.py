@@ -63,15 +63,15 @@ class Quick:
         try:
             if tensor.__class__ is not _TENSOR or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
                 return False
-            count, address = tensor.numel(), tensor.data_ptr()
+            shape, address = tensor.shape, tensor.data_ptr()
         except RuntimeError:
             return False
         if forced() or (self._progress.observer is not None and self._progress.thorough):
             return False
-        key = (tensor.dtype, hash(op), count)
+        key = (tensor.dtype, op.__class__, hash(op), shape)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._in_place(tensor, op, count), "all_reduce")
+            kept = self._keep(key, self._in_place(tensor, op), "all_reduce")
         if kept is False:
             return False
         reduce, call = kept
@@ -88,13 +88,16 @@ class Quick:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """In place; see :func:`mpicoll.torch.jobs.broadcast`."""
-        if not _plain(tensor) or tensor.is_conj() or forced() or self._progress.thorough:
+        # A root that equals the rank of a kept call need not be one.
+        if root.__class__ is not int or not _plain(tensor) or tensor.is_conj():
+            return False
+        if forced() or self._progress.thorough:
             return False
         nbytes = tensor.nbytes
-        key = ("broadcast", nbytes, root)
+        key = ("broadcast", tensor.dtype, tensor.shape, root)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._move("bcast", nbytes, root), "broadcast")
+            kept = self._keep(key, self._move("bcast", tensor, nbytes, root), "broadcast")
         if kept is False:
             return False
         ready, call = kept
@@ -111,10 +114,12 @@ class Quick:
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = output.nbytes
-        key = ("all_gather_single", nbytes)
+        key = ("all_gather_single", tensor.dtype, tensor.shape)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._move("allgather", nbytes, 0), "all_gather_single")
+            kept = self._keep(
+                key, self._move("allgather", tensor, tensor.nbytes * self._comm.size), "all_gather_single"
+            )
         if kept is False or nbytes != tensor.nbytes * self._comm.size:
             return False
         ready, call = kept
@@ -131,10 +136,10 @@ class Quick:
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = tensor.nbytes
-        key = ("all_to_all_single", nbytes)
+        key = ("all_to_all_single", tensor.dtype, tensor.shape)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._keep(key, self._move("alltoall", nbytes, 0), "all_to_all_single")
+            kept = self._keep(key, self._move("alltoall", tensor, nbytes), "all_to_all_single")
         if kept is False or nbytes != output.nbytes:
             return False
         size = self._comm.size
@@ -153,7 +158,7 @@ class Quick:
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         count = tensor.numel()
-        key = ("reduce_scatter_single", tensor.dtype, hash(op), count)
+        key = ("reduce_scatter_single", tensor.dtype, op.__class__, hash(op), tensor.shape)
         kept = self._kept.get(key)
         if kept is None:
             kept = self._keep(key, self._scatter(tensor, op, count), "reduce_scatter_single")
@@ -174,7 +179,7 @@ class Quick:
             return False
         kept = self._kept.get(("barrier",))
         if kept is None:
-            kept = self._keep(("barrier",), self._move("barrier", 0, 0), "barrier")
+            kept = self._keep(("barrier",), self._move("barrier", None, 0), "barrier")
         if kept is False:
             return False
         ready, call = kept
@@ -201,8 +206,9 @@ class Quick:
             return False
         return True
 
-    def _in_place(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
-        """What reduces `count` elements in place: at an address, or through shared memory."""
+    def _in_place(self, tensor: torch.Tensor, op: Any) -> Found:
+        """What reduces tensors like this one in place: at an address, or through shared memory."""
+        count = tensor.numel()
         found = self._reduction("allreduce", tensor, op, (count,))
         if isinstance(found, bool) or isinstance(found[0], Shared):
             return found
@@ -242,26 +248,30 @@ class Quick:
         shape = tuple(tensor.shape)
         call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
         if isinstance(choice.algorithm, Method) and ready.prepare is None:
-            return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, Fold(ready, buffer)), call
+            fold = Fold(ready, buffer)
+            return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, fold, call=call), call
         if choice.algorithm is not None or self._native is None or ready.native is None:
             return False
         if ready.prepare is not None or tensor.dtype not in (*_NUMPY, torch.float16, torch.bfloat16):
             return False
         return (ready, self._native), call
 
-    def _move(self, collective: str, nbytes: int, root: int) -> Found:
+    def _move(self, collective: str, tensor: torch.Tensor | None, nbytes: int, root: int = 0) -> Found:
+        """What moves tensors like this rank's `tensor` as bytes, `nbytes` of them in all."""
         size = self._comm.size
         blocks = {"barrier": 0, "bcast": 1}.get(collective, size)
         if (not nbytes and blocks) or not 0 <= root < size or (blocks and nbytes % blocks):
             return False
+        dtype, shape = "", None
+        if tensor is not None:
+            dtype, shape = recognise(collective, tensor).dtype.name, tuple(tensor.shape)
         wanted = problem(collective, self._comm, None, nbytes=nbytes, count=nbytes, root=root)
         choice = choose(wanted, None)
-        call = Call(
-            collective, nbytes, root=root if collective == "bcast" else None, algorithm=choice.name
-        )  # kept by bytes, for all dtypes and shapes
+        rooted = root if collective == "bcast" else None
+        call = Call(collective, nbytes, dtype, shape, root=rooted, algorithm=choice.name)
         if isinstance(choice.algorithm, Method):
             counts = (nbytes // blocks,) * blocks if blocks else ()
-            return Shared(self._comm, wanted, choice, _BYTES, counts), call
+            return Shared(self._comm, wanted, choice, _BYTES, counts, call=call), call
         if choice.algorithm is not None or self._native is None:
             return False
         return (self._native.typed(_BYTES), self._native), call

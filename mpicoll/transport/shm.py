@@ -23,6 +23,9 @@ _DIRECTORY = "/dev/shm"
 
 _NAME = "mpicoll"
 
+_FEW = 1 << 20
+"""Bytes that any machine has: to ask how many are free takes longer than to share so few."""
+
 
 @dataclass(frozen=True, slots=True)
 class Handle:
@@ -32,6 +35,10 @@ class Handle:
     path: str
     nbytes: int
     cookie: int | None
+
+
+_NOTHING = Handle("", 0, None)
+"""That of no bytes, for which there is no file."""
 
 
 class Shared:
@@ -105,6 +112,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 def attach(handle: Handle) -> Memory:
     """Map the memory of another process of this node. Raises OSError if it can't be reached."""
+    if handle == _NOTHING:
+        return np.empty(0, np.uint8)
     offset = 0 if handle.cookie is None else _PAGE
     fd = os.open(handle.path, os.O_RDWR)
     try:
@@ -186,10 +195,11 @@ def share(
     ``exchange(value)`` gives the values of all, by rank. All get None and the same reason if it fails for one of them.
     """
     own: Shared | None = None
-    told: Handle | str
+    told: Handle | str = _NOTHING
     try:
-        own = Shared(nbytes, named=named)
-        told = own.handle
+        if nbytes:
+            own = Shared(nbytes, named=named)
+            told = own.handle
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
     try:
@@ -217,8 +227,9 @@ def _map_all(
     if failure:
         return None, failure
     try:
-        if not taken:
-            _check_free(sum(one.nbytes for one in handles if isinstance(one, Handle)))
+        total = sum(one.nbytes for one in handles if isinstance(one, Handle))
+        if not taken and total > _FEW:
+            _check_free(total)
         memories = [
             own if peer == rank and own is not None else attach(one)
             for peer, one in enumerate(handles)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ranks import Ranks
 import mpicoll
 from mpicoll.engine.arena import Arena
 from mpicoll.engine.record import Call
-from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.errors import CommunicationError, RankFailed, Timeout
 from mpicoll.transport.local import LocalTransport, World, transports
 
 
@@ -37,7 +37,7 @@ def _together(size: int, body: Callable[[Arena], Any], *, timeout: float = 20.0)
 
     def main(transport: LocalTransport) -> None:
         try:
-            results[transport.rank] = body(Arena(transport))
+            results[transport.rank] = body(Arena(transport).furnish())
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
             transport.world.bury(transport.rank)
@@ -48,7 +48,7 @@ def _together(size: int, body: Callable[[Arena], Any], *, timeout: float = 20.0)
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * timeout)
+        thread.join(max(20.0, 2 * timeout))
         assert not thread.is_alive()
     if failures:
         raise failures[0]
@@ -298,6 +298,88 @@ def test_there_is_no_last_operation() -> None:
                 arena.run(lambda source, target: arena.sync(), None, None)
 
     _together(2, body)
+
+
+# --- operations without steps
+
+
+def _signed(signature: int) -> Call:
+    call = Call("test")
+    call.signature = signature
+    return call
+
+
+def test_different_operations_are_noticed_with_and_without_steps() -> None:
+    """Of operations that begin by comparing, and such that compare within their steps: all ranks learn of it where one
+    has begun another than the others, and are in step afterwards."""
+
+    def body(arena: Arena) -> None:
+        plan, match = random("match"), arena.matcher()
+        for turn in range(300):
+            # Odd signatures have no steps.
+            usual, odd = (int(one) for one in plan.integers(1, 8, 2))
+            mine = odd if arena.rank == turn % arena.size else usual
+
+            def operate(source: Any, target: Any, steps: int = mine // 2) -> None:
+                for _ in range(steps):
+                    arena.sync()
+
+            with pytest.raises(CommunicationError) if usual != odd else nullcontext():
+                if mine % 2:
+                    match(_signed(mine))
+                else:
+                    arena.run(operate, None, None, None, mine)
+
+    for size in (2, 3, 4):
+        _together(size, body)
+
+
+def test_who_is_interrupted_before_the_others_come_lets_none_of_them_begin() -> None:
+    waits = threading.Event()
+
+    def body(arena: Arena) -> None:
+        transport: Any = arena._transport
+        match = arena.matcher()
+        if arena.rank == 0:
+
+            def interrupted(*arguments: Any) -> None:
+                del transport.check_peers
+                waits.set()
+                raise KeyboardInterrupt
+
+            transport.check_peers = interrupted
+        else:
+            waits.wait(10)
+        own = arena.rank == 0
+        with pytest.raises(KeyboardInterrupt if own else CommunicationError, match=None if own else "given up"):
+            match(_signed(1))
+        match(_signed(2))
+        arena.run(lambda source, target: arena.sync(), None, None)
+
+    _together(3, body)
+
+
+def test_who_does_not_come_in_time_finds_it_given_up() -> None:
+    late = threading.Event()
+
+    def body(arena: Arena) -> None:
+        match = arena.matcher()
+        match(_signed(1))
+        if arena.rank == 0:
+            late.wait(20)
+            with pytest.raises(CommunicationError, match="given up"):
+                match(_signed(1))
+        else:
+            with pytest.raises(Timeout, match=r"rank 0 did not come within 0\.2 s"):
+                match(_signed(1))
+            late.set()
+        for _ in range(3):
+            with pytest.raises(CommunicationError, match="an operation was given up"):
+                match(_signed(1))
+            with pytest.raises(CommunicationError, match="an operation was given up"):
+                arena.run(lambda source, target: arena.sync(), None, None)
+
+    _together(2, body, timeout=0.2)
 
 
 # --- those who are gone

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import mismatches
+import numpy as np
 import pytest
 from ranks import Ranks
 
@@ -20,6 +24,94 @@ def test_generated_mismatches(several: Ranks, number: int) -> None:
 
     for failure in several(body):
         assert failure == ""
+
+
+def by_default(face: str, size: int) -> list[mismatches.Case]:
+    """A case of each kind, form and size that is noticed without MPICOLL_CHECK: rows that leave and rows that are
+    expected are known only to pairs of ranks."""
+    cases = [
+        mismatches.case("by default", number, size, face, nbytes)
+        for nbytes in mismatches.NBYTES
+        for number in range(2 * len(mismatches.KINDS))
+    ]
+    return [one for one in cases if one.kind != "counts" or one.usual[0].operation != "alltoall"]
+
+
+def test_mismatches_are_noticed_by_default(several: Ranks) -> None:
+    def body() -> list[str]:
+        world = mpicoll.world()
+        return [
+            mismatches.check(one, world, lambda spec, form: mismatches.native(spec, world, form), checked=False)
+            for one in by_default("native", several.size)
+        ]
+
+    for failures in several(body):
+        assert [one for one in failures if one] == []
+
+
+def _x(count: int = 2, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    return np.ones(count, dtype)
+
+
+REPEATED: dict[str, tuple[str, Callable[[bool], object]]] = {
+    "elements": ("shape", lambda odd: mpicoll.allreduce(_x(3 if odd else 2))),
+    "dtype of as many bytes": ("dtype", lambda odd: mpicoll.bcast(_x(2, np.int32 if odd else np.float32))),
+    "rows without counts": ("shape", lambda odd: mpicoll.allgather(_x(3 if odd else 2))),
+    "root": ("root", lambda odd: mpicoll.reduce(_x(), root=int(odd))),
+    "operation": ("operation", lambda odd: mpicoll.bcast(_x()) if odd else mpicoll.allreduce(_x())),
+    "schedules": ("algorithm", lambda odd: mpicoll.allreduce(_x(), algorithm="ring" if odd else "tree")),
+    "split": ("operation", lambda odd: mpicoll.world().split(0) if odd else mpicoll.barrier()),
+    "allocation": ("operation", lambda odd: mpicoll.empty(2) if odd else mpicoll.barrier()),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_calls_that_were_kept_are_compared(several: Ranks, name: str) -> None:
+    field, call = REPEATED[name]
+
+    def body() -> str:
+        world = mpicoll.world()
+        for _ in range(2):
+            call(False)
+            call(True)
+        with pytest.raises(mpicoll.MismatchError) as caught:
+            call(world.rank == world.size - 1)
+        assert field in caught.value.fields
+        assert mpicoll.allreduce(1) == world.size
+        return str(caught.value).partition("\n")[0]
+
+    assert len(set(several(body))) == 1
+
+
+def test_plans_are_compared_at_each_start(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        last = world.rank == world.size - 1
+        for nbytes in mismatches.NBYTES:
+            x = _x(nbytes // 4)
+            plans = mpicoll.allreduce_init(x), mpicoll.bcast_init(x)
+            for plan in plans:
+                plan()
+            with pytest.raises(mpicoll.MismatchError, match="they differ in operation"):
+                plans[last]()
+            plans[last].start()
+            with pytest.raises(mpicoll.MismatchError, match="they differ in operation"):
+                plans[last].wait()
+            assert plans[0]().sum() == world.size * x.size
+
+    several(body)
+
+
+def test_shapes_of_as_many_elements_are_no_mismatch(several: Ranks) -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        for nbytes in mismatches.NBYTES:
+            count = nbytes // 4
+            x = _x(count).reshape((count // 2, 2) if world.rank else count)
+            assert (mpicoll.allreduce(x) == world.size).all()
+            assert (mpicoll.bcast(x) == 1).all()
+
+    several(body)
 
 
 def test_cases_are_all_different_and_mean_something() -> None:

@@ -1016,7 +1016,9 @@ def test_in_a_round_of_a_schedule() -> None:
     def body(rank: int) -> None:
         mpicoll.allreduce(np.ones(6, np.float32), algorithm="ring")
 
-    states = Bench(3).run(body, lambda states: standing(states, 0, 1) and "round 2" in states[1]["pending"][0]["where"])
+    # On one node they would wait for the last rank before the first round.
+    bench = Bench(3, 1)
+    states = bench.run(body, lambda states: standing(states, 0, 1) and "round 2" in states[1]["pending"][0]["where"])
     first, second = (states[rank]["pending"][0] for rank in (0, 1))
     assert first["where"] == (
         "round 1 of 4 of allreduce/ring: sends chunk 0 to rank 1, waits for chunk 2 from rank 2 (reduce)"
@@ -1040,6 +1042,19 @@ def test_in_a_round_of_a_schedule() -> None:
     )
 
 
+def test_before_the_first_round() -> None:
+    """On one node all ranks come before anything is sent."""
+
+    def body(rank: int) -> None:
+        mpicoll.allreduce(np.ones(6, np.float32), algorithm="ring")
+
+    def ready(states: dict[int, State]) -> bool:
+        return standing(states, 0, 1) and all(states[rank]["pending"][0]["waits_for"] == [2] for rank in (0, 1))
+
+    states = Bench(3).run(body, ready)
+    assert {states[rank]["pending"][0]["where"] for rank in (0, 1)} == {"shared memory: waits for rank 2"}
+
+
 def test_rounds_without_data_are_left_out() -> None:
     """One element in three chunks: only the first of them has data, and the number is that of the algorithm's round."""
 
@@ -1049,7 +1064,7 @@ def test_rounds_without_data_are_left_out() -> None:
     def ready(states: dict[int, State]) -> bool:
         return standing(states, 0, 1) and "round 4" in states[1]["pending"][0]["where"]
 
-    states = Bench(3).run(body, ready)
+    states = Bench(3, 1).run(body, ready)
     assert [states[rank]["pending"][0]["where"] for rank in (0, 1)] == [
         "round 3 of 4 of allreduce/ring: waits for chunk 0 from rank 2",
         "round 4 of 4 of allreduce/ring: waits for chunk 0 from rank 0",
@@ -1146,7 +1161,7 @@ def test_the_program_waits_for_the_background(timeout: float | None) -> None:
         waits = states[0]["program"]["site"]["line"] == body.__code__.co_firstlineno + 3
         return waits and standing(states, 0) and states[0]["queues"][0]["queued"] == 1
 
-    states = Bench(2).run(body, ready)
+    states = Bench(2, 1).run(body, ready)
     (one,) = states[0]["pending"]
     # Who waits without a bound helps.
     if one["program"]:

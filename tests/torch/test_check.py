@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 import mpicoll
+import mpicoll.torch as dropin
+from mpicoll.engine import record
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group")]
 
@@ -41,6 +43,21 @@ def test_generated_mismatches(number: int) -> None:
     group: Any = dist.group.WORLD
     wanted = mismatches.case("torch", number, dist.get_world_size(), "torch")
     assert mismatches.check(wanted, group.comm, lambda spec, form: mismatches.torch(spec, group, form)) == ""
+
+
+def test_mismatches_are_noticed_by_default() -> None:
+    """One of each kind, form and size, but for rows that only pairs of ranks know of."""
+    _several()
+    group: Any = dist.group.WORLD
+    for nbytes in mismatches.NBYTES:
+        for number in range(2 * len(mismatches.KINDS)):
+            one = mismatches.case("by default", number, dist.get_world_size(), "torch", nbytes)
+            if one.kind == "counts" and one.usual[0].operation == "alltoall":
+                continue
+            found = mismatches.check(
+                one, group.comm, lambda spec, form: mismatches.torch(spec, group, form), checked=False
+            )
+            assert found == ""
 
 
 @pytest.mark.usefixtures("checked")
@@ -156,3 +173,40 @@ def test_ddp_and_its_hooks_run() -> None:
         everyone = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, gradients)
         assert all(torch.equal(one, gradients) for one in everyone)
+
+
+# --- what was kept of earlier calls
+
+
+@pytest.mark.parametrize("nbytes", mismatches.NBYTES)
+def test_a_call_is_known_by_its_own_shape_and_dtype(nbytes: int) -> None:
+    """Not by those of an earlier tensor of as many elements, or bytes."""
+    size = dist.get_world_size()
+    count = nbytes // 4 * size
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
+        "all_reduce": dist.all_reduce,
+        "broadcast": lambda x: dist.broadcast(x, 0),
+        "all_gather_single": lambda x: dist.all_gather_single(x.new_empty(size * x.numel()), x),
+        "all_to_all_single": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+        "reduce_scatter_single": lambda x: dist.reduce_scatter_single(x.new_empty(x.numel() // size), x),
+    }
+    wrong = []
+    for name, call in calls.items():
+        for dtype in (torch.float32, torch.int32):
+            for shape in ((count,), (count // 2, 2), (count,)):
+                call(torch.ones(shape, dtype=dtype))
+                (_, _, told, _, _), _, _ = record.past[-1]
+                if size > 1 and (told.name, told.shape, told.dtype) != (name, shape, str(dtype).removeprefix("torch.")):
+                    wrong.append(f"{name} of {dtype} {shape}: {told}")
+    assert wrong == []
+
+
+def test_what_equals_an_op_or_a_root_is_none() -> None:
+    x = torch.ones(3)
+    for _ in range(2):
+        dropin.all_reduce(x, dist.ReduceOp.MAX)
+        dropin.broadcast(x, 1 % dist.get_world_size())
+    with pytest.raises((TypeError, mpicoll.MpicollError)):
+        dropin.all_reduce(x, hash(dist.ReduceOp.MAX))
+    with pytest.raises((TypeError, mpicoll.MpicollError)):
+        dropin.broadcast(x, float(1 % dist.get_world_size()))  # type: ignore[arg-type]
