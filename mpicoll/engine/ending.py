@@ -140,9 +140,12 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
         if os.getpid() != owner:
             previous(kind, error, traceback)
             return  # a forked child, whose end concerns nobody
-        folded = _fold(error, traceback)
-        # A hook of the program's own, which may write elsewhere than to stderr, is called on every rank.
-        shown = "".join(format_exception(kind, error, folded)) if previous is sys.__excepthook__ else ""
+        folded, shown = traceback, ""
+        with suppress(Exception):  # an exception that takes no note, say, must not keep the job from being ended
+            folded = _fold(error, traceback)
+            # A hook of the program's own, which may write elsewhere than to stderr, is called on every rank.
+            if previous is sys.__excepthook__:
+                shown = "".join(format_exception(kind, error, folded))
         teller.dying(f"{cause_of(error)}; the job is ended", shown)
         previous(kind, error, folded)
         _flush()

@@ -265,6 +265,24 @@ def test_frames_of_the_package_are_folded() -> None:
     assert _frames(mistake)[-1] == "_go_on"
 
 
+def test_an_exception_that_takes_no_note_ends_the_job_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed(mpicoll.ArgumentError):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AttributeError(name)
+
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    abort_on_failure(Teller(calls), calls.append)
+
+    def step(state: int, number: int, comm: Any) -> None:
+        raise Fixed("x")
+
+    error = _raised(lambda: mpicoll.resilient(step, 0, 1))
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert calls == ["died of Fixed: x; the job is ended", 1]
+
+
 def test_what_a_hook_of_others_swallows_is_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
