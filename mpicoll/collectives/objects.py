@@ -58,7 +58,7 @@ def bcast_object(obj: Any = None, root: int = 0, *, comm: CommLike = None, timeo
     mine = _Outgoing.of(communicator, "bcast_object", obj) if communicator.rank == root else None
 
     def exchange() -> Array:
-        block = _blocks(communicator, "bcast_object", root).exchange(() if mine is None else (mine,))[0]
+        block = _blocks(communicator, "bcast", root).exchange(() if mine is None else (mine,))[0]
         size = _size(block)
         _check_sizes("bcast_object", communicator, {root: size}, mine)
         message = _message(block) if mine is None else mine.message
@@ -116,7 +116,7 @@ def scatter_object(
     wrong = next((one for one in parts if one.error is not None), None)
 
     def exchange() -> Array:
-        block = _blocks(communicator, "scatter_object", root).exchange(parts)[0]
+        block = _blocks(communicator, "scatter", root).exchange(parts)[0]
         largest = int(block[:_HEAD].view(np.int64)[1])
         _check_sizes("scatter_object", communicator, {root: largest}, wrong)
         message = _message(block)
@@ -139,7 +139,7 @@ def _gathered(
     mine = _Outgoing.of(comm, operation, obj)
 
     def exchange() -> list[Array]:
-        blocks = _blocks(comm, operation, root).exchange((mine,))
+        blocks = _blocks(comm, "allgather").exchange((mine,), -1 if root is None else root)
         counts, _, roots = blocks[:, :_HEAD].copy().view(np.int64).T.tolist()
         if len(set(roots)) > 1:
             calls = ("allgather_object" if one < 0 else f"gather_object with root {one}" for one in roots)
@@ -200,43 +200,42 @@ class _Outgoing:
 class _Blocks:
     """The first exchange of one kind of call, bound once to memory of its own."""
 
-    __slots__ = ("_body", "_received", "_root", "_sent")
+    __slots__ = ("_body", "_received", "_sent")
 
-    def __init__(self, comm: Communicator, operation: str, root: int | None) -> None:
-        self._root = -1 if root is None else root
-        one, every = (np.empty((count, _BLOCK), np.uint8) for count in (1, comm.size))
-        if operation == "scatter_object":
-            assert root is not None
-            self._sent, self._received = every, one
-            x = every.reshape(-1) if comm.rank == root else None
-            prepared = scatter.prepare(comm, x, root, None, one.reshape(-1), None)
-        elif operation == "bcast_object":
-            assert root is not None
-            self._sent = self._received = one
-            prepared = bcast.prepare(comm, one, root, one, None)
+    def __init__(self, comm: Communicator, collective: str, root: int) -> None:
+        one, every = np.zeros(_BLOCK, np.uint8), np.zeros(0, np.uint8)
+        if collective == "allgather" or (collective == "scatter" and comm.rank == root):
+            every = np.zeros(comm.size * _BLOCK, np.uint8)
+        if collective == "allgather":
+            sent, received = one, every
+            prepared = allgather.prepare(comm, one, None, every, None)
+        elif collective == "scatter":
+            sent, received = every, one
+            prepared = scatter.prepare(comm, every if comm.rank == root else None, root, None, one, None)
         else:
-            self._sent, self._received = one, every
-            prepared = allgather.prepare(comm, one.reshape(-1), None, every.reshape(-1), None)
+            sent = received = one
+            prepared = bcast.prepare(comm, one, root, one, None)
+        self._sent, self._received = sent.reshape(-1, _BLOCK), received.reshape(-1, _BLOCK)
         self._body = body_of(prepared, choose(prepared.problem, None), bound=True)
 
-    def exchange(self, outgoing: Sequence[_Outgoing]) -> Array:
-        """The blocks that come, one in a row, where this rank sends these messages."""
+    def exchange(self, outgoing: Sequence[_Outgoing], root: int = -1) -> Array:
+        """The blocks that come, one in a row, where this rank sends these messages in a call with this `root`."""
         sizes = [one.size for one in outgoing]
         largest = _FAILED if _FAILED in sizes else max(sizes, default=0)
         for row, one in zip(self._sent, outgoing, strict=False):
-            row[:_HEAD].view(np.int64)[:] = one.size, largest, self._root
+            row[:_HEAD].view(np.int64)[:] = one.size, largest, root
             if 0 <= one.size <= _EAGER:
                 row[_HEAD : _HEAD + one.size] = one.message
         self._body()
         return self._received
 
 
-def _blocks(comm: Communicator, operation: str, root: int | None) -> _Blocks:
-    """To be called in the operation's turn."""
-    key = ("blocks", operation, root, forced())
+def _blocks(comm: Communicator, collective: str, root: int = 0) -> _Blocks:
+    """The blocks that go by such a `collective`. To be called in the operation's turn."""
+    key = ("blocks", collective, root, forced())
     found: _Blocks | None = comm.repeated.get(key)
     if found is None:
-        found = comm.repeated[key] = _Blocks(comm, operation, root)
+        found = comm.repeated[key] = _Blocks(comm, collective, root)
     return found
 
 
