@@ -28,8 +28,8 @@ NAMES = re.findall(
 COMMUNICATOR = re.findall(
     r"\w+",
     """
-    adopt agree allocate arena check duplicate failed forget free group let_go levels local_rank local_size members mpi
-    name next_tag node node_comm num_nodes shrink split timeout
+    adopt agree allocate arena check duplicate failed forget free group has_arena let_go levels local_rank local_size
+    members mpi name next_tag node node_comm num_nodes shrink split timeout
     """,
 )
 
