@@ -19,7 +19,6 @@ from mpicoll.engine.select import NATIVE, Choice, Method, choose, forced
 Again: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
 """Carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is given."""
 
-
 Kept: TypeAlias = "tuple[Again, Call, np.dtype[Any] | None, tuple[int, ...] | None]"
 """A call that is ready to be carried out again, what it is to others, and the dtype and the shape of its result; None
 if it has none on this rank."""

@@ -36,6 +36,9 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 """Dtypes that MPI has, and that torch never hands out lazily conjugated."""
 
+_MOST = 16 * 1024
+"""Up to so many elements, memory of a wider dtype than theirs is kept; to reduce more takes longer than to prepare."""
+
 _TENSOR = torch.Tensor
 
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
@@ -215,11 +218,13 @@ class Quick:
         (ready, native), call = found
         assert ready.native is not None
         reduce = native.allreduce_in_place(ready.work, count, ready.native)
-        own = _NUMPY.get(tensor.dtype)
-        if ready.finish is None and own is not None:
+        wider = tensor.dtype not in _NUMPY
+        if ready.finish is None and not wider:
             return reduce, call
+        if wider and count > _MOST:
+            return False
         divisor = None if ready.finish is None else self._comm.size
-        return _InWork(reduce, None if own is not None else _work(count), divisor), call
+        return _InWork(reduce, _work(count) if wider else None, divisor), call
 
     def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
         """What reduces `count` elements and scatters them."""
