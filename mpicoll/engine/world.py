@@ -31,7 +31,7 @@ from mpicoll.engine.ending import (
 from mpicoll.engine.record import Call, Group
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
-from mpicoll.transport import local, probe
+from mpicoll.transport import claim, local, probe
 from mpicoll.transport.base import Transport
 from mpicoll.transport.lifeline import Lifeline
 
@@ -110,11 +110,22 @@ def _trace(comm: Communicator) -> None:
 
 
 def _refuse_children() -> None:
-    """Raise CommunicatorError in a process that multiprocessing has started from a rank: it would pass for it."""
-    if probe.is_child() and "mpi4py.MPI" not in sys.modules and probe.launched(os.environ):
+    """Raise CommunicatorError in a process that a rank has started, and that would pass for it: one of multiprocessing,
+    or one that would share the rank with a process which communicates already."""
+    if not probe.launched(os.environ):
+        return
+    if probe.is_child() and "mpi4py.MPI" not in sys.modules:
         raise CommunicatorError(
             "this process is a child of an MPI rank, and can't communicate: MPI belongs to the rank itself; exchange"
             " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"
+        )
+    owner = claim.claim(os.environ)
+    if owner is not None:
+        raise CommunicatorError(
+            f"this process ({os.getpid()}) and process {owner} can't both communicate as rank {os.environ['PMIX_RANK']}"
+            " of the MPI job: the launcher started one of them only, and that one, or a program around both, the other."
+            " Let the MPI launcher start every process (in Lightning: plugins=[MPIEnvironment()]), or set"
+            " MPICOLL_TRANSPORT=local to have a world of one here"
         )
 
 

@@ -58,19 +58,20 @@ def refuse_other_launchers(size: int, environ: Mapping[str, str]) -> None:
     """Raise SetupError where a launcher that is not MPI's has started several processes, each a world of one."""
     if size > 1:
         return
-    for name, launcher in (("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun")):
+    other = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher that is not MPI's"
+    for name, launcher, remedy in (
+        ("WORLD_SIZE", other, "let `mpirun -np N python script.py` (or mpicoll.spawn) start them instead"),
+        ("SLURM_STEP_NUM_TASKS", "srun", _SRUN),
+    ):
         text = environ.get(name, "")
         if text.isdigit() and int(text) > 1 and name not in _published:
             raise SetupError(
                 f"init_process_group: {launcher} started {text} processes ({name}={text}), but MPI sees a world of one:"
-                f" {_REMEDIES[launcher]}"
+                f" {remedy}"
             )
 
 
-_REMEDIES = {
-    "torchrun": "start them by `mpirun -np N python script.py` (or mpicoll.spawn) instead of torchrun",
-    "srun": "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI that Slurm knows, or by mpirun",
-}
+_SRUN = "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI that Slurm knows, or by mpirun"
 
 _published: dict[str, str] = {}
 """What this module has put into the environment."""

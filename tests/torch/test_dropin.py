@@ -474,19 +474,19 @@ except mpicoll.SetupError as error:
 # an id that is just "mpi" would be taken for the marker
 @pytest.mark.parametrize("backend", ["mpicoll", "mpi", "cpu:mpicoll,cuda:gloo"], ids="backend {}".format)
 def test_started_by_torchrun_without_an_address(backend: str) -> None:
-    done = python("-c", REFUSED, backend, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
+    done = python("-c", REFUSED, backend, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="none")
     assert done.returncode == 0, done.stdout
     assert "torchrun started 2 processes" in done.stdout
     assert "mpirun -np N python script.py" in done.stdout
 
 
-def test_started_by_torchrun() -> None:
-    """With all that its env:// needs: the processes meet, and only then find that MPI doesn't know them."""
+def test_started_by_another_launcher() -> None:
+    """With all that env:// needs: the processes meet, and only then find that MPI doesn't know them."""
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     started = [_start("-c", REFUSED, "mpicoll", RANK=str(rank), LOCAL_RANK=str(rank), **meet) for rank in range(2)]
     for done in [_finished(one) for one in started]:
         assert done.returncode == 0, done.stdout
-        assert "torchrun started 2 processes" in done.stdout
+        assert "a launcher that is not MPI's started 2 processes" in done.stdout
         assert "mpirun" in done.stdout
 
 

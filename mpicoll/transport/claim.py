@@ -1,0 +1,51 @@
+"""Which process communicates as a rank, where a rank has started others.
+
+They inherit the launcher's variables and pass for the rank: MPI then fails in one of them, hangs, or runs the job
+twice. So the first process of a rank that starts MPI claims it, for as long as that process lives.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import socket
+import struct
+from collections.abc import Mapping
+
+_held: list[socket.socket] = []
+"""Keeps the claim of this process."""
+
+
+def claim(environ: Mapping[str, str]) -> int | None:
+    """Claim the rank that the launcher's variables name. Returns None, or the id of the process that has claimed it
+    before.
+
+    Nothing is claimed where the variables don't tell jobs apart: those of MPICH don't, whose connection to the launcher
+    does not pass to other processes anyway.
+    """
+    # The server's address has a port, so no other job in this network namespace has the same.
+    server = next((value for name, value in sorted(environ.items()) if name.startswith("PMIX_SERVER_URI")), None)
+    if server is None or "PMIX_RANK" not in environ or _held:
+        return None
+    job = f"{server} {environ.get('PMIX_NAMESPACE')} {environ['PMIX_RANK']}"
+    # Linux's abstract names are gone with the process, and known in the network namespace only.
+    name = f"\0mpicoll-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
+    held = socket.socket(socket.AF_UNIX)
+    try:
+        held.bind(name)
+        held.listen()
+    except OSError as error:
+        with held:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return _owner(name)
+    _held.append(held)
+    return None
+
+
+def _owner(name: str) -> int:
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect(name)
+        credentials = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
