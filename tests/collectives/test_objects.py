@@ -228,9 +228,9 @@ def test_disagreement(several: Ranks) -> None:
             check_all(world)
             with pytest.raises(mpicoll.MismatchError, match="bcast_object"):
                 mpicoll.bcast_object(1, world.rank)
-        with pytest.raises(mpicoll.MismatchError, match=r"rank 0 calls allgather_object\n  rank 1 calls gather_object"):
+        with pytest.raises(mpicoll.MismatchError, match="rank 0 calls allgather_object"):
             (mpicoll.gather_object if world.rank else mpicoll.allgather_object)(1)
-        with pytest.raises(mpicoll.MismatchError, match="rank 1 calls gather_object with root 1"):
+        with pytest.raises(mpicoll.MismatchError, match=r"rank 1 calls gather_object.*root.1"):
             mpicoll.gather_object(1, world.rank)
         assert mpicoll.allgather_object(1) == [1] * world.size
 
