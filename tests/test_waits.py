@@ -89,6 +89,7 @@ WAITS = {
         "engine/trace.py::Tracing._send_part",
         "engine/trace.py::Tracing._serve",
         "engine/trace.py::Tracing.finish",
+        "engine/watch.py::Watch.dying",
         "engine/watch.py::Watch.inquire",
         "parallel/p2p.py::PipeP2P._until",
         "torch/lanes.py::Lanes.drain",

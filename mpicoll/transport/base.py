@@ -45,35 +45,30 @@ class Traffic:
     """How many point-to-point messages of each tag have left this rank for each other rank of a communicator, and how
     many from each have been received.
 
-    A send is counted before its message leaves, a receive after its message has come. So while `sent` by rank p to
+    A send is counted by ``next(traffic.sends[dest, tag])`` before its message leaves, a receive by
+    ``next(traffic.receives[source, tag])`` after its message has come. So while `sent` by rank p to
     rank q equals what q has received from p, no message from p to q is under way or waits to be received.
     """
 
-    __slots__ = ("_received", "_sent", "answered", "uncounted")
+    __slots__ = ("answered", "receives", "sends", "uncounted")
 
     def __init__(self) -> None:
-        self._sent = _Counters()
-        self._received = _Counters()
+        self.sends = _Counters()
+        self.receives = _Counters()
         self.uncounted = False
         """Whether messages may travel that are not counted: the program has the mpi4py communicator."""
         self.answered = False
         """Whether a thread in the background may take messages and answer them while the program waits elsewhere."""
 
-    def count_send(self, dest: int, tag: int) -> None:
-        next(self._sent[dest, tag])
-
-    def count_receive(self, source: int, tag: int) -> None:
-        next(self._received[source, tag])
-
     @property
     def sent(self) -> Tally:
         """Messages by destination and tag; under the tag None all those whose tags were too many."""
-        return self._sent.values_now()
+        return self.sends.values_now()
 
     @property
     def received(self) -> Tally:
         """The same by source and tag."""
-        return self._received.values_now()
+        return self.receives.values_now()
 
 
 class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):

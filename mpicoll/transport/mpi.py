@@ -394,7 +394,7 @@ class MpiPending:
             if finished:
                 self._done = _envelope(self._status)
                 if self.takes[0] is not None and not (self._cancelling and self._status.Is_cancelled()):
-                    self._owner.traffic.count_receive(self._done.source, self._done.tag)
+                    next(self._owner.traffic.receives[self._done.source, self._done.tag])
                 _under_way.drop(self)
         return self._done
 
@@ -470,6 +470,7 @@ class MpiTransport:
         self._collective = collective
         self._p2p = p2p
         self.traffic = Traffic()
+        self._sends, self._receives = self.traffic.sends, self.traffic.receives
         self._abandoned: list[Any] = []
         self._words: list[Any] = []
         self._access = _probe_access(collective, nodes) if access is None else access
@@ -731,7 +732,7 @@ class MpiTransport:
 
     @_translated
     def send(self, data: Memory, dest: int, tag: int) -> None:
-        self.traffic.count_send(dest, tag)
+        next(self._sends[dest, tag])
         if survives():
             self._finish(_post(self._p2p.Isend, data, dest, tag), data)
         else:
@@ -751,24 +752,24 @@ class MpiTransport:
         if envelope.nbytes > data.size:
             whole = np.empty(envelope.nbytes, np.uint8)
             _post(message.Recv, whole)
-            self.traffic.count_receive(envelope.source, envelope.tag)
+            next(self._receives[envelope.source, envelope.tag])
             # Its beginning may say what it is.
             data[:] = whole[: data.size]
             raise does_not_fit(self.rank, envelope, data.size)
         _post(message.Recv, data)
-        self.traffic.count_receive(envelope.source, envelope.tag)
+        next(self._receives[envelope.source, envelope.tag])
         return envelope
 
     def _received(self, status: MPI.Status) -> Envelope:
         envelope = _envelope(status)
-        self.traffic.count_receive(envelope.source, envelope.tag)
+        next(self._receives[envelope.source, envelope.tag])
         return envelope
 
     @_translated
     def sendrecv(
         self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
     ) -> Envelope:
-        self.traffic.count_send(dest, tag)
+        next(self._sends[dest, tag])
         if survives():
             receiving = _post(self._p2p.Irecv, into, _source(source), _tag(recvtag))
             sending = _post(self._p2p.Isend, data, dest, tag)
@@ -788,7 +789,7 @@ class MpiTransport:
 
     @_translated
     def isend(self, data: Memory, dest: int, tag: int) -> MpiPending:
-        self.traffic.count_send(dest, tag)
+        next(self._sends[dest, tag])
         return MpiPending(self, _post(self._p2p.Isend, data, dest, tag), data, (None, None, None))
 
     @_translated
