@@ -13,8 +13,8 @@ import socket
 import struct
 from collections.abc import Mapping
 
-_held: list[socket.socket] = []
-"""Keeps the claim of this process."""
+_held: list[int] = []
+"""The descriptor that keeps the claim of this process. A socket object would warn, at exit, that nobody closed it."""
 
 
 def claim(environ: Mapping[str, str]) -> int | None:
@@ -40,7 +40,7 @@ def claim(environ: Mapping[str, str]) -> int | None:
             if error.errno != errno.EADDRINUSE:
                 raise
             return _owner(name)
-    _held.append(held)
+    _held.append(held.detach())
     return None
 
 

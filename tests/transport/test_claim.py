@@ -22,13 +22,13 @@ def test_a_rank_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def claim_anew(**variables: str) -> int | None:
             """As a process that has claimed nothing."""
-            held: list[contextlib.AbstractContextManager[object]] = []
+            held: list[int] = []
             monkeypatch.setattr(claim, "_held", held)
             owner = claim.claim(LAUNCHED | variables)
             assert claim.claim(LAUNCHED | variables) == owner
             assert len(held) == (owner is None)
             for one in held:
-                claimed.enter_context(one)
+                claimed.callback(os.close, one)
             return owner
 
         assert claim_anew() is None
@@ -38,7 +38,7 @@ def test_a_rank_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert claim_anew(PMIX_SERVER_URI41="prterun-here@0.0;tcp4://127.0.0.1:2") is None
         assert claim_anew() == os.getpid()
     assert claim_anew() is None
-    claim._held.pop().close()
+    os.close(claim._held.pop())
 
 
 def test_nothing_is_claimed_where_jobs_look_alike() -> None:
@@ -61,7 +61,7 @@ if len(sys.argv) > 2:
         sys.exit(7)
 else:
     total = mpicoll.allreduce(np.ones(1))
-    child = [sys.executable, "-c", sys.argv[1], sys.argv[1], str(os.getpid())]
+    child = [sys.executable, "-W", "error", "-c", sys.argv[1], sys.argv[1], str(os.getpid())]
     assert subprocess.run(child, timeout=30).returncode == 7
     assert mpicoll.allreduce(total) == 4
     print("done")
@@ -70,5 +70,5 @@ else:
 
 def test_what_a_rank_starts_does_not_pass_for_it() -> None:
     """Lightning without its plugin for MPI starts more processes from each rank."""
-    done = mpirun(2, "-c", PROGRAM, PROGRAM)
+    done = mpirun(2, "-W", "error", "-c", PROGRAM, PROGRAM)
     assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2), done.stdout
