@@ -22,7 +22,9 @@ def claim(environ: Mapping[str, str]) -> int | None:
     before.
 
     Nothing is claimed where the variables don't tell jobs apart: those of MPICH don't, whose connection to the launcher
-    does not pass to other processes anyway.
+    does not pass to other processes anyway. Nor is anything refused where sockets are forbidden, or where a process of
+    another user, or one that has ended meanwhile, has the name: a claim is a help, and must not keep a rank from
+    starting.
     """
     # The server's address has a port, so no other job in this network namespace has the same.
     server = next((value for name, value in sorted(environ.items()) if name.startswith("PMIX_SERVER_URI")), None)
@@ -31,21 +33,24 @@ def claim(environ: Mapping[str, str]) -> int | None:
     job = f"{server} {environ.get('PMIX_NAMESPACE')} {environ['PMIX_RANK']}"
     # Linux's abstract names are gone with the process, and known in the network namespace only.
     name = f"\0mpicoll-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:32]}"
-    held = socket.socket(socket.AF_UNIX)
     try:
-        held.bind(name)
-        held.listen()
+        with socket.socket(socket.AF_UNIX) as held:
+            held.bind(name)
+            held.listen()
+            _held.append(held.detach())
     except OSError as error:
-        with held:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return _owner(name)
-    _held.append(held.detach())
+        return _owner(name) if error.errno == errno.EADDRINUSE else None
     return None
 
 
-def _owner(name: str) -> int:
-    with socket.socket(socket.AF_UNIX) as asked:
-        asked.connect(name)
-        credentials = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[0])
+def _owner(name: str) -> int | None:
+    """The process of this user that listens at `name`, if there is one."""
+    try:
+        with socket.socket(socket.AF_UNIX) as asked:
+            asked.setblocking(False)
+            asked.connect(name)
+            credentials = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError:
+        return None
+    pid, user, _ = struct.unpack("3i", credentials)
+    return int(pid) if user == os.getuid() else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import sys
 
 import pytest
 from launch import mpirun
@@ -39,6 +41,23 @@ def test_a_rank_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert claim_anew() == os.getpid()
     assert claim_anew() is None
     os.close(claim._held.pop())
+
+
+def test_others_can_not_keep_a_rank_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(claim, "_held", held)
+    assert claim.claim(LAUNCHED) is None
+    user = os.getuid()
+    monkeypatch.setattr(claim, "_held", [])
+    monkeypatch.setattr(os, "getuid", lambda: user + 1 if sys._getframe(1).f_code is claim._owner.__code__ else user)
+    assert claim.claim(LAUNCHED) is None  # another user has the name
+    os.close(held.pop())
+
+    def forbidden(*args: object) -> None:
+        raise PermissionError(errno.EPERM, "no sockets here")
+
+    monkeypatch.setattr(claim.socket, "socket", forbidden)
+    assert claim.claim(LAUNCHED) is None
 
 
 def test_nothing_is_claimed_where_jobs_look_alike() -> None:
