@@ -28,7 +28,7 @@ from mpicoll.engine.ending import (
     let_signals_come,
     listen_for_signals,
 )
-from mpicoll.engine.record import Call, Group
+from mpicoll.engine.record import Call, Group, Past, keepers
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import claim, local, probe
@@ -245,10 +245,20 @@ def _finish_pending(watch: Watch, owner: int) -> None:
     left to the interpreter's end, where it might wait for ranks that are gone."""
     if os.getpid() != owner:
         return
+    failed: list[Past] = []
+
+    def note_failure(past: Past) -> None:
+        if past[2]:
+            failed.append(past)
+
+    keepers.add(note_failure)
     for queue in watch.queues():
-        if not queue.drain(timeout=min(_FAREWELL, config().timeout)):
+        done = queue.drain(timeout=min(_FAREWELL, config().timeout))
+        # What others did not join may also have failed meanwhile, as its wait could be left.
+        if not done or (failed and not watch.survives):
             watch.dying(f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended")
             watch.end_all(1)
+    keepers.remove(note_failure)
     nccl.free_all(watch.dead())
     _warn_of_messages()
     for last in _last_words:
