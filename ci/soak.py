@@ -347,8 +347,8 @@ class TorchSoak(Soak):
 
     def torch_error(self) -> None:
         with contextlib.suppress(mpicoll.DTypeError):
-            self.dist.all_reduce(self.tensors["int64", 12], self.dist.ReduceOp.AVG)
-            raise AssertionError("avg of int64 was not refused")
+            self.dist.all_reduce(self.tensors["float32", 12], self.dist.ReduceOp.BAND)
+            raise AssertionError("band of float32 was not refused")
 
     def torch_group(self) -> None:
         members = self.draw.sample(range(self.world.size), self.draw.randint(1, self.world.size))

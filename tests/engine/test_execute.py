@@ -211,7 +211,9 @@ def test_the_tag_is_that_of_the_run() -> None:
 
 @pytest.mark.parametrize("algorithm", mpicoll.schedules.algorithms_of("allreduce"))
 def test_ranks_that_disagree_about_the_size(algorithm: str) -> None:
-    """Whoever notices gets sizes, round, algorithm and rank; nobody gets a result of mixed sizes."""
+    """The rank that notices raises sizes, round, algorithm and rank; none returns a result of mixed sizes.
+
+    Between nodes, since on one node the calls are compared first."""
 
     def main() -> None:
         world = mpicoll.world()
@@ -228,7 +230,7 @@ def test_ranks_that_disagree_about_the_size(algorithm: str) -> None:
             raise
 
     with pytest.raises(mpicoll.TruncationError):
-        mpicoll.run_local(main, 2, timeout=20)
+        mpicoll.run_local(main, 2, ranks_per_node=1, timeout=20)
 
 
 @pytest.mark.parametrize("collective", ["bcast", "reduce", "allgather", "scan", "exscan", "gather"])
@@ -238,7 +240,7 @@ def test_other_collectives_whose_ranks_disagree(collective: str) -> None:
             getattr(mpicoll, collective)(np.ones(4 + 4 * mpicoll.world().rank))
 
     with pytest.raises(mpicoll.TruncationError, match=rf"{collective}/\w+ on rank \d of 2, round \d of \d: .* bytes"):
-        mpicoll.run_local(main, 2, timeout=20)
+        mpicoll.run_local(main, 2, ranks_per_node=1, timeout=20)
 
 
 def test_a_smaller_message_is_an_error_as_well() -> None:
@@ -246,17 +248,20 @@ def test_a_smaller_message_is_an_error_as_well() -> None:
         mpicoll.bcast(np.ones(4 + 4 * mpicoll.world().rank), algorithm="binomial")
 
     with pytest.raises(mpicoll.TruncationError, match="rank 1 expected 64 bytes from rank 0, got 32"):
-        mpicoll.run_local(main, 2, timeout=20)
+        mpicoll.run_local(main, 2, ranks_per_node=1, timeout=20)
 
 
 def test_the_round_is_named() -> None:
-    def main() -> None:
-        mpicoll.allreduce(np.ones(8), algorithm="ring")
+    def main() -> str:
+        try:
+            mpicoll.allreduce(np.ones(8), algorithm="ring")
+        except mpicoll.CommunicationError as error:
+            return str(error)
+        return ""
 
     lost = [local.Drop(source=1, dest=2, nth=2, count=10)]
-    with pytest.raises(mpicoll.Timeout) as caught:
-        mpicoll.run_local(main, 4, faults=lost, timeout=0.3)
-    assert "allreduce/ring on rank 2 of 4, round 3 of 6: rank 2 waits for a message from" in str(caught.value)
+    texts = mpicoll.run_local(main, 4, faults=lost, timeout=0.3)
+    assert "allreduce/ring on rank 2 of 4, round 3 of 6: rank 2 waits for a message from" in texts[2]
 
 
 def test_the_dead_are_still_named_after_context_was_added() -> None:
@@ -281,6 +286,7 @@ rank = mpicoll.world().rank
 print(mpicoll.allreduce(np.ones(30 if rank == {larger} else 20), algorithm="{algorithm}"), "is garbage")
 """,
         MPICOLL_TIMEOUT="20",
+        MPICOLL_SHARED_MEMORY="off",
         seconds=15,
     )
     assert done.returncode not in (0, 124), done.stdout
