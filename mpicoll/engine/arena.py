@@ -194,6 +194,12 @@ class Arena:
         late = list(range(self.size))
         while late := [peer for peer in late if words[peer * _WORDS + which] >> 32 != operation]:
             try:
+                for peer in late:
+                    if words[peer * _WORDS] >= _GONE:
+                        raise CommunicationError(
+                            f"rank {self.rank} of {self.size} (of this node): rank {peer} has given up an operation;"
+                            " its own error says why; make another communicator"
+                        )
                 pause(late)
             except RankFailed:
                 if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):

@@ -391,15 +391,14 @@ class Communicator:
         if not self.freed:
             self.progress.close()
             self.freed = True
-            if self._arena is None:
-                self.progress.match = unmatched  # not worth the making of shared memory
+            # A communicator that was given up, or whose ranks have died, can be freed as well.
+            self.progress.match = unmatched
             self._forget()
             for level in self._levels or ():
                 level.free()
             self._levels = None
             notes.warn([self])
             self.progress.run(self.transport.free, Call("free"))
-            self.progress.match = unmatched
 
     def __enter__(self) -> Self:
         self.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from typing import Any
@@ -643,3 +644,26 @@ mpicoll.iallreduce(np.ones(3))  # completes at the exit
 """,
     )
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "slots"])
+def test_a_communicator_that_was_given_up_can_be_freed(algorithm: str) -> None:
+    given_up, tried = threading.Event(), threading.Event()
+
+    def main() -> None:
+        comm = mpicoll.world().duplicate()
+        mpicoll.allreduce(np.ones(2), comm=comm, algorithm=algorithm)
+        if comm.rank == 0:
+            comm.timeout = 0.1
+            with pytest.raises(mpicoll.Timeout):
+                mpicoll.allreduce(np.ones(2), comm=comm, algorithm=algorithm)
+            given_up.set()
+            assert tried.wait(20)
+        else:
+            assert given_up.wait(20)
+            with pytest.raises(mpicoll.CommunicationError, match="rank 0 has given up an operation"):
+                mpicoll.allreduce(np.ones(2), comm=comm, algorithm=algorithm)
+            tried.set()
+        comm.free()
+
+    mpicoll.run_local(main, 2, timeout=10)
