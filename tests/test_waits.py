@@ -78,7 +78,7 @@ WAITS = {
         "engine/nccl.py::free_all",
         "engine/notes.py::unreceived",
         "engine/poller.py::Poller.stop",
-        "engine/progress.py::Progress.complete",
+        "engine/progress.py::Progress._complete_within",
         "engine/progress.py::Progress.drain",
         "engine/trace.py::Recorder.stop",
         "engine/trace.py::Recorder.flush",

@@ -400,6 +400,16 @@ class Progress:
                 with self.lock:
                     self._head()
             return
+        if self._watch is None:
+            self._complete_within(job, timeout, bound)
+            return
+        self._watch.bounded.append(job.call)
+        try:
+            self._complete_within(job, timeout, bound)
+        finally:
+            self._watch.bounded.remove(job.call)
+
+    def _complete_within(self, job: Job, timeout: float, bound: float | None) -> None:
         deadline = time.monotonic() + timeout
         nap = _NAPS[0]
         while not job.done:

@@ -131,6 +131,8 @@ class Watch:
         self.survives = False
         # Operations for which somebody who waited has got Timeout, and decides what is to be done.
         self.excused: deque[Call] = deque(maxlen=100)
+        # Operations for which a thread waits within a bound of its own now, and will get Timeout.
+        self.bounded: list[Call] = []
         # Called on the speaker, before it ends the job, with a rank that has ended unannounced, and how.
         self.on_death: Callable[[int, str], None] = lambda rank, why: None
         # What has to be done about a rank that has died, where others survive that.
@@ -563,7 +565,10 @@ class Watch:
     def _doom(self, waits: Sequence[Sequence[Any]], doom: _Doom) -> None:
         """`waits` can never complete: those of this rank raise, or the job is ended."""
         mine = {(key, number, begin) for rank, key, number, begin in waits if rank == self.rank}
-        self._doomed.update({key: doom for key in map(_key, self._waiting()) if key in mine})
+        left = [*self.excused, *self.bounded]
+        for entry in self._waiting():
+            if _key(entry) in mine and not any(entry.call is one for one in left):
+                self._doomed[_key(entry)] = doom
 
     def _answer(self, inquiry: _Inquiry) -> None:
         try:
