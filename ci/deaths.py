@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import dying
+from support import dying
 
 
 def _arguments() -> argparse.Namespace:

@@ -23,8 +23,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ.setdefault("MPICOLL_TUNED", "off")
 
-import mismatches
-from launch import mpirun
+from support import mismatches
+from support.launch import mpirun
 
 import mpicoll
 

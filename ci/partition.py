@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-import apart
+from support import apart
 
 
 def _arguments() -> argparse.Namespace:

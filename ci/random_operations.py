@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ.setdefault("MPICOLL_TIMEOUT", "120")
 os.environ.setdefault("MPICOLL_TUNED", "off")
 
-import random_programs
+from support import random_programs
 
 import mpicoll
 
@@ -57,7 +57,7 @@ def _runs(arguments: argparse.Namespace) -> Iterable[tuple[str, bool, Callable[[
     world = mpicoll.world()
     for delays in kinds:
         if arguments.torch:
-            import random_torch
+            from support import random_torch
 
             yield f"torch, {world.size} ranks", delays, lambda n, d: random_torch.run(arguments.seed, n, sleeps=d)
         elif world.mpi is not None:

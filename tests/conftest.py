@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     with_mpi = config.getoption("--with-mpi")
     hypothesis.settings.load_profile("mpicoll-mpi" if with_mpi else "mpicoll")
     if with_mpi:
-        from agree import Agreement
+        from support.agree import Agreement
 
         config.pluginmanager.register(Agreement(config), "agreement")
 
@@ -53,7 +53,7 @@ def together(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMana
 @pytest.fixture
 def cuda() -> Iterator[ModuleType]:
     """cupy; the fake one where there is no device. Gone afterwards, so that other tests see a machine without CUDA."""
-    import fake_cuda
+    from support import fake_cuda
 
     yield fake_cuda.install()
     fake_cuda.remove()

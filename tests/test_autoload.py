@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 from mpicoll.transport import probe
 
-PROGRAM = Path(__file__).with_name("observables.py")
+PROGRAM = Path(__file__).parent / "support" / "observables.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 STRAY = {

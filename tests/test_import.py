@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 
 def run(program: str) -> str:

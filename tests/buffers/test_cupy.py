@@ -17,10 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fake_cuda
 import ml_dtypes
 import numpy as np
 import pytest
+from support import fake_cuda
 
 from mpicoll.buffers import dtypes, kernels
 from mpicoll.buffers.buffer import Buffer, output, recognise

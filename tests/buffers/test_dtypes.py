@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from data import COMPLEX, FLOATS, HALVES, INTEGERS, dtype_of
+from support.data import COMPLEX, FLOATS, HALVES, INTEGERS, dtype_of
 
 from mpicoll.buffers import dtypes
 from mpicoll.errors import DTypeError

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from data import (
+from support.data import (
     DTYPES,
     HALVES,
     OPS,

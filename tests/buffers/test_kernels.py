@@ -10,7 +10,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cuda import fakecuda
+from support.fake_cuda import fakecuda
 
 from mpicoll.buffers import kernels
 from mpicoll.buffers.dtypes import Array

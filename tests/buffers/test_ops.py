@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import BITS, DTYPES, LOGIC, dtype_of, expected, make_op, means, neutral, numbers, random, user_first
+from support.data import BITS, DTYPES, LOGIC, dtype_of, expected, make_op, means, neutral, numbers, random, user_first
 
 import mpicoll
 from mpicoll.buffers import dtypes, ops

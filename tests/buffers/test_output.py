@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import LIBRARIES, Interface, dtype_of, has, wrap
+from support.data import LIBRARIES, Interface, dtype_of, has, wrap
 
 from mpicoll.buffers.buffer import output, recognise
 from mpicoll.errors import DTypeError, ShapeError

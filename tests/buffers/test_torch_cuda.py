@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_tensors import PLACE, CudaTensor, Stream, Tensors, cuda, cuda_torch, current_stream, late, now, on
-from fake_cuda import fakecuda
+from support.cuda_tensors import PLACE, CudaTensor, Stream, Tensors, cuda, cuda_torch, current_stream, late, now, on
+from support.fake_cuda import fakecuda
 
 from mpicoll.buffers.buffer import VIEWS, Buffer, numpy_views, output, recognise
 from mpicoll.buffers.device import DeviceArray

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ROOT, mpirun
-from scripts import run_scripts
+from support.launch import ROOT, mpirun
+from support.scripts import run_scripts
 
 import mpicoll
 from mpicoll.cli import main

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fake_cuda
 import numpy as np
 import pytest
-from launch import ROOT, mpirun
+from support import fake_cuda
+from support.launch import ROOT, mpirun
 
 from mpicoll.cli import main
 from mpicoll.cli.bench import device, report

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
 from mpicoll.engine import tuned
 from mpicoll.transport import aware, launcher, reductions
 
-FAKE = ROOT / "tests" / "fakecuda"
+FAKE = ROOT / "tests" / "support" / "fakecuda"
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from traces import ALLREDUCE, BARRIER, message, operations, part, read
+from support.traces import ALLREDUCE, BARRIER, message, operations, part, read
 
 from mpicoll.cli import main, trace
 from mpicoll.engine import timeline

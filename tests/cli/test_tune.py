@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 import mpicoll
 from mpicoll.cli import main, tune

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_cuda
 import pytest
-from launch import mpirun
+from support import fake_cuda
+from support.launch import mpirun
 
 import mpicoll
 from mpicoll.cli import main, tune

@@ -1,5 +1,5 @@
 """The ranks that a test body runs on."""
 
-from ranks import ranks, several, some, some_more
+from support.ranks import ranks, several, some, some_more
 
 __all__ = ["ranks", "several", "some", "some_more"]

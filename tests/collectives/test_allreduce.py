@@ -6,9 +6,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from data import DTYPES, HALVES, NON_COMMUTATIVE, OPS, Expected, expected, make_op, means, numbers, random, ulp, wrap
-from exercise import algorithm_names, run_rows, serves
-from ranks import Ranks
+from support.data import (
+    DTYPES,
+    HALVES,
+    NON_COMMUTATIVE,
+    OPS,
+    Expected,
+    expected,
+    make_op,
+    means,
+    numbers,
+    random,
+    ulp,
+    wrap,
+)
+from support.exercise import algorithm_names, run_rows, serves
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from data import LAYOUTS, multiply_what_is_small
-from exercise import COLLECTIVES, exercise
-from ranks import Comms, Ranks
+from support.data import LAYOUTS, multiply_what_is_small
+from support.exercise import COLLECTIVES, exercise
+from support.ranks import Comms, Ranks
 
 import mpicoll
 

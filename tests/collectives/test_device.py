@@ -15,14 +15,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import device_bodies as bodies
-import fake_cuda
 import numpy as np
 import pytest
-from device_bodies import SOME_DTYPES, Cupy
-from exercise import COLLECTIVES
-from launch import mpirun
-from ranks import Ranks
+from support import device_bodies as bodies
+from support import fake_cuda
+from support.device_bodies import SOME_DTYPES, Cupy
+from support.exercise import COLLECTIVES
+from support.launch import mpirun
+from support.ranks import Ranks
 
 import mpicoll
 
@@ -71,10 +71,10 @@ def test_memory_that_cannot_be_shared(ranks: Ranks, arrays: Cupy) -> None:
 # --- an MPI library that takes device memory: the host may touch it then, and messages go straight from it
 
 STRAIGHT = """
-import fake_cuda
+from support import fake_cuda
 
 cupy = fake_cuda.install()
-import device_bodies as bodies
+from support import device_bodies as bodies
 import mpicoll
 from mpicoll.buffers.cupy import CudaDevice
 

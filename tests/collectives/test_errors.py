@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import COMPLEX, FLOATS, HALVES, INTEGERS, dtype_of
-from exercise import COLLECTIVES, COUNTED, REDUCTIONS, ROOTED, native_serves
-from ranks import Ranks
+from support.data import COMPLEX, FLOATS, HALVES, INTEGERS, dtype_of
+from support.exercise import COLLECTIVES, COUNTED, REDUCTIONS, ROOTED, native_serves
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-from data import DTYPES, OPS, Expected, dtype_of, expected, make_op, means, neutral, numbers, random
-from exercise import algorithm_names, run_rows, serves
-from ranks import Ranks
+from support.data import DTYPES, OPS, Expected, dtype_of, expected, make_op, means, neutral, numbers, random
+from support.exercise import algorithm_names, run_rows, serves
+from support.ranks import Ranks
 
 import mpicoll
 

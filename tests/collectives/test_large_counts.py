@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from data import expected, numbers, random
+from support.data import expected, numbers, random
 
 import mpicoll
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import FLOATS, FOREIGN, HALVES, INTEGERS, dtype_of, laid, random, unwrap, wrap
-from exercise import REDUCTIONS, algorithm_names
-from ranks import Ranks
+from support.data import FLOATS, FOREIGN, HALVES, INTEGERS, dtype_of, laid, random, unwrap, wrap
+from support.exercise import REDUCTIONS, algorithm_names
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from exercise import algorithm_names
-from ranks import Ranks
+from support.exercise import algorithm_names
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 
 import mpicoll
 

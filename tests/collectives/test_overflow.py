@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine import select

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data import DTYPES, LAYOUTS, LIBRARIES, has, has_layout, laid, numbers, random, unwrap, wrap
-from ranks import Ranks
+from support.data import DTYPES, LAYOUTS, LIBRARIES, has, has_layout, laid, numbers, random, unwrap, wrap
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from data import DTYPES, OPS, Expected, has, laid, make_op, means, wrap
-from exercise import COLLECTIVES, COUNTED, REDUCTIONS, ROOTED, Call, serves
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
+from support.data import DTYPES, OPS, Expected, has, laid, make_op, means, wrap
+from support.exercise import COLLECTIVES, COUNTED, REDUCTIONS, ROOTED, Call, serves
+from support.ranks import Ranks
 
 import mpicoll
 

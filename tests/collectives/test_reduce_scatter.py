@@ -6,9 +6,9 @@ from itertools import cycle, product
 
 import numpy as np
 import pytest
-from data import DTYPES, HALVES, OPS, expected, make_op, means, numbers, random
-from exercise import algorithm_names, run_rows, serves
-from ranks import Ranks
+from support.data import DTYPES, HALVES, OPS, expected, make_op, means, numbers, random
+from support.exercise import algorithm_names, run_rows, serves
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from exercise import algorithm_names, run_rows
-from ranks import Ranks
+from support.exercise import algorithm_names, run_rows
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import mpirun
-from ranks import Ranks
+from support.launch import mpirun
+from support.ranks import Ranks
 
 import mpicoll
 

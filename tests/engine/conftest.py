@@ -11,8 +11,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from launch import ROOT, mpirun
-from ranks import ranks, several
+from support.launch import ROOT, mpirun
+from support.ranks import ranks, several
 
 __all__ = ["job", "python", "ranks", "several"]
 

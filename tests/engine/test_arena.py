@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data import random
-from ranks import Ranks
+from support.data import random
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine.arena import Arena

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.config import Config

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dying
 import pytest
+from support import dying
 
 CASES = [
     dying.Case("KILL", "import", 3, 1),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.buffers.buffer import recognise

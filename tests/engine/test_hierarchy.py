@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data import DTYPES, LAYOUTS, LIBRARIES, NON_COMMUTATIVE, OPS, covering
-from exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, exercise
-from launch import ROOT
+from support.data import DTYPES, LAYOUTS, LIBRARIES, NON_COMMUTATIVE, OPS, covering
+from support.exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, exercise
+from support.launch import ROOT
 
 import mpicoll
 from mpicoll.errors import CommunicationError

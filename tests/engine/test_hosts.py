@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import apart
 import pytest
+from support import apart
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,12 +11,12 @@ from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-import fake_cuda
 import ml_dtypes
 import numpy as np
 import pytest
-from data import expected, make_op, numbers, random
-from ranks import Ranks
+from support import fake_cuda
+from support.data import expected, make_op, numbers, random
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.buffers import dtypes, ops

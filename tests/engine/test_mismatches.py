@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mismatches
 import numpy as np
 import pytest
-from ranks import Ranks
+from support import mismatches
+from support.ranks import Ranks
 
 import mpicoll
 

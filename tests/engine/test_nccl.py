@@ -11,12 +11,12 @@ from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
-import fake_cuda
 import numpy as np
 import pytest
-from data import random
-from launch import mpirun
-from ranks import Ranks, some_more
+from support import fake_cuda
+from support.data import random
+from support.launch import mpirun
+from support.ranks import Ranks, some_more
 
 import mpicoll
 from mpicoll.buffers.device import DeviceArray

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.transport import local

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from ranks import Ranks
+from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine import poller as module

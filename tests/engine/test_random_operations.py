@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import random_programs
-from launch import ROOT, mpirun
+from support import random_programs
+from support.launch import ROOT, mpirun
 
 import mpicoll
 from mpicoll.engine.select import algorithms_of

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from data import (
+from support.data import (
     DTYPES,
     HALVES,
     LAYOUTS,
@@ -25,8 +25,8 @@ from data import (
     random,
     user_first,
 )
-from exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, exercise
-from ranks import Comms, Ranks
+from support.exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, exercise
+from support.ranks import Comms, Ranks
 
 import mpicoll
 from mpicoll.engine.shared import METHODS, SLOTS

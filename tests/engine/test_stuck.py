@@ -8,7 +8,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 HEAD = """
 import threading, time

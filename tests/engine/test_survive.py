@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 import mpicoll
 from mpicoll.engine import survive

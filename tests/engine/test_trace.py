@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ranks import Ranks
-from traces import ALLREDUCE, BARRIER, message, names, operations, part, read
+from support.ranks import Ranks
+from support.traces import ALLREDUCE, BARRIER, message, names, operations, part, read
 
 import mpicoll
 from mpicoll.cli.trace import summarise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, mpirun
+from support.launch import ROOT, mpirun
 
 DIGITS = ROOT / "examples" / "digits.py"
 HELLO = ROOT / "examples" / "hello.py"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from launch import ROOT
-from scripts import Ended, run_scripts
+from support.launch import ROOT
+from support.scripts import Ended, run_scripts
 
 GPT = ROOT / "examples" / "gpt_3d.py"
 SMALL = ["--layers", "2", "--width", "16", "--context", "16", "--batch", "8", "--micro-batches", "2", "--length", "3"]

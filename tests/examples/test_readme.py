@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launch import ROOT, mpirun
+from support.launch import ROOT, mpirun
 
 import mpicoll
 from mpicoll import errors, schedules

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launch import ROOT, mpirun
+from support.launch import ROOT, mpirun
 
 DIGITS = ROOT / "examples" / "resilient_digits.py"
 DDP = ROOT / "examples" / "resilient_ddp.py"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, mpirun
-from scripts import Ended, run_scripts
+from support.launch import ROOT, mpirun
+from support.scripts import Ended, run_scripts
 
 EXAMPLES = ROOT / "examples"
 BASIC = EXAMPLES / "torch"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_bodies import Arrays, Cupy, Torch
-from ranks import Ranks, several
+from support.device_bodies import Arrays, Cupy, Torch
+from support.ranks import Ranks, several
 
 __all__ = ["several"]
 

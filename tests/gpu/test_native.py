@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import device_bodies as bodies
 import numpy as np
 import pytest
-from device_bodies import DTYPES, SOME_DTYPES, Arrays
-from exercise import COLLECTIVES
-from launch import mpirun
-from ranks import Ranks
+from support import device_bodies as bodies
+from support.device_bodies import DTYPES, SOME_DTYPES, Arrays
+from support.exercise import COLLECTIVES
+from support.launch import mpirun
+from support.ranks import Ranks
 
 import mpicoll
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import mpirun
-from ranks import Ranks
+from support.launch import mpirun
+from support.ranks import Ranks
 
 import mpicoll
 
@@ -94,7 +94,7 @@ class TestGroups:
 
     def test_collectives_are_in_order(self, group: Any, async_op: bool, layout: str) -> None:
         """A kernel sleeps before the values are there; another stream reads the results at once."""
-        from torch_cases import NAMES, Case
+        from support.torch_cases import NAMES, Case
 
         for name in NAMES:
             with own_stream():
@@ -108,8 +108,8 @@ class TestGroups:
                     raise AssertionError(f"{name}: {error}") from error
 
     def test_messages_are_in_order(self, group: Any, async_op: bool, layout: str) -> None:
-        from torch_cases import Case, room
-        from torch_cases import numbers as counted
+        from support.torch_cases import Case, room
+        from support.torch_cases import numbers as counted
 
         rank, size = dist.get_rank(), dist.get_world_size()
         if size < 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from process_group import default_group
-from ranks import ranks, several, some, some_more
+from support.process_group import default_group
+from support.ranks import ranks, several, some, some_more
 
 __all__ = ["default_group", "ranks", "several", "some", "some_more"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 

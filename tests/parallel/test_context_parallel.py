@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

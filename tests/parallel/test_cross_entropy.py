@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Comms, Ranks
+from support.ranks import Comms, Ranks
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

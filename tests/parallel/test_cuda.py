@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_tensors import CudaTensor, cuda_torch, late, now
-from ranks import Ranks
-from stage_values import Pair
+from support.cuda_tensors import CudaTensor, cuda_torch, late, now
+from support.ranks import Ranks
+from support.stage_values import Pair
 from torch import Tensor
 
 import mpicoll

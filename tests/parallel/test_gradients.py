@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import Tensor
 from torch.nn import Parameter
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import Ranks
+from support.ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mpicoll

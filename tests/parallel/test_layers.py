@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Comms, Ranks
+from support.ranks import Comms, Ranks
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from launch import ROOT
+from support.launch import ROOT
 from torch import Tensor, nn
 from torch.nn import functional
 

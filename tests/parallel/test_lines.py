@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stage_values import same
+from support.stage_values import same
 
 from mpicoll.errors import CommunicationError, RankError, RankFailed, TruncationError
 from mpicoll.parallel.lines import BACKWARD, FORWARD, PLAIN, Lines, Operation, Receiving, Sending, key_of

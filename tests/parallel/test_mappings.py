@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ranks import Comms, Ranks
+from support.ranks import Comms, Ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 

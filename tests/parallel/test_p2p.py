@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
-from stage_values import DTYPES, Pair, same, tensor, value
+from support.ranks import Ranks
+from support.stage_values import DTYPES, Pair, same, tensor, value
 
 import mpicoll
 from mpicoll import run_local

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage_values import DTYPES, Pair, same, value
+from support.stage_values import DTYPES, Pair, same, value
 from torch.distributed.tensor import DTensor
 
 from mpicoll.errors import DeviceError, DTypeError

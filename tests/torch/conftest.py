@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from process_group import ORDERED, default_group
-from ranks import ranks, several, some, some_more
+from support.process_group import ORDERED, default_group
+from support.ranks import ranks, several, some, some_more
 
 __all__ = ["default_group", "groups", "ranks", "several", "some", "some_more"]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mismatches
 import pytest
 import torch
 import torch.distributed as dist
+from support import mismatches
 
 import mpicoll
 import mpicoll.torch as dropin

@@ -21,8 +21,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as stock
-from data import COMPLEX, FLOATS, HALVES, INTEGERS, Expected, covering, dtype_of, expected, numbers, random, wrap
-from process_group import barrier_has_timeout
+from support.data import (
+    COMPLEX,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    Expected,
+    covering,
+    dtype_of,
+    expected,
+    numbers,
+    random,
+    wrap,
+)
+from support.process_group import barrier_has_timeout
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 

@@ -12,17 +12,16 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import cuda_tensors
-import device_bodies as bodies
-import fake_cuda
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_tensors import CudaTensor, Tensors, cuda, cuda_torch, late, now
-from ranks import Ranks
+from support import cuda_tensors, fake_cuda
+from support import device_bodies as bodies
+from support.cuda_tensors import CudaTensor, Tensors, cuda, cuda_torch, late, now
+from support.ranks import Ranks
+from support.torch_cases import NAMES, Case, numbers, room
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllreduceOptions
-from torch_cases import NAMES, Case, numbers, room
 
 import mpicoll
 from mpicoll.buffers.torch import TorchCudaLibrary

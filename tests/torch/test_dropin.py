@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as stock
-from launch import ROOT, mpirun
+from support.launch import ROOT, mpirun
 
 import mpicoll
 import mpicoll.torch as dropin

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 BEGIN = """
 import os, signal, sys, threading, time

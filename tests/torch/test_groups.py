@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import in_given_order
+from support.process_group import in_given_order
 
 import mpicoll
 import mpicoll.torch as dropin

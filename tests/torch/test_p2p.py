@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as stock
-from data import COMPLEX, FLOATS, HALVES, INTEGERS, numbers, random, wrap
+from support.data import COMPLEX, FLOATS, HALVES, INTEGERS, numbers, random, wrap
 
 import mpicoll
 import mpicoll.torch as dropin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 ULFM = ("--with-ft", "ulfm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch import mpirun
+from support.launch import mpirun
 
 _PROGRAM = """
 import torch

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import mpirun
-from process_group import barrier_has_timeout
+from support.launch import mpirun
+from support.process_group import barrier_has_timeout
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 import mpicoll

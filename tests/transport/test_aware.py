@@ -12,16 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fake_cuda
 import pytest
-from launch import ROOT, mpirun
+from support import fake_cuda
+from support.launch import ROOT, mpirun
 
 from mpicoll.config import Config
 from mpicoll.errors import SetupError
 from mpicoll.transport import aware, launcher
 from mpicoll.transport.aware import CLASSES, Verdict, verdict
 
-FAKE = ROOT / "tests" / "fakecuda"
+FAKE = ROOT / "tests" / "support" / "fakecuda"
 
 FILE = "mpicoll/cuda-aware.json"
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 from mpicoll.transport import claim
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import mpirun
+from support.launch import mpirun
 
 from mpicoll.transport import launcher
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launch import ROOT
+from support.launch import ROOT
 
 from mpicoll.transport import lifeline
 from mpicoll.transport.lifeline import Gone, Lifeline, Message

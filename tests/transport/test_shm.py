@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, mpirun
+from support.launch import ROOT, mpirun
 
 from mpicoll.transport import shm
 from mpicoll.transport.shm import Handle, Shared, attach, reader, share

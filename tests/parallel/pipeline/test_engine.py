@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import mpirun
-from ranks import Ranks, ranks, several, some, some_more
+from support.launch import mpirun
+from support.ranks import Ranks, ranks, several, some, some_more
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from launch import ROOT, mpirun
+
+from support.launch import ROOT, mpirun
 
 HEADER = """
 import ctypes, os, time

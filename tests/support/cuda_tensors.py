@@ -14,16 +14,16 @@ from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
-import fake_cuda
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from device_bodies import DTYPES
-from fake_cuda import fakecuda
 from torch.utils._pytree import tree_map
 
 import mpicoll
+from support import fake_cuda
+from support.device_bodies import DTYPES
+from support.fake_cuda import fakecuda
 
 streams = fakecuda.streams
 

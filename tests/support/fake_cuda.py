@@ -1,4 +1,4 @@
-"""cupy for tests: the real one where it has a device, else the fake of ``tests/fakecuda``."""
+"""cupy for tests: the real one where it has a device, else the fake of ``tests/support/fakecuda``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 FOLDER = Path(__file__).with_name("fakecuda")
 
-# The folder's own name is that of the package in it: without this, a search in `tests` would find the folder.
+# Only for this import: the fake cupy is in the same folder, and nothing may find it before install().
 sys.path.insert(0, str(FOLDER))
 fakecuda = import_module("fakecuda")
 sys.path.remove(str(FOLDER))

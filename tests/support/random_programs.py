@@ -17,13 +17,39 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from data import DTYPES, FLOATS, HALVES, INTEGERS, LIBRARIES, OPS, dtype_of, laid, means, numbers, random, unwrap, wrap
-from exercise import COLLECTIVES, COUNTED, MATRICES, OUTS, REDUCTIONS, ROOTED, SCALARS, Call, Exercise, allowed, serves
 
 import mpicoll
 from mpicoll.engine.select import algorithms_of
 from mpicoll.engine.world import resolve
 from mpicoll.transport.local import Delay, Fault
+from support.data import (
+    DTYPES,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    LIBRARIES,
+    OPS,
+    dtype_of,
+    laid,
+    means,
+    numbers,
+    random,
+    unwrap,
+    wrap,
+)
+from support.exercise import (
+    COLLECTIVES,
+    COUNTED,
+    MATRICES,
+    OUTS,
+    REDUCTIONS,
+    ROOTED,
+    SCALARS,
+    Call,
+    Exercise,
+    allowed,
+    serves,
+)
 
 OPERATIONS = 40
 """How many operations a program has, unless told otherwise."""

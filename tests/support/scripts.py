@@ -1,6 +1,6 @@
 """Several scripts in one job: to start ranks and to import torch takes longer than what most scripts do.
 
-This file is also the program of such a job. Each script runs as it would by itself, as ``__main__`` and with its own
+This module is also the program of such a job. Each script runs as it would by itself, as ``__main__`` and with its own
 arguments, folder and output, in the process where another one has ended before.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import ROOT, mpirun
+from support.launch import ROOT, mpirun
 
 
 @dataclass
@@ -53,7 +53,9 @@ def run_scripts(
     """
     task = folder / "commands.json"
     task.write_text(json.dumps([list(map(str, command)) for command in commands]))
-    program = (*(("-W", "error") if strict else ()), Path(__file__), task, str(size))
+    program = (*(("-W", "error") if strict else ()), "-m", "support.scripts", task, str(size))
+    search = [str(ROOT / "tests"), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+    variables["PYTHONPATH"] = os.pathsep.join(search)
     if size:
         done = mpirun(size, *program, seconds=seconds, **variables)
     else:

@@ -13,7 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from data import (
+
+import mpicoll
+from support.data import (
     DTYPES,
     FLOATS,
     HALVES,
@@ -36,9 +38,7 @@ from data import (
     unwrap,
     wrap,
 )
-from ranks import Comms
-
-import mpicoll
+from support.ranks import Comms
 
 REDUCTIONS = ("allreduce", "reduce", "scan", "exscan", "reduce_scatter")
 ROOTED = ("bcast", "reduce", "gather", "scatter")

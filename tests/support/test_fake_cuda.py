@@ -17,10 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fake_cuda
 import numpy as np
 import pytest
-from fake_cuda import fakecuda
+
+from support import fake_cuda
+from support.fake_cuda import fakecuda
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="kernels of the fake CUDA need g++")
 

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from process_group import ORDERED
-from random_programs import OPERATIONS, ROWS
+
+from support.process_group import ORDERED
+from support.random_programs import OPERATIONS, ROWS
 
 LONG = (1021, 4099, 20_001, 65_537, 300_007)
 
@@ -37,7 +38,7 @@ def _load(name: str, path: Path) -> Any:
     return module
 
 
-cases = _load("collectives_of_torch", Path(__file__).parent / "torch" / "test_collectives.py")
+cases = _load("collectives_of_torch", Path(__file__).parents[1] / "torch" / "test_collectives.py")
 BODIES = cases.MOVES | cases.REDUCTIONS
 
 

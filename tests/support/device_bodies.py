@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 import pytest
-from data import OPS, covering, dtype_of, expected, make_op, means, numbers, random
-from exercise import COUNTED, FORMS, MATRICES, REDUCTIONS, ROOTED, SHAPES, Call
-from ranks import Comms
 
 import mpicoll
 from mpicoll.engine import select
+from support.data import OPS, covering, dtype_of, expected, make_op, means, numbers, random
+from support.exercise import COUNTED, FORMS, MATRICES, REDUCTIONS, ROOTED, SHAPES, Call
+from support.ranks import Comms
 
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16")
 DTYPES += ("float32", "float64", "complex64", "complex128")

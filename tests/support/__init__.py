@@ -1,0 +1,30 @@
+"""What the tests share; pytest finds no tests in these modules, but test_*.py here test the modules themselves.
+
+Running tests
+    agree               the ranks of ``mpirun ... pytest --with-mpi`` agree on the outcome of each test
+    launch              start a program on several ranks: ``mpirun(size, ...)``
+    process_group       the fixture with torch's default process group; what differs between versions of torch
+    ranks               fixtures that run one body on threads or under mpirun: ``ranks``, ``several``, ``some``
+    scripts             several scripts in one job
+
+Values and oracles
+    data                arrays of each library, dtype and layout; expected results of reductions
+    exercise            one body for all collectives, called as a row of choices says
+    stage_values        values that pipeline stages send, and their comparison
+    traces              traces made by hand, and a strict reader of the Chrome trace format
+
+Devices
+    cuda_tensors        torch tensors on the fake device, for a torch without CUDA
+    device_bodies       bodies of tests for device memory, real (tests/gpu) or fake
+    fake_cuda           install and remove the fake cupy
+    fakecuda/           the fake device (package ``fakecuda``) and its ``cupy``, in a folder that is put on the path
+    torch_cases         torch.distributed's collectives on device tensors
+
+Generated programs and programs of their own
+    apart               jobs on two hosts of ci/hosts.py; also run by ci/partition.py
+    dying               jobs in which one rank dies; also run by ci/deaths.py
+    mismatches          calls that differ between ranks; also run by ci/mismatches.py
+    observables         a training script that doesn't import mpicoll
+    random_programs     long random programs on the native API; also run by ci/random_operations.py
+    random_torch        the same on torch.distributed
+"""
