@@ -1,9 +1,9 @@
 """Makes torch know mpicoll: torch calls :func:`register` when it is imported, if mpicoll is installed.
 
 In a process that no MPI launcher started, torch stays as it is without mpicoll until the program asks for it: until
-then :func:`register` only listens to the names of backends. :func:`enroll` registers the backend. Where c10d has no
-extension point for what the backend needs, it replaces the functions in ``_DOORS``, by functions which pass on every
-call that does not concern mpicoll.
+then :func:`register` only listens to the names of backends. :func:`register_backend` registers the backend. Where c10d
+has no extension point for what the backend needs, it replaces the functions in ``_PATCHED``, by functions which pass on
+every call that does not concern mpicoll.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from mpicoll.transport import probe
+from mpicoll.backend_names import names_mpicoll
+from mpicoll.transport import launch_env
 
-_DOORS = (
+_PATCHED = (
     "rendezvous",
     "_new_process_group_helper",
     "monitored_barrier",
@@ -44,15 +45,15 @@ def register() -> None:
     """Register the backend with torch.distributed if an MPI launcher started this process; otherwise wait until a
     backend of mpicoll is named. Instant, imports neither MPI nor numpy, and never raises."""
     try:
-        if probe.started_by_mpi(os.environ):
-            enroll()
+        if launch_env.started_by_mpi(os.environ):
+            register_backend()
         else:
             _listen()
     except Exception:
         logging.getLogger("mpicoll").debug("the backend could not be registered with torch", exc_info=True)
 
 
-def enroll() -> None:
+def register_backend() -> None:
     """Register the backend, or do nothing if it is registered already, or torch has no torch.distributed."""
     import torch
     import torch.distributed as dist
@@ -65,66 +66,46 @@ def enroll() -> None:
         if hasattr(c10d.Backend, "MPICOLL"):
             return
         _stop_listening()
-        for name in _DOORS:
+        for name in _PATCHED:
             original = getattr(c10d, name, None)
             if original is not None:
-                door = _door(name, original)
+                patched = _patch(name, original)
                 for module in (c10d, dist):
                     if getattr(module, name, None) is original:
-                        setattr(module, name, door)
+                        setattr(module, name, patched)
         method = "_register_builtin_comm_hook"
         ddp = torch.nn.parallel.DistributedDataParallel
-        setattr(ddp, method, _door(method, getattr(ddp, method)))
-        if probe.started_by_mpi(os.environ):
+        setattr(ddp, method, _patch(method, getattr(ddp, method)))
+        if launch_env.started_by_mpi(os.environ):
             # Only there: programs that find MPI available choose it, and without a launcher each would be alone.
             setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  it is no name that mypy knows
         c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """What torch calls for a new process group."""
-    return import_module("mpicoll.torch.creation").create(options, backend_options)
+    """Make a process group; torch calls this."""
+    return import_module("mpicoll.torch.group_creation").create(options, backend_options)
 
 
-def _door(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def door(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         if name == "rendezvous":
             # It is not told the backend. init_process_group, which calls it, has it in a variable.
             ours = names_mpicoll(sys._getframe(1).f_locals.get("backend"))
         elif name == "_new_process_group_helper":
             ours = names_mpicoll(args[_HELPER_BACKEND] if len(args) > _HELPER_BACKEND else kwargs.get("backend"))
         else:
-            ours = "mpicoll.torch.backend" in sys.modules
+            ours = "mpicoll.torch.process_group" in sys.modules
         if ours:
-            return getattr(import_module("mpicoll.torch.doors"), name)(original, *args, **kwargs)
+            return getattr(import_module("mpicoll.torch.c10d_patches"), name)(original, *args, **kwargs)
         return original(*args, **kwargs)
 
-    return door
-
-
-def names_mpicoll(backend: Any) -> bool:
-    """Whether the name of a backend asks for mpicoll: ``mpicoll``, ``cpu:mpicoll,cuda:nccl`` or, in a torch that was
-    built without MPI, ``mpi``."""
-    return isinstance(backend, str) and any(name == "mpicoll" for _, _, name in _parts(backend))
-
-
-def own_name(backend: str) -> str:
-    """The name of a backend, with mpicoll for ``mpi`` in a torch that was built without MPI."""
-    return ",".join("".join(part) for part in _parts(backend))
-
-
-def _parts(backend: str) -> list[tuple[str, str, str]]:
-    """Device, colon and name of each part of ``cpu:mpicoll,cuda:nccl``; of a plain name the name only."""
-    from torch.distributed import distributed_c10d as c10d
-
-    built_in = hasattr(c10d, "ProcessGroupMPI")
-    parts = [part.rpartition(":") for part in backend.lower().split(",")]
-    return [(device, colon, "mpicoll" if name == "mpi" and not built_in else name) for device, colon, name in parts]
+    return patched
 
 
 def is_mpicoll_available() -> bool:
-    """What ``torch.distributed.is_backend_available("mpicoll")`` calls, also before the backend is registered."""
+    """Answer ``torch.distributed.is_backend_available("mpicoll")``, also before the backend is registered."""
     return True
 
 
@@ -146,7 +127,7 @@ def _listen() -> None:
     @functools.wraps(plain)
     def listener(cls: type[Any], name: Any) -> Any:
         if names_mpicoll(name) and ("mpicoll" in name.lower() or sys._getframe(1).f_code.co_name in _MAKERS):
-            enroll()
+            register_backend()
         return plain(cls, name)
 
     _listening = listener, plain

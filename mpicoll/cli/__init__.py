@@ -14,7 +14,7 @@ from importlib import import_module
 
 from mpicoll import __version__
 from mpicoll.errors import MpicollError
-from mpicoll.transport import probe
+from mpicoll.transport import launch_env
 
 _COMMANDS = ("doctor", "bench", "tune", "simulate", "algorithms", "trace")
 
@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except MpicollError as error:
-        if probe.launched(os.environ):
+        if launch_env.launched(os.environ):
             raise  # so that the ranks that wait for this one are ended
         sys.stderr.write(f"mpicoll: {error}\n")
         return 2
     except OSError as error:
         # Of a file that was named; of anything else the traceback says more.
-        if error.filename is None or probe.launched(os.environ):
+        if error.filename is None or launch_env.launched(os.environ):
             raise
         sys.stderr.write(f"mpicoll: {error.filename}: {error.strerror}\n")
         return 2

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from mpicoll import schedules
-from mpicoll.cli import screen
+from mpicoll.cli import formatting
 from mpicoll.errors import AlgorithmError, ScheduleError
 from mpicoll.schedules import Algorithm
 
@@ -71,7 +71,7 @@ def _full(algorithm: Algorithm) -> str:
 
 
 def _list(args: argparse.Namespace) -> int:
-    console = screen.console()
+    console = formatting.console()
     chosen = _chosen(args.collective)
     rows = [
         [
@@ -88,7 +88,7 @@ def _list(args: argparse.Namespace) -> int:
         "P ranks, S segments, lg = ceil(log2 P), p2 = the largest power of two up to P, r = P - p2,"
         " n = bytes of the vector or of all blocks of one buffer"
     )
-    console.print(screen.table("schedules", columns, rows, caption=caption))
+    console.print(formatting.table("schedules", columns, rows, caption=caption))
     for algorithm in chosen:
         text = f"{_full(algorithm)}: {_doc(algorithm)} The busiest rank sends n times {algorithm.sent}."
         console.print(text)
@@ -103,7 +103,7 @@ def _doc(algorithm: Algorithm) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    console = screen.console()
+    console = formatting.console()
     rows: list[list[str]] = []
     failed: list[str] = []
     for algorithm in _chosen(args.name):
@@ -130,7 +130,7 @@ def _verify(args: argparse.Namespace) -> int:
         )
     span = f"{args.ranks[0]} to {args.ranks[-1]} ranks" if len(args.ranks) > 1 else f"{args.ranks[0]} ranks"
     columns = ["algorithm", "numbers of ranks", "messages followed", "in order", "outcome"]
-    console.print(screen.table(f"verified on {span}", columns, rows))
+    console.print(formatting.table(f"verified on {span}", columns, rows))
     for text in failed:
         console.print(text)
     return 1 if failed else 0
@@ -138,7 +138,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _cost(args: argparse.Namespace) -> int:
     algorithm = schedules.find(args.name)
-    console = screen.console()
+    console = formatting.console()
     for size in args.ranks:
         counted = schedules.cost(algorithm, size, args.root, args.segments)
         rounds, sent = schedules.closed_form(algorithm, size, args.segments)
@@ -153,7 +153,7 @@ def _cost(args: argparse.Namespace) -> int:
         ]
         segments = f", {args.segments} segments" if algorithm.segmented else ""
         columns = ["", "counted", "closed form, root 0"]
-        console.print(screen.table(f"{_full(algorithm)} on {size} ranks{segments}", columns, rows))
+        console.print(formatting.table(f"{_full(algorithm)} on {size} ranks{segments}", columns, rows))
     return 0
 
 

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from mpicoll.cli import screen
+from mpicoll.cli import formatting
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
@@ -108,7 +108,7 @@ def _line(one: Finding) -> str:
     mark = {"ok": "ok", "not there": "-", "problem": "PROBLEM"}[one.state]
     begin = f"  {mark:7}  {one.name:23}  "
     value = one.value if not one.remedy or one.state == "ok" else f"{one.value} → {one.remedy}"
-    width = screen.terminal_width()
+    width = formatting.terminal_width()
     if width < 60:
         return begin + value
     return textwrap.fill(value, width, initial_indent=begin, subsequent_indent=" " * len(begin), break_on_hyphens=False)
@@ -238,16 +238,16 @@ def _own_command(program: str) -> Finding:
 
 def _is_of_library(plain: str) -> bool:
     """Whether the ranks that this launcher starts meet."""
-    from mpicoll.transport import aware, launcher
+    from mpicoll.transport import cuda_awareness, launcher
 
     environ = launcher.environment_here(os.environ, root=os.geteuid() == 0) | {"MPICOLL_REPORT": "off"}
-    ended = launcher.attempt([plain, "-np", "2", *launcher.module(aware.TRIALS, "job")], environ, _SECONDS)
-    ranks = [one["done"]["ranks"] for one in aware.told_by(ended.output) if "done" in one]
+    ended = launcher.attempt([plain, "-np", "2", *launcher.module(cuda_awareness.TRIALS, "job")], environ, _SECONDS)
+    ranks = [one["done"]["ranks"] for one in cuda_awareness.told_by(ended.output) if "done" in one]
     return ended.status == 0 and ranks == [2, 2]
 
 
 def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
-    from mpicoll.transport import aware, launcher
+    from mpicoll.transport import cuda_awareness, launcher
 
     begin = time.monotonic()
     # It leaves nothing behind, however it ends.
@@ -255,10 +255,10 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
         "MPICOLL_REPORT": "off"
     }
     environ = launcher.environment_here(settings, root=os.geteuid() == 0)
-    command = [program, "-np", "2", *launcher.module(aware.TRIALS, "job")]
+    command = [program, "-np", "2", *launcher.module(cuda_awareness.TRIALS, "job")]
     ended = launcher.attempt(command, environ, _SECONDS)
     told: dict[str, Any] = {}
-    for one in aware.told_by(ended.output):
+    for one in cuda_awareness.told_by(ended.output):
         told |= one
     if ended.status == 0 and "done" in told and told["done"]["ranks"] == 2:
         job |= told["done"]
@@ -377,11 +377,11 @@ def _cuda(probe: bool | None) -> Iterator[Finding]:
 
 def _aware(probe: bool | None) -> Iterator[Finding]:
     """What MPI does with device memory."""
-    from mpicoll.transport import aware
+    from mpicoll.transport import cuda_awareness
 
-    verdict = aware.verdict(probe=probe is not False, fresh=probe is True)
+    verdict = cuda_awareness.verdict(probe=probe is not False, fresh=probe is True)
     words = {"send": "messages", "move": "moving collectives", "reduce": "reductions"}
-    for name in aware.CLASSES:
+    for name in cuda_awareness.CLASSES:
         takes = getattr(verdict, name)
         yield Finding(
             "CUDA",
@@ -390,7 +390,7 @@ def _aware(probe: bool | None) -> Iterator[Finding]:
             f"{'takes' if takes else 'takes no'} device memory: {verdict.evidence[name]}",
             "" if takes else _STAGED,
         )
-    place = aware.cache()
+    place = cuda_awareness.cache()
     kept = "" if place is None or str(place) in verdict.source else f"; what was tried is kept in {place}"
     yield Finding("CUDA", "MPI: known from", "ok", f"{verdict.source}{kept}")
 
@@ -398,7 +398,7 @@ def _aware(probe: bool | None) -> Iterator[Finding]:
 def _device(facts: dict[str, Any]) -> str:
     reach = ", ".join(f"cuda:{peer}" for peer in facts["peers"])
     return (
-        f"{facts['name']}, {screen.nbytes(facts['memory'])}, compute capability {facts['capability']}, bus"
+        f"{facts['name']}, {formatting.nbytes(facts['memory'])}, compute capability {facts['capability']}, bus"
         f" {facts['bus']}{', reaches ' if reach else ''}{reach}"
     )
 
@@ -425,7 +425,7 @@ def _shm() -> Finding:
     except OSError as error:
         return Finding("machine", "/dev/shm", "not there", f"{error.strerror}", "MPI takes files in TMPDIR instead")
     free, total = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    text = f"{screen.nbytes(total)}, of which {screen.nbytes(free)} are free"
+    text = f"{formatting.nbytes(total)}, of which {formatting.nbytes(free)} are free"
     if free < _SMALL:
         return Finding("machine", "/dev/shm", "problem", text, "remove what ended programs have left there")
     return Finding("machine", "/dev/shm", "ok", text)
@@ -470,11 +470,11 @@ def _driver() -> str:
 
 def _trial(name: str) -> dict[str, Any]:
     """What a trial in a process of its own tells; ``failed`` if that ended before it could."""
-    from mpicoll.transport import aware, launcher
+    from mpicoll.transport import cuda_awareness, launcher
 
-    ended = launcher.attempt(launcher.module(aware.TRIALS, name), os.environ, _SECONDS)
+    ended = launcher.attempt(launcher.module(cuda_awareness.TRIALS, name), os.environ, _SECONDS)
     told: dict[str, Any] = {}
-    for one in aware.told_by(ended.output):
+    for one in cuda_awareness.told_by(ended.output):
         told |= one
     if not told.keys() & {"done", "wrong", "unable"}:
         late = f"no answer within {_SECONDS:g} s"

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from mpicoll import schedules
-from mpicoll.cli import screen
+from mpicoll.cli import formatting
 from mpicoll.errors import ArgumentError
 from mpicoll.schedules import Cluster, Forecast, Profile
 from mpicoll.schedules.draw import picture_type
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--nodes", type=int, help=f"default: {_DEFAULT.nodes}")
     parser.add_argument("--ranks-per-node", type=int, help=f"default: {_DEFAULT.ranks_per_node}; with --ranks: 1")
     parser.add_argument("--ranks", type=int, metavar="P", help="all ranks, in place of --nodes")
-    parser.add_argument("--sizes", type=screen.sizes, default="8-1g", metavar="8-1g|8,1k", help="bytes")
+    parser.add_argument("--sizes", type=formatting.sizes, default="8-1g", metavar="8-1g|8,1k", help="bytes")
     for name, what in (
         ("node_alpha", "latency within a node"),
         ("node_beta", "time per byte within a node"),
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
         ("gamma", "time per byte reduced"),
     ):
         value = getattr(_DEFAULT, name)
-        shown = screen.seconds(value) if name.endswith("alpha") else f"{value * 1e9:g}ns"
+        shown = formatting.seconds(value) if name.endswith("alpha") else f"{value * 1e9:g}ns"
         units = "0.5us" if name.endswith("alpha") else "0.1ns or 10GB/s"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -93,7 +93,7 @@ def _seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Price or, with ``--measured``, fit and compare."""
     if args.plot:
-        screen.require_matplotlib()
+        formatting.require_matplotlib()
         picture_type(args.plot)
     return _compare(args) if args.measured else _price(args)
 
@@ -176,16 +176,20 @@ def _show(
     wins: Sequence[tuple[str, int, int]],
     took: float,
 ) -> None:
-    console = screen.console()
+    console = formatting.console()
     names = [forecast.algorithm.name for forecast in forecasts]
     rows = []
     for place, nbytes in enumerate(args.sizes):
         best = next((name for name, low, high in wins if low <= nbytes <= high), "-")
         points = [forecast.points[place] for forecast in forecasts]
         rows.append(
-            [screen.nbytes(nbytes), *(screen.seconds(p.seconds) if p else "not simulated" for p in points), best]
+            [
+                formatting.nbytes(nbytes),
+                *(formatting.seconds(p.seconds) if p else "not simulated" for p in points),
+                best,
+            ]
         )
-    console.print(screen.table(f"{args.collective} on {_where(cluster)}: time", ["size", *names, "fastest"], rows))
+    console.print(formatting.table(f"{args.collective} on {_where(cluster)}: time", ["size", *names, "fastest"], rows))
     rows, notes = [], []
     for forecast in forecasts:
         last = next((p for p in reversed(forecast.points) if p), None)
@@ -197,21 +201,21 @@ def _show(
         rows.append(
             [
                 forecast.algorithm.name,
-                screen.nbytes(last.nbytes),
+                formatting.nbytes(last.nbytes),
                 str(last.profile.rounds),
-                f"{screen.nbytes(last.sent)} = {float(last.profile.sent):.4g} n",
-                f"{screen.nbytes(last.crossing)} = {float(last.profile.crossing):.4g} n",
+                f"{formatting.nbytes(last.sent)} = {float(last.profile.sent):.4g} n",
+                f"{formatting.nbytes(last.crossing)} = {float(last.profile.crossing):.4g} n",
                 _SEEN[last.profile.seen],
             ]
         )
     columns = ["algorithm", "n", "rounds", "sent by the busiest rank", "through the busiest node's links", "seen"]
-    console.print(screen.table("traffic at the largest size simulated", columns, rows))
+    console.print(formatting.table("traffic at the largest size simulated", columns, rows))
     for name, low, high in wins:
-        span = screen.nbytes(low) if low == high else f"{screen.nbytes(low)} to {screen.nbytes(high)}"
+        span = formatting.nbytes(low) if low == high else f"{formatting.nbytes(low)} to {formatting.nbytes(high)}"
         console.print(f"{span}: {name}")
     for note in notes:
         console.print(f"not simulated at all sizes: {note}")
-    console.print(f"simulated in {screen.seconds(took)}")
+    console.print(f"simulated in {formatting.seconds(took)}")
 
 
 def _as_json(forecast: Forecast) -> dict[str, Any]:
@@ -261,8 +265,8 @@ def _plot(
             axes.plot(*zip(*marked, strict=True), color=f"C{number}", marker="o", linestyle="none", markersize=4)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: screen.nbytes(size)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: screen.seconds(seconds)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: formatting.nbytes(size)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: formatting.seconds(seconds)))
     axes.set_title(title)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
@@ -295,13 +299,19 @@ def _compare(args: argparse.Namespace) -> int:
     predicted = [sample.profile.seconds(sample.nbytes, fitted) for sample in theirs]
     errors = [abs(p / sample.seconds - 1) for p, sample in zip(predicted, theirs, strict=True)]
     if args.json != "-":
-        console = screen.console()
+        console = formatting.console()
         rows = [
-            [s.name, screen.nbytes(s.nbytes), screen.seconds(s.seconds), screen.seconds(p), f"{p / s.seconds - 1:+.0%}"]
+            [
+                s.name,
+                formatting.nbytes(s.nbytes),
+                formatting.seconds(s.seconds),
+                formatting.seconds(p),
+                f"{p / s.seconds - 1:+.0%}",
+            ]
             for s, p in zip(theirs, predicted, strict=True)
         ]
         columns = ["algorithm", "size", "measured", "predicted", "error"]
-        console.print(screen.table(f"{args.collective} on {_where(cluster)}", columns, rows))
+        console.print(formatting.table(f"{args.collective} on {_where(cluster)}", columns, rows))
         console.print(f"fitted to {len(ours)} other points: {_costs(fitted)}")
         console.print(f"median error of {len(theirs)} predictions: {median(errors):.0%}")
     if args.json:
@@ -332,7 +342,7 @@ def _costs(cluster: Cluster) -> str:
     for name, there in reversed(classes):
         if there:
             alpha, beta = getattr(cluster, f"{name}_alpha"), getattr(cluster, f"{name}_beta")
-            parts.insert(0, f"{name} alpha {screen.seconds(alpha)}, {name} beta {beta * 1e9:.3g} ns/B")
+            parts.insert(0, f"{name} alpha {formatting.seconds(alpha)}, {name} beta {beta * 1e9:.3g} ns/B")
     return ", ".join(parts)
 
 

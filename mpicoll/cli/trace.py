@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.cli import screen
+from mpicoll.cli import formatting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -237,7 +237,7 @@ def _meet(line: Timeline, kind: Kind, rows: Ints, whole: Ints, name: str) -> Non
     """Add to `kind` what shows when the ranks of each of its collectives are looked at together."""
     import numpy as np
 
-    from mpicoll.cli.bench.task import bus_factor
+    from mpicoll.cli.bench.cases import bus_factor
     from mpicoll.engine.timeline import instances
 
     where, kind.calls = instances(line, rows)
@@ -325,8 +325,8 @@ def _words(summary: Summary) -> list[str]:
         most = max(summary.ranks, key=lambda one: one.communicating)
         mean = spent / len(summary.ranks)
         said.append(
-            f"Ranks spend {mean / summary.seconds:.0%} of the {screen.seconds(summary.seconds)} in communication, rank"
-            f" {most.rank} the most: {screen.seconds(most.communicating)}."
+            f"Ranks spend {mean / summary.seconds:.0%} of the {formatting.seconds(summary.seconds)} in communication,"
+            f" rank {most.rank} the most: {formatting.seconds(most.communicating)}."
         )
     said += [
         f"{one.failed} call{'s' if one.failed > 1 else ''} of {_named(one)} failed."
@@ -346,7 +346,7 @@ def _about_waiting(summary: Summary, spent: float, waiting: float) -> str:
 
 
 def _named(kind: Kind) -> str:
-    size = "" if kind.nbytes is None else f" of {screen.nbytes(kind.nbytes)}"
+    size = "" if kind.nbytes is None else f" of {formatting.nbytes(kind.nbytes)}"
     by = f" by {kind.algorithm}" if kind.algorithm else ""
     return f"{kind.operation}{size}{by} on {kind.ranks} ranks"
 
@@ -359,29 +359,29 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _show(summary: Summary, rows: int) -> None:
-    console = screen.console()
+    console = formatting.console()
     columns = ["operation", "bytes", "dtype", "algorithm", "ranks", "calls", "total", "mean", "median", "max"]
     columns += ["GB/s", "busbw", "waiting", "slowest rank"]
     shown, left = summary.kinds[:rows], summary.kinds[rows:]
     caption = None
     if left:
         caption = f"and {len(left)} kinds of operation that take {sum(one.share for one in left):.1%} of the time"
-    title = f"trace {summary.job}: {len(summary.ranks)} ranks, {screen.seconds(summary.seconds)}"
+    title = f"trace {summary.job}: {len(summary.ranks)} ranks, {formatting.seconds(summary.seconds)}"
     if shown:
-        console.print(screen.table(title, columns, [_cells(one) for one in shown], caption=caption))
+        console.print(formatting.table(title, columns, [_cells(one) for one in shown], caption=caption))
     columns = ["rank", "host", "operations", "in communication", "waiting", "others wait for it"]
     cells = [
         [
             str(one.rank),
             one.host,
             str(one.operations),
-            screen.seconds(one.communicating),
+            formatting.seconds(one.communicating),
             _part(one.waiting, one.communicating),
-            screen.seconds(one.waited_for),
+            formatting.seconds(one.waited_for),
         ]
         for one in summary.ranks
     ]
-    console.print(screen.table("ranks", columns, cells))
+    console.print(formatting.table("ranks", columns, cells))
     for text in summary.words:
         console.print(text)
 
@@ -389,22 +389,22 @@ def _show(summary: Summary, rows: int) -> None:
 def _cells(kind: Kind) -> list[str]:
     slowest = ""
     if kind.slowest is not None and kind.late is not None:
-        slowest = f"{kind.slowest} (+{screen.seconds(kind.late)}, {kind.slowest_calls} of {kind.calls})"
+        slowest = f"{kind.slowest} (+{formatting.seconds(kind.late)}, {kind.slowest_calls} of {kind.calls})"
     return [
         kind.operation,
-        "" if kind.nbytes is None else screen.nbytes(kind.nbytes),
+        "" if kind.nbytes is None else formatting.nbytes(kind.nbytes),
         kind.dtype,
         kind.algorithm,
         str(kind.ranks),
         str(kind.calls),
-        f"{screen.seconds(kind.total)} {kind.share:4.0%}",
-        *(screen.seconds(one) for one in (kind.mean, kind.median, kind.max)),
-        "" if kind.algbw is None else screen.rate(kind.algbw),
-        "" if kind.busbw is None else screen.rate(kind.busbw),
-        "" if kind.waited is None else f"{screen.seconds(kind.waited)} {kind.wait_share:4.0%}",
+        f"{formatting.seconds(kind.total)} {kind.share:4.0%}",
+        *(formatting.seconds(one) for one in (kind.mean, kind.median, kind.max)),
+        "" if kind.algbw is None else formatting.rate(kind.algbw),
+        "" if kind.busbw is None else formatting.rate(kind.busbw),
+        "" if kind.waited is None else f"{formatting.seconds(kind.waited)} {kind.wait_share:4.0%}",
         slowest,
     ]
 
 
 def _part(some: float, whole: float) -> str:
-    return f"{screen.seconds(some)} {some / whole if whole else 0.0:4.0%}"
+    return f"{formatting.seconds(some)} {some / whole if whole else 0.0:4.0%}"

@@ -10,12 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.cli import ranks, screen
+from mpicoll.cli import formatting, start_ranks
 
 if TYPE_CHECKING:
-    from mpicoll.cli.bench.device import Library
+    from mpicoll.cli.bench.cases import Kind, Task
+    from mpicoll.cli.bench.device_arrays import Library
     from mpicoll.cli.bench.measure import Team
-    from mpicoll.cli.bench.task import Kind, Task
     from mpicoll.engine.model import Table
     from mpicoll.engine.select import Problem
 
@@ -124,19 +124,19 @@ def run(args: argparse.Namespace) -> int:
 
     from mpicoll.engine import tuned
     from mpicoll.errors import ArgumentError
-    from mpicoll.transport import probe
+    from mpicoll.transport import launch_env
 
     asked = _checked(args)
     if asked.output is not None:
         tuned.existing(asked.output)  # before anything is measured
     sizes = _ranks(args.np)
     with _untuned():
-        if probe.launched(os.environ):
+        if launch_env.launched(os.environ):
             return _job(0, asked, sizes)
         if 1 in sizes:
             raise ArgumentError("tune: a single rank has nothing to choose; pass -np 2 or more")
-        asked.width = screen.terminal_width()
-        jobs = [max(ranks.start(_job, (asked, (size,)), size, args.limit)) for size in sizes or (2,)]
+        asked.width = formatting.terminal_width()
+        jobs = [max(start_ranks.start(_job, (asked, (size,)), size, args.limit)) for size in sizes or (2,)]
     return int(max(jobs))
 
 
@@ -144,12 +144,12 @@ def _checked(args: argparse.Namespace) -> _Asked:
     import sys
     from importlib.util import find_spec
 
-    from mpicoll.cli.bench import device
-    from mpicoll.cli.bench.task import COLLECTIVES, DTYPES
+    from mpicoll.cli.bench import device_arrays
+    from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES
     from mpicoll.errors import ArgumentError, SetupError
 
     dtypes = tuple(args.dtypes.split(","))
-    array = device.wanted("tune", args.device, args.array, dtypes)
+    array = device_arrays.wanted("tune", args.device, args.array, dtypes)
     # A barrier has no data.
     every = COLLECTIVES if array is None else tuple(name for name in COLLECTIVES if name != "barrier")
     collectives = every if args.collectives in ([], ["all"]) else tuple(args.collectives)
@@ -167,7 +167,7 @@ def _checked(args: argparse.Namespace) -> _Asked:
         if not 0 < number < float("inf"):
             raise ArgumentError(f"tune: --{option} must be a positive number of seconds, got {number}")
     try:
-        sizes = tuple(screen.sizes(args.sizes, args.factor))
+        sizes = tuple(formatting.sizes(args.sizes, args.factor))
     except argparse.ArgumentTypeError as error:
         raise ArgumentError(f"--sizes: {error}") from error
     output = None if args.dry_run else _output(args.output)
@@ -250,7 +250,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
     """What every rank runs. `rank` is what :func:`mpicoll.spawn` passes, and not needed. Collective."""
     from datetime import datetime, timezone
 
-    from mpicoll.cli.bench import device
+    from mpicoll.cli.bench import device_arrays
     from mpicoll.cli.bench.measure import Team
     from mpicoll.engine import tuned
     from mpicoll.engine.world import world
@@ -263,7 +263,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
         raise ArgumentError("tune: a single rank has nothing to choose; start 2 or more")
     team = Team(comm)
     try:
-        device.give(team, asked.array)
+        device_arrays.give(team, asked.array)
     except SetupError as error:
         team.tell(error)
         # Ranks that exit with a status end the job, before rank 0 has said why.
@@ -285,7 +285,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
         _report(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
         _say_costs(asked, costs)
         if asked.output is not None:
-            screen.console(asked.width).print(f"written to {asked.output}")
+            formatting.console(asked.width).print(f"written to {asked.output}")
     if asked.check:
         _check(team, groups, asked, tuned.table_of(entries, "what was just tuned"))
     return 0
@@ -299,7 +299,7 @@ def _library() -> str:
 
 def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
     """What is to be measured, ascending, for each collective and class of dtypes."""
-    from mpicoll.cli.bench.task import REDUCTIONS, Task
+    from mpicoll.cli.bench.cases import REDUCTIONS, Task
     from mpicoll.collectives.explain import problem_of
     from mpicoll.engine.select import choose
 
@@ -322,11 +322,11 @@ def _met(library: Library) -> Any:
     from contextlib import suppress
 
     import mpicoll
-    from mpicoll.cli.bench import device
+    from mpicoll.cli.bench import device_arrays
     from mpicoll.engine.select import NCCL
     from mpicoll.errors import AlgorithmError
 
-    x = device.arrays(library).zeros(1, "float32")
+    x = device_arrays.arrays(library).zeros(1, "float32")
     mpicoll.allreduce(x)
     # Whether there is NCCL shows when it is first used, on all ranks alike.
     with suppress(AlgorithmError):
@@ -353,7 +353,7 @@ def _tune(team: Team, points: Sequence[_Point], asked: _Asked, step: Callable[[s
     ratios: dict[str, list[float]] = {}
     previous = ""
     for point in points:
-        label = f"{point.task.collective} {point.task.dtype} {screen.nbytes(point.task.nbytes)}"
+        label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
         step(label, 0)
         names = [
             name
@@ -413,9 +413,9 @@ def _measure(
 
     import numpy as np
 
-    from mpicoll.cli.bench.contestants import candidate
+    from mpicoll.cli.bench.cases import Case
     from mpicoll.cli.bench.measure import timed
-    from mpicoll.cli.bench.task import Case
+    from mpicoll.cli.bench.peers import candidate
 
     case = Case(task, team.rank, _kind(task, asked.array))
     calls = {name: candidate(name, kind=case.kind, algorithm=name).prepare(case).call for name in names}
@@ -517,7 +517,7 @@ def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table:
     goods: tuple[list[float], list[float]] = ([], [])
     with _progress(team, asked, sum(map(len, groups)), "checking ") as step:
         for point in (point for points in groups for point in points):
-            label = f"{point.task.collective} {point.task.dtype} {screen.nbytes(point.task.nbytes)}"
+            label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
             step(label, 0)
             taken = choose(replace(point.problem, site=here), None).name
             names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
@@ -537,17 +537,19 @@ def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table:
             f" tuned: {_below(tuned_good, 0.95)} of {len(rows)}; below 85 % untuned: {_below(untuned_good, 0.85)}"
         )
         columns = ("measured anew", "best", "tuned", "good", "untuned", "good")
-        screen.console(asked.width).print(screen.table(f"check, {groups[0][0].where}", columns, rows, caption=caption))
+        formatting.console(asked.width).print(
+            formatting.table(f"check, {groups[0][0].where}", columns, rows, caption=caption)
+        )
 
 
 def _report(asked: _Asked, groups: Sequence[Sequence[_Point]], rules: Sequence[str]) -> None:
-    console = screen.console(asked.width)
+    console = formatting.console(asked.width)
     for points in groups:
         names = list(dict.fromkeys(name for point in points for name in point.medians))
         rows = [
             [
-                screen.nbytes(point.task.nbytes),
-                *(screen.seconds(point.medians[name]) if name in point.medians else "-" for name in names),
+                formatting.nbytes(point.task.nbytes),
+                *(formatting.seconds(point.medians[name]) if name in point.medians else "-" for name in names),
                 point.winner,
                 point.untuned,
                 _percent(point.good(point.untuned)),
@@ -558,19 +560,20 @@ def _report(asked: _Asked, groups: Sequence[Sequence[_Point]], rules: Sequence[s
         what = first.task.dtype if first.problem.kind != "moved" else "any dtype"
         caption = f"untuned, geometric mean: {_percent(_mean([point.good(point.untuned) for point in points]))} good"
         title = f"{first.task.collective}, {what}, {first.where}: median time per call"
-        console.print(screen.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
+        console.print(formatting.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
     for line in rules:
         console.print(line)
 
 
 def _say_costs(asked: _Asked, costs: Mapping[str, Any]) -> None:
     links = [
-        f"{name}: {screen.seconds(costs[which][0])} a message, {screen.rate(1 / max(costs[which][1], 1e-15))} GB/s"
+        f"{name}: {formatting.seconds(costs[which][0])} a message,"
+        f" {formatting.rate(1 / max(costs[which][1], 1e-15))} GB/s"
         for which, name in (("node", "in a node"), ("network", "between nodes"))
         if costs[which] is not None
     ]
-    line = "; ".join([*links, f"sums: {screen.rate(1 / costs['gamma'])} GB/s"])
-    screen.console(asked.width).print(line)
+    line = "; ".join([*links, f"sums: {formatting.rate(1 / costs['gamma'])} GB/s"])
+    formatting.console(asked.width).print(line)
 
 
 def _percent(part: float) -> str:
@@ -590,7 +593,7 @@ def _below(goods: Sequence[float], least: float) -> int:
 @contextmanager
 def _progress(team: Team, asked: _Asked, total: int, what: str) -> Iterator[Callable[[str, int], None]]:
     """Gives ``step(label, done)``, which moves the bar on rank 0's terminal, and does nothing elsewhere."""
-    with screen.progress(team.rank == 0 and asked.progress) as bar:
+    with formatting.progress(team.rank == 0 and asked.progress) as bar:
         task = bar.add_task("", total=total)
 
         def step(label: str, done: int) -> None:

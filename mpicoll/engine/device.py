@@ -28,7 +28,7 @@ from mpicoll.buffers.pair import parts_of
 from mpicoll.engine import ipc, nccl
 from mpicoll.engine.select import IPC, NCCL, Choice, Hierarchy, Method, Reach, Way, choose
 from mpicoll.errors import DeviceError, MpicollError
-from mpicoll.transport import aware
+from mpicoll.transport import cuda_awareness
 from mpicoll.transport.base import Message, Transport
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Devices:
         # Why there is no such way; what isn't known before the ranks have met is hoped for.
         self._ipc = comm.unshared
         self._nccl = "there is a single rank" if comm.size == 1 else None
-        self._aware: frozenset[str] = frozenset(aware.CLASSES)
+        self._aware: frozenset[str] = frozenset(cuda_awareness.CLASSES)
         self._models: str | None = None
         self.peers: ipc.Peers | None = None
         self._native: nccl.Nccl | None = None
@@ -89,9 +89,9 @@ class Devices:
         failure: MpicollError | None = None
         try:
             # To try takes seconds, and matters only where messages leave the node.
-            verdict = aware.verdict(probe=self._several and self._prober)
+            verdict = cuda_awareness.verdict(probe=self._several and self._prober)
             if self._prober or not self._several:
-                told["aware"] = [name for name in aware.CLASSES if getattr(verdict, name)]
+                told["aware"] = [name for name in cuda_awareness.CLASSES if getattr(verdict, name)]
         except MpicollError as error:
             failure = error
             told["failed"] = str(error)
@@ -101,7 +101,9 @@ class Devices:
         for rank, one in enumerate(all_told):
             if "failed" in one:
                 raise DeviceError(f"rank {rank} of {self._size} can't use its device {one['name']}: {one['failed']}")
-        self._aware = frozenset(aware.CLASSES).intersection(*(one["aware"] for one in all_told if "aware" in one))
+        self._aware = frozenset(cuda_awareness.CLASSES).intersection(
+            *(one["aware"] for one in all_told if "aware" in one)
+        )
         if self._ipc is None:
             arena = self._arena()
             if arena is None:
@@ -351,7 +353,7 @@ class _Staged:
 
 def takes_straight(checked: bool) -> bool:
     """Whether a message between two ranks goes straight from or to device memory. Ranks may differ in that."""
-    return not checked and aware.verdict(probe=False).send
+    return not checked and cuda_awareness.verdict(probe=False).send
 
 
 def fetched(buffer: Buffer, device: Device) -> Array:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll import kept
+from mpicoll import user_cache
 from mpicoll.config import config
 from mpicoll.engine.model import TYPICAL, UNTUNED, Costs, Link, Rule, Rules, Shape, Table
 from mpicoll.engine.select import is_class, parse, text_of
@@ -39,7 +39,7 @@ class Unreadable(Exception):
 
 def default_path() -> Path | None:
     """Where the table is unless MPICOLL_TUNED says otherwise; None where there is no home directory."""
-    return kept.place("tuned.json")
+    return user_cache.cache_file("tuned.json")
 
 
 @lru_cache(maxsize=1)
@@ -260,7 +260,7 @@ def write(path: Path, new: dict[str, Any]) -> None:
     entries = merged(existing(path), new)
     content = json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1)
     try:
-        kept.replace(path, content + "\n")
+        user_cache.write_atomically(path, content + "\n")
     except OSError as error:
         raise SetupError(f"tune: {path} can't be written: {error.strerror}; pass another place by --output") from error
 

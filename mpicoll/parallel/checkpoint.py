@@ -43,7 +43,7 @@ from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel.layers import mark_again
 from mpicoll.parallel.shards import shard_of
-from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 __all__ = ["load", "model_state", "optimizer_state", "save"]
 

@@ -41,7 +41,7 @@ from mpicoll.engine.world import resolve
 from mpicoll.errors import ArgumentError, CommunicationError, DeviceError, DTypeError, ShapeError
 from mpicoll.parallel.groups import communicator
 from mpicoll.torch.autograd import all_gather_single, all_to_all_single
-from mpicoll.torch.eager import eager
+from mpicoll.torch.no_compile import eager
 
 __all__ = ["Layout", "gather_sequence", "position_ids", "ring_attention", "split_sequence", "ulysses_attention"]
 

@@ -13,7 +13,7 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, ShapeError
 from mpicoll.parallel.groups import communicator
 from mpicoll.parallel.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from mpicoll.torch.eager import eager
+from mpicoll.torch.no_compile import eager
 
 __all__ = ["vocab_parallel_cross_entropy"]
 

@@ -58,7 +58,7 @@ from mpicoll.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from mpicoll.parallel.shards import mark, shard_of
-from mpicoll.torch.eager import eager
+from mpicoll.torch.no_compile import eager
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -74,7 +74,7 @@ from mpicoll.collectives.reduce_scatter import reduce_scatter
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.parallel.groups import communicator
-from mpicoll.torch.eager import eager
+from mpicoll.torch.no_compile import eager
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",

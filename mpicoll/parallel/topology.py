@@ -22,7 +22,7 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, RankError, ShapeError
 from mpicoll.parallel import groups
 from mpicoll.torch import groups as torch_groups
-from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 if TYPE_CHECKING:
     from typing_extensions import Self

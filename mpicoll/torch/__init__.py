@@ -19,11 +19,11 @@ from mpicoll import autoload as _autoload
 
 if not _dist.is_available():
     raise ImportError("mpicoll.torch: this torch was built without torch.distributed; install another build of torch")
-_autoload.enroll()
+_autoload.register_backend()
 
 from mpicoll.torch import autograd  # noqa: E402  the backend has to be there first
-from mpicoll.torch.buckets import share_buckets  # noqa: E402
-from mpicoll.torch.collectives import (  # noqa: E402
+from mpicoll.torch.ddp_buckets import share_buckets  # noqa: E402
+from mpicoll.torch.dropin import (  # noqa: E402
     all_gather_into_tensor,
     all_gather_single,
     all_reduce,
@@ -34,7 +34,7 @@ from mpicoll.torch.collectives import (  # noqa: E402
     reduce_scatter_tensor,
 )
 from mpicoll.torch.groups import communicator  # noqa: E402
-from mpicoll.torch.survive import resilient  # noqa: E402
+from mpicoll.torch.resilience import resilient  # noqa: E402
 
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:

@@ -51,8 +51,8 @@ from mpicoll.collectives.reduce_scatter import reduce_scatter as native_reduce_s
 from mpicoll.collectives.scatter import scatter as native_scatter
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
+from mpicoll.torch.c10d_collectives import op_of
 from mpicoll.torch.groups import communicator
-from mpicoll.torch.jobs import op_of
 
 __all__ = [
     "all_gather",

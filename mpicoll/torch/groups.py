@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import resolve
 from mpicoll.errors import CommunicatorError, SetupError
-from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
 def default_group() -> ProcessGroupMpicoll | None:

@@ -14,7 +14,7 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Task, task
 from mpicoll.engine.record import Call
 from mpicoll.errors import DTypeError
-from mpicoll.torch.jobs import op_of
+from mpicoll.torch.c10d_collectives import op_of
 from mpicoll.torch.tensors import aside, cuda_devices
 
 

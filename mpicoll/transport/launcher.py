@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mpicoll.transport import probe
+from mpicoll.transport import launch_env
 
 _NAMES = ("mpirun", "mpiexec")
 
@@ -125,7 +125,7 @@ def _debian_names(library: str) -> list[str]:
 def _parents() -> list[Path]:
     """Where the program is that has started this process as a rank."""
     found = []
-    pid = os.getpid() if probe.launched(os.environ) else 0
+    pid = os.getpid() if launch_env.launched(os.environ) else 0
     with suppress(OSError, ValueError, IndexError):  # processes of others, or no /proc
         while pid > 1:
             # PID (NAME) STATE PARENT ..., where the name may contain anything.

@@ -29,7 +29,7 @@ from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
-from mpicoll.transport import probe, reductions, shm
+from mpicoll.transport import launch_env, reductions, shm
 from mpicoll.transport.base import (
     MARGIN,
     Envelope,
@@ -508,7 +508,7 @@ class MpiTransport:
     @property
     def own_cores(self) -> bool:
         # Not the cores to which this process is bound: a launcher gives each rank its own, if there are enough.
-        return probe.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
+        return launch_env.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
 
     @property
     def fence(self) -> Callable[[], object] | None:

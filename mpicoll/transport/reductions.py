@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpicoll import kept
+from mpicoll import user_cache
 from mpicoll.errors import MpicollError
-from mpicoll.transport import aware, launcher
+from mpicoll.transport import cuda_awareness, launcher
 from mpicoll.transport.base import Memory
 
 Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
@@ -81,7 +81,7 @@ def _valid(entry: Mapping[str, Any]) -> bool:
     )
 
 
-FILE = kept.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _valid)
+FILE = user_cache.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _valid)
 """Where it is kept what was found."""
 
 _IN_PLACE = ("Open MPI v5.", "MPICH Version: 5.", "Intel(R) MPI Library 2021.19")
@@ -140,8 +140,8 @@ def probe() -> tuple[dict[str, Any] | None, str]:
         step = next((one["step"] for one in reversed(told) if "step" in one), None)
         unable = next((one["unable"] for one in told if "unable" in one), None)
         if unable is not None or step is None or step in wrong or len(wrong) == _CRASHES:
-            return None, unable or f"a job of two ranks fails: {aware.last_words(ended)}"
-        how = f"did not end within {_SECONDS:g} s" if ended.status is None else aware.last_words(ended)
+            return None, unable or f"a job of two ranks fails: {cuda_awareness.last_words(ended)}"
+        how = f"did not end within {_SECONDS:g} s" if ended.status is None else cuda_awareness.last_words(ended)
         wrong[step] = f"the MPI library fails in {words(step)}: {how}"
     for one in found:
         wrong = one | wrong
@@ -154,11 +154,11 @@ def probe() -> tuple[dict[str, Any] | None, str]:
 def _trial(program: str, *arguments: str) -> tuple[launcher.Ended, list[dict[str, Any]]]:
     """How a trial of two ranks has ended, and what they have told."""
     ended = launcher.attempt(
-        [program, "-np", "2", *launcher.module(aware.TRIALS, *arguments)],
+        [program, "-np", "2", *launcher.module(cuda_awareness.TRIALS, *arguments)],
         launcher.environment_here(os.environ, root=os.geteuid() == 0),
         _SECONDS,
     )
-    return ended, list(aware.told_by(ended.output))
+    return ended, list(cuda_awareness.told_by(ended.output))
 
 
 def entry_of(conditions: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from support.scripts import run_scripts
 
 import mpicoll
 from mpicoll.cli import main
-from mpicoll.cli.bench import contestants, report
+from mpicoll.cli.bench import peers, report
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Task, bus_factor, wide
 from mpicoll.cli.bench.measure import Point, Result
 from mpicoll.cli.bench.overlap import Overlap
-from mpicoll.cli.bench.task import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Task, bus_factor, wide
 from mpicoll.errors import SetupError
 
 RANKS = 3
@@ -81,7 +81,7 @@ def results(task: Task, kind: Kind, form: str = "", out: bool = True) -> list[tu
 
     def rank() -> tuple[Case, Any]:
         case = Case(task, mpicoll.world().rank, kind)
-        ready = contestants.candidate("mpicoll", kind=kind, form=form, out=out).prepare(case)
+        ready = peers.candidate("mpicoll", kind=kind, form=form, out=out).prepare(case)
         value = ready.call()
         if form == "i":
             value = value.wait()
@@ -186,9 +186,9 @@ def test_statistics() -> None:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from mpicoll.cli import screen
+    from mpicoll.cli import formatting
 
-    screen.console().print(report.table(points(), first_peer="peer", settings="float32 sum"))
+    formatting.console().print(report.table(points(), first_peer="peer", settings="float32 sum"))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     title, header, _, first, second, *notes = lines
     assert title.startswith("allreduce, 2 ranks, float32 sum: median time per call")
@@ -283,7 +283,7 @@ def test_nccl_with_too_few_devices() -> None:
         mpi = SimpleNamespace(allgather=lambda value: [False, value])
 
     with pytest.raises(SetupError, match="needs a CUDA device for each rank of a node"):
-        contestants.of_torch("nccl", Comm(), kind="torch")  # type: ignore[arg-type]
+        peers.of_torch("nccl", Comm(), kind="torch")  # type: ignore[arg-type]
 
 
 # --- jobs

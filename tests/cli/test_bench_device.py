@@ -13,9 +13,9 @@ from support import fake_cuda
 from support.launch import ROOT, mpirun
 
 from mpicoll.cli import main
-from mpicoll.cli.bench import device, report
+from mpicoll.cli.bench import device_arrays, report
+from mpicoll.cli.bench.cases import Case, Task, wide
 from mpicoll.cli.bench.measure import Point, Result
-from mpicoll.cli.bench.task import Case, Task, wide
 
 
 def bench(size: int, file: Path, *arguments: str | Path, **variables: str) -> tuple[str, dict[str, Any]]:
@@ -38,7 +38,7 @@ def test_arrays_of_a_case(cuda: ModuleType, dtype: str) -> None:
     assert type(on_device.x) is cuda.ndarray
     np.testing.assert_array_equal(wide(on_device.x), wide(on_host.x))
     assert not wide(on_device.out).any()
-    device.arrays("cupy").copy(on_device.out, on_device.x)
+    device_arrays.arrays("cupy").copy(on_device.out, on_device.x)
     assert task.check(0, on_device.out) is None
     assert task.changed(0, on_device.x) is None
     on_device.reset()
@@ -46,7 +46,7 @@ def test_arrays_of_a_case(cuda: ModuleType, dtype: str) -> None:
 
 
 def test_a_copy_is_done_when_the_call_returns(cuda: ModuleType) -> None:
-    call, target = device.copying("cupy", 100)
+    call, target = device_arrays.copying("cupy", 100)
     call()
     stream = cuda.cuda.Stream(non_blocking=True)
     with stream:
@@ -117,14 +117,14 @@ sys.exit(main("bench --device cuda --array cupy --sizes 4,4k --seconds 0.01".spl
 
 
 def test_table_has_the_bound_once(capsys: pytest.CaptureFixture[str]) -> None:
-    from mpicoll.cli import screen
+    from mpicoll.cli import formatting
 
     results = {
         name: Result("timed", phase="mpi", calls=1, blocks=[time], takes="ipc" if name == "mpicoll" else "")
         for name, time in (("mpicoll", 4e-6), ("ring", 8e-6), ("gloo", 40e-6), ("copy", 2e-6))
     }
     points = [Point(Task("allreduce", 1 << 20, "float32", "sum", 2), results)]
-    screen.console().print(report.table(points, first_peer="gloo", bound="copy", settings="float32"))
+    formatting.console().print(report.table(points, first_peer="gloo", bound="copy", settings="float32"))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[1] == "size mpicoll / gloo / copy GB/s takes ring / gloo GB/s gloo GB/s copy / gloo GB/s"
     assert lines[3] == "1 MiB 4.00 µs 0.10 2.00 262 ipc 8.00 µs 0.20 131 40.0 µs 26.2 2.00 µs 0.05 524"

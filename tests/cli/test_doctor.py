@@ -17,7 +17,7 @@ from support.launch import ROOT
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
 from mpicoll.engine import tuned
-from mpicoll.transport import aware, launcher, reductions
+from mpicoll.transport import cuda_awareness, launcher, reductions
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
 
@@ -145,14 +145,14 @@ def test_on_a_fake_device(tmp_path: Path) -> None:
 def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[dict[str, bool]] = []
 
-    def verdict(**how: bool) -> aware.Verdict:
+    def verdict(**how: bool) -> cuda_awareness.Verdict:
         heard.append(how)
         evidence = {"send": "it crashes", "move": "it works", "reduce": "wrong data"}
-        return aware.Verdict(False, True, False, evidence, "tried now")
+        return cuda_awareness.Verdict(False, True, False, evidence, "tried now")
 
     device = {"index": 0, "name": "A", "memory": 1 << 30, "capability": "9.0", "bus": "1", "peers": [1]}
     device |= {"driver": "12.4", "runtime": "12.2", "cupy": "13"}
-    monkeypatch.setattr(aware, "verdict", verdict)
+    monkeypatch.setattr(cuda_awareness, "verdict", verdict)
     monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
     monkeypatch.setattr(doctor, "_trial", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
     for name in ("_versions", "_settings"):
@@ -523,6 +523,6 @@ def test_nccl() -> None:
 
 @pytest.mark.parametrize("status", [None, 139])
 def test_a_trial_that_says_nothing(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = launcher.Ended(status, f'{aware.MARK}{{"step": "x"}}\n', "Segmentation fault")
+    ended = launcher.Ended(status, f'{cuda_awareness.MARK}{{"step": "x"}}\n', "Segmentation fault")
     monkeypatch.setattr(launcher, "attempt", lambda *args: ended)
     assert doctor._trial("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")

@@ -138,6 +138,6 @@ def test_files_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_an_error_under_a_launcher_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpicoll.transport.probe.launched", lambda environment: True)
+    monkeypatch.setattr("mpicoll.transport.launch_env.launched", lambda environment: True)
     with pytest.raises(AlgorithmError, match="no collective 'nope'"):
         main(["simulate", "nope"])

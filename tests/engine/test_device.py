@@ -21,7 +21,7 @@ from mpicoll.engine import device as devices
 from mpicoll.engine.device import PIECE
 from mpicoll.engine.model import Shape, Table, site
 from mpicoll.engine.select import Choice, parse
-from mpicoll.transport import aware
+from mpicoll.transport import cuda_awareness
 
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 5)
 """Bytes of messages around those that pass at a time."""
@@ -154,13 +154,13 @@ def test_a_stream_that_nobody_waits_for_shows(cuda: ModuleType, monkeypatch: pyt
 
 def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    verdict = aware.verdict
+    verdict = cuda_awareness.verdict
 
-    def counted(*, probe: bool) -> aware.Verdict:
+    def counted(*, probe: bool) -> cuda_awareness.Verdict:
         asked.append(probe)
         return verdict(probe=False)
 
-    monkeypatch.setattr(aware, "verdict", counted)
+    monkeypatch.setattr(cuda_awareness, "verdict", counted)
 
     def main() -> None:
         world = mpicoll.world()
@@ -180,12 +180,12 @@ def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_can_not_tell_stops_all(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*, probe: bool) -> aware.Verdict:
+    def failing(*, probe: bool) -> cuda_awareness.Verdict:
         if mpicoll.world().rank == 1:
             raise mpicoll.SetupError("no such thing")
-        return aware.Verdict(False, False, False, {}, "test")
+        return cuda_awareness.Verdict(False, False, False, {}, "test")
 
-    monkeypatch.setattr(aware, "verdict", failing)
+    monkeypatch.setattr(cuda_awareness, "verdict", failing)
 
     def main() -> None:
         kind = mpicoll.SetupError if mpicoll.world().rank == 1 else mpicoll.DeviceError

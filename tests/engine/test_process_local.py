@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mpicoll
 from mpicoll.engine.progress import Job
-from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 REMEDIES = {
     "Communicator": r"split\(\) or group\(ranks\)",

@@ -29,7 +29,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-ENTRANCES = ("mpicoll", "mpicoll.autoload", "mpicoll.transport", "mpicoll.transport.probe")
+ENTRANCES = (
+    "mpicoll",
+    "mpicoll.autoload",
+    "mpicoll.backend_names",
+    "mpicoll.transport",
+    "mpicoll.transport.launch_env",
+)
 """The modules that an entry point needs."""
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mpicoll
-from mpicoll.torch.backend import ProcessGroupMpicoll
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 from mpicoll.torch.tensors import protected_inputs
 
 SIZE = 2

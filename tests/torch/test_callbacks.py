@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpicoll.torch import lanes
+from mpicoll.torch import callback_comms
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group")]
 
@@ -126,7 +126,7 @@ def test_coalesced_operations_have_callbacks_of_their_group() -> None:
     t = torch.ones(3)
     dist.all_reduce(t, async_op=True)
     work = group._end_coalescing(torch.device("cpu"))
-    assert work.get_future().then(lambda _: lanes.here.path).wait() == (group.group_name,)
+    assert work.get_future().then(lambda _: callback_comms.here.path).wait() == (group.group_name,)
     assert work.result()[0] is t
 
 

@@ -26,10 +26,10 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 import mpicoll
 from mpicoll.buffers.torch import TorchCudaLibrary
 from mpicoll.torch import autograd
-from mpicoll.torch import devices as own_devices
+from mpicoll.torch import current_device as own_devices
 from mpicoll.torch import tensors as own_tensors
-from mpicoll.torch.backend import ProcessGroupMpicoll
-from mpicoll.torch.buckets import _Buckets
+from mpicoll.torch.ddp_buckets import _Buckets
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 __all__ = ["cuda_torch"]
 

@@ -23,7 +23,7 @@ from support.launch import ROOT, mpirun
 
 import mpicoll
 import mpicoll.torch as dropin
-from mpicoll.autoload import own_name
+from mpicoll.backend_names import own_name
 
 OWN = (
     "all_gather_into_tensor",
@@ -399,7 +399,7 @@ print(time.perf_counter() - begin)
 """
 
 
-@pytest.mark.parametrize("function", ["register", "enroll"])
+@pytest.mark.parametrize("function", ["register", "register_backend"])
 def test_registration_takes_no_time(function: str) -> None:
     # tried again, because the machine may be busy with something else
     program = TIME.format(function=function)

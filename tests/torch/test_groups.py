@@ -13,7 +13,7 @@ from support.process_group import in_given_order
 
 import mpicoll
 import mpicoll.torch as dropin
-from mpicoll.torch import doors
+from mpicoll.torch import c10d_patches
 from mpicoll.torch import groups as torch_groups
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group")]
@@ -106,9 +106,9 @@ def test_torch_need_not_record_a_group(rank: int) -> None:
     """From 2.15 on it hooks a recorder into each group, for which one in Python has no place."""
     seen = []
     group = dist.new_group()
-    doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), group, "config", [rank])
-    doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), pg=group, global_ranks=[rank])
-    doors._maybe_attach_flight_recorder(lambda *args: seen.append(args), "another", "config", [rank])
+    c10d_patches._maybe_attach_flight_recorder(lambda *args: seen.append(args), group, "config", [rank])
+    c10d_patches._maybe_attach_flight_recorder(lambda *args: seen.append(args), pg=group, global_ranks=[rank])
+    c10d_patches._maybe_attach_flight_recorder(lambda *args: seen.append(args), "another", "config", [rank])
     assert seen == [("another", "config", [rank])]
     dist.destroy_process_group(group)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpicoll.transport import probe
+from mpicoll.transport import launch_env
 from mpicoll.transport.base import renumber
 
 
@@ -31,20 +31,20 @@ def test_renumber(nodes: list[int], numbers: tuple[int, ...]) -> None:
     ],
 )
 def test_launched_size(environ: dict[str, str], size: int | None) -> None:
-    assert probe.launched_size(environ) == size
+    assert launch_env.launched_size(environ) == size
 
 
 @pytest.mark.parametrize(
     "name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "PMI_FD", "PMI_PORT", "MV2_COMM_WORLD_SIZE"]
 )
 def test_signs_of_a_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "sys", type("NoModules", (), {"modules": {}}))
-    assert probe.launched({name: "0"})
-    assert not probe.launched({f"MY_{name}": "0", "SLURM_NTASKS": "8"})
+    monkeypatch.setattr(launch_env, "sys", type("NoModules", (), {"modules": {}}))
+    assert launch_env.launched({name: "0"})
+    assert not launch_env.launched({f"MY_{name}": "0", "SLURM_NTASKS": "8"})
 
 
 def test_mpi_that_is_loaded_is_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "sys", type("Modules", (), {"modules": {"mpi4py.MPI": None}}))
-    assert probe.launched({})
-    monkeypatch.setattr(probe, "sys", type("Modules", (), {"modules": {"mpi4py": None}}))
-    assert not probe.launched({})
+    monkeypatch.setattr(launch_env, "sys", type("Modules", (), {"modules": {"mpi4py.MPI": None}}))
+    assert launch_env.launched({})
+    monkeypatch.setattr(launch_env, "sys", type("Modules", (), {"modules": {"mpi4py": None}}))
+    assert not launch_env.launched({})

@@ -13,7 +13,7 @@ import pytest
 import mpicoll
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import CommunicationError
-from mpicoll.transport import aware, launcher, reductions
+from mpicoll.transport import cuda_awareness, launcher, reductions
 
 Change = Callable[[str, np.ndarray, np.ndarray, np.ndarray], Any]
 
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_written_is_no_harm(monkeypatch: pytest.MonkeyPatc
 
 
 def told(status: int | None, *what: dict[str, Any], errors: str = "") -> launcher.Ended:
-    return launcher.Ended(status, "".join(f"{aware.MARK}{json.dumps(one)}\n" for one in what), errors)
+    return launcher.Ended(status, "".join(f"{cuda_awareness.MARK}{json.dumps(one)}\n" for one in what), errors)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def jobs(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list
         ends = iter(ended)
 
         def attempt(command: list[str], environ: Any, seconds: float) -> launcher.Ended:
-            called.append(command[command.index(aware.TRIALS) + 1 :])
+            called.append(command[command.index(cuda_awareness.TRIALS) + 1 :])
             return next(ends)
 
         monkeypatch.setattr(launcher, "find", lambda: "mpirun")

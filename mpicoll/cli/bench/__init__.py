@@ -1,6 +1,6 @@
 """``mpicoll bench``: the collectives of this library against their peers, on the ranks that are there or on new ones.
 
-:mod:`~mpicoll.cli.bench.task` has what is measured, :mod:`~mpicoll.cli.bench.contestants` who takes part,
+:mod:`~mpicoll.cli.bench.cases` has what is measured, :mod:`~mpicoll.cli.bench.peers` who takes part,
 :mod:`~mpicoll.cli.bench.measure` how, and :mod:`~mpicoll.cli.bench.job` puts them together on each rank.
 """
 
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.cli import ranks, screen
+from mpicoll.cli import formatting, start_ranks
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
@@ -104,15 +104,15 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     from mpicoll.cli.bench import job
-    from mpicoll.transport import probe
+    from mpicoll.transport import launch_env
 
     settings = job.settings(_completed(args))
     settings.command = shlex.join(["mpicoll", *sys.argv[1:]])
     settings.progress = sys.stderr.isatty()
-    if probe.launched(os.environ):
+    if launch_env.launched(os.environ):
         return job.main(0, settings)
-    settings.width = screen.terminal_width()
-    return int(max(ranks.start(job.main, (settings,), settings.ranks or 2, settings.limit)))
+    settings.width = formatting.terminal_width()
+    return int(max(start_ranks.start(job.main, (settings,), settings.ranks or 2, settings.limit)))
 
 
 def _completed(args: argparse.Namespace) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _completed(args: argparse.Namespace) -> dict[str, Any]:
     if given["device"] == "cuda":
         sizes = "4,64,1k,4k,16k,64k,256k,1m,4m,16m,64m,256m"
     try:
-        given["sizes"] = screen.sizes(given["sizes"] or sizes, given.pop("factor"))
+        given["sizes"] = formatting.sizes(given["sizes"] or sizes, given.pop("factor"))
     except argparse.ArgumentTypeError as error:
         raise ArgumentError(f"--sizes: {error}") from error
     return given | {"kind": kind}

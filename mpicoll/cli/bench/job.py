@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import mpicoll
 from mpicoll import schedules
-from mpicoll.cli import screen
-from mpicoll.cli.bench import contestants, device, report
-from mpicoll.cli.bench.contestants import Contestant
+from mpicoll.cli import formatting
+from mpicoll.cli.bench import device_arrays, peers, report
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Task
 from mpicoll.cli.bench.measure import Point, Team, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
-from mpicoll.cli.bench.task import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Task
+from mpicoll.cli.bench.peers import Contestant
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
@@ -55,7 +55,7 @@ class Settings:
     json: Path | None
     plot: Path | None
     draw: str
-    array: device.Library | None = None
+    array: device_arrays.Library | None = None
     command: str = ""
     progress: bool = False
     width: int = 0
@@ -73,7 +73,7 @@ def settings(given: dict[str, Any]) -> Settings:
     _known("collective", collectives, COLLECTIVES)
     _known("dtype", [given["dtype"]], DTYPES)
     _known("op", [given["op"]], OPS)
-    array = device.wanted("bench", given["device"], given["array"], (given["dtype"],))
+    array = device_arrays.wanted("bench", given["device"], given["array"], (given["dtype"],))
     for option in ("like", "registered") if array is not None else ():
         if given[option] is not None:
             raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
@@ -88,7 +88,7 @@ def settings(given: dict[str, Any]) -> Settings:
         raise SetupError("bench: gloo, nccl, tensors and bench overhead need torch, which is not installed")
     _writable("--json", given["json"])
     if given["plot"] is not None:
-        screen.require_matplotlib()
+        formatting.require_matplotlib()
         _writable("--plot", given["plot"])
         if given["plot"].suffix not in (".png", ".svg", ".pdf"):
             raise ArgumentError(f"--plot {given['plot']}: must end in .png, .svg or .pdf")
@@ -117,9 +117,9 @@ def settings(given: dict[str, Any]) -> Settings:
     )
 
 
-def _against(text: str | None, array: device.Library | None) -> tuple[str, ...]:
-    peers = text or {None: "mpi4py", "torch": "gloo,nccl,copy", "cupy": "copy"}[array]
-    against = () if peers == "none" else tuple(peers.split(","))
+def _against(text: str | None, array: device_arrays.Library | None) -> tuple[str, ...]:
+    names = text or {None: "mpi4py", "torch": "gloo,nccl,copy", "cupy": "copy"}[array]
+    against = () if names == "none" else tuple(names.split(","))
     _known("peer", against, PEERS)
     if array is not None and "mpi4py" in against:
         raise ArgumentError(
@@ -164,13 +164,13 @@ def main(rank: int, asked: Settings) -> int:
         raise ArgumentError(f"bench: -np {asked.ranks}, but the launcher has started {comm.size} ranks; leave -np out")
     team = Team(comm)
     try:
-        device.give(team, asked.array)
+        device_arrays.give(team, asked.array)
         {"sweep": _sweep, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
         status = 0
     except (Wrong, SetupError) as error:
         team.tell(error)
         status = 1 if isinstance(error, Wrong) else 2
-    contestants.close()
+    peers.close()
     # Ranks that exit with a status end the job; the others may have something to say before.
     team.barrier()
     return status
@@ -185,8 +185,8 @@ def _kind(asked: Settings) -> Kind:
 def _sweep(team: Team, asked: Settings) -> None:
     kind = _kind(asked)
     form = "_init" if asked.plan else ""
-    entered = [contestants.candidate("mpicoll", kind=kind, form=form)]
-    entered += [contestants.candidate(one, kind=kind, form=form, algorithm=one) for one in asked.algorithms]
+    entered = [peers.candidate("mpicoll", kind=kind, form=form)]
+    entered += [peers.candidate(one, kind=kind, form=form, algorithm=one) for one in asked.algorithms]
     entered += [_peer(one, team.comm, asked.like if asked.array is None else kind) for one in asked.against]
     points = _measured(team, asked, entered)
     first_peer = asked.against[0] if asked.against else None
@@ -198,41 +198,41 @@ def _sweep(team: Team, asked: Settings) -> None:
 
 def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
     if name == "mpi4py":
-        return contestants.mpi4py(comm, kind=like)
+        return peers.mpi4py(comm, kind=like)
     if name == "copy":
-        return contestants.copy(like)
+        return peers.copy(like)
     try:
-        return contestants.of_torch(name, comm, kind=like)
+        return peers.of_torch(name, comm, kind=like)
     except SetupError as error:
         if like != "cuda torch":
             raise
         # It is measured unasked there, wherever it can be.
-        return contestants.absent(name, like, str(error))
+        return peers.absent(name, like, str(error))
 
 
 def _overhead(team: Team, asked: Settings) -> None:
-    through_torch = partial(contestants.of_torch, "mpicoll", team.comm, kind="torch", apart=False)
+    through_torch = partial(peers.of_torch, "mpicoll", team.comm, kind="torch", apart=False)
     entered = [
-        contestants.mpi4py(team.comm, kind="numpy"),
-        contestants.candidate("call", kind="numpy", out=False),
-        contestants.candidate("out=", kind="numpy"),
-        contestants.candidate("counts=, out=", kind="numpy", counts=True),
-        contestants.candidate("None elsewhere, out=", kind="numpy", absent=True),
-        contestants.candidate("strided, out=", kind="numpy", strided=True),
-        contestants.waited(contestants.candidate("i-form, wait", kind="numpy", form="i")),
-        contestants.candidate("plan", kind="numpy", form="_init"),
-        contestants.mpi4py(team.comm, kind="torch", name="mpi4py, tensor"),
-        contestants.candidate("tensor", kind="torch", out=False),
-        contestants.candidate("tensor, out=", kind="torch"),
-        contestants.candidate("tensor, counts=, out=", kind="torch", counts=True),
-        contestants.candidate("tensor, None, out=", kind="torch", absent=True),
-        contestants.candidate("tensor, plan", kind="torch", form="_init"),
+        peers.mpi4py(team.comm, kind="numpy"),
+        peers.candidate("call", kind="numpy", out=False),
+        peers.candidate("out=", kind="numpy"),
+        peers.candidate("counts=, out=", kind="numpy", counts=True),
+        peers.candidate("None elsewhere, out=", kind="numpy", absent=True),
+        peers.candidate("strided, out=", kind="numpy", strided=True),
+        peers.waited(peers.candidate("i-form, wait", kind="numpy", form="i")),
+        peers.candidate("plan", kind="numpy", form="_init"),
+        peers.mpi4py(team.comm, kind="torch", name="mpi4py, tensor"),
+        peers.candidate("tensor", kind="torch", out=False),
+        peers.candidate("tensor, out=", kind="torch"),
+        peers.candidate("tensor, counts=, out=", kind="torch", counts=True),
+        peers.candidate("tensor, None, out=", kind="torch", absent=True),
+        peers.candidate("tensor, plan", kind="torch", form="_init"),
         through_torch(name="torch"),
-        contestants.waited(through_torch(name="torch, async", asynchronous=True)),
+        peers.waited(through_torch(name="torch, async", asynchronous=True)),
     ]
     points = _measured(team, asked, entered)
     if team.rank == 0:
-        screen.console(asked.width).print(*report.overhead(points, {one.name: one.kind for one in entered}))
+        formatting.console(asked.width).print(*report.overhead(points, {one.name: one.kind for one in entered}))
         _write(team, asked, {"points": report.as_json(points)})
 
 
@@ -241,7 +241,7 @@ def _measured(team: Team, asked: Settings, entered: Sequence[Contestant]) -> lis
     points = []
     with _progress(team, asked, len(tasks)) as step:
         for task in tasks:
-            label = f"{task.collective} {screen.nbytes(task.nbytes)}"
+            label = f"{task.collective} {formatting.nbytes(task.nbytes)}"
             points.append(
                 measure(
                     team,
@@ -258,30 +258,30 @@ def _measured(team: Team, asked: Settings, entered: Sequence[Contestant]) -> lis
 
 def _overlaps(team: Team, asked: Settings) -> None:
     if asked.like == "torch":
-        entered = contestants.of_torch("mpicoll", team.comm, kind="torch", asynchronous=True)
+        entered = peers.of_torch("mpicoll", team.comm, kind="torch", asynchronous=True)
         form = "async_op of torch"
     else:
-        entered = contestants.candidate("mpicoll", kind="numpy", form="i")
+        entered = peers.candidate("mpicoll", kind="numpy", form="i")
         form = "the i-form"
     tasks = _tasks(team, asked)
     found: list[Overlap] = []
     with _progress(team, asked, len(tasks)) as step:
         for task in tasks:
             found.append(overlap(team, task, entered, asked.compute, asked.seconds))
-            step(f"{task.collective} {screen.nbytes(task.nbytes)}", 1)
+            step(f"{task.collective} {formatting.nbytes(task.nbytes)}", 1)
     if team.rank != 0:
         return
     rows = [
         [
-            f"{one.task.collective} {screen.nbytes(one.task.nbytes)}",
-            *map(screen.seconds, (one.pure, one.compute, one.total)),
+            f"{one.task.collective} {formatting.nbytes(one.task.nbytes)}",
+            *map(formatting.seconds, (one.pure, one.compute, one.total)),
             f"{one.percent:.0f} %",
         ]
         for one in found
     ]
     title = f"overlap of {form}, {team.size} ranks, {_label(asked)}, compute: {asked.compute}"
     columns = ("", "pure", "compute", "total", "hidden")
-    screen.console(asked.width).print(screen.table(title, columns, rows))
+    formatting.console(asked.width).print(formatting.table(title, columns, rows))
     overlaps = []
     for one in found:
         task = one.task
@@ -307,7 +307,7 @@ def _tasks(team: Team, asked: Settings) -> list[Task]:
 def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: str | None) -> None:
     if team.rank != 0:
         return
-    console = screen.console(asked.width)
+    console = formatting.console(asked.width)
     for collective in dict.fromkeys(point.task.collective for point in points):
         chosen = [point for point in points if point.task.collective == collective]
         bound = "copy" if asked.array is not None else None
@@ -318,7 +318,7 @@ def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: st
 def _write(team: Team, asked: Settings, measured: dict[str, Any]) -> None:
     if asked.json is not None:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in _public(asked).items()}
-        told = {} if asked.array is None else device.facts()
+        told = {} if asked.array is None else device_arrays.facts()
         report.write(asked.json, team.comm, asked.command, plain, told | measured)
 
 
@@ -336,7 +336,7 @@ def _label(asked: Settings) -> str:
 @contextmanager
 def _progress(team: Team, asked: Settings, total: int) -> Iterator[Callable[[str, int], None]]:
     """Gives ``step(what, done)``, which moves the bar on rank 0's terminal, and does nothing elsewhere."""
-    with screen.progress(team.rank == 0 and asked.progress) as bar:
+    with formatting.progress(team.rank == 0 and asked.progress) as bar:
         task = bar.add_task("", total=total)
 
         def step(what: str, done: int) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench.contestants import Call, Contestant, Ready, Unavailable
-from mpicoll.cli.bench.task import Case, Kind, Task
+from mpicoll.cli.bench.cases import Case, Kind, Task
+from mpicoll.cli.bench.peers import Call, Contestant, Ready, Unavailable
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import AlgorithmError, MpicollError, SetupError
 

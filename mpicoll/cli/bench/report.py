@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.cli import screen
+from mpicoll.cli import formatting
 from mpicoll.cli.bench.measure import Point, Result
 from mpicoll.engine.communicator import Communicator
 
@@ -27,7 +27,9 @@ _SLOWEST = 10
 """How many forms of calls are named as the slowest."""
 
 
-def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None) -> screen.Table:
+def table(
+    points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None
+) -> formatting.Table:
     """The points of one collective: sizes down, contestants across; ratios are to `first_peer`, and those of
     mpicoll's own choice also to `bound`."""
     task = points[0].task
@@ -50,7 +52,7 @@ def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bou
             columns.append("takes")
     rows = []
     for point in points:
-        row = [screen.nbytes(point.task.nbytes)]
+        row = [formatting.nbytes(point.task.nbytes)]
         for name in names:
             others = [one for one in (first_peer, bound if name == "mpicoll" else None) if one not in (None, name)]
             row += _cells(point, name, [point.results[one] for one in others])
@@ -59,10 +61,10 @@ def table(points: Sequence[Point], *, first_peer: str | None, settings: str, bou
         rows.append(row)
     what = f"{task.collective}, {task.ranks} ranks, {settings}: median time per call"
     what += ", and busbw" if task.nbytes else ""
-    return screen.table(what, columns, rows, caption="\n".join(_notes(points)) or None)
+    return formatting.table(what, columns, rows, caption="\n".join(_notes(points)) or None)
 
 
-def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[screen.Table]:
+def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[formatting.Table]:
     """What forms of a call cost, a table for each collective and one of the slowest: ratios are to mpi4py on the same
     kind of array, which `kinds` gives."""
     reference: dict[str, str] = {}
@@ -78,20 +80,20 @@ def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[screen.T
             row = [name]
             for point in chosen:
                 result, base = point.results[name], point.results[reference[kind]]
-                cell = screen.seconds(result.median) if result.state == "timed" else _STATES[result.state]
+                cell = formatting.seconds(result.median) if result.state == "timed" else _STATES[result.state]
                 if base is not result and result.state == base.state == "timed":
                     ratio = result.median / base.median
                     cell += f" {ratio:5.2f}"
-                    found.append((ratio, f"{collective} {screen.nbytes(point.task.nbytes)}", name))
+                    found.append((ratio, f"{collective} {formatting.nbytes(point.task.nbytes)}", name))
                 row.append(cell)
             if set(row[1:]) != {_STATES["absent"]}:
                 rows.append(row)
         what = f"{collective}, {settings}: median time, and its ratio to mpi4py's on such arrays"
-        sizes = [screen.nbytes(point.task.nbytes) for point in chosen]
+        sizes = [formatting.nbytes(point.task.nbytes) for point in chosen]
         wrong = [note for note in _notes(chosen) if "is wrong" in note]
-        tables.append(screen.table(what, ["", *sizes], rows, caption="\n".join(wrong) or None))
+        tables.append(formatting.table(what, ["", *sizes], rows, caption="\n".join(wrong) or None))
     slowest = [[name, where, f"{ratio:.2f}"] for ratio, where, name in sorted(found, reverse=True)[:_SLOWEST]]
-    tables.append(screen.table("the slowest", ["", "", "/ mpi4py"], slowest))
+    tables.append(formatting.table("the slowest", ["", "", "/ mpi4py"], slowest))
     return tables
 
 
@@ -99,12 +101,12 @@ def _cells(point: Point, name: str, references: Sequence[Result]) -> list[str]:
     """Time, ratio to each of the `references`, and busbw."""
     result = point.results[name]
     done = result.state == "timed"
-    cells = [screen.seconds(result.median) if done else _STATES[result.state]]
+    cells = [formatting.seconds(result.median) if done else _STATES[result.state]]
     for reference in references:
         both = done and reference.state == "timed"
         cells.append(f"{result.median / reference.median:.2f}" if both else "")
     if point.task.nbytes:
-        cells.append(screen.rate(point.task.busbw(result.median)) if done else "")
+        cells.append(formatting.rate(point.task.busbw(result.median)) if done else "")
     return cells
 
 
@@ -209,7 +211,7 @@ def plot(path: Path, points: Sequence[Point], *, against: str, title: str) -> No
 
     Raises SetupError without matplotlib.
     """
-    screen.require_matplotlib()
+    formatting.require_matplotlib()
     from matplotlib.figure import Figure
 
     collectives = list(dict.fromkeys(point.task.collective for point in points if point.task.nbytes))
@@ -254,7 +256,7 @@ def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: screen.nbytes(size)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: formatting.nbytes(size)))
     axes.tick_params(axis="x", labelrotation=45)
     if against == "time":
         axes.yaxis.set_major_formatter(FuncFormatter(lambda time, _: _plain(time * 1e6)))

@@ -30,8 +30,8 @@ from mpicoll.parallel import gradients, groups
 from mpicoll.parallel.lines import explained
 from mpicoll.parallel.p2p import PipeP2P
 from mpicoll.parallel.pipeline import schedules
-from mpicoll.parallel.pipeline.halves import backward, backward_input, own_memory
 from mpicoll.parallel.pipeline.schedules import Action
+from mpicoll.parallel.pipeline.split_backward import backward, backward_input, own_memory
 from mpicoll.parallel.pipeline.timeline import Timeline, measured
 from mpicoll.parallel.pipeline.verify import verify
 

@@ -14,7 +14,7 @@ import pytest
 
 import mpicoll
 from mpicoll import cli
-from mpicoll.cli import screen
+from mpicoll.cli import formatting
 from mpicoll.errors import SetupError
 
 
@@ -31,17 +31,17 @@ from mpicoll.errors import SetupError
     ],
 )
 def test_sizes(text: str, expected: list[int]) -> None:
-    assert screen.sizes(text) == expected
+    assert formatting.sizes(text) == expected
 
 
 def test_sizes_by_another_factor() -> None:
-    assert screen.sizes("8-1k", 4) == [8, 32, 128, 512]
+    assert formatting.sizes("8-1k", 4) == [8, 32, 128, 512]
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "8-", "64k-4k", "1.5m", "8,,9", "-8", "1t"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        screen.sizes(text)
+        formatting.sizes(text)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_no_sizes(text: str) -> None:
     ],
 )
 def test_nbytes(number: int, expected: str) -> None:
-    assert screen.nbytes(number) == expected
+    assert formatting.nbytes(number) == expected
 
 
 @pytest.mark.parametrize(
@@ -76,18 +76,18 @@ def test_nbytes(number: int, expected: str) -> None:
     ],
 )
 def test_seconds(time: float, expected: str) -> None:
-    assert screen.seconds(time) == expected
+    assert formatting.seconds(time) == expected
 
 
 @pytest.mark.parametrize(("per_second", "expected"), [(1e6, "0.00"), (1.5e9, "1.50"), (123.4e9, "123")])
 def test_rate(per_second: float, expected: str) -> None:
-    assert screen.rate(per_second) == expected
+    assert formatting.rate(per_second) == expected
 
 
 def test_a_table_is_complete_where_stdout_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"column {number}" for number in range(12)]
     # Square brackets are no markup.
-    screen.console().print(screen.table("[bold]title", names, [["[red]cell"] * 12], caption="caption"))
+    formatting.console().print(formatting.table("[bold]title", names, [["[red]cell"] * 12], caption="caption"))
     title, header, line, row, caption = (one for one in capsys.readouterr().out.splitlines() if one.strip())
     assert title.strip() == "[bold]title"
     assert all(name in header for name in names)
@@ -106,7 +106,7 @@ def test_columns_that_do_not_fit_go_below(
         monkeypatch.setitem(sys.modules, "rich.console", None)
     heads = ["name", *(f"column {number}" for number in range(12))]
     rows = [[f"row {row}", *(f"{row}.{column:06}" for column in range(12))] for row in range(2)]
-    screen.console(columns).print(screen.table("[title]", heads, rows, caption="caption"))
+    formatting.console(columns).print(formatting.table("[title]", heads, rows, caption="caption"))
     plain = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     lines = plain.splitlines()
     assert lines[0] == "[title]"
@@ -120,7 +120,7 @@ def test_columns_that_do_not_fit_go_below(
 
 def test_no_progress_unless_it_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (False, True):
-        with screen.progress(shown) as bar:
+        with formatting.progress(shown) as bar:
             task = bar.add_task("something", total=2)
             bar.update(task, advance=1)
             bar.refresh()
@@ -133,8 +133,10 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     """Tables are plain text, and there is no progress bar."""
     for name in ("rich", "rich.console", "rich.progress"):
         monkeypatch.setitem(sys.modules, name, None)
-    screen.console(0).print(screen.table("title", ["a", "bcd"], [["1234", "5"]], caption="caption"), "[red]line")
-    with screen.progress(True) as bar:
+    formatting.console(0).print(
+        formatting.table("title", ["a", "bcd"], [["1234", "5"]], caption="caption"), "[red]line"
+    )
+    with formatting.progress(True) as bar:
         bar.update(bar.add_task("something", total=2), advance=1)
         bar.refresh()
     out, err = capsys.readouterr()
@@ -213,9 +215,9 @@ def test_files_that_can_not_be_used(words: str, tmp_path: Path, capsys: pytest.C
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SetupError, match=r"pip install 'mpicoll\[plot\]'"):
-        screen.require_matplotlib()
+        formatting.require_matplotlib()
 
 
 def test_width_of_what_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert screen.terminal_width() == 0
+    assert formatting.terminal_width() == 0

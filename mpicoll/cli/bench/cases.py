@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 import mpicoll
-from mpicoll.cli.bench import device
+from mpicoll.cli.bench import device_arrays
 from mpicoll.errors import SetupError
 
 Wide: TypeAlias = npt.NDArray[Any]
@@ -229,8 +229,8 @@ def wide(array: Any) -> Wide:
     if isinstance(array, np.ndarray):
         return array.astype(_wide_dtype(array.dtype.name))
     name = str(array.dtype).removeprefix("torch.")
-    library: device.Library = "cupy" if hasattr(array.dtype, "kind") else "torch"
-    copied: Wide = device.arrays(library).on_host(array, _wide_dtype(name))
+    library: device_arrays.Library = "cupy" if hasattr(array.dtype, "kind") else "torch"
+    copied: Wide = device_arrays.arrays(library).on_host(array, _wide_dtype(name))
     return copied
 
 
@@ -260,14 +260,14 @@ class Case:
             self._fill(self.x, tiled(self.task.pattern(self.rank), 0, self.task.given(self.rank)))
 
     @property
-    def on_device(self) -> device.Library | None:
+    def on_device(self) -> device_arrays.Library | None:
         """Whose arrays on a device these are, if they are."""
         where, _, library = self.kind.partition(" ")
-        return cast("device.Library", library) if where == "cuda" else None
+        return cast("device_arrays.Library", library) if where == "cuda" else None
 
     def _array(self, count: int) -> Any:
         if self.on_device is not None:
-            return device.arrays(self.on_device).zeros(count, self.task.dtype)
+            return device_arrays.arrays(self.on_device).zeros(count, self.task.dtype)
         like: Literal["numpy", "torch"] = "torch" if self.kind.endswith("torch") else "numpy"
         dtype: Any
         if like == "torch":
@@ -284,7 +284,7 @@ class Case:
         if isinstance(array, np.ndarray):
             array[:] = values
         elif self.on_device is not None:
-            device.arrays(self.on_device).fill(array, values)
+            device_arrays.arrays(self.on_device).fill(array, values)
         else:
             import torch
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.torch.backend import ProcessGroupMpicoll
-from mpicoll.torch.quick import Quick
+from mpicoll.torch.fast_path import Quick
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
 def _quick(group: Any) -> Quick | None:

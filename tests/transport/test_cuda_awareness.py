@@ -18,8 +18,8 @@ from support.launch import ROOT, mpirun
 
 from mpicoll.config import Config
 from mpicoll.errors import SetupError
-from mpicoll.transport import aware, launcher
-from mpicoll.transport.aware import CLASSES, Verdict, verdict
+from mpicoll.transport import cuda_awareness, launcher
+from mpicoll.transport.cuda_awareness import CLASSES, Verdict, verdict
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
 
@@ -30,7 +30,7 @@ FILE = "mpicoll/cuda-aware.json"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of verdicts, which isn't there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(aware, "_known", None)
+    monkeypatch.setattr(cuda_awareness, "_known", None)
     return tmp_path / "cache" / FILE
 
 
@@ -41,7 +41,7 @@ def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError(args)
 
-    monkeypatch.setattr(aware, "_probe", refuse)
+    monkeypatch.setattr(cuda_awareness, "_probe", refuse)
 
 
 @pytest.fixture
@@ -58,12 +58,12 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def says(**what: str) -> str:
-    return f"echo '{aware.MARK}{json.dumps(what)}'"
+    return f"echo '{cuda_awareness.MARK}{json.dumps(what)}'"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process is."""
-    monkeypatch.setattr(aware, "_known", None)
+    monkeypatch.setattr(cuda_awareness, "_known", None)
 
 
 def of(found: Verdict) -> list[bool]:
@@ -80,7 +80,7 @@ def of(found: Verdict) -> list[bool]:
 @pytest.mark.usefixtures("no_trials")
 def test_what_the_user_says_counts(text: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     read = Config.read({"MPICOLL_CUDA_AWARE": text})
-    monkeypatch.setattr(aware, "config", lambda: read)
+    monkeypatch.setattr(cuda_awareness, "config", lambda: read)
     found = verdict(probe=True, fresh=True)
     assert of(found) == expected
     assert found.source.startswith("MPICOLL_CUDA_AWARE=")
@@ -147,8 +147,9 @@ def test_an_mpi_that_does_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("fake")
 def test_inside_of_a_job(cache: Path) -> None:
     program = (
-        f"import sys; sys.path.insert(0, {str(FAKE)!r}); from mpi4py import MPI; from mpicoll.transport import aware;"
-        " found = aware.verdict(probe=True); print(found.send, found.move, found.reduce, found.evidence)"
+        f"import sys; sys.path.insert(0, {str(FAKE)!r}); from mpi4py import MPI;"
+        " from mpicoll.transport import cuda_awareness;"
+        " found = cuda_awareness.verdict(probe=True); print(found.send, found.move, found.reduce, found.evidence)"
     )
     done = mpirun(1, "-c", program, FAKECUDA_AWARE="1", seconds=100)
     assert "True True True" in done.stdout, done.stdout
@@ -159,17 +160,17 @@ def test_inside_of_a_job(cache: Path) -> None:
 def test_transfers_that_another_thread_completes() -> None:
     """MPI may take device memory in the threads of the program alone; but the poller has one of its own."""
     program = (
-        "import sys, threading; from mpicoll.cli import trials; from mpicoll.transport import mpi;"
+        "import sys, threading; from mpicoll.cli import probes; from mpicoll.transport import mpi;"
         " test = mpi.MpiPending.test\n"
         "def elsewhere(self):\n"
         "    assert threading.current_thread() is threading.main_thread(), 'no context'\n"
         "    return test(self)\n"
         "mpi.MpiPending.test = elsewhere\n"
-        "sys.exit(trials.main('send'))"
+        "sys.exit(probes.main('send'))"
     )
     done = mpirun(2, "-c", program, **fake_cuda.environment(FAKECUDA_AWARE="1"))
     assert done.returncode != 0
-    steps = [one["step"] for one in aware.told_by(done.stdout) if "step" in one]
+    steps = [one["step"] for one in cuda_awareness.told_by(done.stdout) if "step" in one]
     assert steps[-1] == "Isend and Irecv that another thread completes of 8 bytes", done.stdout
 
 
@@ -213,7 +214,7 @@ def test_a_launcher_that_fails(pretend: Callable[..., None], cache: Path) -> Non
 
 
 def test_a_trial_that_hangs(pretend: Callable[..., None], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aware, "_SECONDS", 0.5)
+    monkeypatch.setattr(cuda_awareness, "_SECONDS", 0.5)
     pretend(says(step="Bcast of 8 bytes"), "exec sleep 1000")
     begin = time.monotonic()
     found = verdict(probe=True)
@@ -252,13 +253,15 @@ GOOD = {name: name == "send" for name in CLASSES}
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    depends = aware._depends()
+    depends = cuda_awareness._depends()
     return {**depends, "good": GOOD, "evidence": dict.fromkeys(CLASSES, "seen"), "tried": "yesterday", **changes}
 
 
 def put(file: Path, *entries: Any, **changes: Any) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"format": aware.FORMAT, "version": aware.VERSION, "entries": entries, **changes}))
+    file.write_text(
+        json.dumps({"format": cuda_awareness.FORMAT, "version": cuda_awareness.VERSION, "entries": entries, **changes})
+    )
 
 
 @pytest.mark.usefixtures("no_trials")
@@ -273,7 +276,7 @@ def test_what_was_found_before(cache: Path) -> None:
     "name", ["machine", "gpus", "driver", "mpi", "library", "mpi4py", "settings"], ids="another-{}".format
 )
 def test_what_was_found_elsewhere_does_not_count(name: str, cache: Path) -> None:
-    assert name in aware._depends()
+    assert name in cuda_awareness._depends()
     put(cache, entry(**{name: "another"}))
     assert verdict(probe=False).source == "not probed"
 

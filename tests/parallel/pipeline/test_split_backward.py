@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from mpicoll.errors import ArgumentError
-from mpicoll.parallel.pipeline.halves import backward_input
+from mpicoll.parallel.pipeline.split_backward import backward_input
 
 
 def leaf(*values: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What programs keep for later ones: where, and how it is written."""
+"""Files in the user's cache directory: where they are, and how they are written."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ENTRIES = 100
 """That a file has at most; the newest are kept."""
 
 
-def place(name: str) -> Path | None:
-    """The file of that name among those that mpicoll keeps for a user; None where there is no home directory."""
+def cache_file(name: str) -> Path | None:
+    """Return the path of the file `name` in mpicoll's cache directory; None where there is no home directory."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -27,9 +27,11 @@ def place(name: str) -> Path | None:
     return Path(cache) / "mpicoll" / name
 
 
-def replace(path: Path, text: str) -> None:
-    """Let the file hold `text`. It is replaced as a whole: whoever reads it meanwhile sees the one or the other. Raises
-    OSError, and leaves nothing behind, if it can't be written."""
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the contents of the file by `text` atomically: a concurrent reader sees the old or the new contents.
+
+    Raises OSError, and leaves no temporary file behind, if it can't be written.
+    """
     draft = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ class Entries:
     @property
     def path(self) -> Path | None:
         """The file; None where there is no home directory."""
-        return place(self.name)
+        return cache_file(self.name)
 
     def read(self, conditions: Mapping[str, Any]) -> dict[str, Any] | None:
         """The entry that was found under just these conditions."""
@@ -76,7 +78,7 @@ class Entries:
         entries = [*others[1 - _ENTRIES :], entry]
         content = {"format": self.format, "version": self.version, "entries": entries}
         try:
-            replace(path, json.dumps(content, indent=1) + "\n")
+            write_atomically(path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             return f"but {path} can't be written: {error.strerror}"
         return f"kept in {path}"

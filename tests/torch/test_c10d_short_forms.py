@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import mpicoll
-from mpicoll.torch.backend import ProcessGroupMpicoll
-from mpicoll.torch.mixed import MixedProcessGroup
-from mpicoll.torch.short_forms import _FORMS
+from mpicoll.torch.c10d_short_forms import _FORMS
+from mpicoll.torch.mixed_process_group import MixedProcessGroup
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 SIZE = 2
 BOUND = timedelta(seconds=30)

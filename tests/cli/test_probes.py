@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.cli import trials
-from mpicoll.cli.trials import Wrong, main
-from mpicoll.transport import aware, reductions
+from mpicoll.cli import probes
+from mpicoll.cli.probes import Wrong, main
+from mpicoll.transport import cuda_awareness, reductions
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for one in aware.told_by(capsys.readouterr().out):
+    for one in cuda_awareness.told_by(capsys.readouterr().out):
         found |= one
     return found
 
@@ -28,7 +28,7 @@ def trial(cuda: Any) -> Any:
     """A trial that no other rank takes part in."""
     from mpicoll.buffers.cupy import cuda_device
 
-    made = trials._Trial.__new__(trials._Trial)
+    made = probes._Trial.__new__(probes._Trial)
     made.device, made.rank, made._serial = cuda_device(0), 0, 0
     return made
 
@@ -59,7 +59,7 @@ def test_data_where_there_should_be_none(trial: Any) -> None:
 
 
 def test_ranks_know_what_the_others_have() -> None:
-    one, other = (trials._Trial.__new__(trials._Trial) for _ in range(2))
+    one, other = (probes._Trial.__new__(probes._Trial) for _ in range(2))
     one._serial = other._serial = 0
     for _ in range(2):
         for mine, theirs in zip(one.data(800), other.data(800), strict=True):
@@ -69,7 +69,7 @@ def test_ranks_know_what_the_others_have() -> None:
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(Wrong("x"), {"wrong": "x"}), (trials.Unable("y"), {"unable": "y"}), (ImportError("z"), {"unable": "z"})],
+    [(Wrong("x"), {"wrong": "x"}), (probes.Unable("y"), {"unable": "y"}), (ImportError("z"), {"unable": "z"})],
     ids=["wrong", "unable", "import"],
 )
 def test_how_trials_end(
@@ -78,11 +78,11 @@ def test_how_trials_end(
     def fails() -> Any:
         raise error
 
-    monkeypatch.setitem(trials._TRIALS, "job", fails)
+    monkeypatch.setitem(probes._TRIALS, "job", fails)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     assert main("job") == 1
     assert told(capsys) == said
-    monkeypatch.setitem(trials._TRIALS, "job", lambda: {"all": "well"})
+    monkeypatch.setitem(probes._TRIALS, "job", lambda: {"all": "well"})
     assert main("job") == 0
     assert told(capsys) == {"done": {"all": "well"}}
 
@@ -96,8 +96,10 @@ def test_what_nobody_has_thought_of(capsys: pytest.CaptureFixture[str], monkeypa
 
 
 def test_lines_of_others_are_no_harm() -> None:
-    text = f"hello\n{aware.MARK}{json.dumps({'a': 1})}\n{aware.MARK}{{half\nx{aware.MARK}{{}}\n"
-    assert list(aware.told_by(text)) == [{"a": 1}]
+    text = (
+        f"hello\n{cuda_awareness.MARK}{json.dumps({'a': 1})}\n{cuda_awareness.MARK}{{half\nx{cuda_awareness.MARK}{{}}\n"
+    )
+    assert list(cuda_awareness.told_by(text)) == [{"a": 1}]
 
 
 class _Whole:
@@ -143,7 +145,7 @@ class _Whole:
 def test_collectives_that_reduce_wrongly(rank: int) -> None:
     def why(spoiled: str) -> str | None:
         transport: Any = SimpleNamespace(native=_Whole(rank, spoiled), rank=rank)
-        return trials._collectives(transport, "max", np.dtype(np.uint16), 33)
+        return probes._collectives(transport, "max", np.dtype(np.uint16), 33)
 
     assert why("none of them") is None
     both = ("Allreduce", "Allreduce in place", "Scan", "Scan in place", "Reduce_scatter", "Reduce_scatter_block")
@@ -171,8 +173,8 @@ def test_reductions_of_device_memory(trial: Any) -> None:
     )
     tried: set[str] = set()
     spoiled = ""
-    trials._on_all_dtypes(trial)
+    probes._on_all_dtypes(trial)
     assert tried == {reductions.name(*one) for one in reductions.PAIRS} - wrong
     spoiled = "min B"
     with pytest.raises(Wrong, match=r"Allreduce \(min of uint8\) of 65536 bytes of device memory gives wrong data"):
-        trials._on_all_dtypes(trial)
+        probes._on_all_dtypes(trial)

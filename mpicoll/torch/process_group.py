@@ -31,10 +31,10 @@ from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.record import Call
 from mpicoll.engine.watch import FULL_FROM
 from mpicoll.errors import ArgumentError, RankError
-from mpicoll.torch import jobs, monitor, sparse
-from mpicoll.torch.lanes import Lanes, here
-from mpicoll.torch.quick import Quick
-from mpicoll.torch.short_forms import full_form, takes_short_forms
+from mpicoll.torch import barrier_monitor, c10d_collectives, sparse
+from mpicoll.torch.c10d_short_forms import full_form, takes_short_forms
+from mpicoll.torch.callback_comms import Lanes, here
+from mpicoll.torch.fast_path import Quick
 from mpicoll.torch.tensors import check_plain, flat_input, in_place
 from mpicoll.torch.work import Received, Together, Work, transfer
 
@@ -190,7 +190,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         quick = None if opts.asyncOp or profiler._is_profiler_enabled or here.path else self._quick
         if quick is not None and quick.all_reduce(tensor, op):
             return None
-        make = jobs.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
+        make = c10d_collectives.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
         return self._do("all_reduce", opts, lambda comm: make(comm, tensor, op), tensors)
 
     @takes_short_forms
@@ -199,7 +199,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do(
             "all_reduce_coalesced",
             opts,
-            lambda comm: jobs.all_reduce_coalesced(comm, tensors, opts.reduceOp),
+            lambda comm: c10d_collectives.all_reduce_coalesced(comm, tensors, opts.reduceOp),
             tensors,
         )
 
@@ -212,20 +212,25 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.broadcast(tensor, root):
             return None
-        return self._do("broadcast", opts, lambda comm: jobs.broadcast(comm, tensor, root), tensors)
+        return self._do("broadcast", opts, lambda comm: c10d_collectives.broadcast(comm, tensor, root), tensors)
 
     @takes_short_forms
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
         _only("reduce", tensors)
         return self._do(
-            "reduce", opts, lambda comm: jobs.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank), tensors
+            "reduce",
+            opts,
+            lambda comm: c10d_collectives.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank),
+            tensors,
         )
 
     @takes_short_forms
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _only("all_gather", inputs)
         _only("all_gather", outputs, "list of outputs")
-        return self._do("all_gather", opts, lambda comm: jobs.all_gather(comm, outputs[0], inputs[0]), outputs[0])
+        return self._do(
+            "all_gather", opts, lambda comm: c10d_collectives.all_gather(comm, outputs[0], inputs[0]), outputs[0]
+        )
 
     @takes_short_forms
     def allgather_coalesced(
@@ -236,7 +241,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do(
             "all_gather_coalesced",
             opts,
-            lambda comm: jobs.all_gather_coalesced(comm, outputs, inputs),
+            lambda comm: c10d_collectives.all_gather_coalesced(comm, outputs, inputs),
             [one for of in outputs for one in of],
         )
 
@@ -248,7 +253,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.all_gather_single(output, tensor):
             return None
-        return self._do("all_gather_single", opts, lambda comm: jobs.all_gather_single(comm, output, tensor), [output])
+        return self._do(
+            "all_gather_single", opts, lambda comm: c10d_collectives.all_gather_single(comm, output, tensor), [output]
+        )
 
     @takes_short_forms
     def all_gather_single_coalesced(
@@ -257,7 +264,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do(
             "all_gather_single_coalesced",
             opts,
-            lambda comm: jobs.all_gather_single_coalesced(comm, outputs, inputs),
+            lambda comm: c10d_collectives.all_gather_single_coalesced(comm, outputs, inputs),
             outputs,
         )
 
@@ -265,13 +272,17 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
         _only("gather", inputs)
         into = outputs[0] if outputs else []
-        return self._do("gather", opts, lambda comm: jobs.gather(comm, into, inputs[0], opts.rootRank), into)
+        return self._do(
+            "gather", opts, lambda comm: c10d_collectives.gather(comm, into, inputs[0], opts.rootRank), into
+        )
 
     @takes_short_forms
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
         _only("scatter", outputs)
         parts = inputs[0] if inputs else []
-        return self._do("scatter", opts, lambda comm: jobs.scatter(comm, outputs[0], parts, opts.rootRank), outputs)
+        return self._do(
+            "scatter", opts, lambda comm: c10d_collectives.scatter(comm, outputs[0], parts, opts.rootRank), outputs
+        )
 
     @takes_short_forms
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
@@ -280,7 +291,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do(
             "reduce_scatter",
             opts,
-            lambda comm: jobs.reduce_scatter(comm, outputs[0], inputs[0], opts.reduceOp),
+            lambda comm: c10d_collectives.reduce_scatter(comm, outputs[0], inputs[0], opts.reduceOp),
             outputs,
         )
 
@@ -294,7 +305,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         if quick is not None and quick.reduce_scatter_single(output, tensor, op):
             return None
         return self._do(
-            "reduce_scatter_single", opts, lambda comm: jobs.reduce_scatter_single(comm, output, tensor, op), [output]
+            "reduce_scatter_single",
+            opts,
+            lambda comm: c10d_collectives.reduce_scatter_single(comm, output, tensor, op),
+            [output],
         )
 
     @takes_short_forms
@@ -305,13 +319,13 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do(
             "reduce_scatter_single_coalesced",
             opts,
-            lambda comm: jobs.reduce_scatter_single_coalesced(comm, outputs, inputs, op),
+            lambda comm: c10d_collectives.reduce_scatter_single_coalesced(comm, outputs, inputs, op),
             outputs,
         )
 
     @takes_short_forms
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work | None:
-        return self._do("all_to_all", opts, lambda comm: jobs.all_to_all(comm, outputs, inputs), outputs)
+        return self._do("all_to_all", opts, lambda comm: c10d_collectives.all_to_all(comm, outputs, inputs), outputs)
 
     def all_to_all_single(
         self,
@@ -333,7 +347,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do(
             "all_to_all_single",
             opts,
-            lambda comm: jobs.all_to_all_single(comm, output, tensor, output_splits, input_splits),
+            lambda comm: c10d_collectives.all_to_all_single(comm, output, tensor, output_splits, input_splits),
             [output],
         )
 
@@ -345,7 +359,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         own = opts.timeout > _UNSET
         if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
             # A call that blocks inside MPI can't be left any more, so that one runs in the background.
-            work = self._start("barrier", jobs.barrier, [])
+            work = self._start("barrier", c10d_collectives.barrier, [])
             work.bound = opts.timeout.total_seconds() if own else self.comm.timeout
             if opts.asyncOp:
                 return work
@@ -354,7 +368,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         quick = None if opts.asyncOp else self.quick()
         if quick is not None and quick.barrier():
             return None
-        return self._do("barrier", opts, jobs.barrier, [])
+        return self._do("barrier", opts, c10d_collectives.barrier, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 says which have not come within `timeout`. See ``monitor.barrier``."""
@@ -364,8 +378,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         watch = self.comm.watch
         ask = watch.inquire if watch is not None and bound.total_seconds() >= FULL_FROM else None
         call = Call("monitored_barrier", collective=False)
-        with self.comm.progress.waiting(call, (bound + monitor.GRACE).total_seconds()):
-            monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
+        with self.comm.progress.waiting(call, (bound + barrier_monitor.GRACE).total_seconds()):
+            barrier_monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
 
     # Older names, which torch still uses in places.
 

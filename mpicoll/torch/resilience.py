@@ -14,8 +14,8 @@ from mpicoll.collectives import resilient as native
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
-from mpicoll.torch.backend import ProcessGroupMpicoll
 from mpicoll.torch.groups import default_group
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 S = TypeVar("S")
 

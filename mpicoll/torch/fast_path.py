@@ -20,7 +20,7 @@ from mpicoll.engine.operation import Shared, Unshared
 from mpicoll.engine.record import Call
 from mpicoll.engine.repeat import KEPT
 from mpicoll.engine.select import Method, choose, forced
-from mpicoll.torch.jobs import op_of
+from mpicoll.torch.c10d_collectives import op_of
 
 Found: TypeAlias = "tuple[Any, Call] | bool"
 """What carries out calls of one kind, and what such a call is to others; False if the general path has to."""
@@ -60,7 +60,7 @@ class Quick:
         self._kept = comm.repeated
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
-        """In place; see :func:`mpicoll.torch.jobs.all_reduce`."""
+        """In place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""
         # Here each tenth of a microsecond counts: these are the checks of _plain that neither the dtype makes
         # superfluous, nor the exception that a tensor without strides or memory raises.
         try:
@@ -90,7 +90,7 @@ class Quick:
         return True
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
-        """In place; see :func:`mpicoll.torch.jobs.broadcast`."""
+        """In place; see :func:`mpicoll.torch.c10d_collectives.broadcast`."""
         # A root that equals the rank of a kept call need not be one.
         if root.__class__ is not int or not _plain(tensor) or tensor.is_conj():
             return False
@@ -113,7 +113,7 @@ class Quick:
         return True
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """See :func:`mpicoll.torch.jobs.all_gather_single`."""
+        """See :func:`mpicoll.torch.c10d_collectives.all_gather_single`."""
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = output.nbytes
@@ -135,7 +135,7 @@ class Quick:
         return True
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """With even splits; see :func:`mpicoll.torch.jobs.all_to_all_single`."""
+        """With even splits; see :func:`mpicoll.torch.c10d_collectives.all_to_all_single`."""
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = tensor.nbytes
@@ -157,7 +157,7 @@ class Quick:
         return True
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
-        """See :func:`mpicoll.torch.jobs.reduce_scatter_single`."""
+        """See :func:`mpicoll.torch.c10d_collectives.reduce_scatter_single`."""
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         count = tensor.numel()
@@ -177,7 +177,7 @@ class Quick:
         return True
 
     def barrier(self) -> bool:
-        """See :func:`mpicoll.torch.jobs.barrier`."""
+        """See :func:`mpicoll.torch.c10d_collectives.barrier`."""
         if forced() or self._progress.thorough:
             return False
         kept = self._kept.get(("barrier",))

@@ -15,22 +15,22 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.autoload import names_mpicoll, own_name
+from mpicoll.backend_names import names_mpicoll, own_name
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
-from mpicoll.torch import devices, meeting
-from mpicoll.torch.backend import ProcessGroupMpicoll
-from mpicoll.torch.frames import c10d_variables
-from mpicoll.torch.mixed import MixedProcessGroup
+from mpicoll.torch import current_device, rendezvous_handler
+from mpicoll.torch.c10d_frames import c10d_variables
+from mpicoll.torch.mixed_process_group import MixedProcessGroup
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 Original = Callable[..., Any]
 
 
 def rendezvous(original: Original, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
     """Rank, size and store come from MPI unless the program has given an address, or all that ``env://`` needs."""
-    if url != "env://" or meeting.environment_complete(rank, world_size, os.environ):
+    if url != "env://" or rendezvous_handler.environment_complete(rank, world_size, os.environ):
         return original(url, rank, world_size, **kwargs)
-    return iter([meeting.place(rank, world_size)])
+    return iter([rendezvous_handler.place(rank, world_size)])
 
 
 def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -40,12 +40,12 @@ def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> 
     given = call.arguments
     given["backend"] = own_name(given["backend"])
     world()
-    devices.declare()
+    current_device.declare()
     if given["group_size"] == -1:
-        given["store"], given["group_rank"], given["group_size"] = meeting.place()
+        given["store"], given["group_rank"], given["group_size"] = rendezvous_handler.place()
     made = original(*call.args, **call.kwargs)
     if not given["global_ranks_in_group"]:
-        devices.settle(c10d_variables("init_process_group").get("device_id"))
+        current_device.settle(c10d_variables("init_process_group").get("device_id"))
     return made
 
 

@@ -10,19 +10,28 @@ from typing import Any
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import SetupError
-from mpicoll.torch import backend, jobs, lanes, meeting, mixed, quick, sparse, work
-from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
-from mpicoll.torch.eager import eager
-from mpicoll.torch.frames import c10d_variables
+from mpicoll.torch import (
+    c10d_collectives,
+    callback_comms,
+    fast_path,
+    mixed_process_group,
+    process_group,
+    rendezvous_handler,
+    sparse,
+    work,
+)
+from mpicoll.torch.c10d_frames import c10d_variables
 from mpicoll.torch.groups import default_group
-from mpicoll.torch.mixed import MixedProcessGroup, others
+from mpicoll.torch.mixed_process_group import MixedProcessGroup, others
+from mpicoll.torch.no_compile import eager
+from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll
 
 _HELPER = "_new_process_group_helper"
 
 
 def _hide_from_the_compiler() -> None:
     """Keep torch.compile from looking into the process group."""
-    for module in (backend, jobs, lanes, mixed, quick, sparse, work):
+    for module in (process_group, c10d_collectives, callback_comms, mixed_process_group, fast_path, sparse, work):
         for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
             for value in vars(holder).values():
                 if isinstance(value, FunctionType) and value.__module__ == module.__name__:
@@ -68,12 +77,12 @@ def _communicator(options: Any) -> Communicator:
 def _members(options: Any) -> list[int]:
     size = options.group_size
     if world().size < size:
-        meeting.refuse_other_launchers(world().size, os.environ)
+        rendezvous_handler.refuse_other_launchers(world().size, os.environ)
         raise SetupError(
             f"a process group of {size} ranks needs as many in MPI, which has {world().size}: start them by"
             f" `mpirun -np {size} python script.py`, or by mpicoll.spawn"
         )
-    return meeting.members(options.store, options.group_rank, size)
+    return rendezvous_handler.members(options.store, options.group_rank, size)
 
 
 def _mix() -> Mapping[str, str]:

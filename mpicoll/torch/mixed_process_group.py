@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
-from mpicoll.torch.backend import NAME, ProcessGroupMpicoll
-from mpicoll.torch.short_forms import full_form
+from mpicoll.torch.c10d_short_forms import full_form
+from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll
 
 
 def others(mix: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import strftime
 from typing import Any
 
-from mpicoll import kept
+from mpicoll import user_cache
 from mpicoll.config import CUDA_AWARE, config
 from mpicoll.transport import launcher
 
@@ -32,7 +32,7 @@ MARK = "mpicoll-trial "
 what has come out wrong (`wrong`), why it could not be tried at all (`unable`), or, at the end, what went well (`done`).
 """
 
-TRIALS = "mpicoll.cli.trials"
+TRIALS = "mpicoll.cli.probes"
 """The program that carries out trials, by its name: it is above this layer."""
 
 FORMAT = "mpicoll CUDA-aware MPI"
@@ -228,4 +228,4 @@ def _understood(entry: Mapping[str, Any]) -> bool:
     )
 
 
-_FILE = kept.Entries("cuda-aware.json", FORMAT, VERSION, ("good", "evidence", "tried"), _understood)
+_FILE = user_cache.Entries("cuda-aware.json", FORMAT, VERSION, ("good", "evidence", "tried"), _understood)

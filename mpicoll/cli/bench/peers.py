@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench import device
-from mpicoll.cli.bench.task import COLLECTIVES, REDUCTIONS, Case, Kind, wide
+from mpicoll.cli.bench import device_arrays
+from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, Case, Kind, wide
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import SetupError
 
@@ -143,7 +143,7 @@ def copy(kind: Kind = "numpy") -> Contestant:
         if case.task.collective == "barrier":
             raise Unavailable("a barrier moves nothing")
         if case.on_device is not None:
-            return Ready(*device.copying(case.on_device, case.task.nbytes))
+            return Ready(*device_arrays.copying(case.on_device, case.task.nbytes))
         # Pages that were never written to are all the same memory.
         source, target = np.full(case.task.nbytes, 1, np.uint8), np.full(case.task.nbytes, 2, np.uint8)
         return Ready(partial(np.copyto, target, source), target)
@@ -183,7 +183,7 @@ def of_torch(
         function, arguments, result = _torch_call(dist, case, tensor(case.x), tensor(case.out))
         keywords = {"async_op": True} if asynchronous else {}
         call = partial(function, *arguments, group=group, **keywords)
-        return Ready(device.synchronised(call, "torch") if beside else call, result)
+        return Ready(device_arrays.synchronised(call, "torch") if beside else call, result)
 
     if beside or not apart:
         return Contestant(name or backend, prepare, kind, ours=backend == "mpicoll")
@@ -242,7 +242,7 @@ def _device(torch: Any, comm: Communicator) -> str:
 def _group(dist: Any, backend: str) -> Any:
     if dist.is_initialized():
         return dist.new_group(backend=backend)
-    store, rank, size = import_module("mpicoll.torch.meeting").place()
+    store, rank, size = import_module("mpicoll.torch.rendezvous_handler").place()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.group.WORLD
 

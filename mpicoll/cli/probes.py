@@ -1,8 +1,8 @@
-"""What may crash or hang the process that tries it, each in processes of its own: ``-m mpicoll.cli.trials NAME``.
+"""What may crash or hang the process that tries it, each in processes of its own: ``-m mpicoll.cli.probes NAME``.
 
 ``job``, ``reductions``, ``in-place``, ``send``, ``move`` and ``reduce`` are for two ranks, which a launcher has
 started; ``devices`` and ``ipc`` for a single process. What they find they say in lines of stdout; see
-:data:`mpicoll.transport.aware.MARK`.
+:data:`mpicoll.transport.cuda_awareness.MARK`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.errors import MpicollError
-from mpicoll.transport import aware, launcher, probe, reductions
+from mpicoll.transport import cuda_awareness, launch_env, launcher, reductions
 
 if TYPE_CHECKING:
     from mpicoll.buffers.device import Device, DeviceArray
@@ -63,7 +63,7 @@ def main(name: str, *arguments: str) -> int:
 
 def tell(**what: Any) -> None:
     """Say something to the process that wants to know."""
-    sys.stdout.write(f"{aware.MARK}{json.dumps(what)}\n")
+    sys.stdout.write(f"{cuda_awareness.MARK}{json.dumps(what)}\n")
     sys.stdout.flush()
 
 
@@ -86,7 +86,7 @@ def _two() -> Transport:
     """This rank's end of a job of two."""
     from mpicoll.transport import mpi
 
-    transport = mpi.world(probe.launched_size(os.environ))
+    transport = mpi.world(launch_env.launched_size(os.environ))
     if transport.size != 2:
         raise Unable(f"the launcher gives worlds of {transport.size}; it belongs to another MPI library")
     return transport
@@ -415,9 +415,9 @@ def _ipc() -> str:
         raise Unable(f"memory of {device.name} can't be exported")
     said = json.dumps(asdict(export) | {"handle": export.handle.hex()})
     tell(step="opening memory of another process")
-    ended = launcher.attempt(launcher.module(aware.TRIALS, "ipc-peer", said), os.environ, 20.0)
+    ended = launcher.attempt(launcher.module(cuda_awareness.TRIALS, "ipc-peer", said), os.environ, 20.0)
     told: dict[str, str] = {}
-    for one in aware.told_by(ended.output):
+    for one in cuda_awareness.told_by(ended.output):
         told |= one
     if "wrong" in told:
         raise Wrong(told["wrong"])
