@@ -1,7 +1,7 @@
 """MPI collectives for numpy and torch, with the algorithms as data.
 
 ``import mpicoll`` starts nothing: MPI is initialised when the first operation needs it, and without an MPI launcher
-never. See the README for a tour, :mod:`mpicoll.errors` for what can be raised, :mod:`mpicoll.config` for the
+never. See README.md and docs/ for a tour, :mod:`mpicoll.errors` for what can be raised, :mod:`mpicoll.config` for the
 environment variables, and :mod:`mpicoll.schedules` for the algorithms.
 """
 

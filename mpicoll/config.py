@@ -22,35 +22,41 @@ CHECKS = ("calls", "numerics", "checksum")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the environment asks for.
+    """The settings of this process. Each field is an environment variable; in brackets is its default.
 
-    ========================  =======================================================================  ========
-    variable                  meaning                                                                  default
-    ========================  =======================================================================  ========
-    ``MPICOLL_ALGORITHMS``    which algorithm to take, such as ``allreduce:0-64k:native,64k-inf:ring``  (empty)
-                              or ``bcast:chain/8``; several collectives are separated by ``;``
-    ``MPICOLL_OUTAGE``        seconds for which hosts may be out of each other's reach without the job    7
-                              being ended; rank 0's counts for all. Hosts that stay away are given
-                              up 5 s later, after 2 * MPICOLL_OUTAGE + 6 s on Linux before 6.15
-    ``MPICOLL_REPORT``        the folder for reports of what went wrong, or ``off``                       ``.``
-    ``MPICOLL_CHECK``         ``1`` (or ``calls``): compare the ranks' calls before each collective, and   off
-                              messages with their receives; ``numerics``: look for NaN and infinity,
-                              too; ``checksum``: compare what must be equal on all ranks; several
-                              words with commas. Set on one rank it counts for all. Without it,
-                              ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` means ``1``
-    ``MPICOLL_CUDA_AWARE``    whether the MPI library takes CUDA memory: ``auto`` (tried, and remembered),  auto
-                              ``on``, ``off``, or some of ``send``, ``move``, ``reduce``, with commas
-    ``MPICOLL_SHARED_MEMORY`` ``auto``; ``named``: files in /dev/shm, where nameless memory can't be passed  auto
-                              on; ``off``: none
-    ``MPICOLL_STUCK_AFTER``   seconds for which a rank waits before the states of all ranks are compared;  5
-                              operations that can never complete fail then
-    ``MPICOLL_TIMEOUT``       seconds after which a call that waits is given up                         1800
-    ``MPICOLL_TRACE``         the folder for a trace of all operations; set on one rank it counts for all  (none)
-    ``MPICOLL_TRANSPORT``     ``mpi``, ``local`` (a world of one), or ``auto``: MPI under a launcher,    auto
-                              a world of one otherwise
-    ``MPICOLL_TUNED``         the table of ``mpicoll tune`` to go by, or ``off``; rank 0's counts for    (found)
-                              all. By default the one in ``~/.cache/mpicoll``, if there is one
-    ========================  =======================================================================  ========
+    ``MPICOLL_ALGORITHMS`` (none)
+        rules that select algorithms, such as ``allreduce:0-64k:native,64k-inf:ring`` or ``bcast:chain/8``;
+        ``;`` separates collectives
+    ``MPICOLL_CHECK`` (off)
+        ``1`` or ``calls``: compare the calls of all ranks before each collective, and messages with their
+        receives; ``numerics``: also look for NaN and infinity; ``checksum``: also compare results that must be
+        equal on all ranks; several words are separated by commas. If one rank sets it, it applies to all ranks.
+        If it is not set, ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` means ``1``
+    ``MPICOLL_CUDA_AWARE`` (``auto``)
+        whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
+        ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
+    ``MPICOLL_OUTAGE`` (7)
+        seconds for which hosts may be unreachable without the job being ended; the value of rank 0 applies to
+        all ranks. A host that stays unreachable is reported as lost 5 s later; on Linux before 6.15, after 2 *
+        ``MPICOLL_OUTAGE`` + 6 s
+    ``MPICOLL_REPORT`` (``.``)
+        the folder for reports of failed jobs, or ``off``
+    ``MPICOLL_SHARED_MEMORY`` (``auto``)
+        ``auto``; ``named``: files in /dev/shm, for processes that can't pass file descriptors to each other,
+        such as ranks in separate containers; ``off``: none
+    ``MPICOLL_STUCK_AFTER`` (5)
+        seconds for which a rank waits before the states of all ranks are compared; operations that can never
+        complete fail then
+    ``MPICOLL_TIMEOUT`` (1800)
+        seconds after which a call that waits times out
+    ``MPICOLL_TRACE`` (none)
+        the folder for a trace of all operations; if one rank sets it, it applies to all ranks
+    ``MPICOLL_TRANSPORT`` (``auto``)
+        ``mpi``; ``local``: a world of one rank; ``auto``: MPI if an MPI launcher started the process, otherwise
+        ``local``
+    ``MPICOLL_TUNED`` (found)
+        the table of ``mpicoll tune`` to use, or ``off``; the value of rank 0 applies to all ranks. By default
+        the table in ``~/.cache/mpicoll``, if there is one
     """
 
     algorithms: str = ""

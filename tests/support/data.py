@@ -40,7 +40,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def means(op: str, name: str) -> bool:
-    """Whether `op` has a meaning for the dtype `name`: the table of the README, written out."""
+    """Whether `op` has a meaning for the dtype `name`: the table of docs/operations.md, written out."""
     if op in ("user_add", "user_first"):
         return True
     if op == "user_affine":
