@@ -24,6 +24,8 @@ wanted() { [[ $only == all || $only == "$1" ]]; }
 if wanted lint; then
     check lint 60 ruff check .
     check format 60 ruff format --check .
+    check spelling 60 codespell
+    check prose 60 codespell --dictionary ci/words.txt README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs
 fi
 if wanted types; then
     check types 300 mypy

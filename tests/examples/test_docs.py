@@ -258,6 +258,14 @@ def test_a_wrong_command_is_found(line: str) -> None:
         check_command(shlex.split(line), "README.md")
 
 
+def test_hooks() -> None:
+    """The hooks of pre-commit are the commands of ci/test.sh, but that the formatter also changes files."""
+    hooks = re.findall(r"entry: (.*)", (ROOT / ".pre-commit-config.yaml").read_text())
+    stages = re.findall(r"^ *check \w+ \d+ (.*)$", (ROOT / "ci" / "test.sh").read_text(), re.MULTILINE)
+    assert len(hooks) >= 6
+    assert not set(hooks) - {stage.replace("format --check", "format") for stage in stages}
+
+
 # Links and names
 
 
