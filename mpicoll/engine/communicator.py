@@ -190,7 +190,8 @@ class Communicator:
         if self.rank not in ranks:
             return None
         name = f"group({','.join(map(str, ranks))})"
-        made: Transport = self.progress.aside(lambda: self.transport.group(ranks), Call(name, collective=False))
+        call = Call(name, collective=False)
+        made: Transport = self.progress.aside(lambda: self.transport.group(ranks), call, ranks)
         return self._made(made, name)
 
     def duplicate(self, tag: int = 0) -> Communicator:
@@ -199,9 +200,8 @@ class Communicator:
         It takes no turn among the collectives of this one. All ranks must make their duplicates of one `tag` (in
         [0, 32767]) in the same order; those of different tags may be under way at once."""
         self.check()
-        transport: Transport = self.progress.guarded(
-            self.transport.duplicate, Call("duplicate", tag=tag, collective=False), tag
-        )
+        call = Call(f"duplicate(tag={tag})", collective=False)
+        transport: Transport = self.progress.meet(lambda: self.transport.duplicate(tag), call)
         return self._made(transport, "duplicate")
 
     @property
@@ -329,11 +329,14 @@ class Communicator:
         than ``timeout``. Raises CommunicatorError in a job that ends with its first rank: ``mpirun --with-ft ulfm``
         starts one that does not."""
         self.check()
-        call = Call("shrink", collective=False)
-        self.transport.revoke()
-        # What is pending fails now.
-        self.progress.close()
-        transport: Transport = self.progress.guarded(self.transport.shrink, call)
+
+        def shrink() -> Transport:
+            self.transport.revoke()
+            # What is pending fails now.
+            self.progress.close()
+            return self.transport.shrink()
+
+        transport: Transport = self.progress.meet(shrink, Call("shrink", collective=False))
         made = Communicator(
             transport,
             self.watch,
@@ -357,6 +360,7 @@ class Communicator:
     def let_go(self) -> None:
         """Free it without a message, which is for one that was revoked."""
         self.progress.close()
+        self.progress.retire()
         self.freed = True
         self._forget()
         for level in self._levels or ():
@@ -399,6 +403,7 @@ class Communicator:
             self._levels = None
             notes.warn([self])
             self.progress.run(self.transport.free, Call("free"))
+            self.progress.retire()
 
     def __enter__(self) -> Self:
         self.check()

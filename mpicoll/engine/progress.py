@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
@@ -261,6 +261,20 @@ class Progress:
             else:
                 active[ident] = outer
 
+    def meet(self, function: Callable[[], Any], call: Call, ranks: Sequence[int] | None = None) -> Any:
+        """Call `function`, which returns only if all `ranks` of the communicator (None: all of them) call it too. It
+        takes no turn in the queue: of the meetings with one name of `call` the n-th is the same on all these ranks."""
+        watch, whole = self._watch, self.group
+        if watch is None:
+            return self.guarded(function, call)
+        ranks = range(len(whole.members)) if ranks is None else ranks
+        members = tuple(whole.members[rank] for rank in ranks)
+        group = Group(f"{whole.key} {call.name}", whole.name, members, ranks.index(whole.rank), whole.timeout)
+        site = call_site() if self.observer is not None and self.observer.sites else None
+        entry = (group, watch.begin_meeting(group.key), call, monotonic(), site)
+        with Waiting(watch, entry):
+            return self._kept(entry, function, ())
+
     def waiting(self, call: Call, timeout: float) -> Waiting:
         """A wait that polls for at most `timeout` seconds, and takes no turn in the queue."""
         group = self.group if timeout <= self.group.timeout else replace(self.group, timeout=timeout)
@@ -315,15 +329,15 @@ class Progress:
             if me in self._behind:  # an interrupt may have come first
                 self._behind.remove(me)
 
-    def aside(self, function: Callable[..., Any], call: Call) -> Any:
-        """Run something after everything that was submitted before it, in which not all ranks take part."""
+    def aside(self, function: Callable[[], Any], call: Call, ranks: Sequence[int] | None = None) -> Any:
+        """:meth:`meet`, after everything that was submitted before it."""
         self._not_within(call)
         with self.lock:
             while self.queue:
                 self.queue.popleft().run()
             self.runner = get_ident()
             try:
-                return self.guarded(function, call)
+                return self.meet(function, call, ranks)
             finally:
                 self.runner = None
 
@@ -499,9 +513,15 @@ class Progress:
 
     def dropped(self) -> None:
         """The communicator is gone."""
-        if self._watch is not None and not self._closed:
-            self._watch.keep_position(self.group, self.number)
+        if not self._closed:
+            self.retire()
         self.stop()
+
+    def retire(self) -> None:
+        """The program calls nothing on the communicator any more."""
+        if self._watch is not None:
+            # What is queued has still to begin, and so may have what holds the lock.
+            self._watch.keep_position(self.group, self.number + len(self.queue) + self.lock.locked())
 
     def stop(self) -> None:
         """Let the worker end when the queue is empty."""

@@ -145,6 +145,8 @@ class Call:
             words.append(f"tag={'any' if self.tag is None else self.tag}")
         words += [str(part) for part in self.parts]
         by = f" by {self.algorithm}" if self.algorithm else ""
+        if not words and self.name.endswith(")"):  # a name that has its arguments
+            return f"{self.name}{by}"
         return f"{self.name}({', '.join(words)}){by}"
 
 
@@ -155,7 +157,10 @@ WITHIN = -1
 @dataclass(slots=True)
 class Group:
     """A communicator as others get to know it. `key` is the same on all its ranks, and that of no other; `members` are
-    ranks of the world; `timeout` the seconds that an operation on it may take; `traffic` counts its messages."""
+    ranks of the world; `timeout` the seconds that an operation on it may take; `traffic` counts its messages.
+
+    A sequence of meetings (:meth:`~mpicoll.engine.progress.Progress.meet`) is a Group of its own, whose key is that of
+    the communicator, a space and what the meetings are called; `members` are the ranks that meet."""
 
     key: str
     name: str
@@ -180,8 +185,8 @@ class Site(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An operation that has begun: the `number`-th collective on `group` (0 for what is none), at `begin` on the
-    monotonic clock. `site` is None where nobody took it down."""
+    """An operation that has begun: the `number`-th collective or meeting on `group` (0 for what is none), at `begin` on
+    the monotonic clock. `site` is None where nobody took it down."""
 
     group: Group
     number: int

@@ -81,18 +81,24 @@ def own_state(
     full: bool,
     program: int | None = None,
     calls: Sequence[Sequence[Any]] = (),
+    met: Mapping[str, int] | None = None,
+    retired: Mapping[str, int] | None = None,
 ) -> State:
     """The state of this rank, for JSON. `queues` are those of its communicators, `active` what blocks outside of them
     by thread; `program` is the thread that runs the program, by default the main one. With `full` there are the stacks
     of all threads and the last operations too, as many as fit into ``LIMIT`` bytes. `calls` are collectives, as (key of
-    the communicator, number), of which it says what it has called as them, if they have ended here.
+    the communicator, number), of which it says what it has called as them, if they have ended here; of meetings it says
+    how many it has begun, of those in `met` (numbers by key). `retired` are the communicators on which the program
+    calls nothing any more, by key, with the number of collectives that it has called there.
 
     To be called on any thread at any time, also while others are stuck: takes no lock that they may hold, sends
     nothing, raises nothing; what could not be found out is named under "failed".
     """
     state: State = {"rank": rank, "size": size}
     try:
-        _Looker(rank, list(queues), dict(active), program, state, calls).look(full=full)
+        looker = _Looker(rank, list(queues), dict(active), program, state, calls)
+        looker.look(full=full)
+        state |= looker.positions(met or {}, retired or {})
     except Exception as error:  # noqa: BLE001  what there is must be told
         state.setdefault("failed", []).append(f"{type(error).__name__}: {error}")
     return state
@@ -192,6 +198,17 @@ class _Looker:
         if full:
             _trim(state)
 
+    def positions(self, met: Mapping[str, int], retired: Mapping[str, int]) -> State:
+        """What is known of meetings, and of communicators that are used no more."""
+        queues = self._state.get("queues", [])
+        busy = {one["key"] for one in queues if one["running"] or one["queued"]}
+        known = {*retired, *(one["key"] for one in queues)}
+        asked = {key for key, _ in self._wanted} | {raw[0].key for raw in self._active.values()}
+        return {
+            "retired": {key: number for key, number in retired.items() if key not in busy},
+            "met": {key: met.get(key, 0) for key in asked if _is_meeting(key) and _whole(key) in known},
+        }
+
     def _process(self) -> State:
         versions = {"python": platform.python_version()}
         for name in ("mpicoll", "torch", "numpy"):
@@ -256,7 +273,7 @@ class _Looker:
 
     def _name(self, group: Group) -> str:
         """What tells it from others."""
-        return f"{group.name} [{group.key}]" if group.name in self._twice else group.name
+        return f"{group.name} [{_whole(group.key)}]" if group.name in self._twice else group.name
 
     def _runner(self, current: Raw) -> int | None:
         """The thread that carries out what runs in a queue."""
@@ -308,9 +325,11 @@ class _Looker:
             if polled is not None and self._active.get(self._program) is polled:
                 return {"waits": "message"}
             waits = code.co_name if code.co_filename == _PROGRESS else ""
-            if waits == "guarded":
-                held = entry is not None and self._active.get(self._program) is entry
-                return {"waits": "message" if held else ""}
+            if waits in ("guarded", "meet"):
+                held = self._active.get(self._program)
+                if held is None or held is not entry:
+                    return {"waits": ""}
+                return {"waits": "queue", "key": held[0].key} if held[1] else {"waits": "message"}
             if waits == "complete":
                 bounded = one.f_locals.get("timeout") is not None
                 return {"waits": ""} if bounded else {"waits": "queue", "key": one.f_locals["self"].group.key}
@@ -767,12 +786,25 @@ def _queue(state: State | None, key: str) -> State | None:
 
 
 def _number(state: State | None, key: str) -> int | None:
-    """How many collectives of a communicator a rank has begun; None if that is not known."""
+    """How many collectives of a communicator, or meetings of a sequence, a rank has begun; None if it is not known."""
     if state is not None and "numbers" in state:
-        number: int | None = state["numbers"].get(key)
+        none = 0 if _is_meeting(key) and _whole(key) in state["numbers"] else None
+        number: int | None = state["numbers"].get(key, none)
         return number
+    if _is_meeting(key):
+        return None if state is None else state.get("met", {}).get(key)
     queue = _queue(state, key)
-    return None if queue is None else int(queue["number"])
+    return (state or {}).get("retired", {}).get(key) if queue is None else int(queue["number"])
+
+
+def _is_meeting(key: str) -> bool:
+    """Whether it is the key of a sequence of meetings, and not that of a communicator."""
+    return " " in key
+
+
+def _whole(key: str) -> str:
+    """The key of the communicator, where `key` may be that of meetings of some of its ranks."""
+    return key.partition(" ")[0]
 
 
 def _mismatch(wait: State, known: Mapping[int, State]) -> list[str]:
@@ -934,7 +966,7 @@ def _whereabouts(state: State | None, key: str) -> str:
     if state is None:
         return "has not answered"
     if "left" in state:
-        return "has left the job without calling it" if key in state["numbers"] else "has left the job"
+        return "has left the job without calling it" if _whole(key) in state["numbers"] else "has left the job"
     if "died" in state:
         return f"has died{f' ({words})' if (words := state['died']) else ''}"
     if "unreached" in state:
@@ -1021,13 +1053,16 @@ def deadlock(states: Mapping[int, State], size: int) -> Deadlock | None:
 
 
 def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
-    """Collectives, by key of the communicator and number, that have ended on ranks while others wait in them. What they
-    were there is a question for :func:`own_state`."""
+    """Collectives, by key of the communicator and number, that have ended on ranks while others wait in them, and
+    meetings. What they were there, and how many of them there were, is a question for :func:`own_state`."""
     collectives, _ = _waits(states)
     return [
         (wait["key"], wait["number"])
         for wait in collectives
-        if any(rank not in wait["by"] and "queues" in states.get(rank, {}) for rank in wait["begun"])
+        if any(
+            rank not in wait["by"] and "queues" in states.get(rank, {})
+            for rank in (wait["members"] if _is_meeting(wait["key"]) else wait["begun"])
+        )
     ]
 
 
@@ -1078,7 +1113,10 @@ class _Deadlocks:
             absent = [peer for peer in members if not self._has_begun(peer, key, number)]
             self._absent[key, number] = absent
         call = one["call"]
-        needed = _needed(call, members, members.index(rank)) | set(one.get("waits_for", []))
+        if _is_meeting(key):
+            needed = {peer for peer in members if "died" not in self._states.get(peer, {})}
+        else:
+            needed = _needed(call, members, members.index(rank)) | set(one.get("waits_for", []))
         needs = [peer for peer in absent if peer in needed]
         # Who only gives may be done without the others, but not while nobody at all is there to take it.
         gives = _kind(call["name"]) in (*_FROM_ROOT, *_TO_ROOT, "scan", "exscan") and not _is_empty(call)
@@ -1095,16 +1133,19 @@ class _Deadlocks:
 
     def _has_begun(self, rank: int, key: str, number: int) -> bool:
         queue = self._queues.get((rank, key))
-        begun = self._states.get(rank, {}).get("numbers", {}).get(key, 0) if queue is None else queue["number"]
+        begun = _number(self._states.get(rank), key) or 0 if queue is None else queue["number"]
         return bool(begun >= number)
 
     def _comes(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
-        """Whether `rank` may still begin another collective of a communicator."""
-        state = self._states.get(rank, {})
+        """Whether `rank` may still begin another collective of a communicator, or another meeting of a sequence."""
+        state, whole = self._states.get(rank, {}), _whole(key)
         if "left" in state:
-            return key not in state["numbers"]  # of one that was dropped nothing is known any more
-        queue = self._queues.get((rank, key))
-        if queue is None:
+            return whole not in state["numbers"]  # of one that was dropped long ago nothing is known
+        if _is_meeting(key) and _number(state, key) is None:
+            return True
+        if whole in state.get("retired", ()):
+            return False
+        if (rank, whole) not in self._queues:
             return True
         return ("queue", rank, key) not in stuck and self._goes_on(rank, stuck)
 

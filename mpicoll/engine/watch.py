@@ -76,6 +76,9 @@ _ALIKE = 0.25
 _FLUSH = 0.2
 """Seconds in which last words get out."""
 
+_POSITIONS = 1000
+"""Of how many freed or dropped communicators it is known how far the program has come on them."""
+
 FULL_FROM = 0.5
 """A bound of fewer seconds is a program's way to look whether something has come, and worth no report."""
 
@@ -162,7 +165,8 @@ class Watch:
         self._looked = 0.0
         self._wanted = False  # whether a rank has asked the speaker for a look
         self._next_look: dict[_Key, float] = {}  # for each wait, when a look is due because of it
-        self._positions: dict[str, tuple[Group, int]] = {}  # of communicators that the program has dropped
+        self._positions: dict[str, tuple[Group, int]] = {}  # of communicators that the program has freed or dropped
+        self._met: dict[str, int] = {}  # how many meetings of each sequence have begun, by its key
         self._asked = 0
         self._answers: dict[int, Any] = {}
         self._later: deque[Message | Gone] = deque()
@@ -253,15 +257,27 @@ class Watch:
             line.close()
 
     def keep_position(self, group: Group, number: int) -> None:
-        """The program has dropped the communicator of `group` after `number` collectives: it calls nothing on it any
-        more."""
+        """The program has freed or dropped the communicator of `group` after `number` collectives: it calls nothing on
+        it any more."""
+        # Without a lock: the garbage collector may call it on a thread that holds one.
         self._positions[group.key] = group, number
+        oldest = list(self._positions)[:-_POSITIONS]
+        for key in oldest:
+            self._positions.pop(key, None)
+        for key in list(self._met) if oldest else ():
+            if key.partition(" ")[0] in oldest:
+                self._met.pop(key, None)
+
+    def begin_meeting(self, key: str) -> int:
+        """This rank comes to the next meeting of the sequence `key`: its number."""
+        number = self._met[key] = self._met.get(key, 0) + 1
+        return number
 
     def _last_position(self) -> dict[str, Any]:
         """What the others need to know of a rank that leaves to tell what it will never do."""
         positions = self._positions | {queue.group.key: (queue.group, queue.number) for queue in self.queues()}
         return {
-            "numbers": {key: number for key, (_, number) in positions.items()},
+            "numbers": {key: number for key, (_, number) in positions.items()} | self._met,
             "sent": {
                 key: report.counts(group, group.traffic.sent)
                 for key, (group, _) in positions.items()
@@ -459,7 +475,16 @@ class Watch:
             self._line.send({"kind": "state", "number": number, "state": state}, to)
 
     def _state(self, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-        return report.own_state(self.rank, self.size, self.queues(), self.active.copy(), full=full, calls=calls)
+        return report.own_state(
+            self.rank,
+            self.size,
+            self.queues(),
+            self.active.copy(),
+            full=full,
+            calls=calls,
+            met=self._met.copy(),
+            retired={key: number for key, (_, number) in self._positions.copy().items()},
+        )
 
     def _collect(
         self, seconds: float, *, full: bool, calls: Sequence[Sequence[Any]] = ()

@@ -288,7 +288,7 @@ def resolve(comm: CommLike) -> Communicator:
 
         if mpi.is_communicator(comm):
             made: Communicator = mpi.attached(
-                comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library, mpi.world_size())
+                comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library, mpi.world_size(), mpi.members(comm))
             )
             return made
     raise CommunicatorError(
@@ -296,9 +296,17 @@ def resolve(comm: CommLike) -> Communicator:
     )
 
 
-def _adopt(duplicate: Callable[[], Transport], library: Callable[[], str], mpi_size: int) -> Communicator:
+def _adopt(
+    duplicate: Callable[[], Transport], library: Callable[[], str], mpi_size: int, members: tuple[int, ...]
+) -> Communicator:
     watch = _guard()
-    transport = _watched(watch, "first use of an mpi4py communicator", duplicate)
+    what = "first use of an mpi4py communicator"
+    if _world is not None and set(members) <= set(_world.members):
+        ranks = [_world.members.index(one) for one in members]
+        call = Call(f"{what} of ranks ({','.join(map(str, members))})", collective=False)
+        transport: Transport = _world.progress.meet(duplicate, call, ranks)
+    else:  # the watches have not learned of each other yet, or not of all these ranks
+        transport = _watched(watch, what, duplicate)
     known = None if _world is None else _world.site.table
     if _world is None and transport.size == mpi_size:
         _make_world()  # in which the watches learn of each other, and which is traced

@@ -304,7 +304,7 @@ class Broadcasts:
     """By broadcasts on communicators of two ranks, one for each direction between adjacent stages.
 
     Each message is two of them: its tag and size, then its bytes. The first is joined when something is wanted from the
-    other stage, and waits in the background, where the watch ends the job after MPICOLL_TIMEOUT."""
+    other stage, and waits in the background. Messages are counted as those of the communicator of all stages."""
 
     comm = None
 
@@ -314,6 +314,7 @@ class Broadcasts:
                 "init_process_groups: send_recv=False needs an MPI library that lets several threads communicate"
                 " (MPI_THREAD_MULTIPLE), as broadcasts wait in the background; use send_recv=True"
             )
+        self._traffic = comm.transport.traffic
         self._out: dict[int, Communicator] = {}
         self._in: dict[int, Communicator] = {}
         self._next: dict[int, tuple[Memory, Request]] = {}
@@ -329,6 +330,8 @@ class Broadcasts:
         self.peers = sorted(self._out)
 
     def isend(self, data: Memory, dest: int, tag: int) -> Moving:
+        if self._traffic is not None:
+            next(self._traffic.sends[dest, tag])
         comm = self._out[dest]
         head = np.array([tag, data.size])
         requests = [ibcast(head, 0, out=head, comm=comm)]
@@ -338,7 +341,8 @@ class Broadcasts:
 
     def irecv(self, data: Memory, source: int, tag: int) -> Moving:
         del self._next[source]
-        return _Broadcast([ibcast(data, 0, out=data, comm=self._in[source])] if data.size else [])
+        requests = [ibcast(data, 0, out=data, comm=self._in[source])] if data.size else []
+        return _Broadcast(requests, None if self._traffic is None else self._traffic.receives[source, tag])
 
     def iprobe(self, source: int, tag: None) -> Envelope | None:
         if source not in self._next:
@@ -359,12 +363,18 @@ class Broadcasts:
 
 
 class _Broadcast:
-    def __init__(self, requests: list[Request]) -> None:
+    """A message under way; `arrivals` counts it when it has arrived."""
+
+    def __init__(self, requests: list[Request], arrivals: Iterator[int] | None = None) -> None:
         self._requests = requests
+        self._arrivals = arrivals
 
     def test(self) -> bool:
         for one in self._requests:
             if not one.test():
                 return False
             one.wait()
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None:
+            next(arrivals)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ _PATIENCE = timedelta(minutes=5)
 _SHARED = {"wait_for_workers": False, "multi_tenant": True}
 
 _rounds = 0
+_meetings = itertools.count()
 
 
 def place(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
@@ -164,9 +166,20 @@ def members(store: dist.Store, rank: int, size: int) -> list[int]:
     Raises ArgumentError if two of them are one process of the world.
     """
     comm = world()
-    store.set(f"world_rank/{rank}", str(comm.rank))
-    with comm.progress.waiting(Call("init_process_group", collective=False), _PATIENCE.total_seconds()):
-        ranks = [int(store.get(f"world_rank/{other}")) for other in range(size)]
+
+    def meet() -> list[int]:
+        store.set(f"world_rank/{rank}", str(comm.rank))
+        return [int(store.get(f"world_rank/{other}")) for other in range(size)]
+
+    if size == comm.size:
+        if store.add("come", 1) == 1:
+            store.set("meeting", f"{comm.rank}.{next(_meetings)}")
+        # All stores that ranks meet at have another name, whatever their order is on each rank.
+        name = store.get("meeting").decode()
+        ranks: list[int] = comm.progress.meet(meet, Call(f"init_process_group({name})", collective=False))
+    else:  # which ranks will come is not known
+        with comm.progress.waiting(Call("init_process_group", collective=False), _PATIENCE.total_seconds()):
+            ranks = meet()
     if len(set(ranks)) != size:
         raise ArgumentError(f"init_process_group: ranks of the group share a rank of the MPI job: {ranks}")
     return ranks

@@ -460,7 +460,7 @@ class MpiTransport:
         self.size = collective.size
         self.timeout = config().timeout
         self.nodes = nodes
-        self.members = _in_world(collective)
+        self.members = members(collective)
         self.key = key or _draw_key(collective)
         self.native = MpiNative(collective)
         self.mpi = p2p
@@ -642,7 +642,9 @@ class MpiTransport:
     @_translated
     def agree(self, flag: bool) -> bool:
         if not survives():
-            return bool(self._collective.allreduce(flag, MPI.LAND))
+            alike = np.array([flag], np.int32)
+            self._collective.Allreduce(MPI.IN_PLACE, alike, MPI.LAND)
+            return bool(alike[0])
         while True:
             # Deaths make it raise, everywhere, until all know of them.
             self._collective.Ack_failed()
@@ -928,7 +930,7 @@ def _draw_key(comm: MPI.Intracomm) -> str:
     return f"{drawn[0]}.{drawn[1]}"
 
 
-def _in_world(comm: MPI.Intracomm) -> tuple[int, ...]:
+def members(comm: MPI.Intracomm) -> tuple[int, ...]:
     """The ranks of `comm` as ranks of COMM_WORLD."""
     part, whole = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     try:

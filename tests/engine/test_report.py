@@ -20,7 +20,7 @@ import pytest
 
 import mpicoll
 from mpicoll.engine import record, report
-from mpicoll.engine.progress import unmatched
+from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.engine.record import Call, Group
 from mpicoll.engine.report import absent, analyse, deadlock, own_state, text_of, unreached, words_of, write
 from mpicoll.errors import ArgumentError
@@ -532,6 +532,44 @@ def test_messages_are_counted(sent: Any, received: Any, tag: int | None, accused
     assert doomed(first, absent(1, "left", sent={"0.0": sent})) == ((0,) if accused else ())
 
 
+DUPLICATE = ("0.1 duplicate(tag=0)", "world/pair", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("other", "accused"),
+    [
+        (at_work(), False),
+        (state([begun(PAIR, 3)], met={DUPLICATE[0]: 1}), False),
+        (state([begun(PAIR, 3)], met={DUPLICATE[0]: 2}), False),
+        (waits(4, PAIR) | {"met": {DUPLICATE[0]: 2}}, False),
+        (waits(4, PAIR) | {"met": {}}, False),
+        (waits(4, PAIR) | {"met": {DUPLICATE[0]: 1}}, True),
+        (state([begun(PAIR, 3)], met={DUPLICATE[0]: 1}, retired={"0.1": 3}), True),
+        (state([], met={DUPLICATE[0]: 1}, retired={"0.1": 3}), True),
+        (state([], met={DUPLICATE[0]: 2}, retired={"0.1": 3}), False),
+        (absent(1, "left", numbers={"0.1": 3, DUPLICATE[0]: 1}), True),
+        (absent(1, "left", numbers={"0.1": 3, DUPLICATE[0]: 2}), False),
+        (absent(1, "left", numbers={"0.2": 3}), False),
+        (absent(1, "died"), False),
+    ],
+)
+def test_meetings(other: State, accused: bool) -> None:
+    first = state([begun(PAIR, 3)], doing(DUPLICATE, 2, Call("duplicate(tag=0)", collective=False)))
+    found = deadlock({0: first | {"met": {DUPLICATE[0]: 2}}, 1: other}, 2)
+    assert (found is not None) == accused
+    assert report.open_questions({0: first, 1: at_work()}) == [(DUPLICATE[0], 2)]
+    assert found is None or "rank 0 waits in duplicate(tag=0) number 2 on world/pair" in str(found)
+
+
+def test_what_is_known_of_meetings() -> None:
+    met = {"0.0 agree": 3, "0.1 agree": 4, "0.2 agree": 5}
+    queue = Progress(Group("0.0", "world", (0,), 0, 60.0), None, background=False, explain=lambda error: error)
+    calls = [("0.0 agree", 9), ("0.0 shrink", 1), ("0.1 agree", 1), ("0.3 agree", 1), ("0.0", 2)]
+    found = own_state(0, 1, [queue], {}, full=False, calls=calls, met=met, retired={"0.1": 7, "0.2": 8})
+    assert found["met"] == {"0.0 agree": 3, "0.0 shrink": 0, "0.1 agree": 4}
+    assert found["retired"] == {"0.1": 7, "0.2": 8}
+
+
 def test_calls_of_one_number_that_differ_never_complete() -> None:
     bcast = Call("bcast", 8, "int8", (8,), root=0)
     second, third = waits(call=bcast, line=12), waits(seconds=3.0)
@@ -687,6 +725,7 @@ class Op:
 class Rank:
     program: list[Op]
     at: int = 0
+    met: Counter[str] = field(default_factory=Counter)
     number: dict[str, int] = field(default_factory=dict)
     queue: dict[str, list[Op]] = field(default_factory=dict)
     running: dict[str, Op] = field(default_factory=dict)
@@ -741,6 +780,10 @@ class Machine:
             yield partial(self._submit, me)
         elif op.kind == "wait" and not rank.busy(op.key):
             yield partial(self._next, me)
+        elif op.kind == "meet":
+            yield partial(self._come, me)
+        elif op.kind == "met" and all(self.ranks[peer].met[op.key] >= rank.met[op.key] for peer in op.needs):
+            yield partial(self._leave, me)
         elif op.kind == "recv":
             for letter in self._fitting(me, op):
                 yield partial(self._take, me, letter)
@@ -785,6 +828,18 @@ class Machine:
         self.received[letter] += 1
         self._next(me)
 
+    def _come(self, me: int) -> None:
+        rank = self.ranks[me]
+        op = rank.program[rank.at]
+        rank.met[op.key] += 1
+        rank.program[rank.at] = Op("met", op.key, op.call, op.needs)
+
+    def _leave(self, me: int) -> None:
+        rank = self.ranks[me]
+        key = rank.program[rank.at].key
+        self.done.add((me, key, rank.met[key]))
+        rank.at += 1
+
     def _submit(self, me: int) -> None:
         rank = self.ranks[me]
         op = rank.program[rank.at]
@@ -826,7 +881,8 @@ class Machine:
         received = [[of, tag, number] for (of, to, tag), number in self.received.items() if to == me]
         if self.finished(me):
             calls = [[key, number, by[me].name, by[me].root] for (key, number), by in self.called.items() if me in by]
-            return absent(me, "left", numbers=rank.number, sent={"world": sent} if counted else None, calls=calls)
+            numbers = rank.number | rank.met
+            return absent(me, "left", numbers=numbers, sent={"world": sent} if counted else None, calls=calls)
         queues = [
             begun((key, key, self.groups[key]), number, queued=len(rank.queue.get(key, [])))
             | {"running": key in rank.running}
@@ -845,12 +901,17 @@ class Machine:
         program: State = {"waits": "", "site": None}
         if op is not None and op.kind == "wait":
             program |= {"waits": "queue", "key": op.key}
+        elif op is not None and op.kind == "met":
+            program |= {"waits": "queue", "key": op.key}
+            pending.append(doing((op.key, "world", tuple(sorted(op.needs))), rank.met[op.key], op.call))
         elif op is not None and op.kind in ("send", "recv") and (op.waits or op.kind == "recv"):
             program |= {"waits": "message"}
             world = ("world", "world", tuple(range(len(self.ranks))))
             pending.append(doing(world, 0, op.call, begin=float(rank.at)))
         known: State = {"queues": queues, "pending": pending, "program": program, "others": [], "started": []}
-        return known | {"called": called}
+        # Of the meetings that there may be, those that nobody has asked about are not told.
+        keys = {one.program[one.at].key for one in self.ranks if one.now is not None and one.now.kind == "met"}
+        return known | {"called": called, "met": {key: rank.met[key] for key in keys}}
 
 
 def random_groups(random: Random, size: int) -> dict[str, tuple[int, ...]]:
@@ -896,6 +957,12 @@ def random_machine(random: Random, *, mixed: bool, background: bool, messages: b
             programs[source].append(Op("send", call=message("send", dest, tag), waits=large))
             free = random.random() < 0.2
             programs[dest].append(Op("recv", call=message("recv", None if free else source, None if free else tag)))
+            continue
+        if random.random() < 0.2:
+            meets = frozenset(random.sample(range(size), random.randint(2, size)))
+            call = Call(f"group({random.randrange(2)})", collective=False)
+            for rank in meets:
+                programs[rank].append(Op("meet", f"world {call.name} of {sorted(meets)}", call, meets))
             continue
         key = random.choice(list(groups))
         on = random_collective(random, groups[key], mixed)

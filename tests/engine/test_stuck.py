@@ -20,7 +20,7 @@ mpicoll.barrier()
 """
 
 # Without shared memory, where the ranks would compare their calls first. What blocks inside MPI can't raise: the job is
-# ended. Each of these is what two ranks call, and what is said.
+# ended. Each of these is what two ranks call, or three, and what is said.
 ENDED = {
     "swapped": (
         """
@@ -68,6 +68,58 @@ else:
     mpicoll.send(x, 0)
 """,
         ["rank 0 waits in recv(float64[4], peer=1, tag=any)", "for rank 1, which has left the program"],
+    ),
+    "two ways to make a communicator": (
+        """
+world.duplicate()
+world.duplicate() if rank == 0 else world.group([0, 1])
+""",
+        [
+            "ranks 0 and 1 wait for each other",
+            "rank 0 waits in duplicate(tag=0) number 2 on world",
+            "rank 1 waits in group(0,1) number 1 on world",
+        ],
+    ),
+    "a communicator that another rank has freed": (
+        """
+comm = world.duplicate()
+if rank == 0:
+    comm.duplicate(3)
+else:
+    comm.free()
+    threading.Event().wait(60)
+""",
+        ["rank 0 waits in duplicate(tag=3) number 1 on world/duplicate", "rank 1, which has not called it: it runs"],
+    ),
+    "an agreement and a communicator without a third rank": (
+        """
+from mpi4py import MPI
+comm = MPI.COMM_WORLD.Dup()
+if rank == 0:
+    world.agree(True)
+elif rank == 1:
+    mpicoll.barrier(comm=comm)
+""",
+        [
+            "for rank 2, which has left the program; the job is ended",
+            "agree() number 1 on world waits for rank",
+            "first use of an mpi4py communicator of ranks (0,1,2) number 1 on world waits for rank",
+        ],
+    ),
+    "a pipeline and a process group without a third rank": (
+        """
+import torch.distributed as dist
+from mpicoll.parallel.p2p import PipeP2P
+p2p = PipeP2P(world, send_recv=False)
+if rank == 0:
+    p2p.recv(1)
+elif rank == 1:
+    dist.init_process_group("mpicoll", store=dist.HashStore(), rank=rank, world_size=size)
+""",
+        [
+            "rank 0 waits in PipeP2P.recv from stage 1",
+            "rank 1 waits in init_process_group(1.0) number 1 on world",
+        ],
     ),
 }
 
@@ -183,7 +235,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
         yield {
             "late": pool.submit(_run, folder("late"), 3, LATE, "0.5"),
             "raising": pool.submit(_run, folder("raising"), 3, RAISING, "1"),
-        } | {name: pool.submit(_run, folder("ended"), 2, body, "1", "off") for name, (body, _) in ENDED.items()}
+        } | {
+            name: pool.submit(_run, folder("ended"), 3 if "third" in name else 2, body, "1", "off")
+            for name, (body, _) in ENDED.items()
+        }
 
 
 @pytest.mark.parametrize("name", ENDED)

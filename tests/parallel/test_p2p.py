@@ -948,6 +948,35 @@ def test_the_communicator_may_be_freed_first(several: Ranks) -> None:
     several(body)
 
 
+def test_values_by_broadcasts_are_counted(several: Ranks) -> None:
+    """What is under way of them keeps a receive from being taken for one that can never complete."""
+
+    def body() -> None:
+        world = mpicoll.world()
+
+        def counted() -> list[np.ndarray[Any, Any]]:
+            traffic, found = world.transport.traffic, []
+            for tally in () if traffic is None else (traffic.sent, traffic.received):
+                found.append(np.zeros(world.size, np.int64))
+                for (peer, _), number in tally.items():
+                    found[-1][peer] += number
+            return found
+
+        before = counted()
+        with pipe(send_recv=False) as p2p:
+            following, previous = (p2p.stage + 1) % p2p.stages, (p2p.stage - 1) % p2p.stages
+            request = p2p.isend(torch.ones(3), following)
+            p2p.recv(previous)
+            request.wait()
+        moved = [after - one for one, after in zip(before, counted(), strict=True)]
+        if moved:
+            sent, received = moved
+            assert sent[following] > 0
+            assert np.array_equal(mpicoll.alltoall(sent), received)
+
+    several(body)
+
+
 def test_other_messages_of_the_communicator_are_left_alone(several: Ranks) -> None:
     def body() -> None:
         comm = mpicoll.world()
