@@ -33,7 +33,7 @@ os.environ.setdefault("MPICOLL_TUNED", "off")
 import numpy as np
 
 import mpicoll
-from mpicoll.engine.select import algorithms_of
+from mpicoll.engine.selection.catalogue import algorithms_of
 
 KEYS = (
     *[("float32", 12)] * 3,

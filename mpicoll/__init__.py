@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpicoll.engine.debug import debug
     from mpicoll.engine.plan import Plan
     from mpicoll.engine.request import Request, waitall, waitany
-    from mpicoll.engine.select import Choice, algorithms
+    from mpicoll.engine.selection.selector import Choice, algorithms
     from mpicoll.engine.trace import trace
     from mpicoll.engine.world import run_local, world
     from mpicoll.errors import (
@@ -166,7 +166,7 @@ _HOMES = {
     "engine.debug": "debug",
     "engine.plan": "Plan",
     "engine.request": "Request waitall waitany",
-    "engine.select": "Choice algorithms",
+    "engine.selection.selector": "Choice algorithms",
     "engine.trace": "trace",
     "engine.world": "run_local world",
     "errors": (

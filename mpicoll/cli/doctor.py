@@ -443,16 +443,16 @@ def _unknown(known: set[str]) -> Iterator[Finding]:
 
 def _table() -> Finding:
     """The table of ``mpicoll tune`` in its default place."""
-    from mpicoll.engine import tuned
+    from mpicoll.engine.selection import tuned_table
 
-    path = tuned.default_path()
+    path = tuned_table.default_path()
     if path is None or not path.exists():
         return Finding("settings", "tuned table", "not there", f"{path or 'no home directory'}", "made by mpicoll tune")
     try:
-        entries = tuned.load(path)
-    except tuned.Unreadable as error:
+        entries = tuned_table.load(path)
+    except tuned_table.Unreadable as error:
         return Finding("settings", "tuned table", "problem", f"{path}: it {error}", "remove it, or run mpicoll tune")
-    mine = sum(one["machine"] == tuned.machine() for one in entries)
+    mine = sum(one["machine"] == tuned_table.machine() for one in entries)
     return Finding(
         "settings", "tuned table", "ok", f"{path}: {len(entries)} entries, {mine} of them for such a machine"
     )

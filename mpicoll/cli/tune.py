@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mpicoll.cli.bench.cases import Kind, Task
     from mpicoll.cli.bench.device_arrays import Library
     from mpicoll.cli.bench.measure import Team
-    from mpicoll.engine.model import Table
-    from mpicoll.engine.select import Problem
+    from mpicoll.engine.selection.query import SelectionQuery, TunedTable
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
 
@@ -122,13 +121,13 @@ def run(args: argparse.Namespace) -> int:
     """
     import os
 
-    from mpicoll.engine import tuned
+    from mpicoll.engine.selection import tuned_table
     from mpicoll.errors import ArgumentError
     from mpicoll.transport import launch_env
 
     asked = _checked(args)
     if asked.output is not None:
-        tuned.existing(asked.output)  # before anything is measured
+        tuned_table.existing(asked.output)  # before anything is measured
     sizes = _ranks(args.np)
     with _untuned():
         if launch_env.launched(os.environ):
@@ -180,11 +179,11 @@ def _output(wanted: Path | None) -> Path:
     """Where the table goes. Raises before all the work, not after it, if it can't be written there."""
     import os
 
-    from mpicoll.engine import tuned
+    from mpicoll.engine.selection import tuned_table
     from mpicoll.errors import ArgumentError, SetupError
 
     named = os.environ.get("MPICOLL_TUNED", "off")
-    output = wanted or (tuned.default_path() if named in ("", "off") else Path(named).expanduser())
+    output = wanted or (tuned_table.default_path() if named in ("", "off") else Path(named).expanduser())
     if output is None:
         raise SetupError("tune: there is no home directory to write to; pass --output")
     output = output.absolute()
@@ -223,7 +222,7 @@ class _Point:
     """A task: what is taken untuned, what was measured, and what shall be taken."""
 
     task: Task
-    problem: Problem
+    problem: SelectionQuery
     untuned: str
     medians: dict[str, float] = field(default_factory=dict)
     winner: str = ""
@@ -232,17 +231,17 @@ class _Point:
         return min(self.medians.values()) / self.medians[name]
 
     @property
-    def tuned_as(self) -> str:
-        from mpicoll.engine.select import tuned_as
+    def tuned_class(self) -> str:
+        from mpicoll.engine.selection.query import tuned_class
 
-        name = tuned_as(self.problem)
+        name = tuned_class(self.problem)
         assert name is not None  # the ranks have met on their devices
         return name
 
     @property
     def where(self) -> str:
         """On what it was measured."""
-        device, shape = self.problem.device, self.problem.site.shape
+        device, shape = self.problem.device, self.problem.context.layout
         return str(shape) if device is None else f"{device.models}, {shape}"
 
 
@@ -252,7 +251,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
 
     from mpicoll.cli.bench import device_arrays
     from mpicoll.cli.bench.measure import Team
-    from mpicoll.engine import tuned
+    from mpicoll.engine.selection import tuned_table
     from mpicoll.engine.world import world
     from mpicoll.errors import ArgumentError, SetupError
 
@@ -277,17 +276,17 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
         for points in groups:
             _tune(team, points, asked, step)
             rules = ((points[0].task.collective, tuple(_rules(points))),)
-            entry = tuned.entry_of(_library(), comm.site.shape, {points[0].tuned_as: rules}, costs, now)
-            entries = tuned.merged(entries, entry)
+            entry = tuned_table.entry_of(_library(), comm.context.layout, {points[0].tuned_class: rules}, costs, now)
+            entries = tuned_table.merged(entries, entry)
             if team.rank == 0 and asked.output is not None:
-                tuned.write(asked.output, entry)  # each at once: who ends this early keeps what there is
+                tuned_table.write(asked.output, entry)  # each at once: who ends this early keeps what there is
     if team.rank == 0:
         _report(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
         _say_costs(asked, costs)
         if asked.output is not None:
             formatting.console(asked.width).print(f"written to {asked.output}")
     if asked.check:
-        _check(team, groups, asked, tuned.table_of(entries, "what was just tuned"))
+        _check(team, groups, asked, tuned_table.table_of(entries, "what was just tuned"))
     return 0
 
 
@@ -301,7 +300,7 @@ def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
     """What is to be measured, ascending, for each collective and class of dtypes."""
     from mpicoll.cli.bench.cases import REDUCTIONS, Task
     from mpicoll.collectives.explain import problem_of
-    from mpicoll.engine.select import choose
+    from mpicoll.engine.selection.selector import choose
 
     like = None if asked.array is None else _met(asked.array)
     groups: dict[tuple[str, str], dict[int, _Point]] = {}
@@ -323,7 +322,7 @@ def _met(library: Library) -> Any:
 
     import mpicoll
     from mpicoll.cli.bench import device_arrays
-    from mpicoll.engine.select import NCCL
+    from mpicoll.engine.selection.catalogue import NCCL
     from mpicoll.errors import AlgorithmError
 
     x = device_arrays.arrays(library).zeros(1, "float32")
@@ -336,14 +335,15 @@ def _met(library: Library) -> Any:
 
 def _candidates(point: _Point, size: int) -> list[str]:
     """All that can serve, each once."""
-    from mpicoll.engine.select import extent_text, refusals
+    from mpicoll.engine.selection.rules import format_range
+    from mpicoll.engine.selection.selector import unsupported_reasons
     from mpicoll.engine.shared import piece_bytes
 
-    names = [name for name, refusal in refusals(point.problem).items() if refusal is None]
+    names = [name for name, refusal in unsupported_reasons(point.problem).items() if refusal is None]
     if "pieces" in names:
         own = piece_bytes(size)
         names += [
-            f"pieces/{extent_text(0, one).removeprefix('0-')}" for one in _SEGMENTS if own != one <= point.task.nbytes
+            f"pieces/{format_range(0, one).removeprefix('0-')}" for one in _SEGMENTS if own != one <= point.task.nbytes
         ]
     return list(dict.fromkeys([point.untuned, *names]))
 
@@ -385,7 +385,7 @@ def _winner(medians: Mapping[str, float], untuned: str, previous: str) -> str:
 
 def _rules(points: Sequence[_Point]) -> list[tuple[float, float, str]]:
     """Rules for the winners of points of ascending sizes."""
-    from mpicoll.engine.tuned import joined
+    from mpicoll.engine.selection.rules import merge_adjacent
 
     sizes = [point.task.nbytes for point in points]
     borders = [
@@ -394,7 +394,9 @@ def _rules(points: Sequence[_Point]) -> list[tuple[float, float, str]]:
         # A barrier has no bytes, and all of them have been measured.
         float("inf") if sizes[-1] >= _OPEN_ABOVE or sizes[-1] == 0 else 2.0 * sizes[-1],
     ]
-    return joined([(low, high, point.winner) for low, high, point in zip(borders, borders[1:], points, strict=False)])
+    return merge_adjacent(
+        [(low, high, point.winner) for low, high, point in zip(borders, borders[1:], points, strict=False)]
+    )
 
 
 def _between(low: int, high: int) -> float:
@@ -505,21 +507,21 @@ def _exchanged(transport: Any, peer: int, out: Any, into: Any, tag: int, calls: 
     return (time.perf_counter() - begin) / calls
 
 
-def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table: Table) -> None:
+def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table: TunedTable) -> None:
     """Measure anew, and print how good what is taken is, by `table` and untuned."""
     from dataclasses import replace
 
-    from mpicoll.engine.model import site
-    from mpicoll.engine.select import choose
+    from mpicoll.engine.selection.query import selection_context
+    from mpicoll.engine.selection.selector import choose
 
-    here = site(team.comm.site.shape, table)
+    here = selection_context(team.comm.context.layout, table)
     rows = []
     goods: tuple[list[float], list[float]] = ([], [])
     with _progress(team, asked, sum(map(len, groups)), "checking ") as step:
         for point in (point for points in groups for point in points):
             label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
             step(label, 0)
-            taken = choose(replace(point.problem, site=here), None).name
+            taken = choose(replace(point.problem, context=here), None).name
             names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
             anew = _Point(point.task, point.problem, point.untuned)
             looks, anew.medians = _measure(team, point.task, names, taken, asked)

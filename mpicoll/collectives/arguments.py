@@ -19,7 +19,8 @@ from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
 from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request, seconds
-from mpicoll.engine.select import Problem, choose
+from mpicoll.engine.selection.query import SelectionQuery
+from mpicoll.engine.selection.selector import choose
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 
 P = ParamSpec("P")
@@ -241,7 +242,7 @@ def problem(
     reduction: Reduction | None = None,
     counts: Counts = (),
     refusal: str | None = None,
-) -> Problem:
+) -> SelectionQuery:
     """What selection has to know. `count` elements are the largest number that MPI would have to count, and with a
     `reduction` those of `nbytes`; `array` lies where the data does; `refusal` is another reason why MPI can't serve it.
 
@@ -257,10 +258,10 @@ def problem(
     elif reduction is not None and refusal is None:
         native = comm.transport.misreduces(reduction.native or "", reduction.work)
     device = device_of(array)
-    wanted = Problem(
+    wanted = SelectionQuery(
         operation,
         nbytes,
-        comm.site,
+        comm.context,
         "moved" if reduction is None else _kind(reduction, nbytes, count),
         root,
         commutative=reduction is None or reduction.commutative,

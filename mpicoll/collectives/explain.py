@@ -13,7 +13,8 @@ from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.select import Choice, Problem, choose, refusals
+from mpicoll.engine.selection.query import SelectionQuery
+from mpicoll.engine.selection.selector import Choice, choose, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import AlgorithmError
 
@@ -45,7 +46,7 @@ def explain(
     choice = choose(wanted, algorithm)
     if communicator.size == 1:
         return choice  # nothing can be shared with others, and nobody would choose it
-    refused = (f"not {name}: {why}" for name, why in refusals(wanted).items() if why is not None)
+    refused = (f"not {name}: {why}" for name, why in unsupported_reasons(wanted).items() if why is not None)
     return replace(choice, refused=tuple(refused))
 
 
@@ -58,7 +59,7 @@ def problem_of(
     algorithm: str | None,
     communicator: Communicator,
     like: Any = None,
-) -> Problem:
+) -> SelectionQuery:
     """What such a call asks of an algorithm. Raises what :func:`explain` raises."""
     if collective not in schedules.collectives():
         raise AlgorithmError(f"explain: no collective {collective!r}; there are {', '.join(schedules.collectives())}")

@@ -24,7 +24,7 @@ from mpicoll.engine.execute import extents
 from mpicoll.engine.operation import Operation, body_of, task
 from mpicoll.engine.record import Call
 from mpicoll.engine.request import Request
-from mpicoll.engine.select import choose, forced
+from mpicoll.engine.selection.selector import choose, forced
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import ArgumentError, CommunicationError, DTypeError, MismatchError, ShapeError
 

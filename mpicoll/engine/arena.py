@@ -12,12 +12,10 @@ import numpy as np
 
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.record import Call
+from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import give_way
-
-SLOT = 1 << 21
-"""Bytes of a slot."""
 
 _WORDS = 32
 """Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
@@ -131,10 +129,10 @@ class Arena:
 
     def furnish(self) -> Arena:
         """Collective: make the slots. Raises CommunicationError on all ranks if there is no memory for them."""
-        own = 2 * SLOT
+        own = 2 * SLOT_BYTES
         memories = self._transport.share(2 * own if self.rank == 0 else own)
         self.readers = () if self._transport.unread else self._transport.readers()
-        parts = [slice(w * SLOT, (w + 1) * SLOT) for w in range(4)]
+        parts = [slice(w * SLOT_BYTES, (w + 1) * SLOT_BYTES) for w in range(4)]
         self.slots = tuple(tuple(memory[part] for memory in memories) for part in parts[:2])
         self.results = tuple(memories[0][part] for part in parts[2:])
         self.furnished = True
@@ -409,7 +407,7 @@ class Arena:
     def scratch(self) -> list[Array]:
         """As much private memory as a slot for each rank, for the operation that runs."""
         if not self._scratch:
-            self._scratch = [np.empty(SLOT, np.uint8) for _ in range(self.size)]
+            self._scratch = [np.empty(SLOT_BYTES, np.uint8) for _ in range(self.size)]
         return self._scratch
 
     def allocate(self, nbytes: int) -> Memory:

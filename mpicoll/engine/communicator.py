@@ -12,10 +12,11 @@ import numpy as np
 
 from mpicoll.engine import check, notes
 from mpicoll.engine.arena import Arena
-from mpicoll.engine.model import UNTUNED, Table, shape_of, site
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.engine.record import WITHIN, Call, Group
+from mpicoll.engine.selection.layout import layout_of
+from mpicoll.engine.selection.query import UNTUNED, TunedTable, selection_context
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
@@ -49,7 +50,7 @@ class Communicator:
         *,
         name: str,
         world: bool = True,
-        table: Table = UNTUNED,
+        table: TunedTable = UNTUNED,
         parent: Communicator | None = None,
         checks: check.Options | None = None,
         family: check.Family | None = None,
@@ -58,7 +59,7 @@ class Communicator:
         self.rank = transport.rank
         self.size = transport.size
         self.nodes = transport.nodes
-        self.site = site(shape_of(transport.nodes), table)
+        self.context = selection_context(layout_of(transport.nodes), table)
         timeout = transport.timeout if parent is None else parent.timeout
         transport.timeout = timeout
         group = Group(transport.key, name, transport.members, transport.rank, timeout, transport.traffic)
@@ -313,7 +314,7 @@ class Communicator:
     def _made(self, transport: Transport, name: str) -> Communicator:
         """The communicator on a transport that was made of this one's."""
         return Communicator(
-            transport, self.watch, name=f"{self.name}/{name}", world=False, table=self.site.table, parent=self
+            transport, self.watch, name=f"{self.name}/{name}", world=False, table=self.context.table, parent=self
         )
 
     def shrink(self) -> Communicator:
@@ -342,7 +343,7 @@ class Communicator:
             self.watch,
             name=f"{self.name}/shrunk",
             world=self._is_world,
-            table=self.site.table,
+            table=self.context.table,
             parent=self,
         )
         made.replaced = self.replaced

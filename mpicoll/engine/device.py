@@ -26,7 +26,9 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Reduction
 from mpicoll.buffers.pair import parts_of
 from mpicoll.engine import ipc, nccl
-from mpicoll.engine.select import IPC, NCCL, Choice, Hierarchy, Method, Reach, Way, choose
+from mpicoll.engine.selection.catalogue import IPC, NCCL, DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
+from mpicoll.engine.selection.query import DeviceCapabilities
+from mpicoll.engine.selection.selector import Choice, choose
 from mpicoll.errors import DeviceError, MpicollError
 from mpicoll.transport import cuda_awareness
 from mpicoll.transport.base import Message, Transport
@@ -66,11 +68,11 @@ class Devices:
         self._native: nccl.Nccl | None = None
         self._page_locked: Arena | None = None
 
-    def reach(self, collective: str, reduction: Reduction | None) -> Reach:
+    def reach(self, collective: str, reduction: Reduction | None) -> DeviceCapabilities:
         """Why each way can't serve a collective, as far as that is known."""
         unnamed = reduction is not None and reduction.name not in (*ops.NAMES, "premul_sum")
         lacking = ("reduce" if reduction is not None else "move") not in self._aware
-        return Reach(
+        return DeviceCapabilities(
             nccl=self._nccl or _not_by_nccl(collective, reduction),
             ipc=self._ipc,
             native="this MPI library can't work on device memory (mpicoll doctor says how that was found)"
@@ -179,7 +181,7 @@ def devices(comm: Communicator, device: Device) -> Devices:
     return mine
 
 
-def reach(comm: Communicator, device: Device, collective: str, reduction: Reduction | None) -> Reach:
+def reach(comm: Communicator, device: Device, collective: str, reduction: Reduction | None) -> DeviceCapabilities:
     """Why each way can't serve a collective on `device`, as far as that is known. Raises DeviceError if `comm` has
     another device on this rank."""
     return devices(comm, device).reach(collective, reduction)
@@ -226,13 +228,13 @@ def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:
     from mpicoll.engine.operation import Shared, body_of, scheduled
 
     algorithm, device, comm = choice.algorithm, mine.device, operation.comm
-    if isinstance(algorithm, Hierarchy) or operation.problem.device is None:
+    if isinstance(algorithm, HierarchicalAlgorithm) or operation.problem.device is None:
         body_of(operation, choice)()
-    elif isinstance(algorithm, Way) and algorithm.name == NCCL:
+    elif isinstance(algorithm, DeviceAlgorithm) and algorithm.name == NCCL:
         native = mine.nccl()
         assert native is not None
         operation.native(native)
-    elif isinstance(algorithm, (Way, Method)):
+    elif isinstance(algorithm, (DeviceAlgorithm, SharedMemoryAlgorithm)):
         assert operation.flat is not None
         flat = operation.flat()
         peers = mine.peers if choice.name == IPC else None

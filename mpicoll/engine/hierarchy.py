@@ -26,7 +26,7 @@ from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Region, cut, extents
 from mpicoll.engine.operation import Flat, Operation, carrier, chosen
-from mpicoll.engine.select import Problem
+from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
 
@@ -108,10 +108,10 @@ class _Phases:
         some = source if target is None else target
         assert some is not None
         device = device_of(some)
-        problem = Problem(
+        problem = SelectionQuery(
             collective,
             sum(counts) * some.itemsize,
-            comm.site,
+            comm.context,
             "moved" if reduction is None else kind,
             root,
             uneven=len(set(counts)) > 1,

@@ -22,7 +22,9 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.execute import Program, Region, Wire, bind
 from mpicoll.engine.record import WITHIN, Call
 from mpicoll.engine.request import Request
-from mpicoll.engine.select import Choice, Hierarchy, Method, Problem, Way, choose
+from mpicoll.engine.selection.catalogue import DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
+from mpicoll.engine.selection.query import SelectionQuery
+from mpicoll.engine.selection.selector import Choice, choose
 from mpicoll.errors import ScheduleError
 from mpicoll.schedules import Algorithm, Schedule
 from mpicoll.schedules.model import ROOTED
@@ -65,7 +67,7 @@ class Operation:
     """
 
     comm: Communicator
-    problem: Problem
+    problem: SelectionQuery
     algorithm: str | None
     native: Callable[[Native], None]
     regions: Callable[[Schedule], Sequence[Region]]
@@ -183,9 +185,9 @@ def body_of(
             if bound and operation.bare
             else partial(operation.native, native)
         )
-    if isinstance(choice.algorithm, Method):
+    if isinstance(choice.algorithm, SharedMemoryAlgorithm):
         return _shared(operation, choice, call)
-    if isinstance(choice.algorithm, Hierarchy):
+    if isinstance(choice.algorithm, HierarchicalAlgorithm):
         # Not above: its phases are operations too.
         from mpicoll.engine.hierarchy import hierarchical
 
@@ -231,7 +233,7 @@ class Shared:
     def __init__(
         self,
         comm: Communicator,
-        problem: Problem,
+        problem: SelectionQuery,
         choice: Choice,
         dtype: np.dtype[Any],
         counts: tuple[int, ...],
@@ -239,7 +241,7 @@ class Shared:
         peers: ipc.Peers | None = None,
         call: Call | None = None,
     ) -> None:
-        assert isinstance(choice.algorithm, Method | Way)
+        assert isinstance(choice.algorithm, SharedMemoryAlgorithm | DeviceAlgorithm)
         self._comm = comm
         self._peers = peers
         self._spec = shared.Spec(

@@ -12,7 +12,8 @@ from mpicoll.engine.operation import Operation, Task, body_of, call_of, carrier,
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Job
 from mpicoll.engine.record import Call, keepers
-from mpicoll.engine.select import NATIVE, Choice
+from mpicoll.engine.selection.catalogue import NATIVE
+from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import ArgumentError
 
 _PERSISTENT = 1024

@@ -14,7 +14,8 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Shared, Task, body_of, call_of, run, task
 from mpicoll.engine.record import Call, keepers
-from mpicoll.engine.select import NATIVE, Choice, Method, choose, forced
+from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
+from mpicoll.engine.selection.selector import Choice, choose, forced
 
 Again: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
 """Carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is given."""
@@ -146,7 +147,7 @@ def _prepared(
 def _kept(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -> Kept | bool:
     """What to keep of a call like `operation`. False: such are better prepared anew; True: that is not known yet."""
     choice = choose(operation.problem, operation.algorithm)
-    shared = isinstance(choice.algorithm, Method)
+    shared = isinstance(choice.algorithm, SharedMemoryAlgorithm)
     small = all(one is None or one.array.nbytes <= _BYTES for one in operation.buffers)
     native = choice.algorithm is None and choice.name == NATIVE and operation.direct is not None
     if not shared and not small and not native:
@@ -203,7 +204,7 @@ def _on_arrays(
     if not _lies_in(flat.source, own) or not _lies_in(flat.target, value):
         return None
     carry_out: Callable[[Any, Any], None]
-    if isinstance(choice.algorithm, Method):
+    if isinstance(choice.algorithm, SharedMemoryAlgorithm):
         carry_out = Shared.of(operation, choice, flat, call=call)
     else:
         native = operation.comm.transport.native

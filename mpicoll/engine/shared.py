@@ -26,24 +26,9 @@ import numpy as np
 from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.arena import SLOT, Arena, Body, Segment
+from mpicoll.engine.arena import Arena, Body, Segment
 from mpicoll.engine.execute import cut, extents
-
-METHODS = {
-    "allreduce": ("slots", "pieces", "cma"),
-    "reduce": ("slots", "pieces", "cma"),
-    "reduce_scatter": ("pieces", "cma"),
-    "bcast": ("pieces", "cma"),
-    "allgather": ("pieces", "cma"),
-    "gather": ("pieces", "cma"),
-    "scatter": ("pieces", "cma"),
-    "alltoall": ("pieces", "cma"),
-    "barrier": ("slots",),
-}
-"""The methods of each collective."""
-
-SLOTS = 256 * 1024
-"""The largest vectors for ``slots``: in the dtype in which they are reduced they may be larger than in the caller's."""
+from mpicoll.engine.selection.catalogue import SLOT_BYTES
 
 _LINE = 64
 """Ranks write to parts that begin at multiples of this many bytes, so that they share no cache line."""
@@ -77,7 +62,7 @@ class Spec:
 def piece_bytes(size: int) -> int:
     """The default size of a piece for `size` ranks, each of which works on its share of it: small enough for the shares
     of all steps at hand to stay in a core's cache, and large enough for the synchronisation to be cheap."""
-    return min(SLOT, size * 512 * 1024)
+    return min(SLOT_BYTES, size * 512 * 1024)
 
 
 def bind(arena: Arena, spec: Spec) -> Body:
@@ -106,7 +91,7 @@ class _Pieces:
 
     def __init__(self, arena: Arena, spec: Spec, count: int, parts: int = 1) -> None:
         itemsize = spec.dtype.itemsize
-        room = min(SLOT, spec.segment or piece_bytes(arena.size))
+        room = min(SLOT_BYTES, spec.segment or piece_bytes(arena.size))
         self.width = max(1, room // parts // itemsize)
         line = max(1, _LINE // itemsize)
         if self.width > line:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
-from mpicoll.engine import check, nccl, notes, tuned
+from mpicoll.engine import check, nccl, notes
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.ending import (
     abort_on_failure,
@@ -29,6 +29,7 @@ from mpicoll.engine.ending import (
     listen_for_signals,
 )
 from mpicoll.engine.record import Call, Group, Past, keepers
+from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import claim, launch_env, local
@@ -147,7 +148,7 @@ def _mpi_world() -> Communicator:
     if watch is not None:
         watch.mourn = mpi.mourn
         _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.survives()))
-    table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, mpi.library()))
+    table = _watched(watch, "sharing the tuned table", lambda: tuned_table.share(transport, mpi.library()))
     checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
     return Communicator(transport, watch, name="world", table=table, checks=checks)
 
@@ -307,10 +308,10 @@ def _adopt(
         transport: Transport = _world.progress.meet(duplicate, call, ranks)
     else:  # the watches have not learned of each other yet, or not of all these ranks
         transport = _watched(watch, what, duplicate)
-    known = None if _world is None else _world.site.table
+    known = None if _world is None else _world.context.table
     if _world is None and transport.size == mpi_size:
         _make_world()  # in which the watches learn of each other, and which is traced
-    table = _watched(watch, "sharing the tuned table", lambda: tuned.share(transport, library(), known))
+    table = _watched(watch, "sharing the tuned table", lambda: tuned_table.share(transport, library(), known))
     checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
     return Communicator(transport, watch, name="mpi4py", world=False, table=table, checks=checks)
 

@@ -19,7 +19,8 @@ from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Shared, Unshared
 from mpicoll.engine.record import Call
 from mpicoll.engine.repeat import KEPT
-from mpicoll.engine.select import Method, choose, forced
+from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
+from mpicoll.engine.selection.selector import choose, forced
 from mpicoll.torch.c10d_collectives import op_of
 
 Found: TypeAlias = "tuple[Any, Call] | bool"
@@ -252,7 +253,7 @@ class Quick:
         choice = choose(wanted, None)
         shape = tuple(tensor.shape)
         call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
-        if isinstance(choice.algorithm, Method) and ready.prepare is None:
+        if isinstance(choice.algorithm, SharedMemoryAlgorithm) and ready.prepare is None:
             fold = Fold(ready, buffer)
             return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, fold, call=call), call
         if choice.algorithm is not None or self._native is None or ready.native is None:
@@ -274,7 +275,7 @@ class Quick:
         choice = choose(wanted, None)
         rooted = root if collective == "bcast" else None
         call = Call(collective, nbytes, dtype, shape, root=rooted, algorithm=choice.name)
-        if isinstance(choice.algorithm, Method):
+        if isinstance(choice.algorithm, SharedMemoryAlgorithm):
             counts = (nbytes // blocks,) * blocks if blocks else ()
             return Shared(self._comm, wanted, choice, _BYTES, counts, call=call), call
         if choice.algorithm is not None or self._native is None:

@@ -16,7 +16,7 @@ from support.launch import ROOT
 
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
-from mpicoll.engine import tuned
+from mpicoll.engine.selection import tuned_table
 from mpicoll.transport import cuda_awareness, launcher, reductions
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
@@ -472,7 +472,7 @@ def test_the_tuned_table(tmp_path: Path) -> None:
     assert doctor._table().state == "not there"
     path = tmp_path / "cache" / "mpicoll" / "tuned.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"format": tuned.FORMAT, "version": tuned.VERSION, "entries": []}))
+    path.write_text(json.dumps({"format": tuned_table.FORMAT, "version": tuned_table.VERSION, "entries": []}))
     assert doctor._table().value == f"{path}: 0 entries, 0 of them for such a machine"
     path.write_text("{")
     assert doctor._table().state == "problem"

@@ -14,9 +14,10 @@ from support.launch import mpirun
 
 import mpicoll
 from mpicoll.cli import main, tune
-from mpicoll.engine import tuned
-from mpicoll.engine.model import Shape, site
-from mpicoll.engine.select import Problem, parse, text_of
+from mpicoll.engine.selection import tuned_table
+from mpicoll.engine.selection.layout import NodeLayout
+from mpicoll.engine.selection.query import SelectionQuery, selection_context
+from mpicoll.engine.selection.rules import format_rules, parse_rules
 
 INF = float("inf")
 
@@ -89,7 +90,7 @@ def measured(*winners: tuple[int, str]) -> Any:
 )
 def test_rules(winners: list[tuple[int, str]], rules: str) -> None:
     found = (("allreduce", tuple(tune._rules(measured(*winners)))),)
-    assert text_of(found) == rules
+    assert format_rules(found) == rules
     for nbytes, name in winners:
         assert [one for low, high, one in found[0][1] if low <= nbytes < high] == [name]
 
@@ -97,7 +98,7 @@ def test_rules(winners: list[tuple[int, str]], rules: str) -> None:
 @pytest.mark.parametrize("nbytes", [8, 256 << 10, 8 << 20])
 def test_candidates(nbytes: int) -> None:
     """All that can serve, and pieces of several sizes, none of which is longer than the vector."""
-    problem = Problem("allreduce", nbytes, site(Shape(2, 1, 2)), "float", unshared=None)
+    problem = SelectionQuery("allreduce", nbytes, selection_context(NodeLayout(2, 1, 2)), "float", unshared=None)
     point: Any = SimpleNamespace(problem=problem, untuned="pieces", task=SimpleNamespace(nbytes=nbytes))
     names = tune._candidates(point, 2)
     assert names[0] == "pieces"
@@ -109,7 +110,7 @@ def test_candidates(nbytes: int) -> None:
     own = {8: [], 256 << 10: ["256k"], 8 << 20: ["256k", "512k", "2m"]}[nbytes]
     assert [name for name in names if "/" in name] == [f"pieces/{one}" for one in own]
     for name in names:
-        assert parse(f"allreduce:{name}")
+        assert parse_rules(f"allreduce:{name}")
 
 
 # --- what is refused
@@ -216,12 +217,12 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
         for what in ("allreduce, float32", "allreduce, float16", "bcast, any dtype", "barrier, any dtype")
     ]
     assert f"written to {path}" in lines
-    (entry,) = tuned.load(path)
-    assert entry["machine"] == tuned.machine()
+    (entry,) = tuned_table.load(path)
+    assert entry["machine"] == tuned_table.machine()
     assert (entry["ranks"], entry["nodes"], entry["per_node"]) == (2, 1, 2)
     assert set(entry["rules"]) == {"float", "half", "moved"}
     for kind, text in entry["rules"].items():
-        assert [name for name, _ in parse(text)] == (["bcast", "barrier"] if kind == "moved" else ["allreduce"])
+        assert [name for name, _ in parse_rules(text)] == (["bcast", "barrier"] if kind == "moved" else ["allreduce"])
         assert f"{kind}: {text}" in lines
     (alpha, beta), gamma = entry["costs"]["node"], entry["costs"]["gamma"]
     assert alpha > 0 <= beta
@@ -229,7 +230,7 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     assert entry["costs"]["network"] is None
 
     # The same row as in the table that was printed.
-    ((_, rules),) = parse(entry["rules"]["float"])
+    ((_, rules),) = parse_rules(entry["rules"]["float"])
     (taken,) = (name for low, high, name in rules if low <= 4096 < high)
     header = next(line for line in lines if line.startswith("size "))
     assert header.endswith("winner untuned good")
@@ -253,7 +254,7 @@ def test_more_is_added_by_jobs_that_it_starts_itself(tmp_path: Path, capfd: pyte
     words = ["--sizes", "8", "--blocks", "1", "--output", str(path)]
     assert main(["tune", "alltoall", "-np", "2,3", *words]) == 0
     assert main(["tune", "scan", "-np", "2", *words]) == 0
-    entries = {entry["ranks"]: entry["rules"] for entry in tuned.load(path)}
+    entries = {entry["ranks"]: entry["rules"] for entry in tuned_table.load(path)}
     assert set(entries) == {2, 3}
     assert set(entries[2]) == {"float", "moved"}
     assert set(entries[3]) == {"moved"}
@@ -303,4 +304,4 @@ def test_costs(apart: bool) -> None:
         else:
             assert costs[name] is None
     # What is written can be read.
-    tuned._checked(tuned.entry_of("Some MPI", Shape(2, 1, 2), {}, costs, ""))
+    tuned_table._checked(tuned_table.entry_of("Some MPI", NodeLayout(2, 1, 2), {}, costs, ""))

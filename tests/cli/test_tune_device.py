@@ -12,8 +12,8 @@ from support.launch import mpirun
 
 import mpicoll
 from mpicoll.cli import main, tune
-from mpicoll.engine import tuned
-from mpicoll.engine.select import parse
+from mpicoll.engine.selection import tuned_table
+from mpicoll.engine.selection.rules import parse_rules
 
 MODEL = "Fake CUDA device"
 
@@ -53,8 +53,8 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     what = ("allreduce, float32", "allreduce, float16", "bcast, any dtype", "scan, float32", "scan, float16")
     assert titles == [f"{one}, {shared}, 2 ranks on 1 node" for one in what]
     assert f"check, {shared}, 2 ranks on 1 node" in lines
-    (entry,) = tuned.load(path)
-    assert {kind: [name for name, _ in parse(text)] for kind, text in entry["rules"].items()} == {
+    (entry,) = tuned_table.load(path)
+    assert {kind: [name for name, _ in parse_rules(text)] for kind, text in entry["rules"].items()} == {
         f"float on {shared}": ["allreduce", "scan"],
         f"half on {shared}": ["allreduce", "scan"],
         f"moved on {shared}": ["bcast"],
@@ -68,7 +68,7 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         return done.stdout.splitlines()
 
-    ((_, rules), _) = parse(entry["rules"][f"float on {shared}"])
+    ((_, rules), _) = parse_rules(entry["rules"][f"float on {shared}"])
     (expected,) = (name for low, high, name in rules if low <= 4096 < high)
     on_device, on_host = choices()
     name, _, reason = on_device.partition("|")

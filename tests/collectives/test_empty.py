@@ -13,7 +13,7 @@ import torch
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine.shared import METHODS
+from mpicoll.engine.selection.catalogue import SHARED_MEMORY
 
 
 def _mappings() -> int:
@@ -217,7 +217,7 @@ def test_each_collective(several: Ranks, like: str) -> None:
     several(body)
 
 
-@pytest.mark.parametrize("collective", [name for name in METHODS if name not in ("barrier", "reduce")])
+@pytest.mark.parametrize("collective", [name for name in SHARED_MEMORY if name not in ("barrier", "reduce")])
 def test_cross_memory_attach(several: Ranks, collective: str) -> None:
     """The copies are skipped by it, too."""
 

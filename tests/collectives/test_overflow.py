@@ -11,7 +11,7 @@ import torch
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine import select
+from mpicoll.engine.selection.catalogue import algorithms_of
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 OPS: dict[str, Any] = {"sum": "sum", "prod": "prod", "avg": "avg", "premul": None}
@@ -44,7 +44,7 @@ def test_nothing_is_said(several: Ranks, library: str, name: str, op: str) -> No
             for collective in COLLECTIVES:
                 if op == "avg" and collective in ("scan", "exscan"):
                     continue
-                for algorithm in (None, *select.algorithms_of(collective)):
+                for algorithm in (None, *algorithms_of(collective)):
                     try:
                         result = getattr(mpicoll, collective)(x, chosen, algorithm=algorithm)
                     except mpicoll.AlgorithmError:

@@ -19,8 +19,10 @@ from mpicoll.buffers.device import Device, DeviceArray
 from mpicoll.collectives.arguments import operand
 from mpicoll.engine import device as devices
 from mpicoll.engine.device import PIECE
-from mpicoll.engine.model import Shape, Table, site
-from mpicoll.engine.select import Choice, parse
+from mpicoll.engine.selection.layout import NodeLayout
+from mpicoll.engine.selection.query import TunedTable, selection_context
+from mpicoll.engine.selection.rules import parse_rules
+from mpicoll.engine.selection.selector import Choice
 from mpicoll.transport import cuda_awareness
 
 SIZES = (0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 3 * PIECE + 5)
@@ -240,12 +242,12 @@ def test_what_was_tuned_for_such_devices(
     monkeypatch.setattr(devices, "_carry_out", carried_out)
     models = f"{devices_of(cuda)[0]} shared by 3"
     names = {f"{kind} on {models}": "pieces", kind: "native", f"{kind} on {devices_of(cuda)[0]}": "ipc"}
-    shape = Shape(3, 1, 3)
-    rules = {one: parse(f"{collective}:{name}") for one, name in names.items()}
+    shape = NodeLayout(3, 1, 3)
+    rules = {one: parse_rules(f"{collective}:{name}") for one, name in names.items()}
 
     def main() -> None:
         world = mpicoll.world()
-        world.site = site(shape, Table("text", "t.json", {shape: rules}))
+        world.context = selection_context(shape, TunedTable("text", "t.json", {shape: rules}))
         x = cuda.asarray(np.ones(30, dtype))
         assert "tuned" not in mpicoll.explain(collective, x.nbytes, dtype=dtype, like=x).reason
         plan = getattr(mpicoll, f"{collective}_init")(x)

@@ -13,7 +13,7 @@ from support import random_programs
 from support.launch import ROOT, mpirun
 
 import mpicoll
-from mpicoll.engine.select import algorithms_of
+from mpicoll.engine.selection.catalogue import algorithms_of
 
 PROGRAMS = 6
 """Programs of 40 operations for each configuration."""

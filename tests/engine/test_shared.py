@@ -29,9 +29,9 @@ from support.exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, 
 from support.ranks import Comms, Ranks
 
 import mpicoll
-from mpicoll.engine.shared import METHODS, SLOTS
+from mpicoll.engine.selection.catalogue import MAX_SLOTS_BYTES, SHARED_MEMORY
 
-COLLECTIVES = tuple(name for name in METHODS if name != "barrier")
+COLLECTIVES = tuple(name for name in SHARED_MEMORY if name != "barrier")
 SHAPES = ((), (0,), (1,), (3, 0), (4, 3), (13, 2, 5), (130, 9), (2, 2), (3, 2, 2), (1200,))
 SEGMENTS = ("", "/4k", "/64k")
 
@@ -40,7 +40,7 @@ def methods(collective: str, *segments: str) -> list[str]:
     """The methods of a collective, those that cut with each size of piece."""
     return [
         f"{name}{segment}"
-        for name in METHODS[collective]
+        for name in SHARED_MEMORY[collective]
         for segment in (("",) if name == "slots" else segments or ("", "/4k"))
     ]
 
@@ -322,7 +322,7 @@ def test_places_of_extremes(several: Ranks, values: str) -> None:
     def body() -> None:
         world = mpicoll.world()
         # Up to as many pairs as slots hold
-        for count in (0, 1, 1000, SLOTS // (np.dtype(values).itemsize + 8)):
+        for count in (0, 1, 1000, MAX_SLOTS_BYTES // (np.dtype(values).itemsize + 8)):
             every = [random(values, rank).integers(-5, 5, count).astype(values) for rank in range(world.size)]
             stacked = np.stack(every)
             for algorithm in methods("allreduce"):
@@ -421,7 +421,7 @@ def test_plans_of_numbers(several: Ranks) -> None:
 
 
 def test_a_single_rank_is_refused() -> None:
-    for collective, names in METHODS.items():
+    for collective, names in SHARED_MEMORY.items():
         for name in names:
             call = getattr(mpicoll, collective)
             arguments = () if collective == "barrier" else (np.ones(3),)
@@ -457,8 +457,8 @@ def test_what_methods_can_not_serve(several: Ranks) -> None:
         for name in ("pieces", "cma"):
             with pytest.raises(mpicoll.AlgorithmError, match="not elementwise"):
                 mpicoll.allreduce(x, np.matmul, algorithm=name)
-        with pytest.raises(mpicoll.AlgorithmError, match=f"more than the {SLOTS} of slots"):
-            mpicoll.allreduce(np.ones(SLOTS // 8 + 1), algorithm="slots")
+        with pytest.raises(mpicoll.AlgorithmError, match=f"more than the {MAX_SLOTS_BYTES} of slots"):
+            mpicoll.allreduce(np.ones(MAX_SLOTS_BYTES // 8 + 1), algorithm="slots")
         for wrong in ("pieces/2k", "pieces/4m", "slots/4k", "pieces/x", "pieces/", "piece"):
             with pytest.raises(mpicoll.AlgorithmError, match=wrong):
                 mpicoll.allreduce(x, algorithm=wrong)
@@ -474,7 +474,7 @@ def test_the_largest_vectors_of_slots(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         for name, op in (("float16", "premul_sum"), ("int8", "land"), ("float32", "sum"), ("complex128", "avg")):
-            count = SLOTS // dtype_of(name).itemsize
+            count = MAX_SLOTS_BYTES // dtype_of(name).itemsize
             inputs = [numbers(random(name, rank), name, (count,)) for rank in range(world.size)]
             got = mpicoll.allreduce(inputs[world.rank], operator(op, name, world.rank), algorithm="slots")
             want = in_order(op, name)([one != 0 for one in inputs] if op == "land" else inputs)

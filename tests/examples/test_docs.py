@@ -25,7 +25,7 @@ import mpicoll
 from mpicoll import cli, errors, schedules
 from mpicoll.buffers.ops import OpLike
 from mpicoll.config import Config
-from mpicoll.engine.select import TABLE
+from mpicoll.engine.selection.defaults import DEFAULT_RULES
 
 PAGES = {
     str(file.relative_to(ROOT)): file.read_text()
@@ -357,7 +357,7 @@ def test_algorithms() -> None:
 
 
 def test_default_rules() -> None:
-    assert TABLE.split(";") in [block.splitlines() for block in blocks("docs/algorithms.md", "text")]
+    assert DEFAULT_RULES.split(";") in [block.splitlines() for block in blocks("docs/algorithms.md", "text")]
 
 
 def test_errors() -> None:

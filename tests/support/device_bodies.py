@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.engine import select
+from mpicoll.engine.selection.catalogue import MAX_SLOTS_BYTES, algorithms_of
 from support.data import OPS, covering, dtype_of, expected, make_op, means, numbers, random
 from support.exercise import COUNTED, FORMS, MATRICES, REDUCTIONS, ROOTED, SHAPES, Call
 from support.ranks import Comms
@@ -38,7 +38,7 @@ WAYS = (None, "ipc", "nccl", "slots", "pieces", "ring", "recursive_doubling", "n
 
 def most(way: str | None, count: int) -> int:
     """Elements of an allreduce of float32 by that way, `count` if it serves so many."""
-    return min(count, select.SLOTS // 4) if way == "slots" else count
+    return min(count, MAX_SLOTS_BYTES // 4) if way == "slots" else count
 
 
 class Arrays(Protocol):
@@ -312,7 +312,7 @@ def rows(
     axes["layout"] = layouts
     axes["out"] = ("none", "given", "strided", "inplace")
     axes["form"] = FORMS
-    axes["algorithm"] = (None, *select.algorithms_of(collective))
+    axes["algorithm"] = (None, *algorithms_of(collective))
     axes["place" if spread else "comm"] = PLACES if spread else ("world", "split", "group")
     if collective in ROOTED:
         axes["root"] = ("first", "last", "middle")

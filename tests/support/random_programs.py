@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.engine.select import algorithms_of
+from mpicoll.engine.selection.catalogue import algorithms_of
 from mpicoll.engine.world import resolve
 from mpicoll.transport.local import Delay, Fault
 from support.data import (

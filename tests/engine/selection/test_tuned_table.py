@@ -13,25 +13,29 @@ import pytest
 
 import mpicoll
 from mpicoll import config
-from mpicoll.engine import tuned
-from mpicoll.engine.model import TYPICAL, UNTUNED, Link, Shape
-from mpicoll.engine.select import parse, text_of
+from mpicoll.engine.selection import tuned_table
+from mpicoll.engine.selection.cost_model import TYPICAL, Link
+from mpicoll.engine.selection.layout import NodeLayout
+from mpicoll.engine.selection.query import UNTUNED
+from mpicoll.engine.selection.rules import format_rules, parse_rules
 
 INF = float("inf")
-TWO = Shape(2, 1, 2)
+TWO = NodeLayout(2, 1, 2)
 COSTS = {"node": [1e-6, 1e-10], "network": None, "gamma": 2e-10}
 
 Job = Callable[..., "CompletedProcess[str]"]
 
 
-def entry(rules: dict[str, str] | None = None, shape: Shape = TWO, mpi: str = "Some MPI 1.0", **more: Any) -> Any:
-    parsed = {kind: parse(text) for kind, text in (rules or {"float": "allreduce:ring"}).items()}
-    return tuned.entry_of(mpi, shape, parsed, COSTS, "2026-01-01T00:00:00+00:00") | more
+def entry(rules: dict[str, str] | None = None, shape: NodeLayout = TWO, mpi: str = "Some MPI 1.0", **more: Any) -> Any:
+    parsed = {kind: parse_rules(text) for kind, text in (rules or {"float": "allreduce:ring"}).items()}
+    return tuned_table.entry_of(mpi, shape, parsed, COSTS, "2026-01-01T00:00:00+00:00") | more
 
 
 def put(path: Path, *entries: Any, **more: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"format": tuned.FORMAT, "version": tuned.VERSION, "entries": entries} | more))
+    path.write_text(
+        json.dumps({"format": tuned_table.FORMAT, "version": tuned_table.VERSION, "entries": entries} | more)
+    )
     return path
 
 
@@ -47,7 +51,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     def forget() -> None:
         config.config.cache_clear()
-        tuned._read.cache_clear()
+        tuned_table._read.cache_clear()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MPICOLL_TUNED", raising=False)
@@ -58,17 +62,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def shared(library: str = "Some MPI 1.0", known: Any = None) -> Any:
-    return tuned.share(Alone(), library, known)  # type: ignore[arg-type]
+    return tuned_table.share(Alone(), library, known)  # type: ignore[arg-type]
 
 
 # --- where it is
 
 
 def test_the_default_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuned.default_path() == place
+    assert tuned_table.default_path() == place
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/somewhere")
-    assert tuned.default_path() == Path("/somewhere/.cache/mpicoll/tuned.json")
+    assert tuned_table.default_path() == Path("/somewhere/.cache/mpicoll/tuned.json")
 
 
 def test_no_table(place: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_table_in_the_default_place(place: Path) -> None:
     put(place, entry({"float": "allreduce:0-1k:ring", "moved": "bcast:chain/2"}))
     table = shared()
     assert table.source == str(place)
-    assert table.rules == {TWO: {"float": parse("allreduce:0-1k:ring"), "moved": parse("bcast:chain/2")}}
+    assert table.rules == {TWO: {"float": parse_rules("allreduce:0-1k:ring"), "moved": parse_rules("bcast:chain/2")}}
     assert table.costs.node == Link(1e-6, 1e-10)
     assert table.costs.network == TYPICAL.network
     assert (table.costs.gamma, table.costs.measured) == (2e-10, True)
@@ -90,7 +94,7 @@ def test_a_named_table(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     put(place, entry({"float": "allreduce:ring"}))
     named = put(tmp_path / "mine.json", entry({"float": "allreduce:tree"}))
     monkeypatch.setenv("MPICOLL_TUNED", str(named))
-    assert shared().rules[TWO]["float"] == parse("allreduce:tree")
+    assert shared().rules[TWO]["float"] == parse_rules("allreduce:tree")
 
 
 def test_off(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +108,7 @@ def test_a_table_of_those_before(place: Path) -> None:
     put(place, entry())
     table = shared()
     place.write_text("nonsense")
-    tuned._read.cache_clear()
+    tuned_table._read.cache_clear()
     assert shared(known=table) is table
     assert shared(known=UNTUNED) is UNTUNED
 
@@ -118,12 +122,12 @@ def test_what_was_measured_elsewhere_is_left_out(place: Path, other: dict[str, A
     put(place, entry({"float": "allreduce:ring"}) | other)
     assert shared() is UNTUNED
     put(place, entry({"float": "allreduce:ring"}) | other, entry({"float": "allreduce:tree"}))
-    tuned._read.cache_clear()
-    assert shared().rules[TWO]["float"] == parse("allreduce:tree")
+    tuned_table._read.cache_clear()
+    assert shared().rules[TWO]["float"] == parse_rules("allreduce:tree")
 
 
 def test_several_shapes(place: Path) -> None:
-    four, hosts = Shape(4, 1, 4), Shape(4, 2, 2)
+    four, hosts = NodeLayout(4, 1, 4), NodeLayout(4, 2, 2)
     far = {"node": None, "network": [3e-5, 8e-9], "gamma": 4e-10}
     put(place, entry({"float": "scan:linear"}, four), entry({"moved": "bcast:chain"}, hosts, costs=far))
     table = shared()
@@ -137,19 +141,19 @@ def test_rules_for_devices(place: Path) -> None:
     first = {"float": "allreduce:tree", "float on GPU 7 shared by 2": "allreduce:0-1k:slots"}
     second = {"float on GPU 7 shared by 2": "allreduce:1k-inf:ring", "half on GPU 7": "allreduce:pieces"}
     for rules in (first, second):
-        tuned.write(place, entry(rules))
+        tuned_table.write(place, entry(rules))
     expected = {
         "float": "allreduce:tree",
         "float on GPU 7 shared by 2": "allreduce:0-1k:slots,1k-inf:ring",
         "half on GPU 7": "allreduce:pieces",
     }
-    assert shared().rules == {TWO: {kind: parse(text) for kind, text in expected.items()}}
+    assert shared().rules == {TWO: {kind: parse_rules(text) for kind, text in expected.items()}}
 
 
 def test_a_machine_is_told_by_processor_and_cores() -> None:
-    assert set(tuned.machine()) == {"cpu", "cores"}
-    assert tuned.machine()["cores"] == os.cpu_count()
-    assert os.uname().nodename not in json.dumps(tuned.machine())
+    assert set(tuned_table.machine()) == {"cpu", "cores"}
+    assert tuned_table.machine()["cores"] == os.cpu_count()
+    assert os.uname().nodename not in json.dumps(tuned_table.machine())
 
 
 # --- what is no table
@@ -160,9 +164,12 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "deep": ("[" * 100_000, "is no JSON: "),
     "list": ([], "is no table of mpicoll's"),
     "other": ({"version": 1}, "is no table of mpicoll's"),
-    "newer": ({"format": tuned.FORMAT, "version": 2}, "is of version 2, and this mpicoll reads 1"),
-    "no version": ({"format": tuned.FORMAT}, "is of version None, and this mpicoll reads 1"),
-    "no entries": ({"format": tuned.FORMAT, "version": 1}, "holds what this mpicoll does not understand (KeyError"),
+    "newer": ({"format": tuned_table.FORMAT, "version": 2}, "is of version 2, and this mpicoll reads 1"),
+    "no version": ({"format": tuned_table.FORMAT}, "is of version None, and this mpicoll reads 1"),
+    "no entries": (
+        {"format": tuned_table.FORMAT, "version": 1},
+        "holds what this mpicoll does not understand (KeyError",
+    ),
     "large": (" " * (5 << 20), "has more than 4 MiB, which no table has"),
 }
 ENTRIES: dict[str, tuple[Any, str]] = {
@@ -196,7 +203,7 @@ def spoil(path: Path, content: Any) -> None:
 def all_broken() -> list[Any]:
     found = [pytest.param(content, message, id=name) for name, (content, message) in BROKEN.items()]
     for name, (one, message) in ENTRIES.items():
-        content = {"format": tuned.FORMAT, "version": 1, "entries": [entry(), one]}
+        content = {"format": tuned_table.FORMAT, "version": 1, "entries": [entry(), one]}
         found.append(pytest.param(content, message, id=f"entry-{name}"))
     return found
 
@@ -214,12 +221,12 @@ def test_a_broken_table(
     assert message in str(warning.message)
     before = place.read_bytes()
     with pytest.raises(mpicoll.SetupError, match="remove it, or pass another place by --output"):
-        tuned.write(place, entry())
+        tuned_table.write(place, entry())
     assert place.read_bytes() == before
 
     monkeypatch.setenv("MPICOLL_TUNED", str(place))
     config.config.cache_clear()
-    tuned._read.cache_clear()
+    tuned_table._read.cache_clear()
     with pytest.raises(mpicoll.SetupError) as error:
         shared()
     assert str(error.value).startswith(f"MPICOLL_TUNED={str(place)!r}: it ")
@@ -258,26 +265,26 @@ def test_what_is_no_file(
     ],
 )
 def test_new_rules_over_old_ones(new: str, old: str, both: str) -> None:
-    assert text_of(tuned.overlay(parse(new), parse(old))) == both
+    assert format_rules(tuned_table.overlay(parse_rules(new), parse_rules(old))) == both
 
 
 def test_a_first_table(place: Path) -> None:
-    tuned.write(place, entry())
-    assert tuned.load(place) == [entry()]
+    tuned_table.write(place, entry())
+    assert tuned_table.load(place) == [entry()]
     assert [one.name for one in place.parent.iterdir()] == [place.name]
-    assert shared().rules[TWO]["float"] == parse("allreduce:ring")
+    assert shared().rules[TWO]["float"] == parse_rules("allreduce:ring")
 
 
 def test_entries_accumulate(place: Path) -> None:
-    four = Shape(4, 1, 4)
+    four = NodeLayout(4, 1, 4)
     for one in (
         entry({"float": "allreduce:ring;scan:linear", "half": "allreduce:ring"}),
         entry({"float": "allreduce:tree"}, four),
         entry({"float": "allreduce:tree"}, mpi="Another MPI"),
         entry({"float": "allreduce:1k-2k:tree", "moved": "bcast:chain"}, costs=None),
     ):
-        tuned.write(place, one)
-    entries = tuned.load(place)
+        tuned_table.write(place, one)
+    entries = tuned_table.load(place)
     assert [(one["ranks"], one["mpi"]) for one in entries] == [
         (4, "Some MPI 1.0"),
         (2, "Another MPI"),
@@ -295,10 +302,10 @@ def test_entries_accumulate(place: Path) -> None:
 def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(mpicoll.SetupError, match=r"can't be written: .*; pass another place by --output"):
-        tuned.write(tmp_path / "file" / "tuned.json", entry())
+        tuned_table.write(tmp_path / "file" / "tuned.json", entry())
     (tmp_path / "folder").mkdir()
     with pytest.raises(mpicoll.SetupError, match=r"is no file"):
-        tuned.write(tmp_path / "folder", entry())
+        tuned_table.write(tmp_path / "folder", entry())
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
 
 
@@ -328,7 +335,7 @@ def tables(folder: Path, *names: str) -> list[str]:
     """Files that say different things for this machine, for any shape up to 3 ranks."""
     made = []
     for number, name in enumerate(names):
-        entries = [entry({"float": f"allreduce:{name}"}, Shape(ranks, 1, ranks), "LIBRARY") for ranks in (1, 2, 3)]
+        entries = [entry({"float": f"allreduce:{name}"}, NodeLayout(ranks, 1, ranks), "LIBRARY") for ranks in (1, 2, 3)]
         made.append(str(put(folder / f"{number}.json", *entries)))
     return made
 
@@ -395,4 +402,4 @@ def test_a_table_is_told_to_all_ranks() -> None:
     """A text that rank 0 alone has, through the transport of the world; also one that is longer than a line."""
     world = mpicoll.world()
     for text in ("", json.dumps({"source": "x" * 100_000, "entries": [entry()]})):
-        assert tuned._bcast(world.transport, text if world.rank == 0 else "mine") == text
+        assert tuned_table._bcast(world.transport, text if world.rank == 0 else "mine") == text

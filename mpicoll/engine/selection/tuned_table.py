@@ -21,8 +21,10 @@ import numpy as np
 
 from mpicoll import user_cache
 from mpicoll.config import config
-from mpicoll.engine.model import TYPICAL, UNTUNED, Costs, Link, Rule, Rules, Shape, Table
-from mpicoll.engine.select import is_class, parse, text_of
+from mpicoll.engine.selection.cost_model import TYPICAL, Costs, Link
+from mpicoll.engine.selection.layout import NodeLayout
+from mpicoll.engine.selection.query import UNTUNED, TunedTable, is_dtype_class
+from mpicoll.engine.selection.rules import Rules, format_rules, overlay, parse_rules
 from mpicoll.errors import SetupError
 from mpicoll.transport.base import Transport
 
@@ -54,7 +56,7 @@ def machine() -> dict[str, Any]:
     return {"cpu": model or platform.processor() or platform.machine(), "cores": os.cpu_count() or 1}
 
 
-def share(transport: Transport, library: str, known: Table | None = None) -> Table:
+def share(transport: Transport, library: str, known: TunedTable | None = None) -> TunedTable:
     """Collective over `transport`, one of MPI's: the table that counts for all its ranks.
 
     It is rank 0's: `known` if that has one already, else what its variable and its file say for `library`. Raises
@@ -137,13 +139,13 @@ def _checked(entry: dict[str, Any]) -> None:
     if not isinstance(entry["machine"], dict) or not isinstance(entry["mpi"], str):
         raise TypeError("machine and mpi say where it was measured")
     for kind, text in entry["rules"].items():
-        if not is_class(kind):
+        if not is_dtype_class(kind):
             raise ValueError(f"no class of dtypes {kind!r}")
-        parse(text)
+        parse_rules(text)
 
 
-def _shape(entry: dict[str, Any]) -> Shape:
-    shape = Shape(*(entry[name] for name in ("ranks", "nodes", "per_node")))
+def _shape(entry: dict[str, Any]) -> NodeLayout:
+    shape = NodeLayout(*(entry[name] for name in ("ranks", "nodes", "per_node")))
     if not all(type(number) is int and number > 0 for number in (shape.ranks, shape.nodes, shape.per_node)):
         raise TypeError(f"{shape} is no shape")
     return shape
@@ -164,7 +166,7 @@ def _cost(value: Any) -> float:
 
 
 @lru_cache(maxsize=8)
-def _table(text: str) -> Table:
+def _table(text: str) -> TunedTable:
     """What a rank was told, as one object, however often it is told. Raises SetupError if that is an error."""
     if not text:
         return UNTUNED
@@ -174,9 +176,9 @@ def _table(text: str) -> Table:
     return table_of(told["entries"], told["source"], text)
 
 
-def table_of(entries: list[dict[str, Any]], source: str, text: str = "") -> Table:
+def table_of(entries: list[dict[str, Any]], source: str, text: str = "") -> TunedTable:
     """The table that entries of one machine and MPI library make."""
-    rules = {_shape(entry): {kind: parse(one) for kind, one in entry["rules"].items()} for entry in entries}
+    rules = {_shape(entry): {kind: parse_rules(one) for kind, one in entry["rules"].items()} for entry in entries}
     # A link is best measured where it was measured last; most entries have only seen the inside of a node.
     node = network = None
     gamma = TYPICAL.gamma
@@ -188,11 +190,11 @@ def table_of(entries: list[dict[str, Any]], source: str, text: str = "") -> Tabl
             network = costs.network if entry["costs"]["network"] is not None else network
             gamma = costs.gamma
     measured = node is not None or network is not None
-    return Table(text, source, rules, Costs(node or TYPICAL.node, network or TYPICAL.network, gamma, measured))
+    return TunedTable(text, source, rules, Costs(node or TYPICAL.node, network or TYPICAL.network, gamma, measured))
 
 
 def entry_of(
-    library: str, shape: Shape, rules: dict[str, Rules], costs: dict[str, Any] | None, measured: str
+    library: str, shape: NodeLayout, rules: dict[str, Rules], costs: dict[str, Any] | None, measured: str
 ) -> dict[str, Any]:
     """An entry for this machine. `costs` has ``node`` and ``network``, each alpha and beta or None, and ``gamma``."""
     return {
@@ -202,7 +204,7 @@ def entry_of(
         "nodes": shape.nodes,
         "per_node": shape.per_node,
         "measured": measured,
-        "rules": {kind: text_of(one) for kind, one in rules.items()},
+        "rules": {kind: format_rules(one) for kind, one in rules.items()},
         "costs": costs,
     }
 
@@ -214,44 +216,14 @@ def merged(entries: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str,
     """`entries` with what `new` has measured, behind all others: of the same machine, MPI and shape, what it has not
     measured stays."""
     same = [one for one in entries if all(one[name] == new[name] for name in _KEY)]
-    rules = {kind: parse(text) for one in same for kind, text in one["rules"].items()}
+    rules = {kind: parse_rules(text) for one in same for kind, text in one["rules"].items()}
     for kind, text in new["rules"].items():
-        rules[kind] = overlay(parse(text), rules.get(kind, ()))
+        rules[kind] = overlay(parse_rules(text), rules.get(kind, ()))
     costs = new["costs"]
     for one in same:
         costs = costs or one["costs"]
-    whole = {**new, "rules": {kind: text_of(one) for kind, one in rules.items()}, "costs": costs}
+    whole = {**new, "rules": {kind: format_rules(one) for kind, one in rules.items()}, "costs": costs}
     return [one for one in entries if one not in same] + [whole]
-
-
-def overlay(new: Rules, old: Rules) -> Rules:
-    """`new`, and of `old` what lies outside of its ranges."""
-    ranges: dict[str, list[Rule]] = {}
-    for collective, rules in old:
-        ranges.setdefault(collective, []).extend(rules)
-    for collective, rules in new:
-        kept = ranges.get(collective, [])
-        for low, high, _ in rules:
-            parts = [part for one in kept for part in _outside(one, low, high)]
-            kept = [part for part in parts if part[0] < part[1]]
-        ranges[collective] = joined(sorted([*rules, *kept]))
-    return tuple((collective, tuple(rules)) for collective, rules in ranges.items())
-
-
-def _outside(rule: Rule, low: float, high: float) -> tuple[Rule, Rule]:
-    first, last, name = rule
-    return (first, min(last, low), name), (max(first, high), last, name)
-
-
-def joined(rules: list[Rule]) -> list[Rule]:
-    """`rules`, which are in order, those of one algorithm that touch each other made one."""
-    found: list[Rule] = []
-    for low, high, name in rules:
-        if found and found[-1][1:] == (low, name):
-            found[-1] = (found[-1][0], high, name)
-        else:
-            found.append((low, high, name))
-    return found
 
 
 def write(path: Path, new: dict[str, Any]) -> None:

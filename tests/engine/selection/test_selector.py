@@ -12,15 +12,28 @@ import pytest
 
 import mpicoll
 from mpicoll import config
-from mpicoll.engine import select
-from mpicoll.engine.model import TYPICAL, UNTUNED, Costs, Link, Rules, Shape, Site, Table, predict, shape_of, site
-from mpicoll.engine.select import KINDS, Problem, Reach, choose, extent_text, parse, refusals, text_of
+from mpicoll.engine.selection import selector
+from mpicoll.engine.selection.catalogue import SHARED_MEMORY, algorithms_of
+from mpicoll.engine.selection.cost_model import TYPICAL, Costs, Link, predict
+from mpicoll.engine.selection.defaults import DEFAULT_RULES, FALLBACK_RULES
+from mpicoll.engine.selection.layout import NodeLayout, layout_of
+from mpicoll.engine.selection.query import (
+    KINDS,
+    UNTUNED,
+    DeviceCapabilities,
+    SelectionContext,
+    SelectionQuery,
+    TunedTable,
+    selection_context,
+)
+from mpicoll.engine.selection.rules import Rules, format_range, format_rules, parse_rules
+from mpicoll.engine.selection.selector import choose, unsupported_reasons
 
 INF = float("inf")
 Python = Callable[..., "CompletedProcess[str]"]
 
 
-NODE, NODES = Shape(4, 1, 4), Shape(4, 2, 2)
+NODE, NODES = NodeLayout(4, 1, 4), NodeLayout(4, 2, 2)
 
 
 def problem(
@@ -28,12 +41,12 @@ def problem(
     nbytes: int | None = 8,
     *,
     mpi: bool = True,
-    where: Site | None = None,
+    where: SelectionContext | None = None,
     **more: object,
-) -> Problem:
+) -> SelectionQuery:
     """A call on 4 ranks without shared memory, that the MPI library can serve or can't."""
     native = None if mpi else "there is no MPI"
-    return Problem(collective, nbytes, where or site(NODE), native=native, **more)  # type: ignore[arg-type]
+    return SelectionQuery(collective, nbytes, where or selection_context(NODE), native=native, **more)  # type: ignore[arg-type]
 
 
 def taken(collective: str = "allreduce", nbytes: int | None = 8, argument: str | None = None, **more: object) -> str:
@@ -44,10 +57,10 @@ def taken(collective: str = "allreduce", nbytes: int | None = 8, argument: str |
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A default table in which everything is native, save for an algorithm in shared memory that comes first."""
     everything = ";".join(f"{collective}:native" for collective in mpicoll.schedules.collectives())
-    monkeypatch.setattr(select, "TABLE", f"allreduce:16k-64k:slots;{everything}")
-    select._choose.cache_clear()
+    monkeypatch.setattr(selector, "DEFAULT_RULES", f"allreduce:16k-64k:slots;{everything}")
+    selector._choose.cache_clear()
     yield
-    select._choose.cache_clear()
+    selector._choose.cache_clear()
 
 
 @pytest.fixture
@@ -55,7 +68,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     """Set MPICOLL_ALGORITHMS for this test."""
 
     def forget() -> None:
-        for cached in (config.config, select._environment, select._choose):
+        for cached in (config.config, selector._environment, selector._choose):
             cached.cache_clear()
 
     def put(text: str) -> None:
@@ -92,8 +105,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
         ("scan:linear;scan:native", (("scan", ((0, INF, "linear"),)), ("scan", ((0, INF, "native"),)))),
     ],
 )
-def test_rules(text: str, rules: select.Rules) -> None:
-    assert parse(text) == rules
+def test_rules(text: str, rules: Rules) -> None:
+    assert parse_rules(text) == rules
 
 
 @pytest.mark.parametrize(
@@ -114,8 +127,8 @@ def test_rules(text: str, rules: select.Rules) -> None:
         ("allreduce:4k-4k:ring", "rule '4k-4k:ring' of allreduce: the range 4k-4k is empty"),
         ("allreduce:1m-1k:ring", "rule '1m-1k:ring' of allreduce: the range 1m-1k is empty"),
         ("allreduce:inf-inf:ring", "the range inf-inf is empty"),
-        ("allreduce:0-4q:ring", "'4q' is no number of bytes; write such as 0, 512, 64k, 1m, 2g or inf"),
-        ("allreduce:few-inf:ring", "'few' is no number of bytes"),
+        ("allreduce:0-4q:ring", "'4q' is not a number of bytes; write for example 0, 512, 64k, 1m, 2g or inf"),
+        ("allreduce:few-inf:ring", "'few' is not a number of bytes"),
         ("bcast:chain/", "bcast algorithm 'chain/': the part behind / must be a number of segments"),
         ("bcast:chain/0", "bcast algorithm 'chain/0': the part behind / must be a number of segments"),
         ("bcast:chain/x", "bcast algorithm 'chain/x': the part behind / must be a number of segments"),
@@ -127,7 +140,7 @@ def test_rules(text: str, rules: select.Rules) -> None:
 )
 def test_malformed_rules(text: str, message: str) -> None:
     with pytest.raises(mpicoll.AlgorithmError) as caught:
-        parse(text)
+        parse_rules(text)
     assert type(caught.value) is mpicoll.AlgorithmError
     assert message in str(caught.value)
 
@@ -181,7 +194,7 @@ def test_fallback_where_the_size_is_not_known() -> None:
 
 
 def test_fallback_for_a_single_rank() -> None:
-    alone = problem(mpi=False, where=site(shape_of((0,))))
+    alone = problem(mpi=False, where=selection_context(layout_of((0,))))
     assert str(choose(alone, None)).endswith(": not native (table): there is no MPI; fallback table")
 
 
@@ -196,14 +209,14 @@ def test_the_model_leaves_out_what_can_not_serve() -> None:
 # --- what was tuned
 
 
-def tuned(rules: dict[str, str], shape: Shape = NODE, costs: Costs = TYPICAL) -> Table:
+def tuned(rules: dict[str, str], shape: NodeLayout = NODE, costs: Costs = TYPICAL) -> TunedTable:
     """A table as if from a file, for one shape."""
-    parsed = {kind: parse(text) for kind, text in rules.items()}
-    return Table("text", "t.json", {shape: parsed}, costs)
+    parsed = {kind: parse_rules(text) for kind, text in rules.items()}
+    return TunedTable("text", "t.json", {shape: parsed}, costs)
 
 
 def test_tuned_comes_after_what_is_forced_and_before_the_table(environment: Callable[[str], None]) -> None:
-    where = site(NODE, tuned({"moved": "allreduce:ring;bcast:0-1k:chain/3,1k-1m:native"}))
+    where = selection_context(NODE, tuned({"moved": "allreduce:ring;bcast:0-1k:chain/3,1k-1m:native"}))
     assert taken(where=where) == "ring: tuned for moved on 4 ranks on 1 node, t.json"
     assert taken("bcast", 1023, where=where) == "chain/3: tuned for moved, 0-1k on 4 ranks on 1 node, t.json"
     assert choose(problem("bcast", 1023, where=where), None).segments == 3
@@ -217,12 +230,14 @@ def test_tuned_comes_after_what_is_forced_and_before_the_table(environment: Call
 
 def test_tuned_for_another_shape() -> None:
     table = tuned({"moved": "allreduce:ring"}, NODES)
-    assert taken(where=site(NODE, table)) == "native: table"
-    assert taken(where=site(NODES, table)).startswith("ring: tuned for moved on 4 ranks on 2 nodes, 2 on each, t.json")
+    assert taken(where=selection_context(NODE, table)) == "native: table"
+    assert taken(where=selection_context(NODES, table)).startswith(
+        "ring: tuned for moved on 4 ranks on 2 nodes, 2 on each, t.json"
+    )
 
 
 def test_tuned_but_can_not_serve() -> None:
-    where = site(NODE, tuned({"moved": "allreduce:pieces"}))
+    where = selection_context(NODE, tuned({"moved": "allreduce:pieces"}))
     why = "not pieces (tuned for moved on 4 ranks on 1 node, t.json): there is no shared memory; table"
     assert taken(where=where) == f"native: {why}"
     assert taken(where=where, unshared=None) == "pieces: tuned for moved on 4 ranks on 1 node, t.json"
@@ -231,7 +246,7 @@ def test_tuned_but_can_not_serve() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tuned_by_class_of_dtypes(kind: str) -> None:
     """Integers and complex numbers follow floats if they were not tuned themselves; nothing else does."""
-    where = site(NODE, tuned({"float": "allreduce:ring", "complex": "allreduce:tree"}))
+    where = selection_context(NODE, tuned({"float": "allreduce:ring", "complex": "allreduce:tree"}))
     expected = {"float": "ring", "integer": "ring", "complex": "tree"}.get(kind, "native")
     assert choose(problem(where=where, kind=kind), None).name == expected
 
@@ -245,10 +260,10 @@ def test_tuned_for_devices() -> None:
         "half on A": "allreduce:0-1k:pieces",
         "float on A shared by 2": "allreduce:double_tree",
     }
-    where = site(NODE, tuned(rules))
+    where = selection_context(NODE, tuned(rules))
 
     def on(models: str | None, kind: str = "float", **more: object) -> str:
-        return taken(where=where, kind=kind, unshared=None, device=Reach(models=models), **more)
+        return taken(where=where, kind=kind, unshared=None, device=DeviceCapabilities(models=models), **more)
 
     assert on("A") == "ring: tuned for float on A on 4 ranks on 1 node, t.json"
     assert on("A", "integer") == on("A")
@@ -267,7 +282,7 @@ def test_measured_costs_decide_instead_of_typical_ones() -> None:
         (Costs(Link(1.0, 0.0), Link(1.0, 0.0), 0.0, measured=True), "recursive_doubling"),
         (Costs(Link(0.0, 1.0), Link(0.0, 1.0), 0.0, measured=True), "halving_doubling"),
     ):
-        choice = choose(problem(mpi=False, where=site(NODE, tuned({}, costs=costs))), None)
+        choice = choose(problem(mpi=False, where=selection_context(NODE, tuned({}, costs=costs))), None)
         assert choice.name == name
         assert "cost model with measured costs: " in choice.reason
 
@@ -276,9 +291,9 @@ def test_measured_costs_decide_instead_of_typical_ones() -> None:
 
 
 def test_shapes() -> None:
-    assert shape_of((0, 0, 1, 1)) == NODES
-    assert shape_of((0, 1, 0, 0)) == Shape(4, 2, 3)
-    assert [str(shape_of(nodes)) for nodes in ((0,), (0, 0), (0, 1), (0, 1, 1))] == [
+    assert layout_of((0, 0, 1, 1)) == NODES
+    assert layout_of((0, 1, 0, 0)) == NodeLayout(4, 2, 3)
+    assert [str(layout_of(nodes)) for nodes in ((0,), (0, 0), (0, 1), (0, 1, 1))] == [
         "1 rank on 1 node",
         "2 ranks on 1 node",
         "2 ranks on 2 nodes, 1 on each",
@@ -287,8 +302,8 @@ def test_shapes() -> None:
 
 
 def test_equal_sites_are_one_object() -> None:
-    assert site(shape_of((0, 0))) is site(shape_of((0, 0)), UNTUNED)
-    assert site(NODE) is not site(NODES)
+    assert selection_context(layout_of((0, 0))) is selection_context(layout_of((0, 0)), UNTUNED)
+    assert selection_context(NODE) is not selection_context(NODES)
 
 
 @pytest.mark.parametrize("collective", mpicoll.schedules.collectives())
@@ -302,7 +317,7 @@ def test_few_messages_are_followed(collective: str, size: int) -> None:
         for nbytes in (8, 1 << 20):
             alpha, beta = TYPICAL.node.alpha, TYPICAL.node.beta
             exact = mpicoll.schedules.price(algorithm, size, nbytes, alpha=alpha, beta=beta, gamma=TYPICAL.gamma)
-            assert predict(algorithm, Shape(size, 1, size), nbytes, 1, TYPICAL) == pytest.approx(exact)
+            assert predict(algorithm, NodeLayout(size, 1, size), nbytes, 1, TYPICAL) == pytest.approx(exact)
 
 
 @pytest.mark.parametrize("collective", mpicoll.schedules.collectives())
@@ -319,21 +334,21 @@ def test_many_messages_are_told_from_closed_forms(collective: str, segments: int
             exact = mpicoll.schedules.price(
                 algorithm, size, nbytes, alpha=alpha, beta=beta, gamma=gamma, segments=segments
             )
-            told = predict(algorithm, Shape(size, 1, size), nbytes, segments, TYPICAL)
+            told = predict(algorithm, NodeLayout(size, 1, size), nbytes, segments, TYPICAL)
             # Bursts of sends, which overlap in part, are overrated by what follows messages level by level.
             most = 1.7 if (collective, name) == ("reduce_scatter", "linear") else 1.25
             assert 0.75 * exact <= told <= most * exact, name
 
 
 def test_no_number_of_ranks_is_too_large() -> None:
-    for shape in (Shape(100_000, 1, 100_000), Shape(65_536, 4096, 16), Shape(99_999, 5000, 30)):
-        choice = choose(problem(nbytes=1 << 20, mpi=False, where=site(shape)), None)
+    for shape in (NodeLayout(100_000, 1, 100_000), NodeLayout(65_536, 4096, 16), NodeLayout(99_999, 5000, 30)):
+        choice = choose(problem(nbytes=1 << 20, mpi=False, where=selection_context(shape)), None)
         assert "cost model" in choice.reason
 
 
 def test_messages_between_nodes_cost_more() -> None:
     ring = mpicoll.schedules.get("allreduce", "ring")
-    near, far, uneven = (predict(ring, one, 1 << 20, 1, TYPICAL) for one in (NODE, NODES, Shape(4, 2, 3)))
+    near, far, uneven = (predict(ring, one, 1 << 20, 1, TYPICAL) for one in (NODE, NODES, NodeLayout(4, 2, 3)))
     assert near < far <= uneven
 
 
@@ -454,7 +469,7 @@ UNEVEN = "the blocks differ in size"
     ],
     ids=["native", "order", "whole", "root", "uneven"],
 )
-def test_refusals(asked: Problem, name: str, refusal: str, environment: Callable[[str], None]) -> None:
+def test_refusals(asked: SelectionQuery, name: str, refusal: str, environment: Callable[[str], None]) -> None:
     """An argument insists; a context or the environment prefers."""
     with pytest.raises(mpicoll.AlgorithmError) as caught:
         choose(asked, name)
@@ -556,7 +571,7 @@ def test_explain(collective: str) -> None:
     (one, *refused), *rest = mpicoll.run_local(main, 4, ranks_per_node=2)
     assert rest == [[one, *refused]] * 3
     assert f": not native (table): {NO_MPI}; cost model with typical costs: " in one
-    methods = select.METHODS.get(collective, ())
+    methods = SHARED_MEMORY.get(collective, ())
     assert refused == [f"  not native: {NO_MPI}", *(f"  not {one}: the ranks are on several nodes" for one in methods)]
 
 
@@ -574,8 +589,8 @@ def test_explain_says_why_others_can_not_serve() -> None:
 
 def test_all_refusals() -> None:
     asked = problem(commutative=False)
-    found = refusals(asked)
-    assert tuple(found) == tuple(one for one in select.algorithms_of("allreduce") if one not in ("nccl", "ipc"))
+    found = unsupported_reasons(asked)
+    assert tuple(found) == tuple(one for one in algorithms_of("allreduce") if one not in ("nccl", "ipc"))
     for name, why in found.items():
         if why is None:
             assert choose(asked, name).name == name
@@ -599,11 +614,13 @@ def test_all_refusals() -> None:
 )
 def test_classes_of_dtypes(collective: str, dtype: str, kind: str) -> None:
     """As calls have them, and as explain has them."""
-    two = Shape(2, 1, 2)
-    where = site(two, tuned({kind: f"{collective}:{list(mpicoll.schedules.algorithms_of(collective))[-1]}"}, two))
+    two = NodeLayout(2, 1, 2)
+    where = selection_context(
+        two, tuned({kind: f"{collective}:{list(mpicoll.schedules.algorithms_of(collective))[-1]}"}, two)
+    )
 
     def main() -> None:
-        mpicoll.world().site = where
+        mpicoll.world().context = where
         assert mpicoll.explain(collective, 64, dtype=dtype).reason.startswith(f"tuned for {kind} on 2 ranks")
         arrays = [] if collective == "barrier" else [np.ones(64, dtype)]
         plan = getattr(mpicoll, f"{collective}_init")(*arrays)
@@ -613,10 +630,12 @@ def test_classes_of_dtypes(collective: str, dtype: str, kind: str) -> None:
 
 
 def test_pairs_are_a_class_of_their_own() -> None:
-    where = site(Shape(2, 1, 2), tuned({"float": "allreduce:ring", "other": "allreduce:tree"}, Shape(2, 1, 2)))
+    where = selection_context(
+        NodeLayout(2, 1, 2), tuned({"float": "allreduce:ring", "other": "allreduce:tree"}, NodeLayout(2, 1, 2))
+    )
 
     def main() -> str:
-        mpicoll.world().site = where
+        mpicoll.world().context = where
         plan = mpicoll.allreduce_init((np.ones(3), np.arange(3)), "minloc")
         assert plan.choice.name == mpicoll.explain("allreduce", 48, op="minloc", dtype="float64").name
         return plan.choice.name
@@ -668,8 +687,8 @@ def test_explain_of_what_does_not_exist() -> None:
     ],
 )
 def test_ranges_as_text(low: float, high: float, text: str) -> None:
-    assert extent_text(low, high) == text
-    assert parse(f"allreduce:{text}:ring") == (("allreduce", ((low, high, "ring"),)),)
+    assert format_range(low, high) == text
+    assert parse_rules(f"allreduce:{text}:ring") == (("allreduce", ((low, high, "ring"),)),)
 
 
 @pytest.mark.parametrize(
@@ -678,12 +697,12 @@ def test_ranges_as_text(low: float, high: float, text: str) -> None:
     ids=["none", "one", "several"],
 )
 def test_rules_as_text(text: str) -> None:
-    assert text_of(parse(text)) == text
+    assert format_rules(parse_rules(text)) == text
 
 
 def test_the_tables_can_be_read() -> None:
-    for text in (select.TABLE, select.FALLBACK):
-        rules: Rules = parse(text)
+    for text in (DEFAULT_RULES, FALLBACK_RULES):
+        rules: Rules = parse_rules(text)
         assert {collective for collective, _ in rules} == set(mpicoll.schedules.collectives())
 
 
@@ -691,10 +710,10 @@ def test_the_tables_can_be_read() -> None:
 def test_native_is_taken_under_mpi() -> None:
     """Whatever was tuned here: a world as if nothing had been."""
     world = mpicoll.world().duplicate()
-    world.site = site(world.site.shape)
+    world.context = selection_context(world.context.layout)
     for collective in mpicoll.schedules.collectives():
         choice = mpicoll.explain(collective, 64, comm=world)
-        assert choice == select.Choice("native", None, 1, "table")
+        assert choice == selector.Choice("native", None, 1, "table")
     count = world.transport.native.max_count
     choice = mpicoll.explain("scan", 8 * (count + 1), dtype="float64", comm=world)
     assert choice.algorithm is not None

@@ -1,0 +1,129 @@
+"""Algorithms by name: the MPI library's own, those of shared memory, of nodes, of devices, and the schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from mpicoll import schedules
+from mpicoll.engine.selection.nbytes import parse_bytes
+from mpicoll.errors import AlgorithmError
+from mpicoll.schedules import Algorithm
+
+NATIVE = "native"
+
+HIERARCHICAL = "hierarchical"
+
+NCCL, IPC = "nccl", "ipc"
+
+DEVICE = (NCCL, IPC)
+"""Algorithms for data on devices: NVIDIA's library, and direct access to device memory of other ranks on the node."""
+
+_HIERARCHICAL_COLLECTIVES = (
+    "allreduce",
+    "reduce",
+    "bcast",
+    "reduce_scatter",
+    "allgather",
+    "gather",
+    "scatter",
+    "alltoall",
+)
+"""Collectives that have the hierarchical algorithm and those of devices."""
+
+SHARED_MEMORY = {
+    "allreduce": ("slots", "pieces", "cma"),
+    "reduce": ("slots", "pieces", "cma"),
+    "reduce_scatter": ("pieces", "cma"),
+    "bcast": ("pieces", "cma"),
+    "allgather": ("pieces", "cma"),
+    "gather": ("pieces", "cma"),
+    "scatter": ("pieces", "cma"),
+    "alltoall": ("pieces", "cma"),
+    "barrier": ("slots",),
+}
+"""Algorithms of each collective in memory that the ranks of a node share (:mod:`mpicoll.engine.shared`)."""
+
+MAX_SLOTS_BYTES = 256 * 1024
+"""Largest vector for ``slots``, in bytes of the dtype in which it is reduced, which may be wider than the caller's."""
+
+SLOT_BYTES = 1 << 21
+"""Size of a slot of shared memory, and so of the largest piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryAlgorithm:
+    """``slots``, ``pieces`` or ``cma`` (see :mod:`mpicoll.engine.shared`)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAlgorithm:
+    """``nccl`` or ``ipc`` (see :mod:`mpicoll.engine.device`)."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class HierarchicalAlgorithm:
+    """Phases within the nodes and between them (see :mod:`mpicoll.engine.hierarchy`)."""
+
+
+AnyAlgorithm: TypeAlias = "Algorithm | SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm | None"
+"""None is the MPI library's own."""
+
+
+@lru_cache(maxsize=256)
+def resolve_name(collective: str, text: str) -> tuple[AnyAlgorithm, int | None]:
+    """Return the algorithm that `text` names, and the number after the slash if there is one: of a schedule the
+    segments, of a shared-memory algorithm the bytes of a piece. Raises AlgorithmError if there is no such algorithm."""
+    name, slash, detail = text.partition("/")
+    if name == NATIVE and not slash:
+        return None, None
+    if name == HIERARCHICAL and collective in _HIERARCHICAL_COLLECTIVES:
+        if slash:
+            raise AlgorithmError(f"{collective} algorithm {text!r}: {name} has no pieces")
+        return HierarchicalAlgorithm(), None
+    if name in DEVICE and collective in _HIERARCHICAL_COLLECTIVES:
+        if slash:
+            raise AlgorithmError(f"{collective} algorithm {text!r}: {name} has no pieces")
+        return DeviceAlgorithm(name), None
+    if name in SHARED_MEMORY.get(collective, ()):
+        return SharedMemoryAlgorithm(name), _piece_bytes(collective, name, detail) if slash else None
+    if name not in schedules.algorithms_of(collective):
+        raise AlgorithmError(
+            f"{collective} has no algorithm {name!r}; there are {', '.join(algorithms_of(collective))}"
+        )
+    algorithm = schedules.get(collective, name)
+    if not slash:
+        return algorithm, None
+    if not detail.isdigit() or int(detail) < 1 or not algorithm.segmented:
+        raise AlgorithmError(
+            f"{collective} algorithm {text!r}: "
+            + ("the part behind / must be a number of segments" if algorithm.segmented else f"{name} has no segments")
+        )
+    return algorithm, int(detail)
+
+
+def _piece_bytes(collective: str, name: str, text: str) -> int:
+    """Return the bytes of a piece of the shared-memory algorithm `name`."""
+    if name == "slots":
+        raise AlgorithmError(f"{collective} algorithm {name}/{text}: {name} has no pieces")
+    try:
+        nbytes = parse_bytes(text)
+    except AlgorithmError:
+        nbytes = 0
+    if not 4096 <= nbytes <= SLOT_BYTES:
+        raise AlgorithmError(
+            f"{collective} algorithm {name}/{text}: the part behind / must be the bytes of a piece, from 4k to"
+            f" {SLOT_BYTES >> 10}k"
+        )
+    return int(nbytes)
+
+
+def algorithms_of(collective: str) -> tuple[str, ...]:
+    """Return the names of all algorithms of a collective: native, shared memory, hierarchical, devices, schedules."""
+    by_nodes = (HIERARCHICAL, *DEVICE) if collective in _HIERARCHICAL_COLLECTIVES else ()
+    return (NATIVE, *SHARED_MEMORY.get(collective, ()), *by_nodes, *schedules.algorithms_of(collective))

@@ -1,0 +1,111 @@
+"""The input of selection: the collective, the data, and the capabilities of the communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from mpicoll.engine.selection.cost_model import TYPICAL, Costs
+from mpicoll.engine.selection.layout import NodeLayout
+from mpicoll.engine.selection.rules import Rules
+
+KINDS = ("float", "half", "integer", "complex", "moved", "other")
+"""Classes of dtypes that are tuned apart: in what is reduced, how fast that goes; operations that only move bytes are
+alike for all dtypes. Data on devices is tuned apart from the host's; see :func:`tuned_class`."""
+
+_INSTEAD = {"integer": "float", "complex": "float"}
+"""The class whose rules serve where none were tuned for the class itself: bytes are reduced about as fast."""
+
+_ON = " on "
+"""Between a class and devices."""
+
+
+@dataclass(frozen=True, eq=False)
+class TunedTable:
+    """Results of tuning on a machine: rules by layout and class of dtypes, and the measured costs of messages.
+
+    `text` is the JSON that it was made of, `source` the file that this came from.
+    """
+
+    text: str = ""
+    source: str = ""
+    rules: Mapping[NodeLayout, Mapping[str, Rules]] = field(default_factory=dict)
+    costs: Costs = TYPICAL
+
+
+UNTUNED = TunedTable()
+"""The table where nothing was tuned."""
+
+
+@dataclass(frozen=True, eq=False)
+class SelectionContext:
+    """Layout of the ranks of a communicator and the tuned table that applies to it. Equal contexts are one object (see
+    :func:`selection_context`), so that a cache compares them by identity."""
+
+    layout: NodeLayout
+    table: TunedTable
+
+
+def selection_context(layout: NodeLayout, table: TunedTable = UNTUNED) -> SelectionContext:
+    """Return the context of communicators of `layout` to which `table` applies."""
+    return _context(layout, table)
+
+
+_context = lru_cache(maxsize=1024)(SelectionContext)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCapabilities:
+    """Reasons why data on a device can't be served, or None where it can: by NCCL (`nccl`), by direct access to device
+    memory of other ranks (`ipc`), by MPI's own collective (`native`), and by shared memory of the host, where the
+    processor reduces (`host`). `models` names the devices of the ranks, and how many ranks share one, if they do; None
+    until the ranks have exchanged this."""
+
+    nccl: str | None = None
+    ipc: str | None = None
+    native: str | None = None
+    host: str | None = None
+    models: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionQuery:
+    """Requirements on an algorithm. Equal on every rank, since all ranks must make the same choice.
+
+    `nbytes` is the size by which the collective's cost is counted: the vector, or all blocks of one buffer; None if the
+    ranks can't know it from each other (alltoall with counts). `kind` is one of KINDS. `native` says why the MPI
+    library can't serve it, or is None.
+    """
+
+    collective: str
+    nbytes: int | None
+    context: SelectionContext
+    kind: str = "moved"
+    root: int = 0
+    commutative: bool = True
+    elementwise: bool = True
+    uneven: bool = False
+    native: str | None = None
+    unshared: str | None = "there is no shared memory"
+    unread: str | None = "there is no shared memory"
+    lost: str | None = None
+    """Why shared memory failed when it was first used."""
+    allocated: bool = False
+    """True if buffers may lie in memory of :func:`mpicoll.empty`."""
+    device: DeviceCapabilities | None = None
+    """Set for data on a device."""
+
+
+def tuned_class(query: SelectionQuery, *, instead: bool = False) -> str | None:
+    """Return the name under which tuned tables hold rules for such queries: the class of dtypes (or the one whose rules
+    serve `instead`) and, for data on devices, their models; None while these are unknown."""
+    kind = _INSTEAD.get(query.kind, query.kind) if instead else query.kind
+    if query.device is None:
+        return kind
+    return None if query.device.models is None else f"{kind}{_ON}{query.device.models}"
+
+
+def is_dtype_class(text: str) -> bool:
+    """True if tuned tables may hold rules under this name."""
+    return text.partition(_ON)[0] in KINDS

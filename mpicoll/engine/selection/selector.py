@@ -1,0 +1,277 @@
+"""Choice of an algorithm, with the reason.
+
+Forced (argument, then ``with mpicoll.algorithms(...)``, then ``MPICOLL_ALGORITHMS``) comes before what was tuned, that
+before the built-in rules, these before the schedule that should take least time, and that before any other algorithm
+that can serve the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from mpicoll import schedules
+from mpicoll.config import config
+from mpicoll.engine.selection.catalogue import (
+    DEVICE,
+    MAX_SLOTS_BYTES,
+    NCCL,
+    SHARED_MEMORY,
+    AnyAlgorithm,
+    DeviceAlgorithm,
+    HierarchicalAlgorithm,
+    SharedMemoryAlgorithm,
+    algorithms_of,
+    resolve_name,
+)
+from mpicoll.engine.selection.cost_model import predict
+from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
+from mpicoll.engine.selection.query import SelectionQuery, tuned_class
+from mpicoll.engine.selection.rules import Rules, format_range, parse_rules
+from mpicoll.errors import AlgorithmError, SetupError
+
+_SEGMENT = 128 * 1024
+"""Bytes of a pipeline segment, unless the number of segments is asked for."""
+
+_MAX_SEGMENTS = 64
+
+_DIRECT_BYTES = 4096
+"""From this size on, shared-memory algorithms are preferred if the buffers may lie in memory that all ranks map."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An algorithm (None: the MPI library's own) and the reason for the choice.
+
+    `segments` is the number of segments of a pipelined schedule; `segment`, if it was asked for, the bytes of a piece
+    of a shared-memory algorithm. `refused` lists algorithms that can't serve the request, with the reason of each."""
+
+    name: str
+    algorithm: AnyAlgorithm
+    segments: int
+    reason: str
+    segment: int | None = None
+    refused: tuple[str, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        return "\n  ".join([f"{self.name}: {self.reason}", *self.refused])
+
+
+_forced: ContextVar[Rules] = ContextVar("mpicoll_algorithms", default=())
+
+
+@contextmanager
+def algorithms(**rules: str) -> Iterator[None]:
+    """Force algorithms for the calls of this thread inside the ``with`` block: ``algorithms(allreduce="ring")``.
+
+    Each keyword is a collective, each value an algorithm (``"ring"``, ``"chain/8"``, ``"native"``) or byte ranges
+    (``"0-64k:native,64k-inf:ring"``). All ranks must force the same. Where the algorithm can't serve a request (an
+    operation that doesn't commute, say), the next choice is taken; inner blocks go before outer ones. Raises
+    AlgorithmError for unknown names.
+    """
+    parsed = tuple(parse_rules(f"{collective}:{rule}")[0] for collective, rule in rules.items())
+    token = _forced.set(parsed + _forced.get())
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+forced: Callable[[], Rules] = _forced.get
+"""The rules of the surrounding ``with algorithms(...)`` blocks."""
+
+
+def unsupported_reasons(query: SelectionQuery) -> dict[str, str | None]:
+    """Return for each algorithm of the collective why it can't serve `query`, or None if it can. Algorithms for devices
+    are left out for data on the host."""
+    names = (name for name in algorithms_of(query.collective) if query.device is not None or name not in DEVICE)
+    return {name: _unsupported_reason(query, resolve_name(query.collective, name)[0]) for name in names}
+
+
+def choose(query: SelectionQuery, argument: str | None) -> Choice:
+    """Return the algorithm for `query`. Raises AlgorithmError if `argument` names one that can't serve it."""
+    return _choose(query, argument, forced())
+
+
+@lru_cache(maxsize=4096)
+def _choose(query: SelectionQuery, argument: str | None, context: Rules) -> Choice:
+    if argument is not None:
+        algorithm, segments = resolve_name(query.collective, argument)
+        # All ranks find that memory is lost when they use it, and take another algorithm then.
+        refusal = _unsupported_reason(replace(query, lost=None), algorithm)
+        if refusal is not None:
+            raise AlgorithmError(
+                f"{query.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to"
+                " have one chosen"
+            )
+        return _choice(query, argument, algorithm, segments, "forced by the argument")
+    refused: list[str] = []
+    asked: set[str] = set()
+    for text, why in _candidates(query, context):
+        if text in asked:
+            continue
+        asked.add(text)
+        algorithm, segments = resolve_name(query.collective, text)
+        refusal = _unsupported_reason(query, algorithm)
+        if refusal is None:
+            return _choice(query, text, algorithm, segments, "; ".join([*refused, why]))
+        refused.append(f"not {text} ({why}): {refusal}")
+    raise AlgorithmError(f"{query.collective}: nothing can serve this: {'; '.join(refused)}")
+
+
+def _candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[str, str]]:
+    """Yield names of algorithms in order of preference, each with the reason."""
+    for rules, why in ((context, "forced by `with algorithms`"), (_environment(), "forced by MPICOLL_ALGORITHMS")):
+        for name, _ in _matching(rules, query):
+            yield name, why
+    if query.allocated and (query.nbytes or 0) >= _DIRECT_BYTES:
+        for name in SHARED_MEMORY.get(query.collective, ())[-2:]:
+            yield name, "there is memory of mpicoll.empty, in which it needs no copies"
+    yield from _tuned(query)
+    for name, extent in _matching(parse_rules(DEFAULT_RULES if query.device is None else DEVICE_RULES), query):
+        yield name, f"table{extent}"
+    yield from _fastest_schedules(query)
+    for name, _ in _matching(parse_rules(FALLBACK_RULES), query):
+        yield name, "fallback table"
+    for name in schedules.algorithms_of(query.collective):
+        yield name, "the first one that can serve"
+
+
+def _matching(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:
+    """Yield the algorithms of the rules that match `query`, each with the range of its rule if there are several."""
+    for collective, ranges in rules:
+        if collective == query.collective:
+            for low, high, name in ranges:
+                if low <= (query.nbytes or 0) < high:
+                    yield name, "" if (low, high) == (0, float("inf")) else f", {format_range(low, high)}"
+
+
+def _tuned(query: SelectionQuery) -> Iterator[tuple[str, str]]:
+    shape, table = query.context.layout, query.context.table
+    by_kind = table.rules.get(shape, {})
+    for kind in (tuned_class(query), tuned_class(query, instead=True)):
+        if kind is not None and kind in by_kind:
+            for name, extent in _matching(by_kind[kind], query):
+                yield name, f"tuned for {kind}{extent} on {shape}, {table.source}"
+            return
+
+
+def _fastest_schedules(query: SelectionQuery) -> Iterator[tuple[str, str]]:
+    """The schedule that should take least time, if that can be told."""
+    if query.nbytes is None or query.context.layout.ranks == 1:
+        return
+    costs = query.context.table.costs
+    segments = default_segments(query)
+    expected: list[tuple[float, str]] = []
+    for name in schedules.algorithms_of(query.collective):
+        algorithm = schedules.get(query.collective, name)
+        if _unsupported_reason(query, algorithm) is None:
+            expected.append((predict(algorithm, query.context.layout, query.nbytes, segments, costs), name))
+    if expected:
+        (time, name), *others = sorted(expected)
+        following = "".join(f", {other} {_microseconds(later)}" for later, other in others[:1])
+        kind = "measured" if costs.measured else "typical"
+        yield name, f"cost model with {kind} costs: {_microseconds(time)}{following}"
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.4g} µs"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Rules:
+    try:
+        return parse_rules(config().algorithms)
+    except AlgorithmError as error:
+        raise SetupError(f"MPICOLL_ALGORITHMS={config().algorithms!r}: {error}") from error
+
+
+def _unsupported_reason(query: SelectionQuery, algorithm: AnyAlgorithm) -> str | None:
+    """Why `algorithm` can't serve `query`, or None if it can."""
+    if algorithm is None:
+        return query.native or (None if query.device is None else query.device.native)
+    if isinstance(algorithm, SharedMemoryAlgorithm):
+        return _unsupported_by_shared_memory(query, algorithm.name)
+    if isinstance(algorithm, DeviceAlgorithm):
+        return _unsupported_by_device(query, algorithm.name)
+    if isinstance(algorithm, HierarchicalAlgorithm):
+        return _unsupported_by_hierarchy(query)
+    if not query.commutative and not algorithm.keeps_order(query.root):
+        return "the operation does not commute, and this algorithm changes the order of ranks"
+    if not query.elementwise and algorithm.schedule(0, query.context.layout.ranks, query.root).chunks > 1:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    if query.uneven and not algorithm.uneven:
+        return "the blocks differ in size"
+    return None
+
+
+def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | None:
+    if query.unshared is not None or query.lost is not None:
+        return query.unshared or query.lost
+    if name == "cma" and (query.unread is not None or query.device is not None):
+        return query.unread or "the data is on a device"
+    if query.device is not None and query.device.host is not None:
+        return query.device.host
+    if query.nbytes is None:
+        return "the ranks don't know the sizes of each other's blocks" if query.collective != "barrier" else None
+    if name == "slots":
+        return (
+            f"{query.nbytes} bytes are more than the {MAX_SLOTS_BYTES} of slots"
+            if query.nbytes > MAX_SLOTS_BYTES
+            else None
+        )
+    if not query.elementwise:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    return None
+
+
+def _unsupported_by_device(query: SelectionQuery, name: str) -> str | None:
+    if query.device is None:
+        return "the data is on the host"
+    refusal = query.device.nccl if name == NCCL else query.device.ipc or query.lost
+    if refusal is not None:
+        return refusal
+    if query.nbytes is None:
+        return "the ranks don't know the sizes of each other's blocks"
+    if not query.elementwise:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    return None
+
+
+def _unsupported_by_hierarchy(query: SelectionQuery) -> str | None:
+    shape = query.context.layout
+    if shape.nodes == 1:
+        return "the ranks are on one node"
+    if shape.per_node == 1:
+        return "each rank has a node of its own"
+    if not shape.even:
+        return "the nodes differ in their number of ranks"
+    if query.nbytes is None:
+        return "the ranks don't know the sizes of each other's blocks"
+    if not query.commutative:
+        return "the operation does not commute, and this algorithm changes the order of ranks"
+    if not query.elementwise:
+        return "the operation is not elementwise, and this algorithm splits the array"
+    return None
+
+
+def _choice(
+    query: SelectionQuery,
+    text: str,
+    algorithm: AnyAlgorithm,
+    segments: int | None,
+    reason: str,
+) -> Choice:
+    if isinstance(algorithm, SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm):
+        return Choice(text, algorithm, 1, reason, segments)
+    return Choice(text, algorithm, default_segments(query) if segments is None else segments, reason)
+
+
+def default_segments(query: SelectionQuery) -> int:
+    """The number of pieces of a pipelined schedule where none is asked for."""
+    # A pipeline of whole-array operations has a single segment.
+    wanted = (query.nbytes or 0) // _SEGMENT if query.elementwise else 1
+    return max(1, min(_MAX_SEGMENTS, wanted))
