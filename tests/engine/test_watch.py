@@ -22,16 +22,24 @@ import pytest
 import mpicoll
 from mpicoll.engine import watch
 from mpicoll.engine.ending import _fold, abort_on_failure, say
+from mpicoll.engine.progress import Job, Progress
 from mpicoll.engine.record import Call, Group, Raw
 from mpicoll.engine.watch import Watch
 from mpicoll.transport.lifeline import Message
 
-Job = Callable[..., "CompletedProcess[str]"]
+Starter = Callable[..., "CompletedProcess[str]"]
 
 
 def entry(name: str, timeout: float, number: int = 1) -> Raw:
     """An operation that begins now."""
     return Group("0.0", "world", (0, 1), 1, timeout), number, Call(name, 8), time.monotonic(), None
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
 
 
 class Queue:
@@ -102,6 +110,44 @@ def test_the_bound_is_that_of_the_communicator() -> None:
     assert not watched.ended.wait(0.3)
     hasty.current = entry("bcast", 0.1)
     assert watched.ended.wait(20)
+
+
+def test_a_wait_with_a_bound_of_its_own_is_left_to_it() -> None:
+    """It raises Timeout, and the operation stays pending, though it can never complete; without a bound that ends the
+    job."""
+    watched, release = Watched(), threading.Event()
+    group = Group("0.0", "world", (0, 1), 0, 60.0)
+    progress = Progress(group, watched.watch, background=True, explain=lambda error: error)
+
+    def find_stuck() -> None:
+        assert progress.current is not None
+        _, number, _, begin, _ = progress.current
+        watched.watch._doom([(0, "0.0", number, begin)], watch._Doom("it can never complete", mismatch=False))
+        watched.watch.check(progress.current)
+
+    def begin(name: str) -> Job:
+        job = progress.submit(release.wait, Call(name, 0))
+        until(lambda: progress.current is not None and progress.current[2] is job.call)
+        return job
+
+    job = begin("barrier")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(job.wait, 0.4)
+        until(lambda: bool(watched.watch.bounded or waiting.done()))
+        find_stuck()
+        with pytest.raises(mpicoll.Timeout, match="barrier"):
+            waiting.result(20)
+    find_stuck()  # who has got Timeout decides what is to be done
+    assert not watched.watch.bounded
+    assert not watched.ended.wait(0.2)
+    release.set()
+    job.wait(20)
+    release.clear()
+    begin("allreduce")
+    with pytest.raises(mpicoll.CommunicationError, match="it can never complete"):
+        find_stuck()
+    assert watched.ended.wait(20)
+    release.set()
 
 
 @pytest.mark.usefixtures("strict")
@@ -318,7 +364,7 @@ WAITS = {
 
 @pytest.fixture(scope="module")
 def waiting(
-    job_in: Job, tmp_path_factory: pytest.TempPathFactory
+    job_in: Starter, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[CompletedProcess[str]]]]:
     """A job for each of WAITS. They do nothing but wait, so several of them run at the same time."""
 
@@ -349,7 +395,7 @@ def test_a_rank_that_never_joins(waiting: dict[str, Future[CompletedProcess[str]
     assert re.search(waits, done.stdout), done.stdout
 
 
-def test_many_short_operations_are_no_long_one(job: Job) -> None:
+def test_many_short_operations_are_no_long_one(job: Starter) -> None:
     done = job(
         2,
         """
@@ -371,7 +417,7 @@ print("done")
     assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2)
 
 
-def test_an_uncaught_exception_ends_the_job(job: Job) -> None:
+def test_an_uncaught_exception_ends_the_job(job: Starter) -> None:
     begin = time.monotonic()
     done = job(
         3,
@@ -390,7 +436,7 @@ mpicoll.allreduce(np.ones(2))
     assert "ZeroDivisionError: on rank 1 alone" in done.stdout
 
 
-def test_an_exception_on_all_ranks_is_shown_once(job: Job) -> None:
+def test_an_exception_on_all_ranks_is_shown_once(job: Starter) -> None:
     done = job(3, "def breaks():\n    mpicoll.allreduce(np.ones(3, 'M8[s]'))\nbreaks()\n")
     assert done.returncode not in (0, 124), done.stdout
     assert re.findall("^mpicoll: .* died of", done.stdout, re.MULTILINE) == ["mpicoll: ranks 0-2 of 3 died of"]
@@ -398,7 +444,7 @@ def test_an_exception_on_all_ranks_is_shown_once(job: Job) -> None:
     assert "mpicoll/collectives" not in done.stdout
 
 
-def test_an_interrupt_ends_the_job(job: Job) -> None:
+def test_an_interrupt_ends_the_job(job: Starter) -> None:
     done = job(
         3,
         """
@@ -412,7 +458,7 @@ mpicoll.barrier()
     assert "mpicoll: rank 1 of 3 died of KeyboardInterrupt" in done.stdout
 
 
-def test_a_killed_rank_ends_the_job(job: Job) -> None:
+def test_a_killed_rank_ends_the_job(job: Starter) -> None:
     done = job(
         3,
         """
@@ -427,7 +473,7 @@ mpicoll.barrier()
     assert re.search(r"mpicoll: rank 1 of 3 .* was killed by SIGKILL", done.stdout)
 
 
-def test_a_stopped_rank_0_is_the_suspect_also_without_a_report(job: Job) -> None:
+def test_a_stopped_rank_0_is_the_suspect_also_without_a_report(job: Starter) -> None:
     """It passes on what the others say, so nothing is heard of them; and the folder for reports can't be made."""
     done = job(
         3,
@@ -458,7 +504,7 @@ mpicoll.barrier()
 # --- the end of the interpreter
 
 
-def test_pending_operations_complete_at_the_end(job: Job) -> None:
+def test_pending_operations_complete_at_the_end(job: Starter) -> None:
     """The last rank joins late; the others are at their end by then, with nothing but the operations' own memory."""
     done = job(
         3,
@@ -478,7 +524,7 @@ else:
     assert (done.returncode, done.stdout.split()) == (0, ["3.0"])
 
 
-def test_pending_operations_that_can_not_complete(job: Job) -> None:
+def test_pending_operations_that_can_not_complete(job: Starter) -> None:
     begin = time.monotonic()
     done = job(
         2,
