@@ -391,12 +391,22 @@ def config_table() -> list[list[str]]:
 
 
 def test_operations() -> None:
-    """Every operation of the table has the three forms that the page names, and takes what the table shows."""
-    calls = [row[0].strip("`") for row in table("docs/operations.md", "call")[1:]]
-    names = [call.partition("(")[0] for call in calls]
-    assert set(names) == set(schedules.collectives())
-    for name in names:
-        assert {name, f"i{name}", f"{name}_init"} <= set(mpicoll.__all__)
+    """Every operation has the three forms that the page names, and takes the arguments that the page shows."""
+    tables = re.findall(r"^\| (`.*?) \|", PAGES["docs/operations.md"], re.MULTILINE)
+    text = re.findall(r"`(\w+_object\(.*?\))`", PAGES["docs/operations.md"])
+    calls = [ast.parse(code, mode="eval").body for code in [*re.findall(r"`(\w+\(.*?\))`", " ".join(tables)), *text]]
+    shown = {call.func.id: call for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+    assert set(schedules.collectives()) | {"send", "recv", "sendrecv", "scatter_object"} <= set(shown)
+    for name, call in shown.items():
+        if name in mpicoll.__all__:
+            parameters = inspect.signature(getattr(mpicoll, name)).parameters
+            assert [ast.unparse(one) for one in call.args] == list(parameters)[: len(call.args)]
+            for option in call.keywords:
+                assert option.arg is not None
+                assert parameters[option.arg].default == ast.literal_eval(option.value), (name, option.arg)
+        if name in schedules.collectives():
+            assert {name, f"i{name}", f"{name}_init"} <= set(mpicoll.__all__)
+            assert {"comm", "timeout", "algorithm"} <= set(inspect.signature(getattr(mpicoll, name)).parameters)
 
 
 def test_layers() -> None:
