@@ -10,9 +10,11 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.buffer import WORDS, Buffer, Library, recognise
+from mpicoll.buffers.buffer import Buffer, Library
 from mpicoll.buffers.device import DeviceArray, device_of, empty_beside, same_place
 from mpicoll.buffers.dtypes import Array, DType
+from mpicoll.buffers.host import WORDS
+from mpicoll.buffers.recognise import recognise
 from mpicoll.errors import DTypeError
 
 Combine: TypeAlias = Callable[[Array, Array, Array], object]

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.buffers.buffer import Buffer, output, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import Ready, device_of, same_place
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.ops import pair_dtype
+from mpicoll.buffers.recognise import output, recognise
 from mpicoll.errors import DTypeError, ShapeError
 
 

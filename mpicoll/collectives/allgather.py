@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
     Counts,
     block_shape,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.device import empty_beside
+from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
     Counts,
     block_shape,

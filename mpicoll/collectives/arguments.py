@@ -11,11 +11,12 @@ from operator import index
 from typing import Any, ParamSpec, TypeVar
 
 from mpicoll.buffers import ops
-from mpicoll.buffers.buffer import Buffer, output, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike, Reduction
 from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
+from mpicoll.buffers.recognise import output, recognise
 from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.request import Request, seconds

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll import schedules
-from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.ops import OpLike
+from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator

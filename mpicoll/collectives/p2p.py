@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeAlias
 
-from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import PROC_NULL, names_rank, result, seconds_of, template, within
 from mpicoll.collectives.memory import Source, Target

@@ -8,9 +8,10 @@ from zlib import crc32
 
 import numpy as np
 
-from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.pair import PairLibrary
+from mpicoll.buffers.recognise import recognise
 from mpicoll.engine.device import on_host
 from mpicoll.engine.operation import Operation
 

@@ -9,8 +9,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpicoll.buffers.buffer import Wrap, numpy_views
+from mpicoll.buffers.buffer import Wrap
 from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.recognise import numpy_views
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Operation, Shared, Task, body_of, call_of, run, task
 from mpicoll.engine.record import Call, keepers

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import Device, device_of
+from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives.bcast import ibcast
 from mpicoll.engine.communicator import Communicator

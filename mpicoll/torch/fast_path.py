@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from mpicoll.buffers import dtypes
-from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.ops import Fold, reduction
+from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.operation import Shared, Unshared

@@ -23,8 +23,9 @@ import pytest
 from support import fake_cuda
 
 from mpicoll.buffers import dtypes, kernels
-from mpicoll.buffers.buffer import Buffer, output, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, view
+from mpicoll.buffers.recognise import output, recognise
 from mpicoll.errors import DeviceError, DTypeError
 
 Array = np.ndarray[Any, Any]
@@ -670,7 +671,7 @@ CHILD = """
 import sys, pickle
 import cupy
 import numpy as np
-from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.cupy import cuda_device
 
 on = cuda_device(0)

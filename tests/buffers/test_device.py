@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.device import DeviceMemory, describe
+from mpicoll.buffers.recognise import recognise
 from mpicoll.errors import DeviceError, DTypeError
 
 

@@ -25,9 +25,9 @@ from support.data import (
 )
 
 from mpicoll.buffers import ops
-from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.ops import Fold, Op, Reduction
 from mpicoll.buffers.pair import recognise_pair
+from mpicoll.buffers.recognise import recognise
 
 
 def _fold(op: Any, like: Any) -> tuple[Fold, Reduction]:

@@ -11,7 +11,7 @@ from support.data import BITS, DTYPES, LOGIC, dtype_of, expected, make_op, means
 
 import mpicoll
 from mpicoll.buffers import dtypes, ops
-from mpicoll.buffers.buffer import NUMPY
+from mpicoll.buffers.host import NUMPY
 from mpicoll.errors import DTypeError
 
 NAMED = ("sum", "prod", "min", "max", *BITS, *LOGIC, "avg", "premul_sum")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.data import LIBRARIES, Interface, dtype_of, has, wrap
 
-from mpicoll.buffers.buffer import output, recognise
+from mpicoll.buffers.recognise import output, recognise
 from mpicoll.errors import DTypeError, ShapeError
 
 

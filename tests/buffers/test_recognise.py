@@ -27,7 +27,7 @@ from support.data import (
     wrap,
 )
 
-from mpicoll.buffers.buffer import recognise
+from mpicoll.buffers.recognise import recognise
 from mpicoll.errors import DeviceError, DTypeError
 
 

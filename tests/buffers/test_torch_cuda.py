@@ -11,8 +11,9 @@ import torch
 from support.cuda_tensors import PLACE, CudaTensor, Stream, Tensors, cuda, cuda_torch, current_stream, late, now, on
 from support.fake_cuda import fakecuda
 
-from mpicoll.buffers.buffer import VIEWS, Buffer, numpy_views, output, recognise
+from mpicoll.buffers.buffer import VIEWS, Buffer
 from mpicoll.buffers.device import DeviceArray
+from mpicoll.buffers.recognise import numpy_views, output, recognise
 from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 __all__ = ["cuda_torch"]

@@ -14,8 +14,8 @@ import pytest
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.buffers.buffer import recognise
 from mpicoll.buffers.device import Device, DeviceArray
+from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import operand
 from mpicoll.engine import device as devices
 from mpicoll.engine.device import PIECE

@@ -20,8 +20,9 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.buffers import dtypes, ops
-from mpicoll.buffers.buffer import Buffer, recognise
+from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, Export, view
+from mpicoll.buffers.recognise import recognise
 from mpicoll.engine import ipc
 from mpicoll.engine.ipc import COLLECTIVES, Peers
 from mpicoll.engine.shared import Spec

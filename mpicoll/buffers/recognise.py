@@ -1,0 +1,155 @@
+"""Which library an array is of: the one place that knows them all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpicoll.buffers import dtypes
+from mpicoll.buffers.buffer import VIEWS, Buffer, Library, View, Wrap
+from mpicoll.buffers.device import DeviceArray, describe, same_place
+from mpicoll.buffers.dtypes import Array, DType
+from mpicoll.buffers.host import (
+    NUMPY,
+    NUMPY_SCALARS,
+    SCALAR_VIEWS,
+    ArrayApi,
+    NumpyScalars,
+    PythonScalars,
+    host_view,
+    python_number,
+)
+from mpicoll.errors import DeviceError, DTypeError, ShapeError
+
+
+def numpy_views(x: Any, out: Any) -> tuple[Array | None, Array | None, Wrap, Wrap] | None:
+    """numpy's views of `x` and `out`, either of which may be None, and what makes an array of their kind and the
+    caller's result of numpy's; None if there is more to it."""
+    given = None if x is None else _view(x, SCALAR_VIEWS)
+    if given is None and x is not None:
+        return None
+    if out is None or out is x:
+        # No number can be written to.
+        if given is None or (out is x and type(x) in SCALAR_VIEWS):
+            return None
+        return given[0], given[0] if out is x else None, given[1], given[2]
+    into = _view(out, {})
+    if given is None or into is None:
+        return None if into is None else (None, *into)
+    # Both are of one library and dtype, as far as numpy can't tell them apart.
+    return None if given[1] is not into[1] else (given[0], into[0], given[1], given[2])
+
+
+def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | None:
+    if type(x) is np.ndarray:
+        return x, None, None
+    view = VIEWS.get(type(x)) or others.get(type(x))
+    return None if view is None else view(x)
+
+
+def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
+    """The buffer of `x`: a numpy array or scalar, a Python number, a torch tensor, a CUDA array (cupy's, or anything
+    with the CUDA array interface), or any object with DLPack, the array interface or Python's buffer protocol.
+
+    Raises DeviceError for memory of devices other than CUDA's, and of CUDA's where it can't be used, and DTypeError for
+    everything else, naming `operation` and `argument`.
+    """
+    if type(x) is np.ndarray:
+        return Buffer(x, x, _dtype(operation, x, argument), NUMPY)
+    # A library that was not imported can't have made x, so mpicoll needn't import it either.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        from mpicoll.buffers.torch import recognise_tensor
+
+        return recognise_tensor(operation, x, argument)
+    if isinstance(x, np.generic):  # before Python's numbers: numpy.float64 is a float as well
+        array = np.asarray(x)
+        return Buffer(x, array, dtypes.of_numpy(array.dtype), NUMPY_SCALARS)
+    if isinstance(x, (bool, int, float, complex)):
+        return python_number(operation, x, argument)
+    if isinstance(x, np.ma.MaskedArray):
+        raise DTypeError(f"{operation}: {argument} is a masked array, whose mask would be lost; fill it first")
+    if hasattr(x, "__cuda_array_interface__") or _dlpack_device(x) not in _DLPACK_HOST:
+        return _on_device(operation, x, argument)
+    view = host_view(x)
+    if view is None:
+        raise DTypeError(
+            f"{operation}: {argument} is a {type(x).__name__}, which is no array; pass a numpy array, a torch tensor"
+            " or an object with DLPack or the array interface (numpy.asarray makes one of a list)"
+        )
+    namespace = getattr(x, "__array_namespace__", None)
+    library: Library = NUMPY if isinstance(x, np.ndarray) or namespace is None else ArrayApi(namespace())
+    return Buffer(x if isinstance(library, ArrayApi) else view, view, _dtype(operation, view, argument), library)
+
+
+def _dtype(operation: str, array: Array, argument: str) -> DType:
+    try:
+        return dtypes.of_numpy(array.dtype)
+    except DTypeError as error:
+        raise DTypeError(f"{operation}: {argument}: {error}") from None
+
+
+_DLPACK_HOST = frozenset({None, 1, 3, 11})
+"""DLPack's device types whose memory the CPU may read: CPU, CUDA-pinned, ROCm-pinned. None: not of DLPack."""
+
+_DLPACK_CUDA = 2
+
+
+def _dlpack_device(x: Any) -> int | None:
+    device = getattr(x, "__dlpack_device__", None)
+    return None if device is None else int(device()[0])
+
+
+def _on_device(operation: str, x: Any, argument: str) -> Buffer:
+    what = f"{operation}: {argument} is a {type(x).__name__}"
+    if hasattr(x, "__cuda_array_interface__"):
+        memory = describe(x)
+        what += f" of shape {memory.shape} and dtype {memory.dtype}"
+    else:
+        kind, index = x.__dlpack_device__()
+        what += f" on DLPack device type {int(kind)}, index {index}"
+        if kind != _DLPACK_CUDA:
+            raise DeviceError(f"{what}, whose memory mpicoll can't use; copy it to the host first")
+    try:
+        from mpicoll.buffers.cupy import recognise_cuda
+    except ImportError as error:
+        raise DeviceError(
+            f'{what} in CUDA memory, for which mpicoll needs cupy ({error}): pip install "mpicoll[cuda13]" (cuda12 for'
+            " older drivers), or copy it to the host first"
+        ) from error
+    return recognise_cuda(operation, x, argument)
+
+
+def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+    """The buffer of the caller's `out`, which must have `shape`, `like`'s dtype, and be writable.
+
+    Raises ShapeError or DTypeError that names both sides.
+    """
+    buffer = recognise(operation, out, "out")
+    same_place(operation, like.array, buffer.array)
+    if buffer.array.shape != shape:
+        raise ShapeError(f"{operation}: out has shape {buffer.array.shape}, the result has shape {shape}")
+    # bfloat16 is the one dtype that libraries show to numpy in different ways.
+    same = buffer.dtype.storage == like.dtype.storage or (buffer.dtype.name == like.dtype.name == "bfloat16")
+    if not same or buffer.dtype.name != like.dtype.name:
+        raise DTypeError(f"{operation}: out has dtype {_shown(buffer)}, the result has dtype {_shown(like)}")
+    if isinstance(buffer.library, (PythonScalars, NumpyScalars)):
+        raise DTypeError(f"{operation}: out is the number {out!r}, which can't be written to; pass an array")
+    if not buffer.array.flags.writeable:
+        raise ShapeError(f"{operation}: out is read-only; pass a writable array, or leave out= away")
+    strides = zip(buffer.array.strides, shape, strict=True)
+    if buffer.array.size and any(stride == 0 and extent > 1 for stride, extent in strides):
+        raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
+    # Whatever library it is of, its memory is filled like that of a result of `like`'s, and the caller gets it back.
+    # On a device only its own library knows the stream on which it is used.
+    library = buffer.library if isinstance(buffer.array, DeviceArray) else like.library
+    return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, library)
+
+
+def _shown(buffer: Buffer) -> str:
+    """The dtype for a message: with byte order and fields, where it has them."""
+    dtype = buffer.array.dtype
+    return buffer.dtype.name if dtype.isnative and dtype.names is None else str(dtype)
