@@ -114,7 +114,7 @@ def _on_device(operation: str, x: Any, argument: str) -> Buffer:
         if kind != _DLPACK_CUDA:
             raise DeviceError(f"{what}, whose memory mpicoll can't use; copy it to the host first")
     try:
-        from mpicoll.buffers.cupy import recognise_cuda
+        from mpicoll.buffers.cuda.recognise import recognise_cuda
     except ImportError as error:
         raise DeviceError(
             f'{what} in CUDA memory, for which mpicoll needs cupy ({error}): pip install "mpicoll[cuda13]" (cuda12 for'

@@ -72,7 +72,7 @@ class TorchCudaLibrary:
         return False
 
     def ready(self, buffer: Buffer) -> Ready | None:
-        from mpicoll.buffers.cupy import event_on
+        from mpicoll.buffers.cuda.events import event_on
 
         place = buffer.user.device
         return event_on(place.index, torch.cuda.current_stream(place).cuda_stream)
@@ -134,14 +134,15 @@ def cuda_device(operation: str, place: torch.device, argument: str) -> Device:
             f" {argument}.cpu()"
         )
     try:
-        from mpicoll.buffers import cupy
+        from mpicoll.buffers.cuda.device import cuda_device as device_of_index
+        from mpicoll.buffers.cuda.events import refuse_capture
     except ImportError as error:
         raise DeviceError(
             f"{operation}: {argument} is on {place}, for which mpicoll needs cupy ({error});"
             ' install it: pip install "mpicoll[cuda13]", or "mpicoll[cuda12]" for older drivers'
         ) from error
-    cupy.refuse_capture(operation, argument, place.index, torch.cuda.current_stream(place).cuda_stream)
-    return cupy.cuda_device(place.index)
+    refuse_capture(operation, argument, place.index, torch.cuda.current_stream(place).cuda_stream)
+    return device_of_index(place.index)
 
 
 def _bfloat16_on(words: Array) -> torch.Tensor:

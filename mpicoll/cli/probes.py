@@ -186,9 +186,10 @@ def _two_with_devices() -> tuple[Transport, Device]:
 
 def _device(number: int) -> Device:
     """The device of that number, or of the numbers that there are."""
-    from mpicoll.buffers import cupy
+    from mpicoll.buffers.cuda.device import cuda_device
+    from mpicoll.buffers.cuda.facts import facts
 
-    return cupy.cuda_device(number % len(cupy.facts()))
+    return cuda_device(number % len(facts()))
 
 
 class _Trial:
@@ -388,11 +389,11 @@ def _in_place(native: Native, source: DeviceArray, target: DeviceArray) -> None:
 
 def _devices() -> dict[str, Any]:
     """What there is."""
-    from mpicoll.buffers import cupy
+    from mpicoll.buffers.cuda.facts import facts
 
-    found: dict[str, Any] = {"devices": cupy.facts()}
+    found: dict[str, Any] = {"devices": facts()}
     try:
-        from mpicoll.buffers import nccl
+        from mpicoll.buffers.cuda import nccl
 
         found["nccl"] = nccl.version()
     except (ImportError, AttributeError, RuntimeError, MpicollError) as error:

@@ -120,7 +120,7 @@ def make(transport: Transport, device: Device) -> Nccl | str:
 
 def _nccl() -> Any:
     """What there is of NCCL, which needs cupy."""
-    from mpicoll.buffers import nccl
+    from mpicoll.buffers.cuda import nccl
 
     return nccl
 

@@ -29,7 +29,7 @@ def aside(*devices: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def _on_streams(devices: Sequence[torch.device]) -> Iterator[None]:
-    from mpicoll.buffers.cupy import cuda_device
+    from mpicoll.buffers.cuda.device import cuda_device
 
     with ExitStack() as stack:
         for one in devices:

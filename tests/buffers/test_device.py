@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
+from support import fake_cuda
 
 from mpicoll.buffers.device import DeviceMemory, describe
 from mpicoll.buffers.recognise import recognise
@@ -55,8 +55,7 @@ def test_mask() -> None:
 
 @pytest.fixture
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cupy", raising=False)
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    fake_cuda.hide_cupy(monkeypatch)
 
 
 def test_what_lacks_without_cupy(no_cupy: None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import fake_cuda
 from support.cuda_tensors import PLACE, CudaTensor, Stream, Tensors, cuda, cuda_torch, current_stream, late, now, on
 from support.fake_cuda import fakecuda
 
@@ -176,11 +176,7 @@ def test_a_capture_is_refused() -> None:
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     x = cuda(torch.ones(3))
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "mpicoll.buffers.cupy", raising=False)
-    import mpicoll.buffers
-
-    monkeypatch.delattr(mpicoll.buffers, "cupy", raising=False)
+    fake_cuda.hide_cupy(monkeypatch)
     with pytest.raises(DeviceError, match=r'op: x is on cuda:0, for which mpicoll needs cupy.*pip install "mpicoll\['):
         buffer_of(x)
 

@@ -26,7 +26,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 @pytest.fixture
 def trial(cuda: Any) -> Any:
     """A trial that no other rank takes part in."""
-    from mpicoll.buffers.cupy import cuda_device
+    from mpicoll.buffers.cuda.device import cuda_device
 
     made = probes._Trial.__new__(probes._Trial)
     made.device, made.rank, made._serial = cuda_device(0), 0, 0

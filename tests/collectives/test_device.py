@@ -76,7 +76,7 @@ from support import fake_cuda
 cupy = fake_cuda.install()
 from support import device_bodies as bodies
 import mpicoll
-from mpicoll.buffers.cupy import CudaDevice
+from mpicoll.buffers.cuda.device import CudaDevice
 
 arrays = bodies.Cupy(cupy, played=True)
 bodies.WAYS = (None, "native", "ring", "recursive_doubling")
@@ -111,7 +111,7 @@ def test_straight_messages(size: int, tmp_path: Path) -> None:
 
 def _slow_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last rank's work is done late, when it leaves a collective."""
-    from mpicoll.buffers.cupy import CudaDevice
+    from mpicoll.buffers.cuda.device import CudaDevice
 
     working = CudaDevice.working
 
@@ -126,7 +126,7 @@ def _slow_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpicoll.buffers.cupy import CupyLibrary
+    from mpicoll.buffers.cuda.recognise import CupyLibrary
 
     monkeypatch.setattr(CupyLibrary, "ready", lambda self, buffer: None)
 
@@ -144,24 +144,25 @@ def _first_is_left_out(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) 
 
 
 def _first_settle_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpicoll.buffers.cupy import CudaDevice
+    from mpicoll.buffers.cuda.device import CudaDevice
 
     _slow_end(monkeypatch)
     _first_is_left_out(monkeypatch, CudaDevice, "settle")
 
 
 def _first_mark_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpicoll.buffers import cupy
+    from mpicoll.buffers.cuda.events import RecordedEvent
 
-    _first_is_left_out(monkeypatch, cupy._Mark, "wait")
+    _first_is_left_out(monkeypatch, RecordedEvent, "wait")
 
 
 def _nobody_waits_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpicoll.buffers.cupy import CudaDevice, _Lane
+    from mpicoll.buffers.cuda.device import CudaDevice
+    from mpicoll.buffers.cuda.streams import ThreadStream
 
-    settle = _Lane.settle
-    monkeypatch.setattr(CudaDevice, "settle", lambda self: settle(self._lane()))
-    monkeypatch.setattr(_Lane, "settle", lambda self: None)
+    settle = ThreadStream.settle
+    monkeypatch.setattr(CudaDevice, "settle", lambda self: settle(self.thread_stream()))
+    monkeypatch.setattr(ThreadStream, "settle", lambda self: None)
 
 
 LAST = 1
@@ -216,14 +217,15 @@ def test_a_message_that_nobody_waits_for_is_seen(arrays: Cupy, monkeypatch: pyte
 
 def _then_at_rest(body: Callable[[], Any]) -> list[Any]:
     """What `body` gives on two ranks. What it has left to be done, where waits are missing, is done then."""
-    from mpicoll.buffers.cupy import _Lane, cuda_device
+    from mpicoll.buffers.cuda.device import cuda_device
+    from mpicoll.buffers.cuda.streams import ThreadStream
 
-    settle = _Lane.settle
+    settle = ThreadStream.settle
 
     def run() -> Any:
         try:
             return body()
         finally:
-            settle(cuda_device(0)._lane())
+            settle(cuda_device(0).thread_stream())
 
     return mpicoll.run_local(run, 2)

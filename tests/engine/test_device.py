@@ -101,9 +101,9 @@ def test_memory_of_the_host_passes_as_it_is(cuda: ModuleType) -> None:
 @contextmanager
 def without(name: str) -> Iterator[None]:
     """Leave a synchronisation of the device out."""
-    from mpicoll.buffers import cupy
+    from mpicoll.buffers.cuda.device import CudaDevice
 
-    kind: Any = cupy.CudaDevice
+    kind: Any = CudaDevice
     kept = getattr(kind, name)
     setattr(kind, name, lambda self: None)
     try:

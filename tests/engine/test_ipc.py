@@ -90,7 +90,7 @@ class Own:
 
 
 def _device(index: int) -> Any:
-    from mpicoll.buffers.cupy import cuda_device
+    from mpicoll.buffers.cuda.device import cuda_device
 
     return cuda_device(index)
 
@@ -211,7 +211,7 @@ def _try_reduction(node: Node, case: Case, name: str, op: str, *, in_place: bool
 
 
 def _as_cupy(array: Any) -> Any:
-    from mpicoll.buffers.cupy import CupyLibrary
+    from mpicoll.buffers.cuda.recognise import CupyLibrary
 
     return CupyLibrary().wrap(array)
 

@@ -53,7 +53,7 @@ def devices(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device_of(rank: int) -> Any:
-    from mpicoll.buffers.cupy import cuda_device
+    from mpicoll.buffers.cuda.device import cuda_device
 
     return cuda_device(rank)
 
@@ -386,7 +386,7 @@ class Odd:
         self._odd = odd
 
     def __getattr__(self, name: str) -> Any:
-        from mpicoll.buffers import nccl as real
+        from mpicoll.buffers.cuda import nccl as real
 
         return self._odd[name] if name in self._odd and mpicoll.world().rank == 1 else getattr(real, name)
 
@@ -623,7 +623,7 @@ class Counted:
 
 
 def _counted() -> tuple[Counted, Nccl]:
-    from mpicoll.buffers import nccl as real
+    from mpicoll.buffers.cuda import nccl as real
 
     counted = Counted()
     return counted, Nccl(mpicoll.world().transport, device_of(0), real.library(), counted)
@@ -752,7 +752,7 @@ def test_a_rank_that_fails_with_nccl() -> None:
 @pytest.mark.usefixtures("devices")
 def test_keys_of_cupy_13(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tuples of signed chars."""
-    from mpicoll.buffers import nccl as real
+    from mpicoll.buffers.cuda import nccl as real
 
     key = tuple(range(-128, 128, 2))
 

@@ -318,7 +318,7 @@ def test_what_a_stage_sends_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -
         tensors = [late(torch.full((n,), n)) for n in range(1, 20)]
         layout = Layout(flatten("send", tensors, []))
         waits = 0
-        from mpicoll.buffers.cupy import CudaDevice
+        from mpicoll.buffers.cuda.device import CudaDevice
 
         working = CudaDevice.working
 

@@ -16,6 +16,7 @@ Values and oracles
 Devices
     cuda_tensors        torch tensors on the fake device, for a torch without CUDA
     device_bodies       bodies of tests for device memory, real (tests/gpu) or fake
+    device_memory       fill arrays of a device, and read them back
     fake_cuda           install and remove the fake cupy
     fakecuda/           the fake device (package ``fakecuda``) and its ``cupy``, in a folder that is put on the path
     torch_cases         torch.distributed's collectives on device tensors

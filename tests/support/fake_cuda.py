@@ -78,8 +78,15 @@ def _take_out() -> dict[str, ModuleType]:
     return taken
 
 
+def hide_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next import of cupy fail, as on a machine without it."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for name in filter(_ours, list(sys.modules)):
+        monkeypatch.delitem(sys.modules, name)
+
+
 def _ours(name: str) -> bool:
-    return name in ("mpicoll.buffers.cupy", "mpicoll.buffers.nccl")
+    return name.startswith("mpicoll.buffers.cuda.")
 
 
 def _parent(name: str) -> dict[str, object]:

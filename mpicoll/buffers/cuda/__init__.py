@@ -1,0 +1,1 @@
+"""CUDA devices and their arrays, by cupy. Its modules are imported when the first CUDA array is met."""

@@ -1,0 +1,87 @@
+"""The current device and the capture mode of a thread, and what only the CUDA driver says of memory and devices."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from cupy.cuda import runtime
+
+_RELAXED = 2
+_BUFFER_ID = 7
+
+
+class CurrentDevice:
+    """A block in which the device of that number is current.
+
+    Left is what was current before, but for a device that the process does not use: CUDA would begin to, for hundreds
+    of megabytes of its memory, and threads begin with the first one.
+    """
+
+    __slots__ = ("_before", "_index")
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._before = runtime.getDevice()
+        # Even if it is current: then the driver, too, knows it in this thread.
+        runtime.setDevice(self._index)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != self._index and is_in_use(self._before):
+            runtime.setDevice(self._before)
+
+
+class RelaxedCapture:
+    """A block that may do what CUDA forbids while another thread captures a graph, and would end that capture for: our
+    work is none of it."""
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        self._mode = ctypes.c_int(_RELAXED)
+        exchange_capture_mode(self._mode)
+
+    def __exit__(self, *error: object) -> None:
+        exchange_capture_mode(self._mode)
+
+
+@lru_cache(maxsize=1)
+def libcuda() -> Any:
+    """The driver, for what cupy has no functions for. Raises OSError where there is none."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    number, place = ctypes.c_int, ctypes.c_uint64
+    driver.cuMemGetAddressRange_v2.argtypes = [ctypes.POINTER(place), ctypes.POINTER(ctypes.c_size_t), place]
+    driver.cuPointerGetAttribute.argtypes = [ctypes.POINTER(place), number, place]
+    driver.cuDevicePrimaryCtxGetState.argtypes = [number, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(number)]
+    driver.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(number)]
+    return driver
+
+
+def exchange_capture_mode(mode: Any) -> None:
+    """Set this thread's mode, and write what it was to `mode`."""
+    with suppress(OSError):
+        libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def is_in_use(index: int) -> bool:
+    """Whether this process has begun to use a device."""
+    flags, active = ctypes.c_uint(), ctypes.c_int(1)
+    with suppress(OSError):
+        libcuda().cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
+    return bool(active.value)
+
+
+def find_allocation(address: int) -> tuple[int, int, int]:
+    """Where the allocation at `address` begins, its bytes, and a number that no other of this process has. Raises
+    OSError if there is none, or it has no such things. Its device has to be current."""
+    base, nbytes, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+    driver = libcuda()
+    failed = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)
+    failed = failed or driver.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, address)
+    if failed:
+        raise OSError(f"CUDA's error {failed} for the allocation at {address:#x}")
+    return base.value, nbytes.value, number.value

@@ -1,0 +1,88 @@
+"""Events of CUDA streams, and streams that are captured into graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+from cupy.cuda import runtime
+
+from mpicoll.buffers.cuda.driver import CurrentDevice
+from mpicoll.buffers.device import Ready
+from mpicoll.errors import DeviceError
+
+_CAPTURE_ERRORS = range(900, 910)
+"""CUDA's errors that tell of a capture that is under way."""
+
+_NOT_READY = 600
+"""CUDA's error for an event that has not happened yet."""
+
+
+class RecordedEvent:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        if runtime.eventQuery(self._event.ptr) == _NOT_READY:
+            return False
+        # Raises what has gone wrong meanwhile.
+        self._event.synchronize()
+        return True
+
+
+def new_event() -> Any:
+    return cupy.cuda.Event(block=False, disable_timing=True)
+
+
+def event_on(index: int, stream: int) -> Ready:
+    """What the stream of that address (a ``cudaStream_t``) on device `index` has been given up to now. Raises
+    DeviceError if it is given to a CUDA graph."""
+    with CurrentDevice(index):
+        if _capturing(stream):
+            raise DeviceError(capture_error(index))
+        event = new_event()
+        runtime.eventRecord(event.ptr, stream)
+    return event
+
+
+def capturing(index: int, stream: int) -> bool:
+    """Whether what that stream is given is captured into a CUDA graph, instead of being done."""
+    with CurrentDevice(index):
+        return _capturing(stream)
+
+
+def _capturing(stream: int) -> bool:
+    try:
+        return bool(runtime.streamIsCapturing(stream))
+    except runtime.CUDARuntimeError as error:
+        # Of another stream, which forbids the use of the default one meanwhile.
+        if error.status in _CAPTURE_ERRORS:
+            return True
+        raise
+    except RuntimeError:
+        # cupy's word for a capture that has failed and not ended.
+        return True
+
+
+def refuse_capture(operation: str, argument: str, index: int, stream: int) -> None:
+    """Raise DeviceError if the stream is being captured."""
+    if capturing(index, stream):
+        raise DeviceError(f"{operation}: {argument}: {capture_error(index)}")
+
+
+def capture_error(index: int) -> str:
+    return (
+        f"work on cuda:{index} is being captured into a CUDA graph, which can't hold communication; call it before or"
+        " after the capture"
+    )
+
+
+def current_stream(index: int) -> int:
+    """cupy's current one."""
+    with CurrentDevice(index):
+        return int(cupy.cuda.get_current_stream().ptr)

@@ -1,0 +1,158 @@
+"""Reductions, ufuncs and conversions on arrays of a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any
+
+import cupy
+import numpy as np
+
+from mpicoll.buffers import kernels
+from mpicoll.buffers.cuda.copies import are_apart, clone, copy, flatten, wrap
+from mpicoll.buffers.cuda.streams import DeviceStreams
+from mpicoll.buffers.device import DeviceArray
+from mpicoll.buffers.dtypes import Array
+from mpicoll.errors import DeviceError, DTypeError
+
+_FOLDS = {
+    "add": "sum",
+    "multiply": "prod",
+    "minimum": "min",
+    "maximum": "max",
+    "bitwise_and": "band",
+    "bitwise_or": "bor",
+    "bitwise_xor": "bxor",
+    "logical_and": "land",
+    "logical_or": "lor",
+    "logical_xor": "lxor",
+}
+"""Reductions that do what a ufunc does."""
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def apply(device: DeviceStreams, ufunc: str, inputs: Sequence[Any], out: DeviceArray) -> None:
+    if not out.size:
+        return
+    op, dtype = _FOLDS.get(ufunc), out.dtype.name
+    if op is not None and kernels.known(op, dtype) and _alike(inputs, out):
+        addresses = [one.ctypes.data for one in (*inputs, out)]
+        if all(one == addresses[-1] or abs(one - addresses[-1]) >= out.nbytes for one in addresses):
+            _launch(device, op, dtype, inputs, [out], addresses)
+            return
+    function = getattr(cupy, ufunc, None)
+    if function is None:
+        raise DeviceError(f"{ufunc}: there is no such function for memory of {device.name}")
+    target = wrap(device, out)
+    function(*(_operand(device, one, out, target) for one in inputs), out=target, casting="unsafe")
+
+
+def _operand(device: DeviceStreams, one: Any, out: Array, target: Any) -> Any:
+    if not isinstance(one, np.ndarray):
+        return one
+    if not isinstance(one, DeviceArray):
+        return one[()] if not one.ndim else wrap(device, clone(device, one))
+    if are_apart(one, out):
+        return wrap(device, one)
+    # cupy takes views of one memory for apart, as it doesn't know it, but for one object.
+    same = one.ctypes.data == out.ctypes.data and one.strides == out.strides
+    return target if same and one.shape == out.shape and one.dtype == out.dtype else wrap(device, clone(device, one))
+
+
+def convert(device: DeviceStreams, source: Array, target: Array, dtype: str) -> None:
+    if not target.size:
+        return
+    # One kernel converts what lies side by side; everything else is made so.
+    whole = flatten(device, source)
+    direct = isinstance(target, DeviceArray) and target.flags.c_contiguous and target.shape == source.shape
+    made = target if direct and are_apart(target, whole) else device.empty(source.size, target.dtype)
+    narrows = source.dtype == _FLOAT32
+    _launch(device, "sum", dtype, [whole], [made], wide_first=narrows, wide_last=not narrows)
+    if made is not target:
+        copy(device, target, made.reshape(source.shape))
+
+
+def fold(device: DeviceStreams, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str) -> None:
+    if not kernels.known(op, dtype):
+        raise DTypeError(f"there is no kernel that combines arrays of {dtype} by {op!r}")
+    if not parts[0].size:
+        return
+    most = kernels.MOST_PARTS
+    if len(parts) <= most:
+        _launch(device, op, dtype, parts, outs)
+        return
+    # In several steps, with totals that are as wide as those in a kernel.
+    half = dtype in kernels.HALVES
+    partly = "sum" if op == "avg" else op
+    total = device.empty(parts[0].size, _FLOAT32 if half else parts[0].dtype)
+    _launch(device, partly, dtype, parts[:most], [total], wide_last=half)
+    for begin in range(most, len(parts), most - 1):
+        some = [total, *parts[begin : begin + most - 1]]
+        if begin + most - 1 < len(parts):
+            _launch(device, partly, dtype, some, [total], wide_first=half, wide_last=half)
+        else:
+            _launch(device, op, dtype, some, outs, wide_first=half, count=len(parts))
+
+
+def _launch(
+    device: DeviceStreams,
+    op: str,
+    dtype: str,
+    parts: Sequence[Array],
+    outs: Sequence[Array],
+    addresses: list[int] | None = None,
+    *,
+    wide_first: bool = False,
+    wide_last: bool = False,
+    count: int = 0,
+) -> None:
+    addresses = addresses or [one.ctypes.data for one in (*parts, *outs)]
+    places = reduce(or_, addresses)
+    aligned = 4 if wide_first or wide_last else kernels.alignment(dtype)
+    if places % aligned:
+        _launch_aligned(device, op, dtype, parts, outs, wide_first, wide_last, count)
+        return
+    width = kernels.width(dtype, places)
+    kernel = _kernel(op, dtype, len(parts), len(outs), width, wide_first, wide_last)
+    size = parts[0].size
+    kernel(size, count or len(parts), *addresses, size=kernels.threads(dtype, size, width))
+
+
+def _launch_aligned(
+    device: DeviceStreams,
+    op: str,
+    dtype: str,
+    parts: Sequence[Array],
+    outs: Sequence[Array],
+    wide_first: bool,
+    wide_last: bool,
+    count: int,
+) -> None:
+    """By way of scratch memory: a kernel that reads an element where none may begin would end the process's use of
+    the device."""
+    moved = [clone(device, one) for one in parts]
+    made = [device.empty(one.size, one.dtype) for one in outs]
+    _launch(device, op, dtype, moved, made, wide_first=wide_first, wide_last=wide_last, count=count)
+    for scratch, out in zip(made, outs, strict=True):
+        copy(device, out.reshape(-1), scratch)
+
+
+def _alike(inputs: Sequence[Any], out: DeviceArray) -> bool:
+    """Whether operands are as the result is: flat in memory, of its shape and dtype, on the device."""
+    return out.flags.c_contiguous and all(
+        isinstance(one, DeviceArray)
+        and one.dtype == out.dtype
+        and one.shape == out.shape
+        and bool(one.flags.c_contiguous)
+        for one in inputs
+    )
+
+
+@lru_cache(maxsize=1024)
+def _kernel(op: str, dtype: str, parts: int, outs: int, width: int, wide_first: bool, wide_last: bool) -> Any:
+    source = kernels.fold(op, dtype, parts, outs, width, wide_first=wide_first, wide_last=wide_last)
+    parameters = ", ".join(f"uint64 {name}" for name in source.parameters)
+    return cupy.ElementwiseKernel(parameters, "", source.operation, source.name, preamble=source.preamble)

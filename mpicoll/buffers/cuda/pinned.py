@@ -1,0 +1,99 @@
+"""Page-locked host memory: a pool, and memory of others that is page-locked."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+from cupy.cuda import runtime
+
+from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture
+from mpicoll.buffers.dtypes import Array
+
+_PORTABLE = 1
+"""Page-locked memory is so for all devices."""
+
+_IDLE = 256 << 20
+"""Bytes of page-locked memory that are kept for the next one who asks."""
+
+
+class _Block:
+    """What numpy makes an array of: page-locked memory."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+
+
+class PinnedPool:
+    """Page-locked memory in sizes that are powers of two. Safe for several threads, and while the garbage collector
+    gives memory back."""
+
+    def __init__(self) -> None:
+        self._idle: dict[int, deque[int]] = {1 << power: deque() for power in range(12, 48)}
+
+    def take(self, nbytes: int) -> Array:
+        """Bytes that go back when nobody refers to them any more. A device has to be current."""
+        size = 1 << max(12, (nbytes - 1).bit_length())
+        try:
+            address = self._idle[size].pop()
+        except IndexError:
+            with RelaxedCapture():
+                self._trim()
+                address = runtime.hostAlloc(size, _PORTABLE)
+        block = _Block(address, nbytes)
+        finalize(block, self._idle[size].append, address).atexit = False
+        return np.asarray(block)
+
+    def _trim(self) -> None:
+        """Give back to CUDA what is too much. Not when it becomes so, as CUDA waits for the whole device then."""
+        for _, idle in sorted(self._idle.items(), reverse=True):
+            while idle and sum(one * len(several) for one, several in self._idle.items()) > _IDLE:
+                with suppress(IndexError):  # another thread may have taken it
+                    runtime.freeHost(idle.pop())
+
+
+_REGISTERING = threading.RLock()
+_registered: dict[int, int] = {}
+"""Page-locked ranges of host memory: where they begin, and end."""
+
+
+def register(index: int, memory: Array) -> None:
+    if not memory.nbytes:
+        return
+    # Whole, since a copy may not lead from one registered range into another.
+    whole, root = _origin(memory)
+    address = whole.ctypes.data
+    begin = address - address % mmap.PAGESIZE
+    end = -(-(address + whole.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    with _REGISTERING, RelaxedCapture(), CurrentDevice(index):
+        if any(first <= begin and end <= last for first, last in list(_registered.items())):
+            return
+        try:
+            runtime.hostRegister(begin, end - begin, _PORTABLE)
+        except runtime.CUDARuntimeError:
+            return
+        _registered[begin] = end
+        # Called before what was registered earlier for it, such as the end of a mapping.
+        finalize(root, _unregister, index, begin).atexit = False
+
+
+def _unregister(index: int, begin: int) -> None:
+    _registered.pop(begin, None)
+    # The system may have let go of it by itself.
+    with suppress(runtime.CUDARuntimeError), RelaxedCapture(), CurrentDevice(index):
+        runtime.hostUnregister(begin)
+
+
+def _origin(memory: Array) -> tuple[Array, Any]:
+    """The array of which `memory` is a part, and what both live as long as."""
+    base: Any = memory.base
+    while isinstance(base, np.ndarray):
+        memory, base = base, base.base
+    return memory, memory if base is None else base

@@ -1,0 +1,120 @@
+"""Scratch and page-locked memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_cuda
+from support.device_memory import down, up
+
+Array = np.ndarray[Any, Any]
+
+PAIR = np.dtype([("value", "f8"), ("index", "i4")])
+
+
+@pytest.fixture
+def pinned(cuda: ModuleType) -> Any:
+    from mpicoll.buffers.cuda import pinned
+
+    return pinned
+
+
+def test_scratch_goes_back_to_cupys_pool(cuda: ModuleType, on: Any) -> None:
+    pool = cuda.get_default_memory_pool()
+    gc.collect()
+    before, all_before = pool.used_bytes(), pool.total_bytes()
+    for _ in range(20):
+        x = up(on, np.arange(1000.0).reshape(10, 100))
+        with on.working():
+            on.copy(x[:, 1:], x[:, :-1])
+            on.copy(x, np.zeros((20, 100))[::2])
+            on.fold("sum", [x.reshape(-1)] * 2, [x.reshape(-1)], "float64")
+        down(on, x.T)
+        assert pool.used_bytes() == before + x.nbytes + -x.nbytes % 512
+        del x
+    assert pool.used_bytes() == before
+    assert pool.total_bytes() < all_before + 20 * 8000
+
+
+def test_page_locked_memory_serves_again(on: Any) -> None:
+    first = on.pinned(5000)
+    assert first.shape == (5000,)
+    assert first.dtype == np.uint8
+    address = first.ctypes.data
+    part = first[100:200].view("f4")
+    del first
+    other = on.pinned(5000)
+    assert other.ctypes.data != address
+    del part
+    assert on.pinned(8192).ctypes.data == address
+    assert on.pinned(0).size == 0
+
+
+def test_page_locked_memory_is_not_hoarded(on: Any, pinned: Any, monkeypatch: pytest.MonkeyPatch, lazy: None) -> None:
+    monkeypatch.setattr(pinned, "_IDLE", 3 * 8192)
+    monkeypatch.setattr(on, "_pinned", pinned.PinnedPool())
+    held = [on.pinned(8192) for _ in range(5)]
+    addresses = [one.ctypes.data for one in held]
+    del held
+    assert on.pinned(8192).ctypes.data in addresses
+    on.pinned(20000)  # for which CUDA is asked
+    assert sum(fake_cuda.fakecuda.memory.pinned(one) for one in addresses) == 3
+
+
+def test_page_locked_memory_of_threads(on: Any) -> None:
+    wrong = []
+
+    def body(number: int) -> None:
+        for _ in range(200):
+            mine = on.pinned(64)
+            mine[:] = number
+            if (mine != number).any():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=body, args=(number,)) for number in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not wrong
+
+
+class Mapping:
+    """Memory that is no array's own, as shared memory is."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._held = np.zeros(nbytes + 4096, np.uint8)
+        address = self._held.ctypes.data + -self._held.ctypes.data % 4096
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+def test_shared_memory_is_page_locked_as_a_whole(on: Any, lazy: None) -> None:
+    pinned = fake_cuda.fakecuda.memory.pinned
+    whole = np.asarray(Mapping(5 * 4096))
+    address = whole.ctypes.data
+    slots = [whole[100:5000], whole[5000:10000].view("f4")]
+    del whole
+    for slot in (*slots, *slots):
+        on.register(slot)
+    assert pinned(address, 5 * 4096)
+    del slot
+    slots.pop()
+    assert pinned(address)
+    slots.clear()
+    gc.collect()
+    assert not pinned(address)
+
+
+def test_memory_that_cannot_be_page_locked(on: Any, lazy: None) -> None:
+    on.register(on.empty(100, np.dtype("u1")))
+    on.register(np.empty(0))
+    twice = np.asarray(Mapping(8192))
+    on.register(twice[:100])
+    overlapping = np.ndarray(4096, np.uint8, twice, 4000)
+    on.register(overlapping)
+    assert fake_cuda.fakecuda.memory.pinned(twice.ctypes.data, 8192)
