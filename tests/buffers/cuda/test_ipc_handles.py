@@ -59,7 +59,7 @@ def test_memory_of_another_process(on: Any, lazy: None) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **fake_cuda.environment()},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert child.stdin is not None
     assert child.stdout is not None
