@@ -15,7 +15,7 @@ from mpicoll.cli import formatting, start_ranks
 if TYPE_CHECKING:
     from mpicoll.cli.bench.cases import Kind, Task
     from mpicoll.cli.bench.device_arrays import Library
-    from mpicoll.cli.bench.measure import Team
+    from mpicoll.cli.bench.team import Team
     from mpicoll.engine.selection.query import SelectionQuery, TunedTable
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
@@ -250,7 +250,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
     from datetime import datetime, timezone
 
     from mpicoll.cli.bench import device_arrays
-    from mpicoll.cli.bench.measure import Team
+    from mpicoll.cli.bench.team import Team
     from mpicoll.engine.selection import tuned_table
     from mpicoll.engine.world import world
     from mpicoll.errors import ArgumentError, SetupError

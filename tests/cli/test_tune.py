@@ -291,7 +291,7 @@ def test_a_launcher_of_another_size_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("apart", [False, True], ids=["node", "nodes"])
 def test_costs(apart: bool) -> None:
     """Of the link classes that there are; each rank as if on a node of its own, or all on one."""
-    from mpicoll.cli.bench.measure import Team
+    from mpicoll.cli.bench.team import Team
 
     with mpicoll.world().duplicate() as comm:
         comm.nodes = tuple(range(comm.size)) if apart else (0,) * comm.size

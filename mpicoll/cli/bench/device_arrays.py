@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
+from mpicoll.cli.bench.team import Team
 from mpicoll.errors import ArgumentError, SetupError
-
-if TYPE_CHECKING:
-    from mpicoll.cli.bench.measure import Team
 
 Library: TypeAlias = Literal["torch", "cupy"]
 

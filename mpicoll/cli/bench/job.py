@@ -16,9 +16,10 @@ from mpicoll import schedules
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays, peers, report
 from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Task
-from mpicoll.cli.bench.measure import Point, Team, Wrong, measure
+from mpicoll.cli.bench.measure import Point, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
+from mpicoll.cli.bench.team import Team
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError

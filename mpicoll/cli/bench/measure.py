@@ -5,7 +5,6 @@ All ranks take the same decisions: rank 0 decides. The time of a block of calls 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -19,8 +18,8 @@ import numpy as np
 import mpicoll
 from mpicoll.cli.bench.cases import Case, Kind, Task
 from mpicoll.cli.bench.peers import Call, Contestant, Ready, Unavailable
-from mpicoll.engine.communicator import Communicator
-from mpicoll.errors import AlgorithmError, MpicollError, SetupError
+from mpicoll.cli.bench.team import Team
+from mpicoll.errors import AlgorithmError, MpicollError
 
 _BLOCK = 4e-3
 """Seconds that a block of calls should take."""
@@ -65,38 +64,6 @@ class Point:
 
     task: Task
     results: dict[str, Result]
-
-
-class Team:
-    """How the ranks agree. Apart from the communicators that are measured."""
-
-    def __init__(self, comm: Communicator) -> None:
-        """Collective. Raises SetupError where there is no MPI."""
-        if comm.mpi is None:
-            raise SetupError("bench measures ranks of MPI, but this world has none; unset MPICOLL_TRANSPORT")
-        self.comm = comm
-        self.rank = comm.rank
-        self.size = comm.size
-        self._mpi = comm.mpi.Dup()
-        self.barrier: Call = self._mpi.Barrier
-
-    def agree(self, value: float) -> float:
-        """Rank 0's value."""
-        return float(self._mpi.bcast(value))
-
-    def all(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
-        return list(self._mpi.allgather(value))
-
-    def tell(self, error: MpicollError) -> None:
-        """Say once what all ranks have raised alike."""
-        if self.rank == 0:
-            sys.stderr.write(f"mpicoll: {error}\n")
-            sys.stderr.flush()
-
-    def slowest(self, times: Sequence[float]) -> list[float]:
-        """For each of the times, which were taken together, that of the slowest rank."""
-        return [float(one) for one in np.max(self._mpi.allgather(list(times)), axis=0)]
 
 
 def timed(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> float:

@@ -14,8 +14,9 @@ from math import ceil
 import numpy as np
 
 from mpicoll.cli.bench.cases import Case, Task
-from mpicoll.cli.bench.measure import Team, timed, verified
+from mpicoll.cli.bench.measure import timed, verified
 from mpicoll.cli.bench.peers import Call, Contestant
+from mpicoll.cli.bench.team import Team
 
 COMPUTATIONS = ("numpy", "python", "sleep")
 """Releases the GIL and needs a core; holds the GIL; needs no core, as a kernel on an accelerator."""
