@@ -16,6 +16,7 @@ from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.host import WORDS
 from mpicoll.buffers.recognise import recognise
 from mpicoll.errors import DTypeError
+from mpicoll.ufuncs import UFUNCS
 
 Combine: TypeAlias = Callable[[Array, Array, Array], object]
 """``combine(left, right, out)``: `out` is one of the operands."""
@@ -57,20 +58,7 @@ def premul_sum(factor: complex) -> Premul:
 OpLike: TypeAlias = str | Op | Premul | Callable[[Any, Any], Any]
 """What users may pass as ``op``: a name, an :class:`Op`, ``premul_sum(f)``, or a bare associative function."""
 
-_UFUNCS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "avg": np.add,
-    "premul_sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "land": np.logical_and,
-    "lor": np.logical_or,
-    "lxor": np.logical_xor,
-}
+_UFUNCS = {"sum": np.add, "avg": np.add, "premul_sum": np.add, **UFUNCS}
 
 NAMES = (*(name for name in _UFUNCS if name != "premul_sum"), "minloc", "maxloc")
 

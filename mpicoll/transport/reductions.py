@@ -25,6 +25,7 @@ from mpicoll import user_cache
 from mpicoll.errors import MpicollError
 from mpicoll.transport import cuda_awareness, launcher
 from mpicoll.transport.base import Memory
+from mpicoll.ufuncs import UFUNCS
 
 Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
 """``reduce(op, source, target)`` makes `target` what `op` makes of the two, as MPI_Reduce_local does."""
@@ -32,22 +33,15 @@ Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
 Wrong: TypeAlias = "dict[str, str]"
 """What must not be left to the MPI library, by :func:`name`, and why."""
 
-_OPS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "land": np.logical_and,
-    "lor": np.logical_or,
-    "lxor": np.logical_xor,
-}
-
 _LOGIC = ("land", "lor", "lxor")
 
-_OF_KIND = {"b": _LOGIC, "i": tuple(_OPS), "u": tuple(_OPS), "f": ("sum", "prod", "min", "max"), "c": ("sum", "prod")}
+_OF_KIND = {
+    "b": _LOGIC,
+    "i": tuple(UFUNCS),
+    "u": tuple(UFUNCS),
+    "f": ("sum", "prod", "min", "max"),
+    "c": ("sum", "prod"),
+}
 
 # By character: where C has two integers of the same size, MPI has two datatypes.
 _DTYPES = "?bBhHiIlLqQfdFD"
@@ -239,7 +233,7 @@ def _attempt(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
 def combine(op: str, left: Memory, right: Memory) -> Memory:
     """What `op` has to make of the two."""
     with np.errstate(all="ignore"):
-        return np.asarray(_OPS[op](left, right).astype(left.dtype, copy=False))
+        return np.asarray(UFUNCS[op](left, right).astype(left.dtype, copy=False))
 
 
 def differs(op: str, expected: Memory, got: Memory, left: Memory, right: Memory) -> str | None:

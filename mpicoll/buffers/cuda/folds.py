@@ -16,20 +16,10 @@ from mpicoll.buffers.cuda.streams import DeviceStreams
 from mpicoll.buffers.device import DeviceArray
 from mpicoll.buffers.dtypes import Array
 from mpicoll.errors import DeviceError, DTypeError
+from mpicoll.ufuncs import UFUNCS
 
-_FOLDS = {
-    "add": "sum",
-    "multiply": "prod",
-    "minimum": "min",
-    "maximum": "max",
-    "bitwise_and": "band",
-    "bitwise_or": "bor",
-    "bitwise_xor": "bxor",
-    "logical_and": "land",
-    "logical_or": "lor",
-    "logical_xor": "lxor",
-}
-"""Reductions that do what a ufunc does."""
+_FOLDS = {ufunc.__name__: op for op, ufunc in UFUNCS.items()}
+"""The reduction that does the same as a ufunc, by the ufunc's name."""
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import mpicoll
 from mpicoll.cli.bench import device_arrays
 from mpicoll.errors import SetupError
+from mpicoll.ufuncs import UFUNCS
 
 Wide: TypeAlias = npt.NDArray[Any]
 """float64, complex128 or int64."""
@@ -51,15 +52,7 @@ REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 
 _OF_BLOCKS = ("allgather", "reduce_scatter", "gather", "scatter", "alltoall")
 
-_OPS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "avg": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-}
-
-OPS = tuple(_OPS)
+OPS = ("sum", "avg", "prod", "min", "max")
 
 _PERIOD = 65_521
 
@@ -161,7 +154,7 @@ class Task:
         """The reduction of the patterns, and its tolerance: some roundings of the sum of magnitudes."""
         ranks = {"scan": range(rank + 1), "exscan": range(rank)}.get(self.collective, range(self.ranks))
         patterns = np.array([self.pattern(one) for one in ranks])
-        ufunc = _OPS[self.op]
+        ufunc = UFUNCS["sum" if self.op == "avg" else self.op]
         if not len(patterns):
             return np.full(1, self._neutral()), np.zeros(1)
         with np.errstate(over="ignore"):
