@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 
@@ -60,3 +62,39 @@ def test_a_malformed_variable_does_not_break_the_import() -> None:
 @pytest.mark.parametrize("module", ["errors", "schedules", "transport.local", "engine.world", "collectives.p2p"])
 def test_any_module_may_be_imported_first(module: str) -> None:
     run(f"import mpicoll.{module}")
+
+
+BY_NAME = {
+    # Public names and subpackages are imported when they are used.
+    "__init__.py": {"mpicoll.", "mpicoll.schedules"},
+    # torch's entry point lies below mpicoll.torch, and loads it when the backend is used.
+    "autoload.py": {"mpicoll.torch.c10d_patches", "mpicoll.torch.group_creation", "mpicoll.torch.process_group"},
+    # Whether MPI has been loaded is asked without loading it.
+    "engine/report.py": {"mpicoll.transport.mpi"},
+    "engine/world.py": {"mpicoll.transport.mpi"},
+    # The program of two ranks that tries the MPI library.
+    "transport/cuda_awareness.py": {"mpicoll.cli.probes"},
+}
+"""The modules that are named by a string, where the contracts on imports don't see them."""
+
+
+def test_modules_are_named_by_strings_only_where_they_must() -> None:
+    package = ROOT / "mpicoll"
+    found = {
+        str(file.relative_to(package)): names
+        for file in package.rglob("*.py")
+        if (names := set(filter(_names_module, _strings(file.read_text()))))
+    }
+    assert found == BY_NAME
+
+
+def _strings(source: str) -> list[str]:
+    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return [value for value in constants if isinstance(value, str)]
+
+
+def _names_module(text: str) -> bool:
+    if not re.fullmatch(r"mpicoll\.[\w.]*", text):
+        return False
+    path = ROOT.joinpath(*text.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()

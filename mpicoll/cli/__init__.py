@@ -44,5 +44,5 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name in set(words[:1]) & set(_COMMANDS) or _COMMANDS:
-        import_module(f"mpicoll.cli.{name}").add(commands)
+        import_module(f"{__name__}.{name}").add(commands)
     return parser

@@ -132,7 +132,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # torch's checkpoints take more than a second to import, and most programs keep none by them.
     if name == "checkpoint":
-        return import_module("mpicoll.parallel.checkpoint")
+        return import_module(f"{__name__}.checkpoint")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -242,7 +241,9 @@ def _device(torch: Any, comm: Communicator) -> str:
 def _group(dist: Any, backend: str) -> Any:
     if dist.is_initialized():
         return dist.new_group(backend=backend)
-    store, rank, size = import_module("mpicoll.torch.rendezvous_handler").place()
+    from mpicoll.torch import rendezvous_handler
+
+    store, rank, size = rendezvous_handler.place()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.group.WORLD
 
