@@ -19,6 +19,9 @@ CUDA_AWARE = ("send", "move", "reduce")
 CHECKS = ("calls", "numerics", "checksum")
 """The words of MPICOLL_CHECK. Each of them includes the first."""
 
+UNCHECKED = "off"
+"""The word of MPICOLL_CHECK by which ranks of several nodes compare nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -27,11 +30,12 @@ class Config:
     ``MPICOLL_ALGORITHMS`` (none)
         rules that select algorithms, such as ``allreduce:0-64k:native,64k-inf:ring`` or ``bcast:chain/8``;
         ``;`` separates collectives
-    ``MPICOLL_CHECK`` (off)
+    ``MPICOLL_CHECK`` (none)
         ``1`` or ``calls``: compare the calls of all ranks before each collective, and messages with their
         receives; ``numerics``: also look for NaN and infinity; ``checksum``: also compare results that must be
-        equal on all ranks; several words are separated by commas. If one rank sets it, it applies to all ranks.
-        If it is not set, ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` means ``1``
+        equal on all ranks; several words are separated by commas. ``off`` or ``0``: between nodes, do not even
+        compare the first 64 collectives of a communicator and then 64 at once. If one rank sets it, it applies to
+        all ranks. If it is not set, ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` means ``1``
     ``MPICOLL_CUDA_AWARE`` (``auto``)
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
@@ -114,8 +118,8 @@ def _checks(text: str, debug: str) -> tuple[str, ...]:
     """The words of MPICOLL_CHECK; where it says nothing, torch's own variable may ask for checks."""
     if not text.strip():
         return ("calls",) if debug.strip().upper() == "DETAIL" else ()
-    if text.strip() in ("0", "off"):
-        return ()
+    if text.strip() in ("0", UNCHECKED):
+        return (UNCHECKED,)
     words = ["calls" if word.strip() in ("1", "on") else word.strip() for word in text.split(",")]
     if not set(words) <= set(CHECKS):
         raise SetupError(f"MPICOLL_CHECK={text!r}: must be 0, 1, or some of {', '.join(CHECKS)}")

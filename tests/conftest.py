@@ -11,6 +11,8 @@ from types import ModuleType
 import hypothesis
 import pytest
 
+from mpicoll.config import config
+
 # A table that somebody has tuned for this machine must not change what the tests see.
 os.environ.setdefault("MPICOLL_TUNED", "off")
 # What goes wrong on purpose must not leave its report behind.
@@ -48,6 +50,16 @@ def together(request: pytest.FixtureRequest) -> Callable[[], AbstractContextMana
     """
     agreement = request.config.pluginmanager.get_plugin("agreement")
     return agreement.together if agreement else contextlib.nullcontext
+
+
+@pytest.fixture
+def uncompared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks of several nodes do not compare their calls, so that what differs goes on its way."""
+    monkeypatch.setenv("MPICOLL_CHECK", "off")
+    config.cache_clear()
+    yield
+    monkeypatch.undo()
+    config.cache_clear()
 
 
 @pytest.fixture

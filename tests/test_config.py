@@ -71,7 +71,7 @@ def test_every_variable_is_documented() -> None:
 def test_torchs_detail_asks_for_checks() -> None:
     assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "detail"}).check == ("calls",)
     assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "INFO"}).check == ()
-    assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MPICOLL_CHECK": "0"}).check == ()
+    assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MPICOLL_CHECK": "0"}).check == ("off",)
     assert Config.read({"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "MPICOLL_CHECK": "numerics"}).check == (
         "calls",
         "numerics",

@@ -35,7 +35,7 @@ WAITS = {
         "transport/base.py::poll",
         "transport/mpi.py::MpiPending.wait",
         "transport/mpi.py::MpiTransport._wait",
-        "transport/mpi.py::MpiTransport.compare",
+        "transport/mpi.py::MpiTransport._is_common",
         "transport/mpi.py::MpiTransport.ended",
         "transport/mpi.py::MpiTransport.exchange",
         "transport/mpi.py::MpiTransport.probe",

@@ -1,23 +1,29 @@
-"""Whether all ranks call the same: compared before each collective, where that is asked for.
+"""Whether all ranks call the same collectives.
 
-``MPICOLL_CHECK`` and :func:`mpicoll.debug` ask for it; ranks of one node compare less, and do it always (see
-:meth:`mpicoll.engine.arena.Arena.matcher`). Each collective then begins with the exchange of one word; only
-where the words differ do the ranks tell each other what they call. All of them raise the same error then, before
-anything else has been sent, and the communicator stays usable.
+``MPICOLL_CHECK`` and :func:`mpicoll.debug` compare everything (:class:`Check`): each collective begins with the
+exchange of one word, and only where the words differ do the ranks exchange descriptions of their calls. All of them
+raise the same error then, before anything else has been sent, and the communicator stays usable.
+
+By default the ranks compare a signature of each call. In shared memory that costs next to nothing (see
+:meth:`mpicoll.engine.arena.Arena.matcher`). Where ranks share no memory, :class:`Between` compares each of the first
+collectives of a communicator, and later ones many at once, unless ``MPICOLL_CHECK=off``.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from weakref import ref
+from zlib import crc32
 
+from mpicoll.config import UNCHECKED
 from mpicoll.engine.record import Call, Entry, Group, Raw, Site, call_site
-from mpicoll.errors import CommunicationError, MismatchError, NumericsError, Timeout
+from mpicoll.errors import CommunicationError, CommunicatorError, MismatchError, NumericsError, RankFailed, Timeout
 from mpicoll.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -38,28 +44,32 @@ _ORDINARY = ("operation", "number", "communicator", "dtype", "memory", "shape", 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What is checked: `calls` before each collective (and messages), `numerics`: NaN and infinity in what goes in and
-    comes out, `checksum`: that results which must be equal on all ranks are."""
+    comes out, `checksum`: that results which must be equal on all ranks are. Without `calls`, `between` nodes some of
+    them are compared nevertheless."""
 
     calls: bool = False
     numerics: bool = False
     checksum: bool = False
+    between: bool = True
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Options:
         """Those that `words` name."""
-        return cls(bool(words), "numerics" in words, "checksum" in words)
+        asked = set(words) - {UNCHECKED}
+        return cls(bool(asked), "numerics" in asked, "checksum" in asked, UNCHECKED not in words)
 
     def changed(self, check: bool | None, numerics: bool | None, checksum: bool | None) -> Options:
         """With what is given in the place of what there is (None: as it is)."""
         if check is False:
-            return Options()
+            return Options(between=self.between)
         numerics = self.numerics if numerics is None else numerics
         checksum = self.checksum if checksum is None else checksum
-        return Options(check or self.calls or numerics or checksum, numerics, checksum)
+        return Options(check or self.calls or numerics or checksum, numerics, checksum, self.between)
 
 
 def agreed(transport: Transport, words: Sequence[str]) -> Options:
-    """Collective: what is checked where the ranks' variables ask for `words`: all that one of them asks for."""
+    """Collective: what is checked where the ranks' variables ask for `words`: all that one of them asks for, and
+    nothing by default if one of them says so."""
     if transport.size == 1:
         return Options.of(words)
     asked = transport.texts(",".join(words))
@@ -427,18 +437,18 @@ def _outside(group: Group, ranks: Sequence[int]) -> str:
     return f" (as ranks of the job, {named})"
 
 
-# In shared memory the ranks notice by themselves that their calls differ. What follows makes words of that.
+# By default only signatures are compared. What follows describes the calls whose signatures differ.
 
 TEXT = 1000
-"""Bytes in which a rank tells what it has called."""
+"""Bytes in which a rank describes its call."""
 
 
-def brief(raw: Raw | None) -> str:
-    """What a rank tells about the call that runs, in at most TEXT bytes."""
+def brief(raw: Raw | None, *, runs: bool = True) -> str:
+    """A description of this rank's call, in at most TEXT bytes. Its line in the program is found while it `runs`."""
     if raw is None:
         return ""
     entry = Entry._make(raw)
-    if entry.site is None:
+    if entry.site is None and runs:
         entry = entry._replace(site=_foreground_site())
     fields, _ = compared(entry)
     fields.pop("communicator")
@@ -483,3 +493,101 @@ def _foreground_site() -> Site | None:
     ):
         return None
     return call_site()
+
+
+EACH = 64
+"""Collectives of a communicator that are compared one by one; of later ones as many are compared at once."""
+
+
+class Queue(Protocol):
+    """The queue of a communicator, as :class:`Between` needs it."""
+
+    group: Group
+    current: Raw | None
+    match: Callable[[Call], None]
+
+
+class Watcher(Protocol):
+    """What knows of operations that can never complete, and of ranks that have died."""
+
+    def check(self, raw: Raw | None) -> None:
+        """Raise CommunicationError if the operation can never complete."""
+
+    def check_deaths(self, group: Group) -> None:
+        """Raise RankFailed if a rank of `group` has died."""
+
+
+class Between:
+    """Compares the collectives of one communicator whose ranks share no memory, as far as that costs little.
+
+    Each of the first EACH is compared before it begins. Most programs repeat what they call there, so later ones are
+    compared before every EACH-th only, together with all since the last comparison. Those after the last comparison
+    are never compared."""
+
+    __slots__ = ("_begun", "_entries", "_progress", "_signatures", "_transport", "_watch")
+
+    def __init__(self, transport: Transport, progress: Queue, watch: Watcher | None) -> None:
+        self._transport = transport
+        self._progress = progress
+        self._watch = watch
+        self._begun = 0
+        # Of the collectives since the last comparison.
+        self._signatures: list[int] = []
+        self._entries: list[Raw | None] = []
+
+    def match(self, call: Call) -> None:
+        """Begin a collective. Raises MismatchError on all ranks, if the ranks have called different ones: if that is
+        found in the collective that begins, the communicator stays usable; if in one that is over, all later ones
+        raise CommunicatorError."""
+        self._begun = begun = self._begun + 1
+        signature = call.signature
+        self._signatures.append(signature if signature > 0 else call.sign())
+        self._entries.append(self._progress.current)
+        if begun <= EACH or begun % EACH == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        progress, signatures, entries = self._progress, self._signatures, self._entries
+        self._signatures, self._entries = [], []
+        last = len(entries) - 1
+
+        def described() -> str:
+            briefs = [brief(entry, runs=at == last) for at, entry in enumerate(entries)]
+            return json.dumps([*zip(signatures, briefs, strict=True)])
+
+        try:
+            texts = self._transport.compare(crc32(array("I", signatures)), described, lambda: self._look(entries[last]))
+        except RankFailed:
+            raise  # nothing goes on this communicator any more, which its transport says
+        except BaseException:
+            self._refuse("an operation was given up, and the ranks are out of step since")
+            raise
+        if texts is None:
+            return
+        told = [json.loads(text) for text in texts]
+        at = next(at for at in range(last + 1) if len({one[at][0] for one in told}) > 1)
+        found: CommunicationError | None = from_texts(progress.group, [one[at][1] for one in told])
+        if found is None:
+            found = CommunicationError(
+                f"rank {self._transport.rank} of {self._transport.size}: another rank has called another collective, or"
+                " one of another size, dtype, op, root or algorithm"
+            )
+        if at < last:
+            self._refuse("the ranks have called different collectives, as MismatchError said")
+            later = f"{last - at} collective{'s' if last - at > 1 else ''} later"
+            found.args = (f"{found}\n  (found {later}: its results and those since then may be wrong)",)
+        raise found
+
+    def _look(self, entry: Raw | None) -> None:
+        if self._watch is not None and entry is not None:
+            self._watch.check(entry)
+            self._watch.check_deaths(entry[0])
+
+    def _refuse(self, why: str) -> None:
+        """Let no further collective begin."""
+        name = self._progress.group.name
+
+        def match(call: Call) -> None:
+            raise CommunicatorError(f"{call} on {name}: {why}; make another communicator, by duplicate()")
+
+        self._progress.match = match

@@ -74,8 +74,6 @@ class Communicator:
         # Why there was none after all when it was first used.
         self.lost: str | None = None
         self._arena: Arena | None = None
-        if self.unshared is None:
-            self.progress.match = self._match_first
         # What the ranks can do with device memory, once an operation had some.
         self.devices: Devices | None = None
         self._levels: tuple[Communicator, Communicator] | None = None
@@ -91,6 +89,10 @@ class Communicator:
             checks, family = parent.asked, parent.family
         self.asked: check.Options = check.Options() if checks is None else checks
         self.checks = self.asked
+        if self.unshared is None:
+            self.progress.match = self._match_first
+        elif self.size > 1:
+            self.progress.match = self._match_between()
         self.family: check.Family = check.family if family is None else family
         self.family.add(self)
         # A communicator that is dropped without being freed must not leave its worker behind.
@@ -240,8 +242,14 @@ class Communicator:
     def _match_first(self, call: Call) -> None:
         """What the first collective begins with, for which all ranks have to come, whatever they call."""
         flags = self._flags()
-        self.progress.match = unmatched if flags is None else flags.matcher()
+        self.progress.match = self._match_between() if flags is None else flags.matcher()
         self.progress.match(call)
+
+    def _match_between(self) -> Callable[[Call], None]:
+        """What begins a collective where there is no shared memory."""
+        if not self.asked.between:
+            return unmatched
+        return check.Between(self.transport, self.progress, self.watch).match
 
     def _match_at_once(self) -> None:
         """The same where the collective that runs would be compared in shared memory, which is not there yet."""

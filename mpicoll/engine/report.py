@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mpicoll.engine import record
 from mpicoll.engine.arena import Arena
-from mpicoll.engine.check import Check
+from mpicoll.engine.check import Between, Check
 from mpicoll.engine.execute import Program
 from mpicoll.engine.record import Call, Entry, Group, Raw, Site
 from mpicoll.errors import ArgumentError
@@ -557,6 +557,8 @@ def _where(frame: FrameType, raw: Raw) -> State:
             found["polls"] = True
         if code is Program.run.__code__ and not found["where"]:
             found["where"], found["waits_for"] = _round(one)
+        elif code in _COMPARING and not found["where"]:
+            found["where"] = "the comparison of the ranks' calls"
         elif code in _ARENA and not found["where"]:
             found["where"], found["waits_for"] = _shared(one.f_locals["self"], one.f_locals)
         elif code.co_filename == _HIERARCHY and code.co_name == "run" and "joint" in code.co_varnames:
@@ -576,7 +578,8 @@ _ARENA = {
     method.__code__
     for method in (Arena.sync, Arena._wait, Arena._let_through, Arena._await)  # noqa: SLF001  same package
 }
-_POLLING = {*_ARENA, Check._compare.__code__}  # noqa: SLF001  same package
+_COMPARING = {Check._compare.__code__, Between._compare.__code__}  # noqa: SLF001  same package
+_POLLING = _ARENA | _COMPARING
 """Functions that look now and then whether the operation can still complete."""
 
 _MAKING = {"arena": "the making of shared memory", "levels": "the making of communicators for the nodes"}

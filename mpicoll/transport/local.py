@@ -384,6 +384,8 @@ class LocalTransport:
         self, name: Hashable, value: Any, members: Sequence[int] = (), what: str = "meeting of a new group"
     ) -> dict[int, Any]:
         """Meet with `members`, or with all."""
+        with self.world.changed:
+            self.check()
         return self.world.meet(name, members or self._members, self._me, value, self.timeout, what, self.group_key)
 
     def check(self) -> None:
@@ -445,10 +447,8 @@ class LocalTransport:
         """The world notices by itself when the others don't come, so `idle` has nothing to do."""
         name = ("compare", self._collective, self._members, next(self._compared))
         what = f"rank {self.rank} waits for the others, to compare what they call"
-        table = self._meet(name, (word, text()), what=what)
-        if all(table[member][0] == word for member in self._members):
-            return None
-        return [table[member][1] for member in self._members]
+        table = self._meet(name, word, what=what)
+        return None if all(table[member] == word for member in self._members) else self.texts(text())
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         pending = [self._post(self._collective, data, source, tag) for source, data in recvs]

@@ -473,6 +473,7 @@ class MpiTransport:
         self._sends, self._receives = self.traffic.sends, self.traffic.receives
         self._abandoned: list[Any] = []
         self._words: list[Any] = []
+        self._comparing: MPI.Intracomm | None = None
         self._access = _probe_access(collective, nodes) if access is None else access
         self.unshared, self.unread, self._named = self._access
         self._wrong = _agree_on_reductions(collective, nodes) if wrong is None else wrong
@@ -608,7 +609,7 @@ class MpiTransport:
             made = list(self._made)
             if not self._revoked and not self._freed:
                 self._revoked = True
-                for comm in (self._collective, self._p2p):
+                for comm in self._handles():
                     with suppress(MPI.Exception):  # of some of those who are to be told there is nothing left
                         comm.Revoke()
         for one in made:
@@ -656,15 +657,26 @@ class MpiTransport:
 
     @_translated
     def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
+        if self._is_common(word, idle):
+            return None
+        assert self._comparing is not None
+        return cast("list[str]", self._comparing.allgather(text()))
+
+    def _is_common(self, word: int, idle: Callable[[], None]) -> bool:
+        """Collective: whether all ranks have the same `word`.
+
+        Collectives that differ from rank to rank may leave messages on the communicator of the collectives, so this
+        has one of its own, which is made once all ranks have come for the first time."""
+        first = self._comparing is None
+        comm = self._collective if self._comparing is None else self._comparing
         if not self._words:
             if self.misreduces("min", np.dtype(np.int64)) is not None:
-                alike = len(set(self._collective.allgather(word))) == 1
-                return None if alike else cast("list[str]", self._collective.allgather(text()))
+                return self._is_common_by_list(word)
             mine, least = np.empty(2, np.int64), np.empty(2, np.int64)
             self._words = [mine, least, _parsed(mine), _parsed(least)]
         mine, least, source, target = self._words
         mine[0], mine[1] = word, -word
-        request = self._collective.Iallreduce(source, target, MPI.MIN)
+        request = comm.Iallreduce(source, target, MPI.MIN)
         turns = 0
         try:
             while not request.Test():
@@ -678,10 +690,29 @@ class MpiTransport:
             self._abandoned.append((request, self._words))
             self._words = []
             raise
+        if first:
+            self._make_comparing()
         # The least of the words, and the greatest.
-        if least[0] == -least[1]:
-            return None
-        return cast("list[str]", self._collective.allgather(text()))
+        return bool(least[0] == -least[1])
+
+    def _is_common_by_list(self, word: int) -> bool:
+        """The same where the library computes the least of integers wrongly."""
+        if self._comparing is None:
+            self._make_comparing()
+        assert self._comparing is not None
+        return len(set(self._comparing.allgather(word))) == 1
+
+    def _make_comparing(self) -> None:
+        comm = self._collective.Dup()
+        with _mourning:
+            self._comparing = comm
+            if self._revoked:
+                with suppress(MPI.Exception):
+                    comm.Revoke()
+
+    def _handles(self) -> list[MPI.Intracomm]:
+        """The communicators that belong to this one alone."""
+        return [self._collective, self._p2p, *([] if self._comparing is None else [self._comparing])]
 
     @_translated
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
@@ -900,8 +931,8 @@ class MpiTransport:
         # After MPI_Finalize there is nothing left to free, and MPI would abort the process. What was revoked can't be
         # freed without waiting for the dead.
         if not MPI.Is_finalized() and not (survives() and (self._revoked or self._collective.Is_revoked())):
-            self._collective.Free()
-            self._p2p.Free()
+            for comm in self._handles():
+                comm.Free()
 
 
 _drawn = itertools.count()

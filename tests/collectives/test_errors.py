@@ -695,8 +695,9 @@ def test_groups_that_make_no_sense(some: Ranks) -> None:
     some(body)
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_ranks_that_disagree_about_the_size() -> None:
-    """Between nodes a message of another size than the schedule expects is an error where it arrives, not garbage."""
+    """A message of another size than the schedule expects is an error where it arrives, not garbage."""
 
     def body() -> None:
         world = mpicoll.world()

@@ -196,7 +196,7 @@ def test_in_time(name: str, several: Ranks) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "slots", "native"])
-def test_it_says_who_is_missing(algorithm: str, several: Ranks) -> None:
+def test_it_says_who_is_missing(algorithm: str, several: Ranks, request: pytest.FixtureRequest) -> None:
     def main() -> None:
         world = mpicoll.world()
         if algorithm == "native" and world.transport.native is None:
@@ -226,7 +226,8 @@ def test_it_says_who_is_missing(algorithm: str, several: Ranks) -> None:
         side.free()
 
     if algorithm == "ring" and several.local:
-        # On one node a collective begins in shared memory, whatever its algorithm is.
+        # A collective begins with a comparison, on one node in shared memory, whatever its algorithm is.
+        request.getfixturevalue("uncompared")
         mpicoll.run_local(main, several.local, ranks_per_node=1)
     else:
         several(main)

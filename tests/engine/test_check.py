@@ -453,8 +453,8 @@ def test_same_calls_are_no_mismatch() -> None:
     ("text", "words"),
     [
         ("", ()),
-        ("0", ()),
-        ("off", ()),
+        ("0", ("off",)),
+        ("off", ("off",)),
         ("1", ("calls",)),
         ("calls", ("calls",)),
         ("numerics", ("calls", "numerics")),
@@ -464,7 +464,8 @@ def test_same_calls_are_no_mismatch() -> None:
 )
 def test_words_of_the_variable(text: str, words: tuple[str, ...]) -> None:
     assert Config.read({"MPICOLL_CHECK": text}).check == words
-    assert Options.of(words) == Options("calls" in words, "numerics" in words, "checksum" in words)
+    options = Options("calls" in words, "numerics" in words, "checksum" in words, between="off" not in words)
+    assert Options.of(words) == options
 
 
 @pytest.mark.parametrize("text", ["yes", "1,2", "calls;numerics", ","])

@@ -209,11 +209,10 @@ def test_the_tag_is_that_of_the_run() -> None:
 # --- errors
 
 
+@pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("algorithm", mpicoll.schedules.algorithms_of("allreduce"))
 def test_ranks_that_disagree_about_the_size(algorithm: str) -> None:
-    """The rank that notices raises sizes, round, algorithm and rank; none returns a result of mixed sizes.
-
-    Between nodes, since on one node the calls are compared first."""
+    """The rank that notices raises sizes, round, algorithm and rank; none returns a result of mixed sizes."""
 
     def main() -> None:
         world = mpicoll.world()
@@ -233,6 +232,7 @@ def test_ranks_that_disagree_about_the_size(algorithm: str) -> None:
         mpicoll.run_local(main, 2, ranks_per_node=1, timeout=20)
 
 
+@pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("collective", ["bcast", "reduce", "allgather", "scan", "exscan", "gather"])
 def test_other_collectives_whose_ranks_disagree(collective: str) -> None:
     def main() -> None:
@@ -243,6 +243,7 @@ def test_other_collectives_whose_ranks_disagree(collective: str) -> None:
         mpicoll.run_local(main, 2, ranks_per_node=1, timeout=20)
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_a_smaller_message_is_an_error_as_well() -> None:
     def main() -> None:
         mpicoll.bcast(np.ones(4 + 4 * mpicoll.world().rank), algorithm="binomial")
@@ -287,6 +288,7 @@ print(mpicoll.allreduce(np.ones(30 if rank == {larger} else 20), algorithm="{alg
 """,
         MPICOLL_TIMEOUT="20",
         MPICOLL_SHARED_MEMORY="off",
+        MPICOLL_CHECK="off",
         seconds=15,
     )
     assert done.returncode not in (0, 124), done.stdout

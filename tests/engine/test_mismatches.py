@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from support import mismatches
+from support.launch import ROOT, mpirun
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.transport.local import LocalTransport
 
 
 @pytest.mark.parametrize("number", range(2 * len(mismatches.KINDS)))
@@ -26,27 +29,64 @@ def test_generated_mismatches(several: Ranks, number: int) -> None:
         assert failure == ""
 
 
-def by_default(face: str, size: int) -> list[mismatches.Case]:
-    """A case of each kind, form and size that is noticed without MPICOLL_CHECK: rows that leave and rows that are
-    expected are known only to pairs of ranks."""
-    cases = [
-        mismatches.case("by default", number, size, face, nbytes)
-        for nbytes in mismatches.NBYTES
-        for number in range(2 * len(mismatches.KINDS))
-    ]
-    return [one for one in cases if one.kind != "counts" or one.usual[0].operation != "alltoall"]
-
-
 def test_mismatches_are_noticed_by_default(several: Ranks) -> None:
     def body() -> list[str]:
         world = mpicoll.world()
         return [
             mismatches.check(one, world, lambda spec, form: mismatches.native(spec, world, form), checked=False)
-            for one in by_default("native", several.size)
+            for one in mismatches.by_default("native", several.size)
         ]
 
     for failures in several(body):
         assert [one for one in failures if one] == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mismatches_between_nodes(size: int) -> None:
+    for failures in mpicoll.run_local(mismatches.between_nodes, size, ranks_per_node=1):
+        assert failures == []
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_mismatches_between_processes(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from support import mismatches
+import mpicoll
+failures = mismatches.between_nodes()
+if mpicoll.world().rank == 0:
+    print("failures:", *failures, sep="\\n")
+""")
+    done = mpirun(size, script, cwd=tmp_path, MPICOLL_SHARED_MEMORY="off", MPICOLL_TIMEOUT="20")
+    assert (done.returncode, done.stdout) == (0, "failures:\n")
+
+
+@pytest.mark.usefixtures("uncompared")
+def test_nothing_is_compared_between_nodes_where_a_rank_says_so() -> None:
+    def body() -> int:
+        world = mpicoll.world()
+        mpicoll.allreduce(np.ones(2), op="max" if world.rank else "sum", algorithm="ring")
+        return world.progress.number
+
+    assert mpicoll.run_local(body, 2, ranks_per_node=1) == [1, 1]
+
+
+def test_where_shared_memory_turns_out_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def share(transport: LocalTransport, nbytes: int) -> NoReturn:
+        raise mpicoll.CommunicationError("there is no memory")
+
+    monkeypatch.setattr(LocalTransport, "share", share)
+
+    def body() -> str:
+        world = mpicoll.world()
+        with pytest.raises(mpicoll.MismatchError, match="they differ in root"):
+            mpicoll.bcast(_x(), root=world.rank)
+        assert mpicoll.allreduce(1) == world.size
+        return str(world.lost)
+
+    assert mpicoll.run_local(body, 2) == ["there is no memory"] * 2
 
 
 def _x(count: int = 2, dtype: Any = np.float32) -> np.ndarray[Any, Any]:

@@ -1080,6 +1080,7 @@ def standing(states: dict[int, State], *ranks: int) -> bool:
     return all(states[rank]["pending"] and states[rank]["pending"][0]["where"] for rank in ranks)
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_in_a_round_of_a_schedule() -> None:
     def body(rank: int) -> None:
         mpicoll.allreduce(np.ones(6, np.float32), algorithm="ring")
@@ -1110,19 +1111,23 @@ def test_in_a_round_of_a_schedule() -> None:
     )
 
 
-def test_before_the_first_round() -> None:
-    """On one node all ranks come before anything is sent."""
+@pytest.mark.parametrize(
+    ("ranks_per_node", "where"), [(3, "shared memory: waits for rank 2"), (1, "the comparison of the ranks' calls")]
+)
+def test_before_the_first_round(ranks_per_node: int, where: str) -> None:
+    """All ranks come before anything is sent."""
 
     def body(rank: int) -> None:
         mpicoll.allreduce(np.ones(6, np.float32), algorithm="ring")
 
     def ready(states: dict[int, State]) -> bool:
-        return standing(states, 0, 1) and all(states[rank]["pending"][0]["waits_for"] == [2] for rank in (0, 1))
+        return standing(states, 0, 1) and {states[rank]["pending"][0]["where"] for rank in (0, 1)} == {where}
 
-    states = Bench(3).run(body, ready)
-    assert {states[rank]["pending"][0]["where"] for rank in (0, 1)} == {"shared memory: waits for rank 2"}
+    states = Bench(3, ranks_per_node).run(body, ready)
+    assert [states[rank]["pending"][0]["polls"] for rank in (0, 1)] == [True, True]
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_rounds_without_data_are_left_out() -> None:
     """One element in three chunks: only the first of them has data, and the number is that of the algorithm's round."""
 
@@ -1151,6 +1156,7 @@ def test_in_shared_memory() -> None:
     assert one["where"] == "shared memory: waits for rank 2"
 
 
+@pytest.mark.usefixtures("uncompared")
 def test_in_a_phase_of_an_operation_of_nodes() -> None:
     def body(rank: int) -> None:
         mpicoll.allreduce(np.ones(8, np.float32), algorithm="hierarchical")
@@ -1217,6 +1223,7 @@ def test_a_wait_that_polls() -> None:
     assert set(looks[1:]) == {("message", True, (7, 8))}
 
 
+@pytest.mark.usefixtures("uncompared")
 @pytest.mark.parametrize("timeout", [None, 20.0])
 def test_the_program_waits_for_the_background(timeout: float | None) -> None:
     def body(rank: int) -> None:

@@ -19,8 +19,8 @@ x, large = np.ones(4), np.ones(20_000)
 mpicoll.barrier()
 """
 
-# Without shared memory, where the ranks would compare their calls first. What blocks inside MPI can't raise: the job is
-# ended. Each of these is what two ranks call, or three, and what is said.
+# Where the ranks do not compare their calls first, in shared memory or else. What blocks inside MPI can't raise: the
+# job is ended. Each of these is what two ranks call, or three, and what is said.
 ENDED = {
     "swapped": (
         """
@@ -166,6 +166,29 @@ if rank == 0:
     print("all raised")
 """
 
+# The same without shared memory, where collectives are compared first.
+BETWEEN = """
+other = world.duplicate()
+mpicoll.barrier(comm=other)
+mine = world if rank == 0 else other
+try:
+    mpicoll.allreduce(x, comm=mine)
+except mpicoll.CommunicationError as failure:
+    assert "wait for each other: rank 0 waits in allreduce(float64[4], op=sum) number 2 on" in str(failure), failure
+else:
+    raise AssertionError("nothing was raised")
+try:
+    mpicoll.allreduce(x, comm=mine)
+except mpicoll.CommunicatorError as failure:
+    assert "an operation was given up" in str(failure), failure
+else:
+    raise AssertionError("nothing was raised")
+third = world.duplicate()
+assert mpicoll.allreduce(rank, comm=third) == 1
+if rank == 0:
+    print("all raised")
+"""
+
 # Ranks that are late, or that only look as if they waited for ever.
 LATE = """
 from mpi4py import MPI
@@ -219,12 +242,10 @@ if rank == 0:
 """
 
 
-def _run(folder: Path, size: int, body: str, after: str, memory: str = "auto") -> CompletedProcess[str]:
+def _run(folder: Path, size: int, body: str, after: str, **environ: str) -> CompletedProcess[str]:
     script = folder / "program.py"
     script.write_text(HEAD + body)
-    return mpirun(
-        size, script, seconds=90, MPICOLL_STUCK_AFTER=after, MPICOLL_REPORT="off", MPICOLL_SHARED_MEMORY=memory
-    )
+    return mpirun(size, script, seconds=90, MPICOLL_STUCK_AFTER=after, MPICOLL_REPORT="off", **environ)
 
 
 @pytest.fixture(scope="module")
@@ -232,11 +253,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
     """All jobs, two at a time: most of the time they wait."""
     with ThreadPoolExecutor(2) as pool:
         folder = tmp_path_factory.mktemp
+        unshared = {"MPICOLL_SHARED_MEMORY": "off"}
+        uncompared = unshared | {"MPICOLL_CHECK": "off"}
         yield {
             "late": pool.submit(_run, folder("late"), 3, LATE, "0.5"),
             "raising": pool.submit(_run, folder("raising"), 3, RAISING, "1"),
+            "between": pool.submit(_run, folder("between"), 2, BETWEEN, "1", **unshared),
         } | {
-            name: pool.submit(_run, folder("ended"), 3 if "third" in name else 2, body, "1", "off")
+            name: pool.submit(_run, folder("ended"), 3 if "third" in name else 2, body, "1", **uncompared)
             for name, (body, _) in ENDED.items()
         }
 
@@ -250,9 +274,10 @@ def test_the_job_is_ended(jobs: dict[str, Future[CompletedProcess[str]]], name: 
         assert word in done.stdout
 
 
-def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
-    done = jobs["raising"].result()
-    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "all raised")
+@pytest.mark.parametrize("name", ["raising", "between"])
+def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
+    done = jobs[name].result()
+    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "all raised"), done.stdout
 
 
 def test_what_may_still_complete_is_left_alone(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import mpicoll
+from mpicoll.engine.check import EACH
 
 KINDS = ("operation", "dtype", "shape", "op", "root", "counts", "order")
 """Those of which all ranks learn at once."""
@@ -280,3 +281,61 @@ def _wrong(wanted: Case, error: mpicoll.MismatchError, usual: Spec, theirs: Spec
 def cases(seed: str, count: int, sizes: Sequence[int], face: str) -> list[Case]:
     """`count` cases, for all `sizes` in turn."""
     return [case(seed, number // len(sizes), sizes[number % len(sizes)], face) for number in range(count)]
+
+
+def by_default(face: str, size: int) -> list[Case]:
+    """A case of each kind, form and size that is noticed without MPICOLL_CHECK: rows that leave and rows that are
+    expected are known only to pairs of ranks."""
+    cases = [case("by default", number, size, face, nbytes) for nbytes in NBYTES for number in range(2 * len(KINDS))]
+    return [one for one in cases if one.kind != "counts" or one.usual[0].operation != "alltoall"]
+
+
+def between_nodes() -> list[str]:
+    """Collective: what is wrong with what comes of mismatches where the ranks share no memory, on communicators of the
+    world. Nothing is checked but what is by default."""
+    world = mpicoll.world()
+    failures = []
+    for one in by_default("native", world.size):
+        comm = world.duplicate()
+        failures.append(check(one, comm, lambda spec, form, comm=comm: native(spec, comm, form), checked=False))
+        comm.free()
+    failures += [_late(world.duplicate(), before) for before in (EACH - 1, EACH, EACH + 5, 2 * EACH - 1)]
+    return [one for one in failures if one]
+
+
+def _late(comm: mpicoll.Communicator, before: int) -> str:
+    """Collective: what is wrong with what comes of a mismatch after `before` collectives that are the same."""
+    x, last = np.ones(2), comm.rank == comm.size - 1
+    for _ in range(before):
+        mpicoll.allreduce(x, comm=comm)
+    said, raised = "", before
+    try:
+        while raised < 3 * EACH:
+            raised += 1
+            mpicoll.iallreduce(x, op="prod" if last and raised == before + 1 else "sum", comm=comm).wait()
+    except mpicoll.MismatchError as error:
+        said = str(error)
+    # The next one at which something is compared.
+    due = before + 1 if before < EACH else (before // EACH + 1) * EACH
+    wrong = [
+        text
+        for text, is_so in [
+            (f"it was raised at collective {raised} in the place of {due}", raised != due),
+            ("it does not say which collective", f"disagree about collective {before + 1}: " not in said),
+            ("it does not say in what they differ", "they differ in op" not in said),
+            ("it does not say what may be wrong", ("may be wrong" in said) != (raised > before + 1)),
+        ]
+        if is_so
+    ]
+    again = 0
+    try:
+        again = mpicoll.allreduce(1, comm=comm)
+    except mpicoll.CommunicatorError as error:
+        if "called different collectives" not in str(error):
+            wrong.append(f"later calls raise {error}")
+    if again != (comm.size if raised == before + 1 else 0):
+        wrong.append(f"a later call gives {again}")
+    if comm.duplicate().transport.texts(said) != [said] * comm.size:
+        wrong.append("the ranks are told different things")
+    comm.free()
+    return f"after {before}: {'; '.join(wrong)}\n{said}" if wrong else ""
