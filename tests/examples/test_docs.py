@@ -109,6 +109,18 @@ def test_comments() -> None:
     assert f"# {sums}" in PAGES["docs/faults.md"]
 
 
+def test_message_of_a_mismatch() -> None:
+    """The comment below a call that ranks disagree about is the message, with parts left out."""
+    first, *_ = blocks("docs/faults.md", "python")
+    block = next(block for block in blocks("docs/faults.md", "python") if "MismatchError" in block)
+    names: dict[str, list[str]] = {}
+    exec(first + block, names)
+    shown = " ".join(line[2:].strip() for line in block.splitlines() if line.startswith("# "))
+    parts = [re.escape(part.strip()) for part in re.sub(r"at train\.py:\d+ in program", "...", shown).split("...")]
+    message = " ".join(names["messages"][0].split())
+    assert re.match(r".*?".join(part for part in parts if part), message), (parts, message)
+
+
 def test_picture() -> None:
     lines = [line.rstrip() for line in schedules.draw("allreduce/ring", 3).splitlines()]
     assert "\n".join(lines).strip() in PAGES["docs/algorithms.md"]
