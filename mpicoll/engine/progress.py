@@ -22,12 +22,13 @@ from threading import get_ident
 from time import monotonic
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 from mpicoll.engine import report
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.record import Call, Group, Raw, Site, call_site, keepers
 from mpicoll.engine.watch import FULL_FROM, Watch
-from mpicoll.errors import CommunicatorError, Timeout, TruncationError
+from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,7 +90,18 @@ def unmatched(call: Call) -> None:
 class Job:
     """An operation in the queue."""
 
-    __slots__ = ("_callbacks", "_function", "_progress", "call", "done", "error", "reported", "site", "value")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_function",
+        "_progress",
+        "call",
+        "done",
+        "error",
+        "reported",
+        "site",
+        "value",
+    )
     __reduce_ex__ = refuse_pickling("Job", "wait() for it and pass on its value")
 
     def __init__(self, progress: Progress, function: Callable[[], Any], call: Call, site: Site | None) -> None:
@@ -114,6 +126,7 @@ class Job:
             self.value = progress.carry_out(self._function, self.call, self.site)
         except Exception as error:  # noqa: BLE001  whoever waits for it gets it
             self.error = error
+            progress.failures.add(self)
         except BaseException as error:
             # An interrupt is meant for the thread that it reaches, whatever that thread is doing for others.
             self.error = error
@@ -220,6 +233,8 @@ class Progress:
         self.explain = explain
         self.lock = threading.Lock()
         self.queue: deque[Job] = deque()
+        # What has failed in the background, as long as somebody may still wait for it.
+        self.failures: WeakSet[Job] = WeakSet()
         self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -374,6 +389,8 @@ class Progress:
             if isinstance(shown, Timeout):
                 # While the others still see it here.
                 shown = self._given_up(entry, shown)
+            elif type(shown) is CommunicationError:
+                shown = self._after_failures(shown)
         finally:
             self.current = None
         keepers.keep((entry, monotonic(), _words(shown)))
@@ -461,6 +478,22 @@ class Progress:
         group, number, call, _, _ = entry
         text = f"{call} number {number} on {group}, rank {group.rank}: {error}"
         shown = Timeout(self._with_report(text, group.timeout))
+        shown.__cause__ = error
+        return shown
+
+    def unreported(self) -> list[Job]:
+        """What has failed in the background without that anybody has learned of it."""
+        return [job for job in list(self.failures) if job.done and not job.reported]
+
+    def _after_failures(self, error: CommunicationError) -> CommunicationError:
+        """What to raise for `error` of a collective, which may be due to one that has failed in the background."""
+        earlier = self.unreported()
+        if not earlier:
+            return error
+        earlier[0].reported = True
+        shown = CommunicationError(
+            f"{error}. Before, {earlier[0]}, rank {self.group.rank}, failed in the background: {earlier[0].error}"
+        )
         shown.__cause__ = error
         return shown
 

@@ -100,6 +100,9 @@ class Watched(Protocol):
     def refuse(self) -> None:
         """Raise CommunicatorError from now on."""
 
+    def unreported(self) -> Sequence[Any]:
+        """What has failed in the background, with its ``error``, of which nobody has learned."""
+
 
 class _Doom(NamedTuple):
     """Why operations can never complete."""

@@ -259,6 +259,11 @@ def _finish_pending(watch: Watch, owner: int) -> None:
         if not done or (failed and not watch.survives):
             watch.dying(f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended")
             watch.end_all(1)
+        # An error that the program has not asked for ends the job, as an uncaught one does.
+        for job in () if watch.survives else queue.unreported():
+            job.reported = True
+            watch.dying(f"exits though {job} failed, and nobody waited for it: {job.error}; the job is ended")
+            watch.end_all(1)
     keepers.remove(note_failure)
     nccl.free_all(watch.dead())
     _warn_of_messages()

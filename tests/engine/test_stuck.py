@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -189,6 +190,25 @@ if rank == 0:
     print("all raised")
 """
 
+# Two operations fail in the background of each rank. The next call tells of the one, and the end of the program of the
+# other.
+NOBODY_WAITS = """
+comms = [world.duplicate() for _ in range(4)]
+for comm in comms:
+    mpicoll.allreduce(large, comm=comm, algorithm="slots")
+mine = comms[2 * rank : 2 * rank + 2]
+kept = [mpicoll.iallreduce(large, comm=comm, algorithm="slots") for comm in mine]
+try:
+    mpicoll.waitany([mpicoll.irecv(x, 1 - rank, tag) for tag in (1, 2)])
+except mpicoll.CommunicationError:
+    while not all(one.test() for one in kept):
+        time.sleep(1e-3)
+try:
+    mpicoll.allreduce(large, comm=mine[0], algorithm="slots")
+except mpicoll.CommunicationError as error:
+    print(error, flush=True)
+"""
+
 # Ranks that are late, or that only look as if they waited for ever.
 LATE = """
 from mpi4py import MPI
@@ -259,6 +279,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
             "late": pool.submit(_run, folder("late"), 3, LATE, "0.5"),
             "raising": pool.submit(_run, folder("raising"), 3, RAISING, "1"),
             "between": pool.submit(_run, folder("between"), 2, BETWEEN, "1", **unshared),
+            "nobody waits": pool.submit(_run, folder("nobody"), 2, NOBODY_WAITS, "1"),
         } | {
             name: pool.submit(_run, folder("ended"), 3 if "third" in name else 2, body, "1", **uncompared)
             for name, (body, _) in ENDED.items()
@@ -278,6 +299,14 @@ def test_the_job_is_ended(jobs: dict[str, Future[CompletedProcess[str]]], name: 
 def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
     done = jobs[name].result()
     assert (done.returncode, done.stdout.split("\n")[0]) == (0, "all raised"), done.stdout
+
+
+def test_an_error_that_nobody_waits_for_ends_the_job(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
+    done = jobs["nobody waits"].result()
+    what = r"allreduce\(float64\[20000\], op=sum\) by slots on world/duplicate \(2 ranks\)"
+    assert re.search(rf"Before, {what}, rank \d, failed in the background: deadlock: ranks 0 and 1", done.stdout)
+    assert re.search(rf"rank \d of 2 exits though {what} failed, and nobody waited for it: deadlock: ", done.stdout)
+    assert done.returncode not in (0, 124)
 
 
 def test_what_may_still_complete_is_left_alone(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:

@@ -56,6 +56,9 @@ class Queue:
     def refuse(self) -> None:
         pass
 
+    def unreported(self) -> list[Any]:
+        return []
+
 
 class Watched:
     """A watch that tells when it would have ended the job."""
