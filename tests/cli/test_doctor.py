@@ -250,7 +250,7 @@ def test_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     wrong = "  PROBLEM  MPICOLL_TIMOUT           there is no such setting → is MPICOLL_TIMEOUT meant?"
     assert wrong in lines
     assert lines[-1] == "1 of these is a problem."
-    monkeypatch.setattr(doctor.screen, "terminal_width", lambda: 60)
+    monkeypatch.setattr(doctor.formatting, "terminal_width", lambda: 60)
     main(["doctor"])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 60
