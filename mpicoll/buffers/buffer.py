@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from mpicoll.buffers.device import Ready
+from mpicoll.buffers.device import StreamEvent
 from mpicoll.buffers.dtypes import Array, DType
 
 
@@ -31,7 +31,7 @@ class Library(Protocol):
         """For half-precision: ``target[...] = left + right``, rounded once, without a detour by `convert`. Whether that
         was done; if this library can't, nothing has happened."""
 
-    def ready(self, buffer: Buffer) -> Ready | None:
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
         """What the caller's streams have to have done before `buffer` may be touched, as of now; None if nothing."""
 
 

@@ -20,11 +20,11 @@ import numpy as np
 from mpicoll.buffers.dtypes import Array
 from mpicoll.errors import DeviceError, DTypeError
 
-Ready: TypeAlias = Any
+StreamEvent: TypeAlias = Any
 """What a caller's stream has to have done before memory may be touched: an event of the device that was recorded."""
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A moment in the work of a device."""
 
     def wait(self) -> None:
@@ -75,19 +75,19 @@ class Device(Protocol):
         """Host memory (flat ``uint8``) that is copied from and to without detours. When nobody refers to it any more it
         serves the next one who asks."""
 
-    def register(self, memory: Array) -> None:
+    def register_host_memory(self, memory: Array) -> None:
         """Make contiguous host memory like that of :meth:`pinned`, until it goes. Does nothing a second time, nor where
         the system refuses."""
 
-    def working(self, after: Sequence[Ready] = ()) -> AbstractContextManager[None]:
+    def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
         """Give work in this thread. It begins when `after` is done. Returns from the block when all that was given is
         done, also if the block raises. May be nested: the inner block waits likewise."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Inside of ``working``: return when all that this thread has given is done. Then the host, MPI and other ranks
         may touch the memory."""
 
-    def mark(self) -> Mark:
+    def record_event(self) -> Event:
         """Inside of ``working``: this moment."""
 
     def copy(self, target: Array, source: Any) -> None:

@@ -35,7 +35,7 @@ class NumpyLibrary:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
-    def ready(self, buffer: Buffer) -> None:
+    def record_event(self, buffer: Buffer) -> None:
         return None
 
 
@@ -93,7 +93,7 @@ class ArrayApi:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
-    def ready(self, buffer: Buffer) -> None:
+    def record_event(self, buffer: Buffer) -> None:
         return None
 
 

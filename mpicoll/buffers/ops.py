@@ -181,7 +181,7 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
         view = shape if left.size == whole else left.shape
         device = device_of(out)
         if device is not None:
-            device.settle()  # the function works on streams of its own
+            device.synchronize()  # the function works on streams of its own
         value = op.function(wrap(left.reshape(view)), wrap(right.reshape(view)))
         result = _storage(operation, value, out)
         # Functions on arrays of a foreign byte order give the machine's own.
@@ -193,7 +193,7 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
             )
         np.copyto(out, result.reshape(-1))
         if device is not None:
-            device.settle()  # the value's memory goes, and may serve others at once
+            device.synchronize()  # the value's memory goes, and may serve others at once
 
     return Reduction(
         name=str(op),
@@ -211,7 +211,7 @@ def _storage(operation: str, value: Any, out: Array) -> Array:
         return value
     buffer = recognise(operation, value, "the value of op")
     same_place(operation, out, buffer.array, ("the operands lie", "the value of op lies"))
-    ready = buffer.library.ready(buffer)
+    ready = buffer.library.record_event(buffer)
     if device is not None and ready is not None:
         with device.working([ready]):
             pass

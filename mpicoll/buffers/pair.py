@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
-from mpicoll.buffers.device import Ready, device_of, same_place
+from mpicoll.buffers.device import StreamEvent, device_of, same_place
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.ops import pair_dtype
 from mpicoll.buffers.recognise import output, recognise
@@ -44,7 +44,7 @@ class PairLibrary:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
-    def ready(self, buffer: Buffer) -> Ready | None:
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
         return None
 
 
@@ -90,7 +90,7 @@ class PairBuffer(Buffer):
             part.load(column)
             device = device_of(part.array)
             if device is not None:
-                device.settle()
+                device.synchronize()
             target[name] = column
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mpicoll.buffers import device, dtypes
 from mpicoll.buffers.buffer import VIEWS, Buffer, View
-from mpicoll.buffers.device import Device, DeviceArray, Ready, device_of
+from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, device_of
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
 
@@ -35,7 +35,7 @@ class TorchLibrary:
         torch.add(_tensor(left, dtype), _tensor(right, dtype), out=_tensor(target, dtype))
         return True
 
-    def ready(self, buffer: Buffer) -> Ready | None:
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
         return None
 
 
@@ -71,11 +71,11 @@ class TorchCudaLibrary:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
-    def ready(self, buffer: Buffer) -> Ready | None:
-        from mpicoll.buffers.cuda.events import event_on
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
+        from mpicoll.buffers.cuda.events import record_event
 
         place = buffer.user.device
-        return event_on(place.index, torch.cuda.current_stream(place).cuda_stream)
+        return record_event(place.index, torch.cuda.current_stream(place).cuda_stream)
 
 
 class BFloat16CudaLibrary(TorchCudaLibrary):

@@ -213,11 +213,11 @@ class _Trial:
             before = np.full(size, 7, dtype)
             np.copyto(source, given)
             np.copyto(target, before)
-            self.device.settle()
+            self.device.synchronize()
             call(source, target)
             got = np.empty(size, dtype)
             np.copyto(got, target)
-            self.device.settle()
+            self.device.synchronize()
         # NaN is equal to NaN here.
         if not np.array_equal(got, before if expected is None else expected, equal_nan=dtype.kind in "fc"):
             raise Wrong(f"{what} of {given.nbytes} bytes of device memory gives wrong data on rank {self.rank}")
@@ -286,7 +286,7 @@ def _move() -> str:
     def bcast(source: DeviceArray, target: DeviceArray) -> None:
         if rank == 0:
             np.copyto(target, source)
-            trial.device.settle()
+            trial.device.synchronize()
         native.bcast(target, 0)
 
     for nbytes in SIZES:
@@ -380,7 +380,7 @@ def _allreduce(native: Native, op: str, source: DeviceArray, target: DeviceArray
 
 def _in_place(native: Native, source: DeviceArray, target: DeviceArray) -> None:
     np.copyto(target, source)
-    target.on.settle()
+    target.on.synchronize()
     native.allreduce(target, target, "max")
 
 
@@ -410,7 +410,7 @@ def _ipc() -> str:
     with device.working():
         memory = device.empty(count, np.dtype(np.uint8))
         np.copyto(memory, here)
-        device.settle()
+        device.synchronize()
         export = device.export(memory)
     if export is None:
         raise Unable(f"memory of {device.name} can't be exported")
@@ -428,7 +428,7 @@ def _ipc() -> str:
     got = np.empty(count, np.uint8)
     with device.working():
         np.copyto(got, memory)
-        device.settle()
+        device.synchronize()
     if not np.array_equal(got, there):
         raise Wrong(f"what another process has written to memory of {device.name} is not there")
     return f"another process has read and written memory of {device.name}"
@@ -446,11 +446,11 @@ def _ipc_peer(said: str) -> str:
         memory = device.reach(export)[export.offset : export.offset + here.size]
         got = np.empty(here.size, np.uint8)
         np.copyto(got, memory)
-        device.settle()
+        device.synchronize()
         if not np.array_equal(got, here):
             raise Wrong(f"memory of another process on {device.name} can be opened, but what is there is wrong")
         np.copyto(memory, there)
-        device.settle()
+        device.synchronize()
     return "it is right"
 
 

@@ -12,12 +12,13 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.streams import record_events
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import PROC_NULL, names_rank, result, seconds_of, template, within
 from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine import notes
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.device import Landing, after, fetched, takes_straight
+from mpicoll.engine.device import Landing, fetched, takes_straight
 from mpicoll.engine.progress import Progress
 from mpicoll.engine.record import Call, call_site, keepers
 from mpicoll.engine.request import Request, waitall
@@ -424,7 +425,7 @@ def _outgoing(comm: Communicator, operation: str, x: Any, dest: Any, tag: Any) -
     if device is not None and not takes_straight(comm.checks.calls):
         return fetched(buffer, device), call
     source = Source(buffer)
-    with nullcontext() if device is None else device.working(after(buffer)):
+    with nullcontext() if device is None else device.working(record_events(buffer)):
         source.load()
     return source.raw, call
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.buffer import Buffer
-from mpicoll.buffers.device import Device, DeviceArray, Mark, Ready, empty_beside
+from mpicoll.buffers.device import Device, DeviceArray, Event, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Reduction
-from mpicoll.buffers.pair import parts_of
+from mpicoll.buffers.streams import record_events
 from mpicoll.engine import ipc, nccl
 from mpicoll.engine.selection.catalogue import IPC, NCCL, DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import DeviceCapabilities
@@ -42,12 +42,6 @@ _NOTHING = np.empty(0, np.uint8)
 
 PIECE = 1 << 20
 """Bytes of a message that pass through page-locked memory at a time."""
-
-
-def after(*buffers: Buffer | None) -> tuple[Ready, ...]:
-    """What the caller's streams have to have done before `buffers` may be touched, as of now."""
-    found = (part.library.ready(part) for one in buffers if one is not None for part in parts_of(one))
-    return tuple(ready for ready in found if ready is not None)
 
 
 class Devices:
@@ -138,13 +132,13 @@ class Devices:
                 self._native = made
         return self._native
 
-    def page_lock(self, arena: Arena) -> None:
+    def register_host_memory(self, arena: Arena) -> None:
         """Make shared memory of the host quick to copy from and to."""
         if self._page_locked is not arena:
             self._page_locked = arena
             for both in (*arena.slots, arena.results):
                 for memory in both:
-                    self.device.register(memory)
+                    self.device.register_host_memory(memory)
 
     def free(self) -> None:
         """Give back what is only for this communicator. Not collective."""
@@ -241,8 +235,8 @@ def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:
         arena = comm.arena()
         assert arena is not None
         if peers is None:
-            mine.page_lock(arena)
-        Shared.of(operation, choice, flat, peers)(flat.source, flat.target, flat.load, device.settle)
+            mine.register_host_memory(arena)
+        Shared.of(operation, choice, flat, peers)(flat.source, flat.target, flat.load, device.synchronize)
         flat.store()
     elif algorithm is None:
         native_of_mpi = comm.transport.native
@@ -252,7 +246,7 @@ def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:
         wire = _Straight(comm.transport, device) if mine.straight() else _Staged(comm.transport, device)
         scheduled(operation, choice, wire)()
         # What is on its way through page-locked memory must have left it.
-        device.settle()
+        device.synchronize()
 
 
 class _Settled:
@@ -267,14 +261,14 @@ class _Settled:
         if source is target and root:
             source = empty_beside(source, source.size)
             np.copyto(source, target)
-        self._device.settle()
+        self._device.synchronize()
         self._native.reduce(source, target, op, root)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         method: Callable[..., None] = getattr(self._native, name)
 
         def call(*args: Any) -> None:
-            self._device.settle()
+            self._device.synchronize()
             method(*args)
 
         return call
@@ -289,7 +283,7 @@ class _Straight:
         self._device = device
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
-        self._device.settle()
+        self._device.synchronize()
         self._transport.exchange(sends, recvs, tag)
 
 
@@ -307,7 +301,7 @@ class _Staged:
         self._device = device
         self._memory: dict[tuple[str, int, int], Array] = {}
         # What was still on its way up at the end of the last exchange.
-        self._up: list[Mark] = []
+        self._up: list[Event] = []
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         steps = max((-(-memory.size // PIECE) for _, memory in (*sends, *recvs)), default=0) or 1
@@ -324,14 +318,14 @@ class _Staged:
             self._transport.exchange(self._pieces(sends, "sends", step), self._pieces(recvs, "recvs", step), tag)
             self._up.append(self._copy(recvs, "recvs", step))
 
-    def _copy(self, messages: Sequence[Message], which: str, step: int) -> Mark:
+    def _copy(self, messages: Sequence[Message], which: str, step: int) -> Event:
         """Copy piece `step` of all messages down, if they are to be sent, or up."""
         for i, (_, memory) in enumerate(messages):
             piece = memory[step * PIECE : (step + 1) * PIECE]
             if isinstance(memory, DeviceArray) and piece.size:
                 place = self._place(which, i, step, piece.size)
                 np.copyto(*((place, piece) if which == "sends" else (piece, place)))
-        return self._device.mark()
+        return self._device.record_event()
 
     def _pieces(self, messages: Sequence[Message], which: str, step: int) -> list[Message]:
         """Piece `step` of each message that has one: where it lies in page-locked memory, or itself on the host."""
@@ -361,7 +355,7 @@ def takes_straight(checked: bool) -> bool:
 def fetched(buffer: Buffer, device: Device) -> Array:
     """The elements of `buffer`, which lies on `device`, as bytes in page-locked memory."""
     memory = device.pinned(buffer.array.nbytes)
-    with device.working(after(buffer)):
+    with device.working(record_events(buffer)):
         np.copyto(memory.view(buffer.array.dtype).reshape(buffer.array.shape), buffer.array)
     return memory
 
@@ -378,7 +372,7 @@ class Landing:
         self._device = device
         self._straight = straight and array.flags.c_contiguous
         # The caller may still be reading what is there.
-        self._after = after(buffer)
+        self._after = record_events(buffer)
         if self._straight:
             with device.working(self._after):
                 self.raw: Array = array.reshape(-1).view(np.uint8)

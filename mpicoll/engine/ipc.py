@@ -354,7 +354,7 @@ class _Operation:
             self._run(source, target)
         except BaseException:
             # Who has failed has ended the operation for the others, who may free their memory then.
-            self._peers.device.settle()
+            self._peers.device.synchronize()
             raise
         finally:
             self._peers.end()

@@ -385,7 +385,7 @@ class Nccl:
 
     def _wait(self, what: str) -> None:
         """Return when all that the device was given is done. NCCL by itself would wait for ever."""
-        mark = self._device.mark()
+        mark = self._device.record_event()
         begin = time.monotonic()
         look, gone = begin + _LOOK, float("inf")
 

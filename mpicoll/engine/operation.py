@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from mpicoll.buffers.buffer import Buffer
-from mpicoll.buffers.device import Device, Ready, device_of
+from mpicoll.buffers.device import Device, StreamEvent, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine, Fold, Reduction
 from mpicoll.buffers.pair import parts_of
+from mpicoll.buffers.streams import record_events
 from mpicoll.engine import device as devices
 from mpicoll.engine import ipc, shared
 from mpicoll.engine.arena import Arena, Body
@@ -85,7 +86,7 @@ class Operation:
     work: Array | None = None
     buffers: tuple[Buffer | None, ...] = ()
     on: Device | None = None
-    after: tuple[Ready, ...] = ()
+    after: tuple[StreamEvent, ...] = ()
 
     def __post_init__(self) -> None:
         if self.on is None:
@@ -94,7 +95,7 @@ class Operation:
     def called(self) -> None:
         """To be called by the caller's thread each time it wants this carried out."""
         if self.on is not None:
-            self.after = devices.after(*self.buffers)
+            self.after = record_events(*self.buffers)
 
 
 class Task:

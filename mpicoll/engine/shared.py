@@ -133,7 +133,7 @@ def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
         result = device.pinned(target.nbytes).view(target.dtype)
         fold(slots[w], result)
         np.copyto(target, result)
-        device.settle()
+        device.synchronize()
 
     return body
 
@@ -232,7 +232,7 @@ def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
                 arena.sync()
             previous = piece
         if device is not None:
-            device.settle()
+            device.synchronize()
 
     return body
 

@@ -184,7 +184,7 @@ def _move(operation: str, places: Sequence[Place], *, down: bool) -> None:
     for on, several in by_device.items():
         last = several[-1][0]
         # All that the stream was given for any of them came before.
-        with on.working([last.library.ready(last)]):
+        with on.working([last.library.record_event(last)]):
             for buffer, place in several:
                 there = buffer.array.reshape(-1).view(np.uint8)
                 np.copyto(*((place, there) if down else (there, place)))

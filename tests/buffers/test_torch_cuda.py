@@ -136,7 +136,7 @@ def test_half_precision_is_converted_on_the_device(dtype: torch.dtype) -> None:
     with on(Stream()):
         half, wide = buffer_of(late(values.to(dtype))), buffer_of(cuda(torch.zeros(4)))
         device = half.array.on  # type: ignore[attr-defined]
-        with device.working([half.library.ready(half)]):
+        with device.working([half.library.record_event(half)]):
             half.library.convert(half.array, wide.array, half.dtype)
         assert torch.equal(now(wide.user), values)
         back = half.library.empty(half, (4,))
@@ -153,7 +153,7 @@ def test_ready_is_what_torchs_current_stream_has_been_given() -> None:
         buffer = buffer_of(x)
         device = buffer.array.on  # type: ignore[attr-defined]
         assert not torch.equal(now(x), torch.ones(3))
-        ready = buffer.library.ready(buffer)
+        ready = buffer.library.record_event(buffer)
         later = fakecuda.delay(current_stream().cuda_stream)
         with on(Stream()), device.working([ready]):
             pass

@@ -88,7 +88,7 @@ for body in (
     body(arrays)
 for collective in ("allreduce", "bcast", "gather", "scatter", "allgather", "reduce_scatter", "alltoall"):
     assert bodies.each_way(arrays, collective, "sum", "float32", (1200,), ("native",)), collective
-CudaDevice.settle = lambda device: None
+CudaDevice.synchronize = lambda device: None
 for way in ("native", "ring"):
     assert not bodies.late_sum(arrays, way), f"{way} is right without a wait"
 print("right")
@@ -128,7 +128,7 @@ def _slow_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def _never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.buffers.cuda.recognise import CupyLibrary
 
-    monkeypatch.setattr(CupyLibrary, "ready", lambda self, buffer: None)
+    monkeypatch.setattr(CupyLibrary, "record_event", lambda self, buffer: None)
 
 
 def _first_is_left_out(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
@@ -147,7 +147,7 @@ def _first_settle_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.buffers.cuda.device import CudaDevice
 
     _slow_end(monkeypatch)
-    _first_is_left_out(monkeypatch, CudaDevice, "settle")
+    _first_is_left_out(monkeypatch, CudaDevice, "synchronize")
 
 
 def _first_mark_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def _nobody_waits_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.buffers.cuda.device import CudaDevice
     from mpicoll.buffers.cuda.streams import ThreadStream
 
-    settle = ThreadStream.settle
-    monkeypatch.setattr(CudaDevice, "settle", lambda self: settle(self.thread_stream()))
-    monkeypatch.setattr(ThreadStream, "settle", lambda self: None)
+    settle = ThreadStream.synchronize
+    monkeypatch.setattr(CudaDevice, "synchronize", lambda self: settle(self.thread_stream()))
+    monkeypatch.setattr(ThreadStream, "synchronize", lambda self: None)
 
 
 LAST = 1
@@ -220,7 +220,7 @@ def _then_at_rest(body: Callable[[], Any]) -> list[Any]:
     from mpicoll.buffers.cuda.device import cuda_device
     from mpicoll.buffers.cuda.streams import ThreadStream
 
-    settle = ThreadStream.settle
+    settle = ThreadStream.synchronize
 
     def run() -> Any:
         try:

@@ -16,6 +16,7 @@ from support.ranks import Ranks
 import mpicoll
 from mpicoll.buffers.device import Device, DeviceArray
 from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.streams import record_events
 from mpicoll.collectives.arguments import operand
 from mpicoll.engine import device as devices
 from mpicoll.engine.device import PIECE
@@ -42,7 +43,7 @@ def pattern(size: int, *seed: int) -> np.ndarray[Any, Any]:
 
 
 def after(cuda: ModuleType, *arrays: Any) -> tuple[Any, ...]:
-    return devices.after(*(recognise("test", array) for array in arrays))
+    return record_events(*(recognise("test", array) for array in arrays))
 
 
 # --- messages of schedules
@@ -134,7 +135,7 @@ def test_a_missing_settle_shows(cuda: ModuleType, algorithm: str) -> None:
             np.testing.assert_array_equal(found, 2 * np.arange(5000.0) * number + 1)
 
     assert not wrong(main)
-    with without("settle"):
+    with without("synchronize"):
         assert wrong(main)
 
 
@@ -147,7 +148,7 @@ def test_a_stream_that_nobody_waits_for_shows(cuda: ModuleType, monkeypatch: pyt
         np.testing.assert_array_equal(found, 2 * np.arange(5000.0) + 1)
 
     assert not wrong(main)
-    monkeypatch.setattr(devices, "after", lambda *buffers: ())
+    monkeypatch.setattr("mpicoll.engine.operation.record_events", lambda *buffers: ())
     assert wrong(main)
 
 
@@ -453,7 +454,7 @@ def test_native_reduce_is_in_place_at_rank_0_only(cuda: ModuleType) -> None:
         def reduce(self, source: Any, target: Any, op: str, root: int) -> None:
             got = np.empty(4, np.uint8)
             np.copyto(got, source)
-            target.on.settle()
+            target.on.synchronize()
             called.append([source is target, *got.tolist()])
             np.copyto(target, np.array([7, 8, 9, 10], np.uint8))
 

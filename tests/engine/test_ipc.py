@@ -76,7 +76,7 @@ class Node:
     def run(self, spec: Spec, source: Any, target: Any, load: Callable[[], None] | None = None) -> None:
         body = ipc.bind(self.arena, self.peers, spec)
         with self.device.working():
-            self.arena.run(body, source, target, load, spec.signature, self.device.settle)
+            self.arena.run(body, source, target, load, spec.signature, self.device.synchronize)
 
 
 class Own:
@@ -425,7 +425,7 @@ def test_what_an_operation_uses_is_not_closed_meanwhile(several: Ranks) -> None:
         node = Node()
         values = _values(node.size, 300)
         source, target = node.put(values[node.rank]), node.put(np.zeros(300, np.int32))
-        copy, settle = node.device.copy, node.device.settle
+        copy, settle = node.device.copy, node.device.synchronize
         used: list[weakref.ref[Any]] = []
         alive: list[bool] = []
 
@@ -440,12 +440,12 @@ def test_what_an_operation_uses_is_not_closed_meanwhile(several: Ranks) -> None:
             alive[:] = [one() is not None for one in used]
             settle()
 
-        node.device.copy, node.device.settle = closing, looking
+        node.device.copy, node.device.synchronize = closing, looking
         node.run(Case(node, "bcast", [300]).spec(source.dtype), source if node.rank == 0 else None, target)
         # The root takes nothing from others.
         assert alive == [True] * (node.rank != 0)
         assert all(one() is None for one in used)
-        node.device.copy, node.device.settle = copy, settle
+        node.device.copy, node.device.synchronize = copy, settle
         np.testing.assert_array_equal(node.get(target), values[0])
 
     several(body)
@@ -686,7 +686,7 @@ def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, set
         def load() -> None:
             node.device.copy(source, news)
 
-        settle = node.device.settle if settles else lambda: None
+        settle = node.device.synchronize if settles else lambda: None
         with node.device.working():
             node.arena.run(body, source, target, load, spec.signature, settle)
             if node.rank == 0:
@@ -751,7 +751,7 @@ def test_who_fails_has_done_its_work_by_then(several: Ranks) -> None:
         node = Node()
         source, target = node.put(np.full(100, node.rank, np.int32)), node.put(np.full(100, -1, np.int32))
         done: list[int] = []
-        fold, settle = node.device.fold, node.device.settle
+        fold, settle = node.device.fold, node.device.synchronize
 
         def broken(*arguments: Any) -> None:
             fold(*arguments)
@@ -759,7 +759,7 @@ def test_who_fails_has_done_its_work_by_then(several: Ranks) -> None:
             raise MemoryError
 
         node.device.fold = broken
-        node.device.settle = lambda: done.append(1) or settle()
+        node.device.synchronize = lambda: done.append(1) or settle()
         with pytest.raises(MemoryError):
             _sum(node, source, target, [np.zeros(100, np.int32)] * node.size)
         assert done

@@ -81,7 +81,7 @@ class End:
     def get(self, array: DeviceArray) -> np.ndarray:
         found = np.empty(array.size, array.dtype)
         np.copyto(found, array)
-        self.device.settle()
+        self.device.synchronize()
         return found
 
     def free(self) -> None:
@@ -491,8 +491,8 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def mark(self) -> Any:
-        self._mark = self._device.mark()
+    def record_event(self) -> Any:
+        self._mark = self._device.record_event()
         return self
 
     def done(self) -> bool:
@@ -542,7 +542,7 @@ class Lost:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         return self
 
     def done(self) -> bool:
@@ -594,7 +594,7 @@ def test_half_a_group_is_not_launched() -> None:
         end, other = End(), End()
         with end.device.working():
             mine, target = end.put(np.ones(2)), end.empty(6, "float64")
-            end.device.settle()
+            end.device.synchronize()
             end.nccl._communicator = Interrupted(end.nccl._communicator, "broadcast")
             end.nccl.abort = lambda why: launched.append(fake_cuda.fakecuda.pending(end.device.stream))
             with pytest.raises(KeyboardInterrupt):

@@ -376,7 +376,7 @@ def test_a_capture_is_refused(some: Ranks) -> None:
 
 def test_without_waiting_for_the_callers_stream_values_are_old(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above fail if nobody waits: here nobody does."""
-    monkeypatch.setattr(TorchCudaLibrary, "ready", lambda self, buffer: None)
+    monkeypatch.setattr(TorchCudaLibrary, "record_event", lambda self, buffer: None)
 
     def body() -> None:
         with group_of_all() as group:

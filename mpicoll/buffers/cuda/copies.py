@@ -87,7 +87,7 @@ def _down(device: DeviceStreams, target: Array, source: Array, lines: _Lines, to
     else:
         staged = device.pinned(source.nbytes).view(source.dtype).reshape(source.shape)
         copy(device, staged, source)
-        device.settle()
+        device.synchronize()
         np.copyto(target, staged)
 
 

@@ -30,8 +30,8 @@ class CudaDevice(DeviceStreams):
         self.identity = f"{_machine()}/{cupy.cuda.Device(index).pci_bus_id}/{uuid}"
         self.model = bytes(properties["name"]).decode()
 
-    def register(self, memory: Array) -> None:
-        pinned.register(self.index, memory)
+    def register_host_memory(self, memory: Array) -> None:
+        pinned.register_host_memory(self.index, memory)
 
     def copy(self, target: Array, source: Any) -> None:
         copies.copy(self, target, source)

@@ -8,7 +8,7 @@ import cupy
 from cupy.cuda import runtime
 
 from mpicoll.buffers.cuda.driver import CurrentDevice
-from mpicoll.buffers.device import Ready
+from mpicoll.buffers.device import StreamEvent
 from mpicoll.errors import DeviceError
 
 _CAPTURE_ERRORS = range(900, 910)
@@ -39,24 +39,24 @@ def new_event() -> Any:
     return cupy.cuda.Event(block=False, disable_timing=True)
 
 
-def event_on(index: int, stream: int) -> Ready:
+def record_event(index: int, stream: int) -> StreamEvent:
     """What the stream of that address (a ``cudaStream_t``) on device `index` has been given up to now. Raises
     DeviceError if it is given to a CUDA graph."""
     with CurrentDevice(index):
-        if _capturing(stream):
+        if _is_capturing(stream):
             raise DeviceError(capture_error(index))
         event = new_event()
         runtime.eventRecord(event.ptr, stream)
     return event
 
 
-def capturing(index: int, stream: int) -> bool:
+def is_capturing(index: int, stream: int) -> bool:
     """Whether what that stream is given is captured into a CUDA graph, instead of being done."""
     with CurrentDevice(index):
-        return _capturing(stream)
+        return _is_capturing(stream)
 
 
-def _capturing(stream: int) -> bool:
+def _is_capturing(stream: int) -> bool:
     try:
         return bool(runtime.streamIsCapturing(stream))
     except runtime.CUDARuntimeError as error:
@@ -71,7 +71,7 @@ def _capturing(stream: int) -> bool:
 
 def refuse_capture(operation: str, argument: str, index: int, stream: int) -> None:
     """Raise DeviceError if the stream is being captured."""
-    if capturing(index, stream):
+    if is_capturing(index, stream):
         raise DeviceError(f"{operation}: {argument}: {capture_error(index)}")
 
 

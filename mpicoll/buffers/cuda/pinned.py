@@ -64,7 +64,7 @@ _registered: dict[int, int] = {}
 """Page-locked ranges of host memory: where they begin, and end."""
 
 
-def register(index: int, memory: Array) -> None:
+def register_host_memory(index: int, memory: Array) -> None:
     if not memory.nbytes:
         return
     # Whole, since a copy may not lead from one registered range into another.

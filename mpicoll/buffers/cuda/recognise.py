@@ -16,8 +16,8 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.cuda.copies import wrap
 from mpicoll.buffers.cuda.device import CudaDevice, cuda_device
 from mpicoll.buffers.cuda.driver import CurrentDevice
-from mpicoll.buffers.cuda.events import current_stream, event_on, refuse_capture
-from mpicoll.buffers.device import DeviceArray, Ready, describe, device_of, view
+from mpicoll.buffers.cuda.events import current_stream, record_event, refuse_capture
+from mpicoll.buffers.device import DeviceArray, StreamEvent, describe, device_of, view
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
 
@@ -56,19 +56,19 @@ class CupyLibrary:
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
         return False
 
-    def ready(self, buffer: Buffer) -> Ready | None:
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
         index = _home(buffer).index
-        return event_on(index, current_stream(index))
+        return record_event(index, current_stream(index))
 
 
 class InterfaceLibrary(CupyLibrary):
     """Other arrays with the CUDA array interface. Results are cupy's."""
 
-    def ready(self, buffer: Buffer) -> Ready | None:
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
         if isinstance(buffer.user, cupy.ndarray):
-            return super().ready(buffer)
+            return super().record_event(buffer)
         stream = _interface_stream(buffer.user)
-        return None if stream is None else event_on(_home(buffer).index, stream)
+        return None if stream is None else record_event(_home(buffer).index, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,11 @@ class DlpackLibrary(CupyLibrary):
     def wrap(self, view: Array) -> Any:
         return self.make(CupyLibrary.wrap(self, view))
 
-    def ready(self, buffer: Buffer) -> Ready | None:
+    def record_event(self, buffer: Buffer) -> StreamEvent | None:
         if not isinstance(buffer.user, cupy.ndarray):
             # Their library makes cupy's stream wait for its own.
             cupy.from_dlpack(buffer.user)
-        return CupyLibrary.ready(self, buffer)
+        return CupyLibrary.record_event(self, buffer)
 
 
 _CUPY = CupyLibrary()

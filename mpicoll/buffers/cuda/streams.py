@@ -15,7 +15,7 @@ import numpy as np
 from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture
 from mpicoll.buffers.cuda.events import RecordedEvent, new_event
 from mpicoll.buffers.cuda.pinned import PinnedPool
-from mpicoll.buffers.device import Device, DeviceArray, Ready, view
+from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, view
 from mpicoll.buffers.dtypes import Array
 
 
@@ -40,7 +40,7 @@ class ThreadStream:
         finally:
             before.use()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.event.record(self.stream)
         self.event.synchronize()
         self.kept.clear()
@@ -88,7 +88,7 @@ class DeviceStreams:
             return self._pinned.take(nbytes)
 
     @contextmanager
-    def working(self, after: Sequence[Ready] = ()) -> Iterator[None]:
+    def working(self, after: Sequence[StreamEvent] = ()) -> Iterator[None]:
         lane = self.thread_stream()
         with RelaxedCapture(), CurrentDevice(self.index), lane.current():
             for event in after:
@@ -96,12 +96,12 @@ class DeviceStreams:
             try:
                 yield
             finally:
-                lane.settle()
+                lane.synchronize()
 
-    def settle(self) -> None:
-        self.thread_stream().settle()
+    def synchronize(self) -> None:
+        self.thread_stream().synchronize()
 
-    def mark(self) -> RecordedEvent:
+    def record_event(self) -> RecordedEvent:
         event = new_event()
         event.record(self.thread_stream().stream)
         return RecordedEvent(event)

@@ -43,7 +43,7 @@ def test_several_devices(cuda: ModuleType, device: Any, lazy: None, monkeypatch:
     with cuda.cuda.Device(1):
         x = cuda.arange(6.0)
         buffer = recognise("op", x)
-        ready = buffer.library.ready(buffer)
+        ready = buffer.library.record_event(buffer)
     assert buffer.array.on is second
     with second.working([ready]):
         total = second.empty(6, np.dtype("f8"))
@@ -76,7 +76,7 @@ def test_a_device_that_nobody_uses_is_left_alone(
         x = up(third, np.arange(4.0))
         x = third.reach(third.export(x))
         third.pinned(100)
-        events.event_on(3, third.stream)
+        events.record_event(3, third.stream)
         down(third, x)
         used.append(set(contexts))
         contexts.update(before)

@@ -44,7 +44,7 @@ on = cuda_device(0)
 around = cupy.arange(1000, dtype="f8")
 x = recognise("op", around[100:200])
 told = sys.stdout.buffer
-with on.working([x.library.ready(x)]):
+with on.working([x.library.record_event(x)]):
     pass
 pickle.dump((on.export(x.array), on.identity), told)
 told.flush()

@@ -100,7 +100,7 @@ def test_shared_memory_is_page_locked_as_a_whole(on: Any, lazy: None) -> None:
     slots = [whole[100:5000], whole[5000:10000].view("f4")]
     del whole
     for slot in (*slots, *slots):
-        on.register(slot)
+        on.register_host_memory(slot)
     assert pinned(address, 5 * 4096)
     del slot
     slots.pop()
@@ -111,10 +111,10 @@ def test_shared_memory_is_page_locked_as_a_whole(on: Any, lazy: None) -> None:
 
 
 def test_memory_that_cannot_be_page_locked(on: Any, lazy: None) -> None:
-    on.register(on.empty(100, np.dtype("u1")))
-    on.register(np.empty(0))
+    on.register_host_memory(on.empty(100, np.dtype("u1")))
+    on.register_host_memory(np.empty(0))
     twice = np.asarray(Mapping(8192))
-    on.register(twice[:100])
+    on.register_host_memory(twice[:100])
     overlapping = np.ndarray(4096, np.uint8, twice, 4000)
-    on.register(overlapping)
+    on.register_host_memory(overlapping)
     assert fake_cuda.fakecuda.memory.pinned(twice.ctypes.data, 8192)

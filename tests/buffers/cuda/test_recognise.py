@@ -51,7 +51,7 @@ def test_cupys_arrays(cuda: ModuleType, on: Any) -> None:
         assert isinstance(buffer.array, DeviceArray)
         assert buffer.array.on is on
         assert (buffer.array.shape, buffer.array.dtype) == (one.shape, one.dtype)
-        with on.working([buffer.library.ready(buffer)]):
+        with on.working([buffer.library.record_event(buffer)]):
             got = np.empty(one.shape, "i4")
             np.copyto(got, buffer.array)
         np.testing.assert_array_equal(got, cuda.asnumpy(one))
@@ -64,7 +64,7 @@ def test_results_are_cupys(cuda: ModuleType, on: Any) -> None:
         assert isinstance(made.user, cuda.ndarray)
         assert made.array.ctypes.data == made.user.data.ptr
         assert made.array.on is on
-        with on.working([made.library.ready(made)]):
+        with on.working([made.library.record_event(made)]):
             made.array[...] = 7
         result = made.result()
         assert (result.shape, result.dtype) == ((2, 5), np.float32)
@@ -74,7 +74,7 @@ def test_results_are_cupys(cuda: ModuleType, on: Any) -> None:
 def test_functions_get_cupys_arrays_on_the_memory(cuda: ModuleType, on: Any) -> None:
     buffer = recognise("op", cuda.arange(6, dtype="f8"))
     scratch = on.empty(6, np.dtype("f8"))
-    with on.working([buffer.library.ready(buffer)]):
+    with on.working([buffer.library.record_event(buffer)]):
         np.copyto(scratch, buffer.array)
         seen = buffer.library.wrap(scratch[::2])
         value = seen * seen
@@ -91,7 +91,7 @@ def test_bfloat16(cuda: ModuleType, on: Any) -> None:
     buffer = recognise("op", x)
     assert buffer.dtype.name == "bfloat16"
     work = on.empty(5, np.dtype("f4"))
-    with on.working([buffer.library.ready(buffer)]):
+    with on.working([buffer.library.record_event(buffer)]):
         np.copyto(buffer.array, words)
         buffer.load(work)
         np.add(work, 0.25, out=work)
@@ -110,7 +110,7 @@ def later(cuda: ModuleType, stream: Any) -> Any:
 
 
 def seen(on: Any, buffer: Buffer) -> float:
-    ready = buffer.library.ready(buffer)
+    ready = buffer.library.record_event(buffer)
     got = np.empty(buffer.array.shape, buffer.array.dtype)
     with on.working([] if ready is None else [ready]):
         on.copy(got, buffer.array)
@@ -126,7 +126,7 @@ def test_the_stream_of_an_interface(cuda: ModuleType, on: Any, lazy: None) -> No
     ptds = cuda.cuda.Stream(ptds=True)
     assert seen(on, recognise("op", Interface(later(cuda, ptds), stream=2))) == 1
     none = recognise("op", Interface(later(cuda, cuda.cuda.Stream()), stream=None))
-    assert none.library.ready(none) is None
+    assert none.library.record_event(none) is None
     # Before version 3 the interface had no word for it.
     old = Interface(later(cuda, cuda.cuda.Stream()), stream="absent", version=2)
     assert seen(on, recognise("op", old)) == 1
@@ -138,7 +138,7 @@ def test_cupys_current_stream(cuda: ModuleType, on: Any, lazy: None) -> None:
     buffer = recognise("op", x)
     assert seen(on, buffer) == 0
     with stream:
-        ready = buffer.library.ready(buffer)
+        ready = buffer.library.record_event(buffer)
     got = np.empty(4)
     with on.working([ready]):
         on.copy(got, buffer.array)
@@ -148,8 +148,8 @@ def test_cupys_current_stream(cuda: ModuleType, on: Any, lazy: None) -> None:
 def test_a_result_is_cupys_whatever_the_interface_says(cuda: ModuleType, on: Any, lazy: None) -> None:
     buffer = recognise("op", Interface(cuda.zeros(4)))
     made = buffer.library.empty(buffer, (4,))
-    assert buffer.library.ready(buffer) is None
-    assert made.library.ready(made) is not None
+    assert buffer.library.record_event(buffer) is None
+    assert made.library.record_event(made) is not None
 
 
 def test_readonly(cuda: ModuleType) -> None:
@@ -186,13 +186,13 @@ def test_dlpack(cuda: ModuleType, on: Any) -> None:
     buffer = recognise("op", x)
     assert buffer.array.ctypes.data == x.x.data.ptr
     asked = x.asked
-    with on.working([buffer.library.ready(buffer)]):
+    with on.working([buffer.library.record_event(buffer)]):
         got = np.empty(6, "f4")
         np.copyto(got, buffer.array)
     assert x.asked == asked + 1
     np.testing.assert_array_equal(got, np.arange(6))
     made = buffer.library.empty(buffer, (3,))
-    with on.working([made.library.ready(made)]):
+    with on.working([made.library.record_event(made)]):
         made.array[...] = 2
     result = made.result()
     assert isinstance(result, Dlpack)
@@ -255,7 +255,7 @@ def test_a_capture_is_refused(cuda: ModuleType, lazy: None) -> None:
         with pytest.raises(DeviceError, match=message):
             recognise("op", Dlpack(x))
         with pytest.raises(DeviceError, match="work on cuda:0 is being captured"):
-            held.library.ready(held)
+            held.library.record_event(held)
         stream.end_capture()
         recognise("op", x)
     # The default stream can't be used while a stream is captured for which it would wait.
@@ -278,12 +278,12 @@ def test_what_cuda_says_about_captures(
 
         return ask
 
-    assert not events.capturing(0, 0)
+    assert not events.is_capturing(0, 0)
     monkeypatch.setattr(runtime, "streamIsCapturing", raising(RuntimeError("an error has invalidated the capture")))
-    assert events.capturing(0, 0)
+    assert events.is_capturing(0, 0)
     monkeypatch.setattr(runtime, "streamIsCapturing", raising(runtime.CUDARuntimeError(700)))
     with pytest.raises(runtime.CUDARuntimeError):
-        events.capturing(0, 0)
+        events.is_capturing(0, 0)
 
 
 def test_refusals(cuda: ModuleType) -> None:

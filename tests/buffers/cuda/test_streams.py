@@ -33,7 +33,7 @@ def test_host_memory_is_right_after_settle_only(on: Any, lazy: None) -> None:
         np.add(x, x, out=x)
         np.copyto(host, x)
         assert (host == -1).all()
-        on.settle()
+        on.synchronize()
         np.testing.assert_array_equal(host, 2 * np.arange(8.0))
 
 
@@ -43,7 +43,7 @@ def test_a_mark_is_a_moment(on: Any, lazy: None) -> None:
     first[:] = second[:] = -1
     with on.working():
         np.copyto(first, x)
-        mark = on.mark()
+        mark = on.record_event()
         np.add(x, x, out=x)
         np.copyto(second, x)
         mark.wait()
@@ -58,7 +58,7 @@ def test_work_waits_for_the_callers_stream(cuda: ModuleType, events: Any, on: An
         x = cuda.zeros(8)
         stream.synchronize()
         x += 1
-        ready = events.event_on(0, stream.ptr)
+        ready = events.record_event(0, stream.ptr)
     early, late = np.empty(8), np.empty(8)
     array = recognise("op", x).array
     with on.working():
@@ -142,7 +142,7 @@ def test_an_error_of_the_device_is_told(cuda: ModuleType, on: Any, monkeypatch: 
         raise runtime.CUDARuntimeError(700)
 
     with on.working():
-        mark = on.mark()
+        mark = on.record_event()
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "eventQuery", lambda event: 600)
             assert not mark.done()
