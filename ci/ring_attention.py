@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import mpicoll
-from mpicoll.parallel.context_parallel import Neighbours, position_ids, ring_attention, ulysses_attention
+from mpicoll.parallel.context_parallel import position_ids, ring_attention, ulysses_attention
+from mpicoll.parallel.context_parallel.ring import Neighbours
 from mpicoll.torch.autograd import all_gather_single
 
 TURNS = 9

@@ -41,7 +41,7 @@ from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
-from mpicoll.parallel.layers import mark_again
+from mpicoll.parallel.layers.linear import mark_again
 from mpicoll.parallel.shards import shard_of
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 

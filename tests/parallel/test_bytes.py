@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mpicoll
-from mpicoll.parallel import layers, mappings
+from mpicoll.parallel import mappings
 from mpicoll.parallel.layers import VocabParallelEmbedding, column_parallel_linear, shard_
+from mpicoll.parallel.layers import linear as layers
 from mpicoll.parallel.random import checkpoint
 
 S, B, H, F = 12, 2, 24, 96

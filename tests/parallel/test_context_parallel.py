@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicoll
-from mpicoll.parallel import context_parallel as cp
 from mpicoll.parallel import groups
+from mpicoll.parallel.context_parallel import ring as cp
 from mpicoll.parallel.topology import PipelineParallelGrid, ProcessTopology
 
 LAYOUTS: tuple[cp.Layout, ...] = ("contiguous", "zigzag")

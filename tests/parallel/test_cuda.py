@@ -25,7 +25,7 @@ from mpicoll.parallel.context_parallel import ring_attention, ulysses_attention
 from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mpicoll.parallel.layers import column_parallel_linear
 from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.wire import Layout, TensorSpec, flatten, load, memory
+from mpicoll.parallel.p2p.message_format import Layout, TensorSpec, flatten, load, memory
 
 __all__ = ["cuda_torch"]
 

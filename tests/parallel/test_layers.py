@@ -17,7 +17,6 @@ from torch.nn import functional
 
 import mpicoll
 from mpicoll.errors import ArgumentError, ShapeError
-from mpicoll.parallel import layers
 from mpicoll.parallel.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -28,6 +27,7 @@ from mpicoll.parallel.layers import (
     shard_,
     whole_state_dict,
 )
+from mpicoll.parallel.layers import linear as layers
 from mpicoll.parallel.mappings import (
     gather,
     gather_from_tensor_model_parallel_region,

@@ -27,8 +27,8 @@ from mpicoll.errors import (
     Timeout,
 )
 from mpicoll.parallel import gradients, groups
-from mpicoll.parallel.lines import explained
 from mpicoll.parallel.p2p import PipeP2P
+from mpicoll.parallel.p2p.channels import explained
 from mpicoll.parallel.pipeline import schedules
 from mpicoll.parallel.pipeline.schedules import Action
 from mpicoll.parallel.pipeline.split_backward import backward, backward_input, own_memory

@@ -38,7 +38,7 @@ from mpicoll.engine.request import Request
 from mpicoll.engine.world import world
 from mpicoll.errors import CommunicationError, CommunicatorError, DTypeError, RankError, ShapeError, Timeout
 from mpicoll.parallel import groups
-from mpicoll.parallel.lines import (
+from mpicoll.parallel.p2p.channels import (
     BACKWARD,
     FORWARD,
     PLAIN,
@@ -50,7 +50,7 @@ from mpicoll.parallel.lines import (
     all_arrived,
     key_of,
 )
-from mpicoll.parallel.wire import Broadcasts, SendRecv, Wire, flatten, pickled
+from mpicoll.parallel.p2p.message_format import Broadcasts, SendRecv, Wire, flatten, pickled
 from mpicoll.torch.tensors import check_plain, flat_output
 from mpicoll.transport.base import Memory
 

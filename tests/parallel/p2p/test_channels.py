@@ -12,8 +12,8 @@ import torch
 from support.stage_values import same
 
 from mpicoll.errors import CommunicationError, RankError, RankFailed, TruncationError
-from mpicoll.parallel.lines import BACKWARD, FORWARD, PLAIN, Lines, Operation, Receiving, Sending, key_of
-from mpicoll.parallel.wire import flatten
+from mpicoll.parallel.p2p.channels import BACKWARD, FORWARD, PLAIN, Lines, Operation, Receiving, Sending, key_of
+from mpicoll.parallel.p2p.message_format import flatten
 from mpicoll.transport.base import Envelope, Memory
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mpicoll.errors import CommunicationError, DeviceError, RankError, RankFailed
-from mpicoll.parallel.wire import (
+from mpicoll.parallel.p2p.message_format import (
     Layout,
     Moving,
     Part,

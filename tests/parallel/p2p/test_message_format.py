@@ -15,7 +15,7 @@ from support.stage_values import DTYPES, Pair, same, value
 from torch.distributed.tensor import DTensor
 
 from mpicoll.errors import DeviceError, DTypeError
-from mpicoll.parallel.wire import Layout, TensorSpec, describe, flatten, memory, unflatten
+from mpicoll.parallel.p2p.message_format import Layout, TensorSpec, describe, flatten, memory, unflatten
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(lambda dtype, shape: torch.ones(shape, dtype=dtype), st.sampled_from(DTYPES), shapes)
