@@ -41,7 +41,7 @@ from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
-from mpicoll.parallel.layers.linear import mark_again
+from mpicoll.parallel.layers.base import restore_shard_marks
 from mpicoll.parallel.shards import shard_of
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
@@ -243,7 +243,7 @@ def _optimizer_state(named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer
 def _named(model: nn.Module, names: Names) -> dict[str, Any]:
     """The parameters, persistent buffers and extra states of `model`, by their names in the whole model."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
-    mark_again(model)
+    restore_shard_marks(model)
     named: dict[str, Any] = {}
     local: dict[str, str] = {}
     seen = set()

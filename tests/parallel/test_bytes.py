@@ -22,8 +22,7 @@ from torch.nn import functional
 
 import mpicoll
 from mpicoll.parallel import mappings
-from mpicoll.parallel.layers import VocabParallelEmbedding, column_parallel_linear, shard_
-from mpicoll.parallel.layers import linear as layers
+from mpicoll.parallel.layers import VocabParallelEmbedding, base, column_parallel_linear, linear, shard_
 from mpicoll.parallel.random import checkpoint
 
 S, B, H, F = 12, 2, 24, 96
@@ -72,7 +71,7 @@ class Ledger:
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     made = Ledger()
-    for module in (layers, mappings):
+    for module in (linear, base, mappings):
         for name in NAMES:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made.wrap(name, getattr(module, name)))

@@ -8,8 +8,10 @@ Running tests
     scripts             several scripts in one job
 
 Values and oracles
+    attention           attention over a whole sequence in one process
     data                arrays of each library, dtype and layout; expected results of reductions
     exercise            one body for all collectives, called as a row of choices says
+    parallel_layers     comparison of parallel layers with the plain ones of torch.nn in one process
     stage_values        values that pipeline stages send, and their comparison
     traces              traces made by hand, and a strict reader of the Chrome trace format
 

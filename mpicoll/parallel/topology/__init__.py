@@ -1,11 +1,16 @@
-"""Where a rank is in a grid of named axes, and the groups of ranks along them."""
+"""Where a rank is in a grid of named axes, and the groups of ranks along them.
 
-from mpicoll.parallel.topology.grid import (
+:class:`ProcessTopology` is the arithmetic, :class:`PipelineParallelGrid` the groups; both have DeepSpeed's names. The
+axes that this package knows are "pipe" (pipeline stages), "data", "context" (parts of the sequence) and "model"
+(tensor parallelism), with the aliases "pp", "dp", "cp" and "tp", which are good wherever an axis is named. Other axes
+may have any name.
+"""
+
+from mpicoll.parallel.topology.grid import PipelineParallelGrid, initialize_model_parallel
+from mpicoll.parallel.topology.process_topology import (
     PipeDataParallelTopology,
-    PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
-    initialize_model_parallel,
 )
 
 __all__ = [

@@ -1,15 +1,8 @@
-"""Where a rank is in a grid of named axes, and the groups of ranks along them.
-
-:class:`ProcessTopology` is the arithmetic, :class:`PipelineParallelGrid` the groups; both have DeepSpeed's names. The
-axes that this package knows are "pipe" (pipeline stages), "data", "context" (parts of the sequence) and "model"
-(tensor parallelism), with the aliases "pp", "dp", "cp" and "tp", which are good wherever an axis is named. Other axes
-may have any name.
-"""
+"""This rank's place in a topology, and the groups of ranks along its axes."""
 
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,201 +12,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpicoll.engine.communicator import Communicator
-from mpicoll.errors import ArgumentError, CommunicatorError, RankError, ShapeError
+from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel import groups
+from mpicoll.parallel.topology.process_topology import SHORT_NAMES, ProcessTopology, canonical_axis, format_extents
 from mpicoll.torch import groups as torch_groups
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "PipeDataParallelTopology",
-    "PipeModelDataParallelTopology",
-    "PipelineParallelGrid",
-    "ProcessTopology",
-    "initialize_model_parallel",
-]
-
-_SHORT = {"pipe": "pp", "data": "dp", "context": "cp", "model": "tp"}
-_LONG = {short: axis for axis, short in _SHORT.items()}
-
 _TOGETHER = (("data", "context"), ("pipe", "model"))
 """Axes along which there are groups from the start, besides each by itself."""
 
 _Key: TypeAlias = tuple[str, ...]
-
-
-def _plain(axis: str) -> str:
-    """One name for an axis and its alias."""
-    return _LONG.get(axis, axis)
-
-
-def _sizes(axes: Sequence[str], dims: Sequence[int]) -> str:
-    return " ".join(f"{axis}={dim}" for axis, dim in zip(axes, dims, strict=True))
-
-
-def _coord_type(axes: list[str]) -> Any:
-    try:
-        return namedtuple("ProcessCoord", axes)  # noqa: PYI024  the names are not known before
-    except ValueError as error:
-        raise ArgumentError(f"ProcessTopology: axes must be named by identifiers, got {axes}: {error}") from error
-
-
-class ProcessTopology:
-    """Ranks in a grid whose axes have names: ``ProcessTopology(["pipe", "data"], [2, 4])`` has 8 ranks.
-
-    Row-major: ranks that differ by one are neighbours on the last axis. All methods are arithmetic on `dims`, so
-    grids may be of any size. Coordinates are named tuples with the names that `axes` gives; an alias finds its axis and
-    the other way round. Names must be identifiers.
-
-    Attributes: ``axes``, ``dims``. Raises ShapeError for extents below one or of another number than axes,
-    ArgumentError for names that are none or appear twice.
-    """
-
-    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        self.axes = list(axes)
-        self.dims = [int(dim) for dim in dims]
-        if len(self.axes) != len(self.dims):
-            raise ShapeError(f"ProcessTopology: an extent for each axis is needed, got axes {axes} and dims {dims}")
-        if any(dim < 1 for dim in self.dims):
-            raise ShapeError(f"ProcessTopology: extents must be at least 1, got {_sizes(self.axes, self.dims)}")
-        self._index = {_plain(axis): i for i, axis in enumerate(self.axes)}
-        if len(self._index) < len(self.axes):
-            raise ArgumentError(
-                f"ProcessTopology: an axis is named twice (pp, dp, cp, tp are aliases), got axes {axes}"
-            )
-        self.ProcessCoord = _coord_type(self.axes)
-        self._strides = [math.prod(self.dims[i + 1 :]) for i in range(len(self.dims))]
-
-    def __repr__(self) -> str:
-        return f"<ProcessTopology {_sizes(self.axes, self.dims)}>"
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ProcessTopology):
-            return NotImplemented
-        return list(self._index) == list(other._index) and self.dims == other.dims
-
-    def __hash__(self) -> int:
-        return hash((*self._index, *self.dims))
-
-    def world_size(self) -> int:
-        """How many ranks the grid has."""
-        return math.prod(self.dims)
-
-    def get_axis_names(self) -> list[str]:
-        """The names of the axes, in order."""
-        return self.axes
-
-    def get_dim(self, axis: str) -> int:
-        """The extent of `axis`; 0 if there is no such axis."""
-        i = self._index.get(_plain(axis))
-        return 0 if i is None else self.dims[i]
-
-    def get_rank(self, **coords: int) -> int:
-        """The rank at `coords`, which name every axis: ``get_rank(pipe=1, data=0)``. RankError otherwise."""
-        known = {_plain(axis): at for axis, at in coords.items()}
-        if known.keys() != self._index.keys() or len(known) != len(coords):
-            raise RankError(
-                f"get_rank: a coordinate for each axis of {self!r} is needed, got {coords}; filter_match(**coords)"
-                " lists the ranks that agree in some of them"
-            )
-        rank = 0
-        for axis, i in self._index.items():
-            if not 0 <= known[axis] < self.dims[i]:
-                raise RankError(f"get_rank: {axis} must be in [0, {self.dims[i]}), got {known[axis]} in {coords}")
-            rank += known[axis] * self._strides[i]
-        return rank
-
-    def get_coord(self, rank: int) -> Any:
-        """The coordinates of `rank`, as a named tuple. Raises RankError if it is out of range."""
-        self._check("get_coord", rank)
-        return self.ProcessCoord(*self._at(rank))
-
-    def get_rank_repr(
-        self,
-        rank: int,
-        omit_axes: Collection[str] = ("data", "pipe"),
-        inner_sep: str = "_",
-        outer_sep: str = "-",
-    ) -> str:
-        """The coordinates of `rank` as text, such as for a file's name: ``pipe_00-model_01``, less `omit_axes`."""
-        self._check("get_rank_repr", rank)
-        omitted = {_plain(axis) for axis in omit_axes}
-        return outer_sep.join(
-            f"{axis}{inner_sep}{at:02d}"
-            for axis, at in zip(self.axes, self._at(rank), strict=True)
-            if _plain(axis) not in omitted
-        )
-
-    def get_axis_comm_lists(self, *axes: str) -> list[list[int]]:
-        """Lists of the ranks that differ in their coordinates on `axes` only; together they name every rank once.
-
-        Each is in ascending order, and they are in the order of their first ranks. An axis that the grid lacks adds
-        nothing; if it has none of them, there are no lists.
-        """
-        along = {self._index[axis] for axis in map(_plain, axes) if axis in self._index}
-        if not along:
-            return []
-        starts = self._ranks({i: [0] for i in along})
-        return [[start + offset for offset in self._offsets(along)] for start in starts]
-
-    def get_comm_list(self, rank: int, *axes: str) -> list[int]:
-        """Of the lists of :meth:`get_axis_comm_lists` the one with `rank` in it; ``[rank]`` if the grid has no such
-        axis. Takes no more time than the list is long."""
-        self._check("get_comm_list", rank)
-        along = {self._index[axis] for axis in map(_plain, axes) if axis in self._index}
-        at = self._at(rank)
-        start = rank - sum(at[i] * self._strides[i] for i in along)
-        return [start + offset for offset in self._offsets(along)]
-
-    def filter_match(self, **coords: int) -> list[int]:
-        """The ranks, ascending, whose coordinates are those given: ``filter_match(pipe=0, data=1)``. Raises RankError
-        for an axis that the grid lacks."""
-        chosen = {}
-        for axis, at in coords.items():
-            i = self._index.get(_plain(axis))
-            if i is None:
-                raise RankError(f"filter_match: {self!r} has no axis {axis!r}")
-            chosen[i] = [at] if 0 <= at < self.dims[i] else []
-        return self._ranks(chosen)
-
-    def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks, ascending, whose coordinate on `axis` is `idx`. Raises RankError for an axis that the grid
-        lacks."""
-        return self.filter_match(**{axis: idx})
-
-    def _check(self, operation: str, rank: int) -> None:
-        if not 0 <= rank < self.world_size():
-            raise RankError(f"{operation}: rank must be in [0, {self.world_size()}) in {self!r}, got {rank}")
-
-    def _at(self, rank: int) -> list[int]:
-        return [rank // stride % dim for stride, dim in zip(self._strides, self.dims, strict=True)]
-
-    def _offsets(self, along: Collection[int]) -> list[int]:
-        """How far the ranks on the axes numbered `along` are from the first of them."""
-        return self._ranks({i: [0] for i in range(len(self.dims)) if i not in along})
-
-    def _ranks(self, chosen: dict[int, list[int]]) -> list[int]:
-        """The ranks whose coordinates on the axes numbered in `chosen` are of those listed there."""
-        ranks = [0]
-        for i, (stride, dim) in enumerate(zip(self._strides, self.dims, strict=True)):
-            ranks = [rank + at * stride for rank in ranks for at in chosen.get(i, range(dim))]
-        return ranks
-
-
-class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline stages, and data parallelism between neighbouring ranks."""
-
-    def __init__(self, num_pp: int, num_dp: int) -> None:
-        super().__init__(["pipe", "data"], [num_pp, num_dp])
-
-
-class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline stages, data parallelism, and tensor parallelism between neighbouring ranks."""
-
-    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
-        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
 class PipelineParallelGrid:
@@ -283,8 +94,8 @@ class PipelineParallelGrid:
         return self._topology
 
     def __repr__(self) -> str:
-        at = _sizes(self._topology.axes, self._coord)
-        dims = _sizes(self._topology.axes, self._topology.dims)
+        at = format_extents(self._topology.axes, self._coord)
+        dims = format_extents(self._topology.axes, self._topology.dims)
         freed = ", freed" if self.freed else ""
         return f"<PipelineParallelGrid {dims}: rank {self._comm.rank} of {self._comm.size} at {at}{freed}>"
 
@@ -313,8 +124,8 @@ class PipelineParallelGrid:
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
         """The rank in stage `stage_id` that agrees with this one on all other axes, but for those in `coords`. Raises
         RankError where there is no such stage or coordinate."""
-        here = {_plain(axis): at for axis, at in self._coord._asdict().items()}
-        asked = {"pipe": stage_id} | {_plain(axis): at for axis, at in coords.items()}
+        here = {canonical_axis(axis): at for axis, at in self._coord._asdict().items()}
+        asked = {"pipe": stage_id} | {canonical_axis(axis): at for axis, at in coords.items()}
         # A grid without stages has one of them.
         if "pipe" not in here and stage_id == 0:
             del asked["pipe"]
@@ -397,10 +208,12 @@ class PipelineParallelGrid:
         """
         if self.freed:
             raise CommunicatorError(f"communicator{axes}: {self!r} can't be used any more")
-        unknown = [axis for axis in axes if _plain(axis) not in _SHORT and not self._topology.get_dim(axis)]
+        unknown = [
+            axis for axis in axes if canonical_axis(axis) not in SHORT_NAMES and not self._topology.get_dim(axis)
+        ]
         if unknown or not axes:
             raise ArgumentError(
-                f"communicator: axes are those of {self._topology!r} and {list(_SHORT)}, got {list(axes)}"
+                f"communicator: axes are those of {self._topology!r} and {list(SHORT_NAMES)}, got {list(axes)}"
                 f" (rank {self._comm.rank})"
             )
         return self._along(self._key(axes))
@@ -413,7 +226,7 @@ class PipelineParallelGrid:
         one. Raises ArgumentError for axes that the topology lacks, CommunicatorError where the grid is not over a torch
         process group.
         """
-        names = [_plain(axis) for axis in axes or self._topology.axes]
+        names = [canonical_axis(axis) for axis in axes or self._topology.axes]
         lacking = [axis for axis in names if not self._topology.get_dim(axis)]
         if lacking or len(set(names)) < len(names):
             raise ArgumentError(
@@ -427,7 +240,7 @@ class PipelineParallelGrid:
             members,
             device_type,
             ranks.contiguous(),
-            mesh_dim_names=tuple(_SHORT.get(axis, axis) for axis in names),
+            mesh_dim_names=tuple(SHORT_NAMES.get(axis, axis) for axis in names),
         )
 
     @classmethod
@@ -510,8 +323,8 @@ class PipelineParallelGrid:
 
     def _key(self, axes: Collection[str], *, alone: bool = False) -> _Key:
         """These axes, each by one name and in the topology's order, without those of a single rank unless `alone`."""
-        along = {_plain(axis) for axis in axes}
-        axes = [axis for axis in map(_plain, self._topology.axes) if axis in along]
+        along = {canonical_axis(axis) for axis in axes}
+        axes = [axis for axis in map(canonical_axis, self._topology.axes) if axis in along]
         return tuple(axis for axis in axes if alone or self._size_on(axis) > 1)
 
     def _size_on(self, *axes: str) -> int:
@@ -519,7 +332,7 @@ class PipelineParallelGrid:
 
     def _rank_on(self, *axes: str) -> int:
         rank = 0
-        for axis, at in zip(map(_plain, self._topology.axes), self._coord, strict=True):
+        for axis, at in zip(map(canonical_axis, self._topology.axes), self._coord, strict=True):
             if axis in axes:
                 rank = rank * self._topology.get_dim(axis) + at
         return rank

@@ -1,76 +1,26 @@
-"""Attention over a sequence that is cut among ranks, against the whole of it in one process."""
+"""Ring attention against attention over the whole sequence in one process."""
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from support.attention import LAYOUTS, TOLERANCE, actual, check, expected, mine, plain, whole
 from support.ranks import Ranks
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpicoll
+from mpicoll.parallel import context_parallel as cp
 from mpicoll.parallel import groups
-from mpicoll.parallel.context_parallel import ring as cp
+from mpicoll.parallel.context_parallel import attention_block, ring
 from mpicoll.parallel.topology import PipelineParallelGrid, ProcessTopology
-
-LAYOUTS: tuple[cp.Layout, ...] = ("contiguous", "zigzag")
 
 # batch, heads, kv_heads, tokens of a rank, head_dim
 SHAPES = ((2, 4, 4, 6, 8), (1, 4, 2, 4, 5), (2, 3, 1, 2, 7), (1, 2, 2, 2, 1))
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""How far a result may be from that in float64, in the Euclidean norm."""
-
-
-def whole(shape: Sequence[int], size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """query, key, value and the gradient of the result, the same on all ranks."""
-    batch, heads, kv_heads, tokens, dim = shape
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, many, tokens * size, dim, generator=generator, dtype=torch.float64).to(dtype)
-        for many in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
-def plain(query: Tensor, key: Tensor, value: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-    """What attention means."""
-    share = query.shape[1] // key.shape[1]
-    key, value = (one.repeat_interleave(share, 1) for one in (key, value))
-    scores = query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
-    if causal:
-        later = torch.arange(key.shape[2])[None, :] > torch.arange(query.shape[2])[:, None]
-        scores = scores.masked_fill(later, -math.inf)
-    return scores.softmax(-1) @ value
-
-
-def expected(tensors: Sequence[Tensor], causal: bool = False, scale: float | None = None) -> list[Tensor]:
-    """The result and the gradients of query, key and value, in float64, over the whole sequence."""
-    inputs = [one.double().requires_grad_() for one in tensors[:3]]
-    result = plain(*inputs, causal, scale)
-    return [result.detach(), *torch.autograd.grad(result, inputs, tensors[3].double())]
-
-
-def mine(tensors: Sequence[Tensor], layout: cp.Layout = "contiguous") -> list[Tensor]:
-    """This rank's parts."""
-    return [cp.split_sequence(one, 2, layout=layout) for one in tensors]
-
-
-def actual(attention: Callable[..., Tensor], parts: Sequence[Tensor], **options: Any) -> list[Tensor]:
-    inputs = [one.requires_grad_() for one in parts[:3]]
-    result = attention(*inputs, **options)
-    return [result.detach(), *torch.autograd.grad(result, inputs, parts[3])]
-
-
-def check(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape
-        assert (one.double() - other).norm() <= tolerance * max(1.0, float(other.norm()))
 
 
 class TestRingAttention:
@@ -158,7 +108,7 @@ class TestRingAttention:
         ranks(body)
 
     def test_without_fused_kernels(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(cp, "_FUSED", None)
+        monkeypatch.setattr(attention_block, "_FUSED", None)
 
         def body() -> None:
             for dtype, layout in itertools.product((torch.float64, torch.bfloat16), LAYOUTS):
@@ -172,7 +122,7 @@ class TestRingAttention:
     def test_computes_only_what_the_mask_leaves(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, layout: cp.Layout
     ) -> None:
-        real = cp.attend
+        real = ring.attend
         seen: dict[int, int] = {}
 
         def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -182,7 +132,7 @@ class TestRingAttention:
             seen[rank] = seen.get(rank, 0) + (pairs // 2 if causal else pairs)
             return real(query, key, value, causal, scale)
 
-        monkeypatch.setattr(cp, "attend", attend)
+        monkeypatch.setattr(ring, "attend", attend)
 
         def body() -> int:
             world = mpicoll.world()
@@ -380,7 +330,7 @@ class TestMessages:
         several(body)
 
     def test_of_a_call_that_failed_are_not_met(self, several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = cp.attend
+        real = ring.attend
         calls: dict[int, int] = {}
 
         def attend(*args: Any) -> Any:
@@ -391,7 +341,7 @@ class TestMessages:
                 raise MemoryError("as it were")
             return real(*args)
 
-        monkeypatch.setattr(cp, "attend", attend)
+        monkeypatch.setattr(ring, "attend", attend)
 
         def body() -> None:
             parts = mine(whole(SHAPES[0], mpicoll.world().size, 9))
@@ -408,9 +358,9 @@ class TestMessages:
         comm = mpicoll.world().split(0)
         assert comm is not None
         cp.ring_attention(*parts[:3], group=comm)
-        private = cp._private(comm)
+        private = ring._private(comm)
         cp.ring_attention(*parts[:3], group=comm)
-        assert cp._private(comm) is private
+        assert ring._private(comm) is private
         comm.free()
         assert private.freed
 
@@ -434,7 +384,7 @@ def _counted(world: mpicoll.Communicator) -> Iterator[list[int]]:
     if world.size == 1:
         yield sent
         return
-    transport = cp._private(world).transport
+    transport = ring._private(world).transport
     real = transport.isend
 
     def isend(data: Any, dest: int, tag: int) -> Any:
@@ -478,243 +428,3 @@ class TestGroups:
     def test_torchs_default_group(self, default_group: None) -> None:
         tensors = whole(SHAPES[0], mpicoll.world().size)
         check(actual(cp.ring_attention, mine(tensors)), mine(expected(tensors)), 1e-12)
-
-
-ATTENTIONS = (cp.ring_attention, cp.ulysses_attention)
-
-
-class TestArguments:
-    @pytest.mark.parametrize("attention", ATTENTIONS)
-    @pytest.mark.parametrize(
-        ("change", "error", "message"),
-        [
-            ({"query": torch.ones(3, 4)}, mpicoll.errors.ShapeError, r"query must be of 4 dimensions, .*\(3, 4\)"),
-            ({"key": [1.0]}, mpicoll.errors.DTypeError, "key must be a tensor, got list"),
-            ({"value": torch.ones(2, 12, 4, 8)}, mpicoll.errors.DTypeError, "value is torch.float32, query is"),
-            ({"query": torch.ones(2, 12, 4, 8).long()}, mpicoll.errors.DTypeError, "query is torch.int64"),
-            ({"query": torch.ones(2, 12, 4, 8, device="meta")}, mpicoll.errors.DeviceError, "query is on meta"),
-            ({"query": (3, 12, 4, 8)}, mpicoll.errors.ShapeError, r"batches \(dim 0\) differ: query \(3, "),
-            ({"query": (2, 13, 4, 8)}, mpicoll.errors.ShapeError, r"heads \(dim 1\), which divide those of query"),
-            ({"value": (2, 24, 4, 8)}, mpicoll.errors.ShapeError, r"heads \(dim 1\)"),
-            ({"key": (2, 0, 4, 8), "value": (2, 0, 4, 8)}, mpicoll.errors.ShapeError, r"heads \(dim 1\)"),
-            ({"value": (2, 12, 6, 8)}, mpicoll.errors.ShapeError, r"tokens \(dim 2\)"),
-            (
-                {"query": (2, 12, 6, 8), "causal": True},
-                mpicoll.errors.ShapeError,
-                r"tokens \(dim 2\).*query \(2, 12, 6",
-            ),
-            ({"key": (2, 12, 4, 7)}, mpicoll.errors.ShapeError, r"head_dim \(dim 3\)"),
-            ({"query": (2, 12, 4, 0), "key": (2, 12, 4, 0)}, mpicoll.errors.ShapeError, r"head_dim \(dim 3\)"),
-            ({"query": (2, 12, 3, 8), "layout": "zigzag"}, mpicoll.errors.ShapeError, r"query has 3 tokens \(dim 2"),
-            (
-                {"key": (2, 12, 3, 8), "value": (2, 12, 3, 8), "layout": "zigzag"},
-                mpicoll.errors.ShapeError,
-                r"key has 3 tokens \(dim 2",
-            ),
-            ({"layout": "striped"}, mpicoll.errors.ArgumentError, r"layout must be one of .*, got 'striped'"),
-            ({"causal": 1}, mpicoll.errors.ArgumentError, "causal must be True or False, got 1"),
-            ({"scale": math.inf}, mpicoll.errors.ArgumentError, "scale must be a positive number or None, got inf"),
-            ({"scale": "big"}, mpicoll.errors.ArgumentError, "scale must be a positive number or None, got 'big'"),
-            ({"scale": 0}, mpicoll.errors.ArgumentError, "scale must be a positive number or None, got 0"),
-            ({"scale": math.nan}, mpicoll.errors.ArgumentError, "scale must be a positive number or None, got nan"),
-            ({"scale": True}, mpicoll.errors.ArgumentError, "scale must be a positive number or None, got True"),
-        ],
-    )
-    def test_that_mean_nothing_are_refused(
-        self, some: Ranks, attention: Any, change: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
-        def body() -> None:
-            world = mpicoll.world()
-            given = {"query": (2, 12, 4, 8), "key": (2, 12, 4, 8), "value": (2, 12, 4, 8)} | change
-            made = {
-                name: torch.ones(value, dtype=torch.float64) if isinstance(value, tuple) else value
-                for name, value in given.items()
-            }
-            where = rf"\(rank {world.rank} of {world.size}\)"
-            with pytest.raises(error, match=rf"^{attention.__name__}: .*{message}.*{where}$"):
-                attention(made.pop("query"), made.pop("key"), made.pop("value"), **made)
-
-        some(body)
-
-    @pytest.mark.parametrize("attention", ATTENTIONS)
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"tokens": 6}, r"query \(2, 12, 4, 3\), .*query \(2, 12, 6, 3\)"),
-            ({"batch": 3}, r"query \(3, 12"),
-            ({"kv_heads": 24, "heads": 24}, r"key \(2, 24"),
-            ({"dtype": torch.float32}, "torch.float64, .* torch.float32, "),
-            ({"grad": True}, r"rank 0 passed .*key \(2, 12, 4, 3\), .*key \(2, 12, 4, 3\) that requires grad, value"),
-            ({"causal": True}, "causal=False, .*causal=True"),
-            ({"layout": "zigzag"}, "layout='contiguous', .*layout='zigzag'"),
-            ({"scale": 0.25}, "scale=0.25"),
-        ],
-    )
-    def test_that_differ_among_ranks_are_an_error_on_all(
-        self, some_more: Ranks, attention: Any, change: dict[str, Any], message: str
-    ) -> None:
-        def body() -> None:
-            world = mpicoll.world()
-            odd = world.size - 1
-            options: dict[str, Any] = {"batch": 2, "heads": 12, "kv_heads": 12, "tokens": 4}
-            options |= change if world.rank == odd else {}
-            shape = [options.pop(name) for name in ("batch", "heads", "kv_heads", "tokens")]
-            q, k, v, _ = whole((*shape, 3), 1, dtype=options.pop("dtype", torch.float64))
-            k.requires_grad_(options.pop("grad", False))
-            with pytest.raises(mpicoll.errors.ArgumentError, match=rf"disagree: rank 0 .*rank {odd} .*") as caught:
-                attention(q, k, v, **options)
-            assert caught.match(message)
-            # Nothing is left behind.
-            tensors = whole((1, 12, 12, 4, 3), world.size)
-            check(actual(attention, mine(tensors)), mine(expected(tensors)), 1e-12)
-
-        some_more(body)
-
-    def test_another_operation_on_another_rank_is_an_error(self, some_more: Ranks) -> None:
-        def body() -> None:
-            attention = ATTENTIONS[mpicoll.world().rank == 1]
-            tensors = whole((2, 12, 12, 4, 3), 1)
-            with pytest.raises(mpicoll.errors.ArgumentError, match="rank 1 to ulysses_attention"):
-                attention(*tensors[:3])
-
-        some_more(body)
-
-
-class TestKernels:
-    """torch's fused kernels against matrix products, as the ring uses them."""
-
-    @pytest.mark.parametrize("dtype", TOLERANCE)
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-    @pytest.mark.parametrize("dim", [1, 7, 16])
-    def test_agree(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
-        q, k, v, g = whole((2, heads, kv_heads, 40, dim), 1, dtype=dtype)
-        out, lse = cp.attend_plainly(q, k, v, False, 0.3)
-        assert cp._fits_fused(q, k, v)
-        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        # The backward gets what came of more keys than it is given, and parts of everything.
-        out = out.to(dtype)
-        for rows, columns, causal in (
-            (slice(None), slice(None), True),
-            (slice(None), slice(None), False),
-            (slice(20, None), slice(None), False),
-            (slice(None), slice(13), False),
-        ):
-            parts = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-            for one, other in zip(cp.attend(*parts, causal, 0.3), cp.attend_plainly(*parts, causal, 0.3), strict=True):
-                check([one], [other.double()], TOLERANCE[dtype])
-            given = (g[:, :, rows], *parts, out[:, :, rows], lse[:, :, rows], causal, 0.3)
-            for one, other in zip(cp.attend_backward(*given), cp.attend_backward_plainly(*given), strict=True):
-                check([one], [other.double()], TOLERANCE[dtype])
-
-    def test_fused_ones_are_there(self) -> None:
-        # If torch has taken them away, everything still works, but slower.
-        assert cp._FUSED is not None
-        assert cp._FUSED_BACKWARD is not None
-
-
-class TestSequence:
-    def test_positions_of_both_layouts(self) -> None:
-        def body() -> list[list[int]]:
-            return [cp.position_ids(4, layout=layout).tolist() for layout in LAYOUTS]
-
-        assert mpicoll.run_local(body, 2) == [[[0, 1, 2, 3], [0, 1, 6, 7]], [[4, 5, 6, 7], [2, 3, 4, 5]]]
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_split_and_gathered_is_the_same(self, ranks: Ranks, layout: cp.Layout) -> None:
-        def body() -> None:
-            size = mpicoll.world().size
-            for dim, tokens in ((1, 4), (-2, 2), (1, 0)):
-                x = torch.arange(3 * tokens * size * 5).view(3, tokens * size, 5)
-                part = cp.split_sequence(x, dim, layout=layout)
-                assert torch.equal(part, x[:, cp.position_ids(tokens, layout=layout)])
-                assert part.data_ptr() != x.data_ptr() or not tokens
-                assert torch.equal(cp.gather_sequence(part, dim, layout=layout), x)
-
-        ranks(body)
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_gradients_are_of_the_sum_of_the_losses(self, ranks: Ranks, layout: cp.Layout) -> None:
-        def body() -> None:
-            world = mpicoll.world()
-            generator = torch.Generator().manual_seed(0)
-            x = torch.randn(2, 4 * world.size, generator=generator, dtype=torch.float64)
-            weights = torch.randn(world.size, *x.shape, generator=generator, dtype=torch.float64)
-            own = cp.position_ids(4, layout=layout)
-
-            one = x.clone().requires_grad_()
-            (cp.split_sequence(one, 1, layout=layout) ** 3).sum().backward()
-            wanted = torch.zeros_like(x)
-            wanted[:, own] = 3 * x[:, own] ** 2
-            assert one.grad is not None
-            check([one.grad], [wanted], 1e-12)
-
-            part = x[:, own].requires_grad_()
-            (cp.gather_sequence(part, 1, layout=layout) ** 3 * weights[world.rank]).sum().backward()
-            assert part.grad is not None
-            check([part.grad], [(3 * x**2 * weights.sum(0))[:, own]], 1e-12)
-
-        ranks(body)
-
-    def test_wrong_arguments_are_refused(self, some: Ranks) -> None:
-        def body() -> None:
-            size = mpicoll.world().size
-            x = torch.zeros(2, 4 * size + 1)
-            refused = pytest.raises(
-                mpicoll.errors.ShapeError, match=rf"{4 * size + 1} tokens along dim 1 .* {2 * size} e"
-            )
-            with refused:
-                cp.split_sequence(x, -1, layout="zigzag")
-            with pytest.raises(mpicoll.errors.ShapeError, match="x has 5 tokens"):
-                cp.gather_sequence(torch.zeros(5, 2), 0, layout="zigzag")
-            for function in (cp.split_sequence, cp.gather_sequence):
-                with pytest.raises(mpicoll.errors.ShapeError, match="dim 2 is no axis"):
-                    function(x, 2)
-                with pytest.raises(mpicoll.errors.DTypeError, match="got list"):
-                    function([1], 0)  # type: ignore[arg-type]
-                with pytest.raises(mpicoll.errors.ArgumentError, match="got 'zag'"):
-                    function(x, 1, layout="zag")  # type: ignore[arg-type]
-            for length, layout in ((-1, "contiguous"), (3, "zigzag")):
-                with pytest.raises(mpicoll.errors.ShapeError, match=f"got {length}"):
-                    cp.position_ids(length, layout=layout)  # type: ignore[arg-type]
-            with pytest.raises(mpicoll.errors.ArgumentError, match="got 'zag'"):
-                cp.position_ids(4, layout="zag")  # type: ignore[arg-type]
-
-        some(body)
-
-
-class TestUlyssesAttention:
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize("causal", [False, True])
-    def test_is_attention_over_the_whole_sequence(self, ranks: Ranks, causal: bool, layout: cp.Layout) -> None:
-        def body() -> None:
-            size = mpicoll.world().size
-            for shape in ((2, 4 * size, 2 * size, 4, 5), (1, size, size, 2, 3)):
-                tensors = whole(shape, size)
-                found = actual(cp.ulysses_attention, mine(tensors, layout), causal=causal, layout=layout, scale=0.4)
-                check(found, mine(expected(tensors, causal, 0.4), layout), 1e-12)
-
-        ranks(body)
-
-    def test_can_be_differentiated_twice(self, several: Ranks) -> None:
-        def twice(attention: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            grads = torch.autograd.grad((attention(*inputs) ** 2).sum(), inputs, create_graph=True)
-            return torch.autograd.grad(sum(((one**2).sum() for one in grads), torch.zeros(())), inputs)
-
-        def body() -> None:
-            size = mpicoll.world().size
-            tensors = whole((1, size, size, 2, 3), size)[:3]
-            wanted = twice(plain, [one.clone().requires_grad_() for one in tensors])
-            found = twice(cp.ulysses_attention, [one.requires_grad_() for one in mine(tensors)])
-            check(found, mine(wanted), 1e-12)
-
-        with sdpa_kernel(SDPBackend.MATH):
-            several(body)
-
-    def test_needs_heads_for_every_rank(self, some_more: Ranks) -> None:
-        def body() -> None:
-            size = mpicoll.world().size
-            q, k, v, _ = whole((1, 2 * size, 1, 4, 3), 1)
-            with pytest.raises(mpicoll.errors.ShapeError, match=r"the 1 heads of key \(dim 1 .*take ring_attention"):
-                cp.ulysses_attention(q, k, v)
-
-        some_more(body)

@@ -1,0 +1,84 @@
+"""Attention of queries to one block of keys, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """In which dtype parts of the kind of `x` are added up."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of `query` to the keys given, and for each query the log of the sum of its weights, which is float32
+    for half precision."""
+    if _fits_fused(query, key, value):
+        out, lse = _FUSED(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+    return attend_plainly(query, key, value, causal, scale)
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these keys contribute to the gradients of queries, keys and values, where `out` and `lse` are those over all
+    keys that there are."""
+    if _fits_fused(query, key, value):
+        by_query, by_key, by_value = _FUSED_BACKWARD(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+        return by_query, by_key, by_value
+    return attend_backward_plainly(grad, query, key, value, out, lse, causal, scale)
+
+
+_FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+def _fits_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's fused kernels can take it. They end the process where there is nothing to compute."""
+    return (
+        query.is_cpu
+        and _FUSED is not None
+        and _FUSED_BACKWARD is not None
+        and key.shape[3] == value.shape[3]
+        and query.numel() > 0
+        and key.numel() > 0
+    )
+
+
+def attend_plainly(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """:func:`attend` by matrix products, with all weights in memory."""
+    q, k, v = (_grouped(one, key.shape[1]) for one in (query, key, value))
+    scores = _scores(q, k, query.shape[1] // key.shape[1], causal, scale)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ v
+    return out.view(*query.shape[:3], value.shape[3]), lse.view(query.shape[:3])
+
+
+def attend_backward_plainly(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attend_backward` by matrix products."""
+    q, k, v, g, o = (_grouped(one, key.shape[1]) for one in (query, key, value, grad, out))
+    weights = (
+        _scores(q, k, query.shape[1] // key.shape[1], causal, scale) - lse.reshape(q.shape[:3]).unsqueeze(-1)
+    ).exp()
+    by_scores = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
+    return (by_scores @ k).view(query.shape), by_scores.mT @ q, weights.mT @ g
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    """`x` in the dtype to compute in, the rows of all heads that share one of `heads` below each other."""
+    return x.to(accumulation_dtype(x)).reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
+
+
+def _scores(query: Tensor, key: Tensor, share: int, causal: bool, scale: float) -> Tensor:
+    scores = query @ key.mT * scale
+    if causal:
+        hidden = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+        scores.masked_fill_(hidden.repeat(share, 1), -math.inf)
+    return scores

@@ -1,0 +1,126 @@
+"""Parts of a sequence: layouts, positions, splitting and gathering."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import ArgumentError, DTypeError, ShapeError
+from mpicoll.parallel.groups import communicator
+from mpicoll.torch.autograd import all_gather_single
+from mpicoll.torch.no_compile import eager
+
+Layout: TypeAlias = Literal["contiguous", "zigzag"]
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+@eager
+def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
+    """This rank's part of the whole sequence `x`, whose tokens lie along `dim`: a copy. No messages.
+
+    The gradient of `x` is that of this rank's losses, zero at the tokens of other ranks: like a parameter's, it must be
+    added over the group if `x` was computed alike on all of them. Raises ShapeError where the tokens can't be divided
+    among P ranks, or with zigzag into 2P chunks; ArgumentError for an unknown layout.
+    """
+    comm = communicator(group, "context")
+    check_layout("split_sequence", layout, comm)
+    dim = _checked_dim("split_sequence", x, dim, comm)
+    chunks = comm.size * chunks_per_rank(layout)
+    if x.shape[dim] % chunks:
+        raise ShapeError(
+            f"split_sequence: the {x.shape[dim]} tokens along dim {dim} of shape {tuple(x.shape)} can't be divided into"
+            f" {chunks} equal parts, {chunks_per_rank(layout)} for each of {comm.size} ranks (layout {layout}); pad"
+            f" them {describe_rank(comm)}"
+        )
+    return x.index_select(dim, token_positions(x.shape[dim] // comm.size, layout, comm.rank, comm.size, x.device))
+
+
+@eager
+def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
+    """The whole sequence in its order, on every rank; the opposite of :func:`split_sequence`.
+
+    Every rank passes its part `x`, all of one shape and dtype, with its tokens along `dim`. The gradient of `x` is that
+    of the sum of all ranks' losses: where all compute the same loss from the whole, count it on one rank only, or
+    divide it by the number of ranks. Can be differentiated any number of times. Costs an all-gather, and in the
+    backward a reduce-scatter. Raises ShapeError, ArgumentError before any message leaves.
+    """
+    comm = communicator(group, "context")
+    check_layout("gather_sequence", layout, comm)
+    dim = _checked_dim("gather_sequence", x, dim, comm)
+    check_chunks("gather_sequence", x, dim, "x", layout, comm)
+    return order_tokens(all_gather_single(x, dim, comm), dim, layout, comm)
+
+
+@eager
+def position_ids(
+    length: int, *, layout: Layout = "contiguous", group: Any = None, device: torch.device | str | None = None
+) -> Tensor:
+    """Where the `length` tokens that this rank holds stand in the whole sequence: int64, of shape (length,).
+
+    `length` is that of the part, such as ``x.shape[dim]`` after :func:`split_sequence`. No messages. Raises ShapeError
+    for a negative length and, with zigzag, an odd one; ArgumentError for an unknown layout.
+    """
+    comm = communicator(group, "context")
+    check_layout("position_ids", layout, comm)
+    if length < 0 or length % chunks_per_rank(layout):
+        raise ShapeError(
+            f"position_ids: length, that of a rank's part, must be 0 or more, and even with zigzag;"
+            f" got {length} ({layout}) {describe_rank(comm)}"
+        )
+    return token_positions(length, layout, comm.rank, comm.size, device)
+
+
+def chunks_per_rank(layout: Layout) -> int:
+    """Of how many stretches of the sequence a rank's part consists."""
+    return 2 if layout == "zigzag" else 1
+
+
+def token_positions(
+    length: int, layout: Layout, rank: int, size: int, device: torch.device | str | None = None
+) -> Tensor:
+    """Where the `length` tokens of `rank` stand in the sequence."""
+    chunk = length // chunks_per_rank(layout)
+    starts = (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
+    return torch.cat([torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in starts])
+
+
+def order_tokens(x: Tensor, dim: int, layout: Layout, comm: Communicator) -> Tensor:
+    """The tokens of all ranks' parts, which lie along `dim` in the order of ranks, in the order of the sequence."""
+    if layout == "contiguous":
+        return x
+    places = [
+        token_positions(x.shape[dim] // comm.size, layout, rank, comm.size, x.device) for rank in range(comm.size)
+    ]
+    return x.index_select(dim, torch.cat(places).argsort())
+
+
+def check_layout(operation: str, layout: Any, comm: Communicator) -> None:
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"{operation}: layout must be one of {LAYOUTS}, got {layout!r} {describe_rank(comm)}")
+
+
+def check_chunks(operation: str, x: Tensor, dim: int, name: str, layout: Layout, comm: Communicator) -> None:
+    if x.shape[dim] % chunks_per_rank(layout):
+        raise ShapeError(
+            f"{operation}: with zigzag each rank has two chunks of equal length, but {name} has {x.shape[dim]} tokens"
+            f" (dim {dim} of shape {tuple(x.shape)}) {describe_rank(comm)}"
+        )
+
+
+def _checked_dim(operation: str, x: Any, dim: int, comm: Communicator) -> int:
+    """`dim`, counted from the front."""
+    if not isinstance(x, Tensor):
+        raise DTypeError(f"{operation}: a tensor is needed, got {type(x).__name__} {describe_rank(comm)}")
+    if not -x.dim() <= dim < x.dim():
+        raise ShapeError(
+            f"{operation}: dim {dim} is no axis of a tensor of shape {tuple(x.shape)} {describe_rank(comm)}"
+        )
+    return dim % x.dim()
+
+
+def describe_rank(comm: Communicator) -> str:
+    return f"(rank {comm.rank} of {comm.size})"

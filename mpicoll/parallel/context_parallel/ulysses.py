@@ -1,0 +1,66 @@
+"""Ulysses attention: all-to-alls between parts of the sequence and parts of the heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import ShapeError
+from mpicoll.parallel.context_parallel.arguments import check_agreement, check_arguments
+from mpicoll.parallel.context_parallel.sequence import Layout, describe_rank, order_tokens, token_positions
+from mpicoll.parallel.groups import communicator
+from mpicoll.torch.autograd import all_to_all_single
+from mpicoll.torch.no_compile import eager
+
+
+@eager
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: Layout = "contiguous",
+    group: Any = None,
+) -> Tensor:
+    """:func:`ring_attention` by another way: each rank computes some of the heads, over the whole sequence.
+
+    An all-to-all brings each rank all tokens of its share of heads, torch's own scaled_dot_product_attention computes,
+    and another one brings the results back (Jacobs et al. 2023, DeepSpeed-Ulysses). The number of ranks must divide
+    both heads and kv_heads. Arguments, result, errors and gradients as for :func:`ring_attention`, but it can be
+    differentiated as often as torch's can. Each of P ranks sends (P-1)/P of its `query`, `key`, `value` and result, and
+    in the backward of their gradients; with as many kv_heads as heads that is 2/P and 1/P of what the ring sends, but
+    nothing is computed meanwhile, and a rank has the whole sequence of its heads in memory.
+    """
+    comm = communicator(group, "context")
+    scale = check_arguments("ulysses_attention", comm, query, key, value, causal, scale, layout)
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.shape[1] % comm.size:
+            raise ShapeError(
+                f"ulysses_attention: the {tensor.shape[1]} heads of {name} (dim 1 of shape {tuple(tensor.shape)}) can't"
+                f" be divided among {comm.size} ranks; take ring_attention {describe_rank(comm)}"
+            )
+    check_agreement("ulysses_attention", comm, (query, key, value), causal, scale, layout)
+    q, k, v = (_heads_from_tokens(one, layout, comm) for one in (query, key, value))
+    result = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return _tokens_from_heads(result, layout, comm)
+
+
+def _heads_from_tokens(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
+    """All tokens of this rank's share of heads, from all heads of its share of tokens."""
+    received = all_to_all_single(torch.cat(x.chunk(comm.size, 1)), group=comm)
+    return order_tokens(torch.cat(received.chunk(comm.size), 2), 2, layout, comm)
+
+
+def _tokens_from_heads(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
+    """The opposite of :func:`_heads_from_tokens`."""
+    length = x.shape[2] // comm.size
+    parts = [x.index_select(2, token_positions(length, layout, rank, comm.size, x.device)) for rank in range(comm.size)]
+    received = all_to_all_single(torch.cat(parts), group=comm)
+    return torch.cat(received.chunk(comm.size), 1)

@@ -1,0 +1,142 @@
+"""What parallel layers have in common: parameters marked as parts, blocks of weights, and sums of gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from mpicoll.collectives.allgather import allgather
+from mpicoll.engine.communicator import Communicator
+from mpicoll.errors import ArgumentError, ShapeError
+from mpicoll.parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+)
+from mpicoll.parallel.shards import mark, shard_of
+from mpicoll.torch.no_compile import eager
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+InitMethod: TypeAlias = Callable[[Tensor], Any]
+
+
+class ParallelModule(nn.Module):
+    """A module that knows its ranks: ``group`` is what the user passed, ``comm`` what it meant.
+
+    Parameters named in `_cut` are marked as parts, also those that torch makes anew.
+    """
+
+    _cut: ClassVar[Mapping[str, int]] = {}
+
+    group: Any
+    comm: Communicator
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self.mark_parameters()
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._cut and self._parameters.get(name) is not None and self.comm.size > 1:
+            raise ArgumentError(
+                f"{type(self).__name__}: {name} can't be taken away, nor parametrized, as by weight_norm: it is this"
+                f" rank's part of a parameter, and a norm, say, would be that of the part {self._where()}"
+            )
+        super().__delattr__(name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.mark_parameters()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)], memo[id(self.comm)] = self.group, self.comm
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
+        new.mark_parameters()
+        return new
+
+    def mark_parameters(self) -> None:
+        """Mark what is cut (see :mod:`mpicoll.parallel.shards`), for whoever replaces parameters otherwise."""
+        for name, dim in self._cut.items():
+            param = self._parameters.get(name)
+            if param is not None and shard_of(param) is None:
+                mark(param, dim, self.group, self.comm)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can't be pickled, as it belongs to the ranks that it was made on; save its"
+            " state_dict(), or whole_state_dict(module)"
+        )
+
+    def _where(self) -> str:
+        return f"(rank {self.comm.rank} of {self.comm.size})"
+
+
+def local_extent(layer: str, name: str, extent: int, comm: Communicator) -> int:
+    """This rank's part of `extent`."""
+    if extent % comm.size:
+        above = -(-extent // comm.size) * comm.size
+        raise ShapeError(
+            f"{layer}: {name} {extent} does not divide among {comm.size} ranks; {above} would"
+            f" (rank {comm.rank} of {comm.size})"
+        )
+    return extent // comm.size
+
+
+def local_block(param: Tensor, dim: int, comm: Communicator) -> Parameter:
+    """This rank's block of `param`, with memory of its own."""
+    share = param.shape[dim] // comm.size
+    block = param.detach().narrow(dim, comm.rank * share, share).clone(memory_format=torch.contiguous_format)
+    return Parameter(block, param.requires_grad)
+
+
+def restore_shard_marks(module: nn.Module) -> None:
+    """Mark what the parallel layers in `module` hold, where others than they have replaced parameters: fully_shard."""
+    for layer in module.modules():
+        if isinstance(layer, ParallelModule):
+            layer.mark_parameters()
+
+
+def gather_full(param: Tensor, dim: int, comm: Communicator) -> Tensor:
+    """The blocks of all ranks, joined. Collective."""
+    block = to_full_tensor(param.detach())
+    if comm.size == 1:
+        return block.clone()
+    counts = allgather(torch.tensor([block.shape[dim]]), comm=comm).tolist()
+    joined: Tensor = allgather(block.movedim(dim, 0), counts=counts, comm=comm)
+    return joined.movedim(0, dim).contiguous()
+
+
+def to_full_tensor(x: Tensor) -> Tensor:
+    """`x`, all of it if fully_shard has cut it among the data parallel ranks."""
+    if isinstance(x, DTensor):
+        x = x.full_tensor()
+    return x
+
+
+def copy_parameter(param: Tensor | None) -> Parameter | None:
+    return None if param is None else Parameter(param.detach().clone(), param.requires_grad)
+
+
+@eager
+def sum_gradients_in_backward(comm: Communicator, *params: Tensor | None) -> list[Tensor | None]:
+    """`params`, which all ranks hold alike, for use on activations that differ: their gradients are summed over the
+    ranks, in one message."""
+    trained = [one for one in params if one is not None and one.requires_grad]
+    if comm.size == 1 or not trained or not torch.is_grad_enabled():
+        return list(params)
+    if len(trained) == 1:
+        used = iter([copy_to_tensor_model_parallel_region(trained[0], comm)])
+    else:
+        flat = copy_to_tensor_model_parallel_region(torch.cat([one.reshape(-1) for one in trained]), comm)
+        parts = flat.split([one.numel() for one in trained])
+        used = iter([part.view(one.shape) for part, one in zip(parts, trained, strict=True)])
+    return [next(used) if one is not None and one.requires_grad else one for one in params]

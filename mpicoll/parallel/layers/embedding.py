@@ -1,0 +1,143 @@
+"""An embedding whose rows are spread over the ranks of a tensor parallel group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter, functional
+
+from mpicoll.errors import ArgumentError, ShapeError
+from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.layers.base import InitMethod, ParallelModule, gather_full, local_block, local_extent
+from mpicoll.parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """An embedding whose rows are spread over the ranks: each holds ``num_embeddings / P`` of them.
+
+    The input is a tensor of ids in ``[0, num_embeddings)``, the same on all ranks; the output the rows, ``(*ids.shape,
+    embedding_dim)``, or with `sequence_parallel` this rank's part of axis 0. `padding_idx` and the initial values are
+    as of torch.nn.Embedding; `init_method` is called with the whole weight, to be filled in place. Sends 2n(P-1)/P
+    bytes per rank for an output of n bytes in the forward; with `sequence_parallel` n(P-1)/P in forward and backward.
+
+    Raises ShapeError if `num_embeddings` does not divide, IndexError for an id out of range.
+    """
+
+    _cut: ClassVar = {"weight": 0}
+
+    weight: Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = False,
+        init_method: InitMethod | None = None,
+        group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_parallel = sequence_parallel
+        self.group, self.comm = group, communicator(group)
+        share = local_extent(type(self).__name__, "num_embeddings", num_embeddings, self.comm)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ArgumentError(
+                f"VocabParallelEmbedding: padding_idx {padding_idx} is no row of {num_embeddings} {self._where()}"
+            )
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.start = self.comm.rank * share
+        self.stop = self.start + share
+        self.init_method = init_method
+        self.weight = local_block(self._plain(device, dtype), 0, self.comm)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, group: Any = None, **options: Any) -> Self:
+        """A layer that computes what `embedding` does, with its values, dtype and device; every rank passes the same.
+
+        `options` are the constructor's. Raises ArgumentError if it has a max_norm, scale_grad_by_freq or sparse, which
+        there is not here.
+        """
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(embedding, name):
+                raise ArgumentError(f"VocabParallelEmbedding: an Embedding with {name} can't be spread over ranks")
+        whole = embedding.weight
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            padding_idx=embedding.padding_idx,
+            group=group,
+            device=torch.device("meta"),
+            dtype=whole.dtype,
+            **options,
+        )
+        layer.weight = local_block(whole, 0, layer.comm)
+        return layer.train(embedding.training)
+
+    def to_embedding(self) -> nn.Embedding:
+        """The plain layer with the whole weight, on every rank. Collective: sends the weight, n(P-1)/P bytes."""
+        embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        embedding.weight = Parameter(gather_full(self.weight, 0, self.comm), self.weight.requires_grad)
+        return embedding.train(self.training)
+
+    def reset_parameters(self) -> None:
+        """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
+        with torch.no_grad():
+            self.weight.copy_(local_block(self._plain(self.weight.device, self.weight.dtype), 0, self.comm))
+
+    def _plain(self, device: Any, dtype: Any) -> Tensor:
+        """The whole weight, as it starts."""
+        plain = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device=device, dtype=dtype)
+        if self.init_method is not None:
+            with torch.no_grad():
+                self.init_method(plain.weight)
+        return plain.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        comm = self.comm
+        if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % comm.size):
+            raise ShapeError(
+                f"VocabParallelEmbedding: the sequence, axis 0 of ids of shape {tuple(ids.shape)}, does not divide"
+                f" among {comm.size} ranks {self._where()}"
+            )
+        if comm.size == 1:
+            return self._rows(ids, ids, self.padding_idx)
+        padding = self.padding_idx
+        local = padding - self.start if padding is not None and self.start <= padding < self.stop else None
+        # An id of another rank stands for row 0 and is blanked; one of no rank stays outside, where it is an error.
+        elsewhere = ((ids >= 0) & (ids < self.start)) | ((ids >= self.stop) & (ids < self.num_embeddings))
+        rows = self._rows((ids - self.start).masked_fill(elsewhere, 0), ids, local)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(rows, comm)
+        return reduce_from_tensor_model_parallel_region(rows, comm)
+
+    def _rows(self, local: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+        try:
+            return functional.embedding(local, self.weight, padding_idx)
+        except IndexError as error:
+            raise IndexError(
+                f"VocabParallelEmbedding: ids must be in [0, {self.num_embeddings}), got some in"
+                f" [{int(ids.min())}, {int(ids.max())}] {self._where()}"
+            ) from error
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            [
+                f"{self.num_embeddings}, {self.embedding_dim}",
+                *([] if self.padding_idx is None else [f"padding_idx={self.padding_idx}"]),
+                *(["sequence_parallel=True"] if self.sequence_parallel else []),
+                f"rank {self.comm.rank} of {self.comm.size}",
+            ]
+        )

@@ -1,0 +1,191 @@
+"""The arithmetic of ranks in a grid of named axes."""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.errors import ArgumentError, RankError, ShapeError
+
+if TYPE_CHECKING:
+    pass
+
+
+SHORT_NAMES = {"pipe": "pp", "data": "dp", "context": "cp", "model": "tp"}
+
+
+_LONG = {short: axis for axis, short in SHORT_NAMES.items()}
+
+
+def canonical_axis(axis: str) -> str:
+    """One name for an axis and its alias."""
+    return _LONG.get(axis, axis)
+
+
+def format_extents(axes: Sequence[str], dims: Sequence[int]) -> str:
+    return " ".join(f"{axis}={dim}" for axis, dim in zip(axes, dims, strict=True))
+
+
+def _coord_type(axes: list[str]) -> Any:
+    try:
+        return namedtuple("ProcessCoord", axes)  # noqa: PYI024  the names are not known before
+    except ValueError as error:
+        raise ArgumentError(f"ProcessTopology: axes must be named by identifiers, got {axes}: {error}") from error
+
+
+class ProcessTopology:
+    """Ranks in a grid whose axes have names: ``ProcessTopology(["pipe", "data"], [2, 4])`` has 8 ranks.
+
+    Row-major: ranks that differ by one are neighbours on the last axis. All methods are arithmetic on `dims`, so
+    grids may be of any size. Coordinates are named tuples with the names that `axes` gives; an alias finds its axis and
+    the other way round. Names must be identifiers.
+
+    Attributes: ``axes``, ``dims``. Raises ShapeError for extents below one or of another number than axes,
+    ArgumentError for names that are none or appear twice.
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes = list(axes)
+        self.dims = [int(dim) for dim in dims]
+        if len(self.axes) != len(self.dims):
+            raise ShapeError(f"ProcessTopology: an extent for each axis is needed, got axes {axes} and dims {dims}")
+        if any(dim < 1 for dim in self.dims):
+            raise ShapeError(f"ProcessTopology: extents must be at least 1, got {format_extents(self.axes, self.dims)}")
+        self._index = {canonical_axis(axis): i for i, axis in enumerate(self.axes)}
+        if len(self._index) < len(self.axes):
+            raise ArgumentError(
+                f"ProcessTopology: an axis is named twice (pp, dp, cp, tp are aliases), got axes {axes}"
+            )
+        self.ProcessCoord = _coord_type(self.axes)
+        self._strides = [math.prod(self.dims[i + 1 :]) for i in range(len(self.dims))]
+
+    def __repr__(self) -> str:
+        return f"<ProcessTopology {format_extents(self.axes, self.dims)}>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessTopology):
+            return NotImplemented
+        return list(self._index) == list(other._index) and self.dims == other.dims
+
+    def __hash__(self) -> int:
+        return hash((*self._index, *self.dims))
+
+    def world_size(self) -> int:
+        """How many ranks the grid has."""
+        return math.prod(self.dims)
+
+    def get_axis_names(self) -> list[str]:
+        """The names of the axes, in order."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """The extent of `axis`; 0 if there is no such axis."""
+        i = self._index.get(canonical_axis(axis))
+        return 0 if i is None else self.dims[i]
+
+    def get_rank(self, **coords: int) -> int:
+        """The rank at `coords`, which name every axis: ``get_rank(pipe=1, data=0)``. RankError otherwise."""
+        known = {canonical_axis(axis): at for axis, at in coords.items()}
+        if known.keys() != self._index.keys() or len(known) != len(coords):
+            raise RankError(
+                f"get_rank: a coordinate for each axis of {self!r} is needed, got {coords}; filter_match(**coords)"
+                " lists the ranks that agree in some of them"
+            )
+        rank = 0
+        for axis, i in self._index.items():
+            if not 0 <= known[axis] < self.dims[i]:
+                raise RankError(f"get_rank: {axis} must be in [0, {self.dims[i]}), got {known[axis]} in {coords}")
+            rank += known[axis] * self._strides[i]
+        return rank
+
+    def get_coord(self, rank: int) -> Any:
+        """The coordinates of `rank`, as a named tuple. Raises RankError if it is out of range."""
+        self._check("get_coord", rank)
+        return self.ProcessCoord(*self._at(rank))
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Collection[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """The coordinates of `rank` as text, such as for a file's name: ``pipe_00-model_01``, less `omit_axes`."""
+        self._check("get_rank_repr", rank)
+        omitted = {canonical_axis(axis) for axis in omit_axes}
+        return outer_sep.join(
+            f"{axis}{inner_sep}{at:02d}"
+            for axis, at in zip(self.axes, self._at(rank), strict=True)
+            if canonical_axis(axis) not in omitted
+        )
+
+    def get_axis_comm_lists(self, *axes: str) -> list[list[int]]:
+        """Lists of the ranks that differ in their coordinates on `axes` only; together they name every rank once.
+
+        Each is in ascending order, and they are in the order of their first ranks. An axis that the grid lacks adds
+        nothing; if it has none of them, there are no lists.
+        """
+        along = {self._index[axis] for axis in map(canonical_axis, axes) if axis in self._index}
+        if not along:
+            return []
+        starts = self._ranks({i: [0] for i in along})
+        return [[start + offset for offset in self._offsets(along)] for start in starts]
+
+    def get_comm_list(self, rank: int, *axes: str) -> list[int]:
+        """Of the lists of :meth:`get_axis_comm_lists` the one with `rank` in it; ``[rank]`` if the grid has no such
+        axis. Takes no more time than the list is long."""
+        self._check("get_comm_list", rank)
+        along = {self._index[axis] for axis in map(canonical_axis, axes) if axis in self._index}
+        at = self._at(rank)
+        start = rank - sum(at[i] * self._strides[i] for i in along)
+        return [start + offset for offset in self._offsets(along)]
+
+    def filter_match(self, **coords: int) -> list[int]:
+        """The ranks, ascending, whose coordinates are those given: ``filter_match(pipe=0, data=1)``. Raises RankError
+        for an axis that the grid lacks."""
+        chosen = {}
+        for axis, at in coords.items():
+            i = self._index.get(canonical_axis(axis))
+            if i is None:
+                raise RankError(f"filter_match: {self!r} has no axis {axis!r}")
+            chosen[i] = [at] if 0 <= at < self.dims[i] else []
+        return self._ranks(chosen)
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks, ascending, whose coordinate on `axis` is `idx`. Raises RankError for an axis that the grid
+        lacks."""
+        return self.filter_match(**{axis: idx})
+
+    def _check(self, operation: str, rank: int) -> None:
+        if not 0 <= rank < self.world_size():
+            raise RankError(f"{operation}: rank must be in [0, {self.world_size()}) in {self!r}, got {rank}")
+
+    def _at(self, rank: int) -> list[int]:
+        return [rank // stride % dim for stride, dim in zip(self._strides, self.dims, strict=True)]
+
+    def _offsets(self, along: Collection[int]) -> list[int]:
+        """How far the ranks on the axes numbered `along` are from the first of them."""
+        return self._ranks({i: [0] for i in range(len(self.dims)) if i not in along})
+
+    def _ranks(self, chosen: dict[int, list[int]]) -> list[int]:
+        """The ranks whose coordinates on the axes numbered in `chosen` are of those listed there."""
+        ranks = [0]
+        for i, (stride, dim) in enumerate(zip(self._strides, self.dims, strict=True)):
+            ranks = [rank + at * stride for rank in ranks for at in chosen.get(i, range(dim))]
+        return ranks
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Pipeline stages, and data parallelism between neighbouring ranks."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Pipeline stages, data parallelism, and tensor parallelism between neighbouring ranks."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
