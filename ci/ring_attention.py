@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import mpicoll
 from mpicoll.parallel.context_parallel import position_ids, ring_attention, ulysses_attention
-from mpicoll.parallel.context_parallel.ring import Neighbours
+from mpicoll.parallel.context_parallel.ring import RingExchange
 from mpicoll.torch.autograd import all_gather_single
 
 TURNS = 9
@@ -66,9 +66,9 @@ class Meter:
 
     @contextmanager
     def between(self) -> Iterator[None]:
-        real = Neighbours.pass_on
+        real = RingExchange.shift
 
-        def pass_on(ring: Neighbours, tensors: Sequence[Tensor]) -> Wait:
+        def shift(ring: RingExchange, tensors: Sequence[Tensor]) -> Wait:
             self.sent += [one.nbytes for one in tensors]
             with self.timed():
                 wait = real(ring, tensors)
@@ -79,17 +79,17 @@ class Meter:
 
             return timed_wait
 
-        with passing_on(pass_on):
+        with passing_on(shift):
             yield
 
 
 @contextmanager
-def passing_on(pass_on: Callable[[Neighbours, Sequence[Tensor]], Wait]) -> Iterator[None]:
-    """Let `pass_on` be what moves blocks."""
-    real = Neighbours.pass_on
-    Neighbours.pass_on = pass_on  # type: ignore[assignment, method-assign]
+def passing_on(shift: Callable[[RingExchange, Sequence[Tensor]], Wait]) -> Iterator[None]:
+    """Let `shift` be what moves blocks."""
+    real = RingExchange.shift
+    RingExchange.shift = shift  # type: ignore[assignment, method-assign]
     yield
-    Neighbours.pass_on = real  # type: ignore[method-assign]
+    RingExchange.shift = real  # type: ignore[method-assign]
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, layout: Any) -> Tensor:
@@ -106,15 +106,15 @@ def moved(shape: Sequence[int], dtype: torch.dtype) -> None:
     world = mpicoll.world()
     block = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
     sums = [torch.zeros(shape) for _ in range(2)]
-    ring = Neighbours(world, "forward")
+    ring = RingExchange(world, "forward")
     for _ in range(world.size - 1):
-        ring.pass_on(block)()
-    ring = Neighbours(world, "backward")
+        ring.shift(block)()
+    ring = RingExchange(world, "backward")
     for step in range(world.size):
         travelling = [*(block if step < world.size - 1 else ()), *(sums if step > 1 else ())]
         if travelling:
-            ring.pass_on(travelling)()
-    ring.pass_on(sums)()
+            ring.shift(travelling)()
+    ring.shift(sums)()
 
 
 def measure(tokens: int, dim: int, dtype: torch.dtype, causal: bool, layout: Any) -> str:

@@ -54,8 +54,8 @@ WAITS = {
         "engine/request.py::waitall",
         "parallel/gradients.py::_reduce",
         "parallel/p2p/pipe.py::wait",
-        "parallel/pipeline/engine.py::PipelineEngine._carry_out",
-        "parallel/pipeline/engine.py::PipelineEngine._come",
+        "parallel/pipeline/engine.py::PipelineEngine._run_actions",
+        "parallel/pipeline/engine.py::PipelineEngine._receive",
         "parallel/pipeline/engine.py::PipelineEngine._from_last_stage",
         "torch/process_group.py::ProcessGroupMpicoll.barrier",
         "torch/sparse.py::all_reduce.run",
@@ -69,8 +69,8 @@ WAITS = {
         "torch/work.py::_Future.wait",
     },
     "of what has completed already": {
-        "parallel/p2p/message_format.py::Broadcasts.iprobe",
-        "parallel/p2p/message_format.py::_Broadcast.test",
+        "parallel/p2p/message_format.py::BroadcastTransport.iprobe",
+        "parallel/p2p/message_format.py::_PendingBroadcast.test",
     },
     "bounded by the program, or by seconds": {
         "engine/nccl.py::Nccl.abort",

@@ -82,8 +82,8 @@ def save(
     path = Path(path)
     first = not dist.is_initialized() or dist.get_rank(group) == 0
     # As the first rank sees it: on file systems of several hosts, others may be late to see it.
-    folder, replaced = _gathered((str(path), _holds_one(path)), group)[0]
-    target, old = (_beside(path, "new") if replaced else path), _beside(path, "old")
+    folder, replaced = _gather_objects((str(path), _is_checkpoint(path)), group)[0]
+    target, old = (_sibling(path, "new") if replaced else path), _sibling(path, "old")
     named: dict[str, Any] = {}
     state: dict[str, Any] = {}
 
@@ -95,11 +95,11 @@ def save(
         if replaced and first:
             shutil.rmtree(target, ignore_errors=True)  # what an earlier attempt has left
         if first:
-            state["extra"] = _pickled(extra)
-        named.update(_named(model, names))
+            state["extra"] = _pickle(extra)
+        named.update(_named_values(model, names))
 
     def collect() -> None:
-        cuts = _cuts(named)
+        cuts = _find_shardings(named)
         state["model"] = _model_state(named, cuts)
         if optimizer is not None:
             state["optimizer"] = _optimizer_state(named, cuts, optimizer)
@@ -112,12 +112,12 @@ def save(
             target.rename(path)
             shutil.rmtree(old)
 
-    _together("save", prepare, group)
-    _together("save", collect, group)
+    _run_on_all_ranks("save", prepare, group)
+    _run_on_all_ranks("save", collect, group)
     _check_copies(named, group)
-    with _quietly("save", target):
+    with _translate_errors("save", target):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(target), process_group=group)
-    _together("save", replace, group)
+    _run_on_all_ranks("save", replace, group)
 
 
 def load(
@@ -146,25 +146,25 @@ def load(
 
     def prepare() -> None:
         metadata.append(_metadata(path))
-        named.update(_named(model, names))
+        named.update(_named_values(model, names))
 
     def collect() -> None:
         entries = metadata[0].state_dict_metadata
-        cuts = _cuts(named)
+        cuts = _find_shardings(named)
         wanted["model"] = _model_state(named, cuts)
-        _check_there(wanted["model"], entries)
+        _check_entries(wanted["model"], entries)
         if optimizer is not None:
             wanted["optimizer"] = _optimizer_template(named, cuts, optimizer, entries)
         if "extra" in entries:
             wanted["extra"] = None
 
-    _together("load", prepare, group)
-    _together("load", collect, group)
-    with _quietly("load", path):
+    _run_on_all_ranks("load", prepare, group)
+    _run_on_all_ranks("load", collect, group)
+    with _translate_errors("load", path):
         dcp.load(wanted, storage_reader=dcp.FileSystemReader(path), process_group=group)
-    _put_others(model, names, wanted["model"])
+    _restore_non_tensors(model, names, wanted["model"])
     if optimizer is not None:
-        _put_optimizer(named, optimizer, wanted["optimizer"])
+        _restore_optimizer(named, optimizer, wanted["optimizer"])
     extra = wanted.get("extra")
     return None if extra is None else torch.load(io.BytesIO(extra), weights_only=False)
 
@@ -179,8 +179,8 @@ def model_state(model: nn.Module, names: Names = None) -> dict[str, Any]:
     Raises ArgumentError where two parameters get one name, CommunicatorError if a parameter is cut among ranks for
     which torch has no process group, ShapeError if it is cut in parts of other sizes than a DTensor's.
     """
-    named = _named(model, names)
-    return _model_state(named, _cuts(named))
+    named = _named_values(model, names)
+    return _model_state(named, _find_shardings(named))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None) -> dict[str, Any]:
@@ -190,15 +190,15 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None)
     Entries of the shape of their parameter are cut as it is; numbers are the same on all ranks. Raises ArgumentError
     for other entries of a parameter that is cut, for lists (as LBFGS keeps), and for parameters that are not `model`'s.
     """
-    named = _named(model, names)
-    return _optimizer_state(named, _cuts(named), optimizer)
+    named = _named_values(model, names)
+    return _optimizer_state(named, _find_shardings(named), optimizer)
 
 
 # --- what a model holds, and how it is cut
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Sharding:
     """How a parameter lies on the ranks of a mesh."""
 
     mesh: DeviceMesh
@@ -209,16 +209,16 @@ class _Cut:
         return torch.Size([*shape[: self.dim], self.extent, *shape[self.dim + 1 :]])
 
 
-_Cuts: TypeAlias = Mapping[str, _Cut]
+_Shardings: TypeAlias = Mapping[str, _Sharding]
 
 
-def _model_state(named: Mapping[str, Any], cuts: _Cuts) -> dict[str, Any]:
-    return {name: _whole(value, cuts.get(name)) for name, value in named.items()}
+def _model_state(named: Mapping[str, Any], cuts: _Shardings) -> dict[str, Any]:
+    return {name: _to_dtensor(value, cuts.get(name)) for name, value in named.items()}
 
 
-def _optimizer_state(named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_state(named: Mapping[str, Any], cuts: _Shardings, optimizer: Optimizer) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for _, name, param, group in _optimized(named, optimizer):
+    for _, name, param, group in _optimizer_parameters(named, optimizer):
         cut = cuts.get(name)
         for entry, value in optimizer.state.get(param, {}).items():
             alike = isinstance(value, Tensor) and value.shape == param.shape
@@ -233,14 +233,14 @@ def _optimizer_state(named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer
                     f" {name!r}, of which this rank has a part of shape {tuple(param.shape)}; only entries of that"
                     f" shape and single numbers can be saved (rank {cut.mesh.get_local_rank()} of {cut.mesh.size()})"
                 )
-            state[f"state.{name}.{entry}"] = _whole(value, cut if alike else None)
+            state[f"state.{name}.{entry}"] = _to_dtensor(value, cut if alike else None)
         for option, value in group.items():
             if option != "params":
-                state[f"param_groups.{name}.{option}"] = _whole(value, None)
+                state[f"param_groups.{name}.{option}"] = _to_dtensor(value, None)
     return state
 
 
-def _named(model: nn.Module, names: Names) -> dict[str, Any]:
+def _named_values(model: nn.Module, names: Names) -> dict[str, Any]:
     """The parameters, persistent buffers and extra states of `model`, by their names in the whole model."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     restore_shard_marks(model)
@@ -262,7 +262,7 @@ def _named(model: nn.Module, names: Names) -> dict[str, Any]:
     return named
 
 
-def _cuts(named: Mapping[str, Any]) -> dict[str, _Cut]:
+def _find_shardings(named: Mapping[str, Any]) -> dict[str, _Sharding]:
     """How those of `named` lie that are cut among several ranks."""
     shards = {name: shard_of(value) for name, value in named.items() if isinstance(value, Tensor)}
     by_comm: dict[Communicator, list[tuple[str, int]]] = {}
@@ -277,7 +277,7 @@ def _cuts(named: Mapping[str, Any]) -> dict[str, _Cut]:
             by_comm.setdefault(shard.comm, []).append((name, shard.dim))
     cuts = {}
     for comm, cut in by_comm.items():
-        mesh = _mesh(comm, cut[0][0], named[cut[0][0]].device.type)
+        mesh = _make_mesh(comm, cut[0][0], named[cut[0][0]].device.type)
         own = torch.tensor([named[name].shape[dim] for name, dim in cut])
         extents = torch.as_tensor(allgather(own.unsqueeze(0), comm=comm)).view(comm.size, len(cut))
         for (name, dim), parts in zip(cut, extents.T.tolist(), strict=True):
@@ -287,11 +287,11 @@ def _cuts(named: Mapping[str, Any]) -> dict[str, _Cut]:
                     f"{name!r} is cut along dim {dim} in parts of {parts}, which no DTensor can be; cut it as"
                     f" torch.chunk does (rank {comm.rank} of {comm.size})"
                 )
-            cuts[name] = _Cut(mesh, dim, sum(parts))
+            cuts[name] = _Sharding(mesh, dim, sum(parts))
     return cuts
 
 
-def _mesh(comm: Communicator, name: str, device_type: str) -> DeviceMesh:
+def _make_mesh(comm: Communicator, name: str, device_type: str) -> DeviceMesh:
     for group in c10d._world.pg_map:  # noqa: SLF001  torch has no other list of its groups
         if isinstance(group, ProcessGroupMpicoll) and group.comm is comm:
             return DeviceMesh.from_group(group, device_type)
@@ -301,7 +301,7 @@ def _mesh(comm: Communicator, name: str, device_type: str) -> DeviceMesh:
     )
 
 
-def _whole(value: Any, cut: _Cut | None) -> Any:
+def _to_dtensor(value: Any, cut: _Sharding | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = value.detach()
@@ -312,7 +312,9 @@ def _whole(value: Any, cut: _Cut | None) -> Any:
     return DTensor.from_local(value, cut.mesh, [Along(cut.dim)], run_check=False, shape=shape, stride=stride)
 
 
-def _optimized(named: Mapping[str, Any], optimizer: Optimizer) -> Iterator[tuple[int, str, Tensor, dict[str, Any]]]:
+def _optimizer_parameters(
+    named: Mapping[str, Any], optimizer: Optimizer
+) -> Iterator[tuple[int, str, Tensor, dict[str, Any]]]:
     """For what `optimizer` steps: the number of its group, name, parameter and group."""
     known = {id(value): name for name, value in named.items() if isinstance(value, Tensor)}
     for number, group in enumerate(optimizer.param_groups):
@@ -336,41 +338,41 @@ def _metadata(path: str | os.PathLike[str]) -> Metadata:
     try:
         return dcp.FileSystemReader(path).read_metadata()
     except FileNotFoundError as error:
-        others = [str(one) for one in (_beside(Path(path), "new"), _beside(Path(path), "old")) if _holds_one(one)]
+        others = [str(one) for one in (_sibling(Path(path), "new"), _sibling(Path(path), "old")) if _is_checkpoint(one)]
         hint = f"; there is one in {' and in '.join(others)}, left by a save that was cut off" if others else ""
         raise ArgumentError(f"load: {os.fspath(path)} holds no checkpoint ({error}){hint}") from error
 
 
-def _beside(path: Path, which: str) -> Path:
+def _sibling(path: Path, which: str) -> Path:
     return path.with_name(f"{path.name}.{which}")
 
 
-def _holds_one(path: Path) -> bool:
+def _is_checkpoint(path: Path) -> bool:
     return (path / ".metadata").exists()  # which is written last
 
 
-def _check_there(wanted: Mapping[str, Any], entries: _Entries) -> None:
+def _check_entries(wanted: Mapping[str, Any], entries: _Entries) -> None:
     """Raise unless the parameters and buffers `wanted` can be loaded. What is no tensor is for DCP to find."""
     tensors = {f"model.{name}": value for name, value in wanted.items() if isinstance(value, Tensor)}
     missing = [key for key in tensors if not isinstance(entries.get(key), TensorStorageMetadata)]
     if missing:
-        raise ArgumentError(f"load: the checkpoint lacks {_some(missing)}")
+        raise ArgumentError(f"load: the checkpoint lacks {_join_first(missing)}")
     other = [
         f"{key} of shape {tuple(found.size)}, here {tuple(value.shape)}"
         for key, value in tensors.items()
         if isinstance(found := entries[key], TensorStorageMetadata) and found.size != value.shape
     ]
     if other:
-        raise ShapeError(f"load: the checkpoint has {_some(other)}")
+        raise ShapeError(f"load: the checkpoint has {_join_first(other)}")
 
 
-def _some(texts: Collection[str]) -> str:
+def _join_first(texts: Collection[str]) -> str:
     texts = list(texts)
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def _optimizer_template(
-    named: Mapping[str, Any], cuts: _Cuts, optimizer: Optimizer, entries: _Entries
+    named: Mapping[str, Any], cuts: _Shardings, optimizer: Optimizer, entries: _Entries
 ) -> dict[str, Any]:
     """What the checkpoint has for the parameters of `optimizer`, to be overwritten by it.
 
@@ -384,28 +386,30 @@ def _optimizer_template(
             states.setdefault(name, []).append(entry)
     template: dict[str, Any] = {}
     missing = []
-    for _, name, param, group in _optimized(named, optimizer):
+    for _, name, param, group in _optimizer_parameters(named, optimizer):
         for option in (key for key in group if key != "params"):
             key = f"param_groups.{name}.{option}"
             if f"optimizer.{key}" not in entries:
                 missing.append(f"optimizer.{key}")
             else:
-                template[key] = _room(entries[f"optimizer.{key}"])
+                template[key] = _template_entry(entries[f"optimizer.{key}"])
         saved = entries.get(f"model.{name}")
         for entry in states.get(name, []):
-            template[f"state.{name}.{entry}"] = _room(entries[f"{prefix}{name}.{entry}"], param, cuts.get(name), saved)
+            template[f"state.{name}.{entry}"] = _template_entry(
+                entries[f"{prefix}{name}.{entry}"], param, cuts.get(name), saved
+            )
     if missing:
         raise ArgumentError(
-            f"load: the checkpoint lacks {_some(missing)}; was it saved with an optimizer of another kind than"
+            f"load: the checkpoint lacks {_join_first(missing)}; was it saved with an optimizer of another kind than"
             f" {type(optimizer).__name__}, or of other parameters?"
         )
     return template
 
 
-def _room(
+def _template_entry(
     found: STORAGE_TYPES,
     param: Tensor | None = None,
-    cut: _Cut | None = None,
+    cut: _Sharding | None = None,
     saved: STORAGE_TYPES | None = None,
 ) -> Any:
     """Where DCP may put an entry: a tensor like `param`, and cut as it is, if it has the shape of the whole of it. What
@@ -416,11 +420,11 @@ def _room(
     if param is not None and found.size == (param.shape if cut is None else cut.whole(param.shape)):
         if isinstance(saved, TensorStorageMetadata) and dtype == saved.properties.dtype:
             dtype = param.dtype
-        return _whole(torch.empty_like(param, dtype=dtype), cut)
+        return _to_dtensor(torch.empty_like(param, dtype=dtype), cut)
     return torch.empty(found.size, dtype=dtype)
 
 
-def _put_others(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> None:
+def _restore_non_tensors(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> None:
     """Give `model` what is no tensor, such as extra states; tensors were overwritten in place."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     others = {
@@ -432,14 +436,14 @@ def _put_others(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> No
         model.load_state_dict(others, strict=False)
 
 
-def _put_optimizer(named: Mapping[str, Any], optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+def _restore_optimizer(named: Mapping[str, Any], optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
     states: dict[str, dict[str, Any]] = {}
     for key, value in loaded.items():
         if key.startswith("state."):
             name, _, entry = key.removeprefix("state.").rpartition(".")
             states.setdefault(name, {})[entry] = value.to_local() if isinstance(value, DTensor) else value
     of_group: dict[int, dict[str, Any]] = {}
-    for number, name, param, group in _optimized(named, optimizer):
+    for number, name, param, group in _optimizer_parameters(named, optimizer):
         options = {option: loaded[f"param_groups.{name}.{option}"] for option in group if option != "params"}
         for option, value in of_group.setdefault(number, options).items():
             if not bool(options[option] == value):
@@ -460,7 +464,7 @@ def _put_optimizer(named: Mapping[str, Any], optimizer: Optimizer, loaded: Mappi
 # --- ranks that agree
 
 
-def _together(operation: str, collect: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+def _run_on_all_ranks(operation: str, collect: Callable[[], None], group: dist.ProcessGroup | None) -> None:
     """Raise what `collect` raises, on all ranks: those that find nothing wrong would wait for the others."""
     problem: Exception | None = None
     try:
@@ -468,7 +472,7 @@ def _together(operation: str, collect: Callable[[], None], group: dist.ProcessGr
     except Exception as error:  # noqa: BLE001  whatever it is, it is raised below
         problem = error
     mine = None if problem is None else (_kind(problem), str(problem))
-    problems = _gathered(mine, group)
+    problems = _gather_objects(mine, group)
     if problem is not None:
         raise problem
     for rank, other in enumerate(problems):
@@ -481,7 +485,7 @@ def _kind(problem: Exception) -> type[Exception]:
     return next((kind for kind in kinds if isinstance(problem, kind)), RuntimeError)
 
 
-def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
     if not dist.is_initialized():
         return [mine]
     all_of_them: list[Any] = [None] * dist.get_world_size(group)
@@ -504,7 +508,7 @@ def _check_copies(named: Mapping[str, Any], group: dist.ProcessGroup | None) -> 
             total = value.detach().sum(dtype=torch.float64).item()
             mine[name, 0 if shard is None else shard.comm.rank] = (tuple(value.shape), total, size)
     first: dict[Any, tuple[int, Any]] = {}
-    for rank, theirs in enumerate(_gathered(mine, group)):
+    for rank, theirs in enumerate(_gather_objects(mine, group)):
         for key, sketch in theirs.items():
             owner, other = first.setdefault(key, (rank, sketch))
             if sketch[0] != other[0] or abs(sketch[1] - other[1]) > 1e-2 * max(sketch[2], other[2]):
@@ -516,7 +520,7 @@ def _check_copies(named: Mapping[str, Any], group: dist.ProcessGroup | None) -> 
 
 
 @contextmanager
-def _quietly(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
+def _translate_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """DCP's failures as an OSError, and no warning that there is a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -527,7 +531,7 @@ def _quietly(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
             raise OSError(f"{operation}: {os.fspath(path)}: {type(first).__name__} on rank {rank}: {first}") from error
 
 
-def _pickled(extra: Any) -> bytes:
+def _pickle(extra: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     return buffer.getvalue()

@@ -53,7 +53,7 @@ def vocab_parallel_cross_entropy(
     outside [0, 1] or another reduction.
     """
     comm = communicator(group)
-    target = _checked(logits, target, label_smoothing, ignore_index, reduction, comm)
+    target = _check_arguments(logits, target, label_smoothing, ignore_index, reduction, comm)
     losses: Tensor
     losses, _ = _CrossEntropy.apply(logits, target, float(label_smoothing), ignore_index, comm)
     if reduction == "none":
@@ -74,7 +74,7 @@ class _CrossEntropy(Function):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         greatest = allreduce(logits.amax(-1).to(dtype), "max", comm=comm)
         softmax = logits - greatest.unsqueeze(-1)
-        index, own = _place(target, softmax, comm)
+        index, own = _locate_targets(target, softmax, comm)
         sums = softmax.new_empty(2 + (smoothing > 0), *target.shape)
         sums[1] = torch.where(own, softmax.gather(-1, index).squeeze(-1), 0)
         if smoothing:
@@ -98,7 +98,7 @@ class _CrossEntropy(Function):
         if grad is not None:
             # What is the same on all ranks meets the rank's own part: only the next backward has to send anything.
             grad = copy_to_tensor_model_parallel_region(grad, comm).masked_fill(target == ctx.ignore_index, 0)
-            index, own = _place(target, softmax, comm)
+            index, own = _locate_targets(target, softmax, comm)
             result = softmax * grad.unsqueeze(-1)
             result.scatter_add_(-1, index, torch.where(own, (smoothing - 1) * grad, 0).unsqueeze(-1))
             if smoothing:
@@ -111,14 +111,14 @@ class _CrossEntropy(Function):
         return None if result is None else result.to(ctx.dtype), None, None, None, None
 
 
-def _place(target: Tensor, part: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
+def _locate_targets(target: Tensor, part: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
     """Where along the last dimension of this rank's part the targets are, with that dimension, and whether they are."""
     local = target - comm.rank * part.shape[-1]
     own = (local >= 0) & (local < part.shape[-1])
     return torch.where(own, local, 0).unsqueeze(-1), own
 
 
-def _checked(
+def _check_arguments(
     logits: Any, target: Any, label_smoothing: float, ignore_index: int, reduction: str, comm: Communicator
 ) -> Tensor:
     """`target` as int64, after the arguments were found to be right."""

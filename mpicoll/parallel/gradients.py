@@ -33,8 +33,8 @@ def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = 
     Raises DTypeError for sparse gradients and DTensors (of fully_shard, which averages them itself) before any message
     leaves.
     """
-    comm = replicas(group)
-    parameters = [one for one in _listed(parameters) if one.requires_grad]
+    comm = replica_communicator(group)
+    parameters = [one for one in _as_list(parameters) if one.requires_grad]
     _check("average_gradients", parameters, comm)
     if comm.size == 1 or not parameters:
         return
@@ -75,7 +75,9 @@ def clip_grad_norm_(
     fully_shard makes, before any message leaves.
     """
     first = groups.communicator(tensor_group, "model").rank == 0
-    return clip(_listed(parameters), max_norm, norm_type, _model(group), first=first, copies=counted_elsewhere)
+    return clip(
+        _as_list(parameters), max_norm, norm_type, _model_communicator(group), first=first, copies=counted_elsewhere
+    )
 
 
 def clip(
@@ -99,7 +101,7 @@ def clip(
         if one.grad is not None and one.numel() and id(one) not in skipped and (first or shard_of(one) is not None)
     ]
     # On the CPU: a rank without gradients could not know on which device those of the others lie.
-    own = _numbers(norms) if norms else torch.zeros(1, dtype=torch.float64)
+    own = _to_float64_vector(norms) if norms else torch.zeros(1, dtype=torch.float64)
     total: Tensor
     if norm_type == 2.0:
         total = allreduce(own.square().sum(), comm=comm).sqrt()
@@ -112,13 +114,13 @@ def clip(
     return total
 
 
-def _numbers(tensors: Sequence[Tensor]) -> Tensor:
+def _to_float64_vector(tensors: Sequence[Tensor]) -> Tensor:
     """0-d `tensors` as one float64 vector on the CPU, in any order. Waits once for each device."""
     places = dict.fromkeys(one.device for one in tensors)
     return torch.cat([torch.stack([one.double() for one in tensors if one.device == place]).cpu() for place in places])
 
 
-def _listed(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
+def _as_list(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
     """As torch's functions, these take a single parameter, too, which would else pass for the list of its rows."""
     return [parameters] if isinstance(parameters, Parameter) else list(parameters)
 
@@ -137,14 +139,14 @@ def _check(operation: str, parameters: Sequence[Parameter], comm: Communicator) 
             )
 
 
-def replicas(group: Any = None) -> Communicator:
+def replica_communicator(group: Any = None) -> Communicator:
     """The ranks that hold the same part of the model and see other data."""
-    grid = groups.in_use()
+    grid = groups.current_grid()
     return grid.communicator("data", "context") if group is None and grid is not None else groups.communicator(group)
 
 
-def _model(group: Any) -> Communicator:
-    grid = groups.in_use()
+def _model_communicator(group: Any) -> Communicator:
+    grid = groups.current_grid()
     return grid.communicator("pipe", "model") if group is None and grid is not None else groups.communicator(group)
 
 

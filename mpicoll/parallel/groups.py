@@ -40,7 +40,7 @@ class use:  # noqa: N801  called like a function, as torch.no_grad is
         self._token: Token[Grid | None] | None = _in_use.set(grid)
 
     def __enter__(self) -> Grid | None:
-        return in_use()
+        return current_grid()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -50,7 +50,7 @@ class use:  # noqa: N801  called like a function, as torch.no_grad is
             self._token = None
 
 
-def in_use() -> Grid | None:
+def current_grid() -> Grid | None:
     """The grid that is in use, if there is one."""
     return _in_use.get()
 

@@ -109,7 +109,7 @@ def copy_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor
     comm = _communicator("copy_to_tensor_model_parallel_region", x, group)
     if comm.size == 1:
         return x
-    return _linear(x, _same, lambda grad: _reduced(grad, comm))
+    return _apply_linear_map(x, _identity, lambda grad: _allreduce(grad, comm))
 
 
 @eager
@@ -122,7 +122,7 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Te
     comm = _communicator("reduce_from_tensor_model_parallel_region", x, group)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _reduced(x, comm), _same)
+    return _apply_linear_map(x, lambda x: _allreduce(x, comm), _identity)
 
 
 @eager
@@ -229,7 +229,7 @@ def all_to_all(
     the sizes don't fit.
     """
     comm = _communicator("all_to_all", x, group)
-    _axis("all_to_all", x, 0, comm)
+    _normalize_dim("all_to_all", x, 0, comm)
     if output_split_sizes is None and input_split_sizes is None:
         _check_equal("all_to_all", x, 0, comm, "pass both output_split_sizes and input_split_sizes, on every rank")
         there = back = None
@@ -238,8 +238,8 @@ def all_to_all(
             "all_to_all: pass both output_split_sizes and input_split_sizes, on every rank, or neither" + _where(comm)
         )
     else:
-        output = _sizes("all_to_all", "output_split_sizes", output_split_sizes, comm)
-        input_ = _sizes("all_to_all", "input_split_sizes", input_split_sizes, comm)
+        output = _check_sizes("all_to_all", "output_split_sizes", output_split_sizes, comm)
+        input_ = _check_sizes("all_to_all", "input_split_sizes", input_split_sizes, comm)
         _check_sum("all_to_all", "input_split_sizes", input_, x, 0, comm)
         if output[comm.rank] != input_[comm.rank]:
             raise ShapeError(
@@ -249,7 +249,7 @@ def all_to_all(
         there, back = (input_, output), (output, input_)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _exchanged(x, comm, there), lambda grad: _exchanged(grad, comm, back))
+    return _apply_linear_map(x, lambda x: _alltoall(x, comm, there), lambda grad: _alltoall(grad, comm, back))
 
 
 @eager
@@ -262,11 +262,11 @@ def all_to_all_sp2hp(x: Tensor, group: Any = None) -> Tensor:
     divide h.
     """
     comm = _communicator("all_to_all_sp2hp", x, group)
-    _check_equal("all_to_all_sp2hp", x, _axis("all_to_all_sp2hp", x, -1, comm), comm, "pad it")
-    x = _matrix(x)
+    _check_equal("all_to_all_sp2hp", x, _normalize_dim("all_to_all_sp2hp", x, -1, comm), comm, "pad it")
+    x = _as_matrix(x)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _to_hidden(x, comm), lambda grad: _to_tokens(grad, comm))
+    return _apply_linear_map(x, lambda x: _to_hidden(x, comm), lambda grad: _to_tokens(grad, comm))
 
 
 @eager
@@ -278,12 +278,12 @@ def all_to_all_hp2sp(x: Tensor, group: Any = None) -> Tensor:
     Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide the tokens.
     """
     comm = _communicator("all_to_all_hp2sp", x, group)
-    _axis("all_to_all_hp2sp", x, -1, comm)
-    x = _matrix(x)
+    _normalize_dim("all_to_all_hp2sp", x, -1, comm)
+    x = _as_matrix(x)
     _check_equal("all_to_all_hp2sp", x, 0, comm, "pad the tokens")
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _to_tokens(x, comm), lambda grad: _to_hidden(grad, comm))
+    return _apply_linear_map(x, lambda x: _to_tokens(x, comm), lambda grad: _to_hidden(grad, comm))
 
 
 # --- any dimension
@@ -315,34 +315,42 @@ def gather(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None =
 
 
 def _split(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
-    comm, dim, sizes = _whole(operation, x, dim, group, sizes)
+    comm, dim, sizes = _check_whole(operation, x, dim, group, sizes)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _cut(x, dim, sizes, comm), lambda grad: _joined(grad, dim, sizes, comm))
+    return _apply_linear_map(
+        x, lambda x: _local_part(x, dim, sizes, comm), lambda grad: _concatenate_ranks(grad, dim, sizes, comm)
+    )
 
 
 def _gather(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
-    comm, dim, sizes = _part(operation, x, dim, group, sizes)
+    comm, dim, sizes = _check_part(operation, x, dim, group, sizes)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _joined(x, dim, sizes, comm), lambda grad: _cut(grad, dim, sizes, comm))
+    return _apply_linear_map(
+        x, lambda x: _concatenate_ranks(x, dim, sizes, comm), lambda grad: _local_part(grad, dim, sizes, comm)
+    )
 
 
 def _all_gather(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
-    comm, dim, sizes = _part(operation, x, dim, group, sizes)
+    comm, dim, sizes = _check_part(operation, x, dim, group, sizes)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _joined(x, dim, sizes, comm), lambda grad: _summed(grad, dim, sizes, comm))
+    return _apply_linear_map(
+        x, lambda x: _concatenate_ranks(x, dim, sizes, comm), lambda grad: _sum_and_scatter(grad, dim, sizes, comm)
+    )
 
 
 def _reduce_scatter(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> Tensor:
-    comm, dim, sizes = _whole(operation, x, dim, group, sizes)
+    comm, dim, sizes = _check_whole(operation, x, dim, group, sizes)
     if comm.size == 1:
         return x
-    return _linear(x, lambda x: _summed(x, dim, sizes, comm), lambda grad: _joined(grad, dim, sizes, comm))
+    return _apply_linear_map(
+        x, lambda x: _sum_and_scatter(x, dim, sizes, comm), lambda grad: _concatenate_ranks(grad, dim, sizes, comm)
+    )
 
 
-class _Linear(Function):
+class _LinearMap(Function):
     """A linear map `there`, and the map `back` that takes gradients back, as the backward of each other."""
 
     @staticmethod
@@ -353,29 +361,29 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         there, back = ctx.maps
-        return _linear(grad, back, there), None, None
+        return _apply_linear_map(grad, back, there), None, None
 
 
-def _linear(x: Tensor, there: _Map, back: _Map) -> Tensor:
+def _apply_linear_map(x: Tensor, there: _Map, back: _Map) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return there(x)
-    result: Tensor = _Linear.apply(x, there, back)
+    result: Tensor = _LinearMap.apply(x, there, back)
     return result
 
 
 # --- maps: none returns a view of memory that it has made, because torch forbids to change such a result in place
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _reduced(x: Tensor, comm: Communicator) -> Tensor:
+def _allreduce(x: Tensor, comm: Communicator) -> Tensor:
     total: Tensor = allreduce(x, comm=comm)
     return total
 
 
-def _cut(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
+def _local_part(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
     if sizes is None:
         extent = x.shape[dim] // comm.size
         part = x.narrow(dim, comm.rank * extent, extent)
@@ -384,7 +392,7 @@ def _cut(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator)
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def _joined(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
+def _concatenate_ranks(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
     blocks: Tensor
     if dim == 0:
         blocks = allgather(x, counts=sizes, comm=comm)
@@ -399,23 +407,23 @@ def _joined(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicat
     return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
 
 
-def _summed(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
+def _sum_and_scatter(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
     """`sizes` only along dimension 0."""
     part: Tensor = reduce_scatter(_blocks(x, dim, comm) if dim else x, counts=sizes, comm=comm)
     return part
 
 
-def _exchanged(x: Tensor, comm: Communicator, counts: Any) -> Tensor:
+def _alltoall(x: Tensor, comm: Communicator, counts: Any) -> Tensor:
     arrived: Tensor = alltoall(x, counts=counts, comm=comm)
     return arrived
 
 
 def _to_hidden(x: Tensor, comm: Communicator) -> Tensor:
-    return _exchanged(_blocks(x, 1, comm), comm, None)
+    return _alltoall(_blocks(x, 1, comm), comm, None)
 
 
 def _to_tokens(x: Tensor, comm: Communicator) -> Tensor:
-    arrived = _exchanged(x, comm, None)
+    arrived = _alltoall(x, comm, None)
     return torch.cat(arrived.view(comm.size, x.shape[0] // comm.size, x.shape[1]).unbind(), 1)
 
 
@@ -425,7 +433,7 @@ def _blocks(x: Tensor, dim: int, comm: Communicator) -> Tensor:
     return blocks.movedim(dim, 0).flatten(0, 1)
 
 
-def _matrix(x: Tensor) -> Tensor:
+def _as_matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
@@ -434,26 +442,26 @@ def _matrix(x: Tensor) -> Tensor:
 _Checked: TypeAlias = "tuple[Communicator, int, tuple[int, ...] | None]"
 
 
-def _whole(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
+def _check_whole(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
     """Communicator, dimension and sizes for a tensor that is cut."""
     comm = _communicator(operation, x, group)
-    dim = _axis(operation, x, dim, comm)
+    dim = _normalize_dim(operation, x, dim, comm)
     if sizes is None:
         remedy = "pass the extents that the ranks get as sizes" if operation == "split" else "pad it"
         _check_equal(operation, x, dim, comm, remedy)
         return comm, dim, None
-    sizes = _sizes(operation, "sizes", sizes, comm)
+    sizes = _check_sizes(operation, "sizes", sizes, comm)
     _check_sum(operation, "sizes", sizes, x, dim, comm)
     return comm, dim, sizes
 
 
-def _part(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
+def _check_part(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
     """Communicator, dimension and sizes for a part of a tensor."""
     comm = _communicator(operation, x, group)
-    dim = _axis(operation, x, dim, comm)
+    dim = _normalize_dim(operation, x, dim, comm)
     if sizes is None:
         return comm, dim, None
-    sizes = _sizes(operation, "sizes", sizes, comm)
+    sizes = _check_sizes(operation, "sizes", sizes, comm)
     if x.shape[dim] != sizes[comm.rank]:
         raise ShapeError(
             f"{operation}: dimension {dim} of a tensor of shape {tuple(x.shape)} has extent {x.shape[dim]}, but sizes"
@@ -468,7 +476,7 @@ def _communicator(operation: str, x: Any, group: Any) -> Communicator:
     return communicator(group)
 
 
-def _axis(operation: str, x: Tensor, dim: int, comm: Communicator) -> int:
+def _normalize_dim(operation: str, x: Tensor, dim: int, comm: Communicator) -> int:
     """`dim`, counted from the front."""
     dims = x.dim()
     if not -dims <= dim < dims:
@@ -487,7 +495,7 @@ def _check_equal(operation: str, x: Tensor, dim: int, comm: Communicator, remedy
         )
 
 
-def _sizes(operation: str, name: str, sizes: Sequence[int], comm: Communicator) -> tuple[int, ...]:
+def _check_sizes(operation: str, name: str, sizes: Sequence[int], comm: Communicator) -> tuple[int, ...]:
     try:
         checked = tuple(map(index, sizes))
     except TypeError:

@@ -110,19 +110,19 @@ class RNGStatesTracker:
     def get_states(self) -> dict[str, dict[str, Any]]:
         """The state of every stream, as tensors and numbers, to be saved with a checkpoint by ``torch.save``; of
         torch's own stream, ``torch.get_rng_state()`` is to be saved besides."""
-        self._keep()
-        return {name: _cloned(state) for name, state in self.streams.states.items()}
+        self._save_current()
+        return {name: _clone(state) for name, state in self.streams.states.items()}
 
     def set_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on where :meth:`get_states` was called. Streams that `states` does not name are forgotten.
 
         Raises ArgumentError inside of a :meth:`fork`."""
-        self._outside("set_states")
-        self.streams.states = {name: _cloned(state) for name, state in states.items()}
+        self._require_no_fork("set_states")
+        self.streams.states = {name: _clone(state) for name, state in states.items()}
 
     def reset(self) -> None:
         """Forget all streams. Raises ArgumentError inside of a :meth:`fork`."""
-        self._outside("reset")
+        self._require_no_fork("reset")
         self.streams.states = {}
 
     def recomputation(self) -> AbstractContextManager[None]:
@@ -130,13 +130,13 @@ class RNGStatesTracker:
         entered any number of times.
 
         For whoever sets torch's default generators back as well, as torch.utils.checkpoint does."""
-        self._keep()
+        self._save_current()
         return _Recomputation(self)
 
     def _switch(self, name: str | None) -> None:
         if name == self.streams.current:
             return
-        self._keep()
+        self._save_current()
         self.streams.current = name
         state = self.streams.own if name is None else self.streams.states[name]
         torch.set_rng_state(state["cpu"])
@@ -146,7 +146,7 @@ class RNGStatesTracker:
             elif name is not None:
                 torch.cuda.manual_seed(state["seed"])
 
-    def _keep(self) -> None:
+    def _save_current(self) -> None:
         """Take the state of the generators to where that of the current stream belongs."""
         live: _State = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
@@ -156,7 +156,7 @@ class RNGStatesTracker:
         else:
             self.streams.states[self.streams.current] = {**self.streams.states[self.streams.current], **live}
 
-    def _outside(self, what: str) -> None:
+    def _require_no_fork(self, what: str) -> None:
         if self.streams.current is not None:
             raise ArgumentError(
                 f"RNGStatesTracker: {what}() was called inside of fork({self.streams.current!r}); leave it first"
@@ -168,12 +168,12 @@ class _Recomputation(AbstractContextManager[None]):
 
     def __init__(self, tracker: RNGStatesTracker) -> None:
         self._tracker = tracker
-        self._then = _copied(tracker.streams)
+        self._saved = _copy(tracker.streams)
         self._before: list[_Streams] = []
 
     def __enter__(self) -> None:
         self._before.append(self._tracker.streams)
-        self._tracker.streams = _copied(self._then)
+        self._tracker.streams = _copy(self._saved)
 
     def __exit__(self, *error: object) -> None:
         self._tracker.streams = self._before.pop()
@@ -266,10 +266,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, tracker: RNGStatesTrack
     return torch.utils.checkpoint.checkpoint(in_context, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _copied(streams: _Streams) -> _Streams:
+def _copy(streams: _Streams) -> _Streams:
     # States themselves are never changed, only replaced.
     return replace(streams, states=dict(streams.states))
 
 
-def _cloned(state: Mapping[str, Any]) -> _State:
+def _clone(state: Mapping[str, Any]) -> _State:
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -25,7 +25,7 @@ from mpicoll.parallel.context_parallel import ring_attention, ulysses_attention
 from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mpicoll.parallel.layers import column_parallel_linear
 from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.p2p.message_format import Layout, TensorSpec, flatten, load, memory
+from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, copy_to_host, flatten, memory
 
 __all__ = ["cuda_torch"]
 
@@ -298,7 +298,7 @@ def test_messages_are_the_bytes() -> None:
     with own_stream():
         what = value(3, late_)
         found = leaves(what)
-        layout = Layout(flatten("send", what, []))
+        layout = MessageLayout(flatten("send", what, []))
         sent = layout.outgoing(found)
         want = leaves(value(3, lambda x, grad=False: x.requires_grad_(grad)))
         for (nbytes, parts), message in zip(layout.messages, sent, strict=True):
@@ -316,7 +316,7 @@ def test_what_a_stage_sends_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -
     """All tensors of a value by one wait."""
     with own_stream():
         tensors = [late(torch.full((n,), n)) for n in range(1, 20)]
-        layout = Layout(flatten("send", tensors, []))
+        layout = MessageLayout(flatten("send", tensors, []))
         waits = 0
         from mpicoll.buffers.cuda.device import CudaDevice
 
@@ -330,7 +330,7 @@ def test_what_a_stage_sends_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(CudaDevice, "working", counted)
         layout.outgoing(tensors)
         assert waits == 1
-        load([])
+        copy_to_host([])
         assert waits == 1
 
 

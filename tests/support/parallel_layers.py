@@ -95,10 +95,10 @@ def check(
         close(own_x.grad, inputs(whole_x.grad, comm), "gradient of the input")
 
 
-@pytest.fixture(params=[0, layers.BACKGROUND], ids=["background", "blocking"])
+@pytest.fixture(params=[0, layers.MIN_BACKGROUND_BYTES], ids=["background", "blocking"])
 def background(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives of the tests' small tensors run in the background, or as they do by default."""
-    monkeypatch.setattr(layers, "BACKGROUND", request.param)
+    monkeypatch.setattr(layers, "MIN_BACKGROUND_BYTES", request.param)
 
 
 class Block(nn.Module):

@@ -105,15 +105,15 @@ def check_agreement(
     if differs.any():
         other = int(differs.argmax())
         raise ArgumentError(
-            f"{operation}: the ranks disagree: rank 0 passed {_described(everyone[0].tolist())}, but rank {other}"
-            f" {_described(everyone[other].tolist())} {describe_rank(comm)}"
+            f"{operation}: the ranks disagree: rank 0 passed {_describe(everyone[0].tolist())}, but rank {other}"
+            f" {_describe(everyone[other].tolist())} {describe_rank(comm)}"
         )
 
 
 _OPERATIONS = ("ring_attention", "ulysses_attention")
 
 
-def _described(passed: list[int]) -> str:
+def _describe(passed: list[int]) -> str:
     """In words what :func:`check_agreement` exchanges."""
     operation, *extents, dtype, by_query, by_key, by_value, causal, layout, bits = passed
     (scale,) = struct.unpack("d", struct.pack("q", bits))

@@ -17,10 +17,10 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of `query` to the keys given, and for each query the log of the sum of its weights, which is float32
     for half precision."""
-    if _fits_fused(query, key, value):
+    if _can_use_fused(query, key, value):
         out, lse = _FUSED(query, key, value, 0.0, causal, scale=scale)
         return out, lse
-    return attend_plainly(query, key, value, causal, scale)
+    return attend_by_matmul(query, key, value, causal, scale)
 
 
 def attend_backward(
@@ -28,17 +28,17 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys contribute to the gradients of queries, keys and values, where `out` and `lse` are those over all
     keys that there are."""
-    if _fits_fused(query, key, value):
+    if _can_use_fused(query, key, value):
         by_query, by_key, by_value = _FUSED_BACKWARD(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
         return by_query, by_key, by_value
-    return attend_backward_plainly(grad, query, key, value, out, lse, causal, scale)
+    return attend_backward_by_matmul(grad, query, key, value, out, lse, causal, scale)
 
 
 _FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 
-def _fits_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _can_use_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether torch's fused kernels can take it. They end the process where there is nothing to compute."""
     return (
         query.is_cpu
@@ -50,33 +50,33 @@ def _fits_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def attend_plainly(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """:func:`attend` by matrix products, with all weights in memory."""
-    q, k, v = (_grouped(one, key.shape[1]) for one in (query, key, value))
-    scores = _scores(q, k, query.shape[1] // key.shape[1], causal, scale)
+    q, k, v = (_group_heads(one, key.shape[1]) for one in (query, key, value))
+    scores = _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ v
     return out.view(*query.shape[:3], value.shape[3]), lse.view(query.shape[:3])
 
 
-def attend_backward_plainly(
+def attend_backward_by_matmul(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`attend_backward` by matrix products."""
-    q, k, v, g, o = (_grouped(one, key.shape[1]) for one in (query, key, value, grad, out))
+    q, k, v, g, o = (_group_heads(one, key.shape[1]) for one in (query, key, value, grad, out))
     weights = (
-        _scores(q, k, query.shape[1] // key.shape[1], causal, scale) - lse.reshape(q.shape[:3]).unsqueeze(-1)
+        _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale) - lse.reshape(q.shape[:3]).unsqueeze(-1)
     ).exp()
     by_scores = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
     return (by_scores @ k).view(query.shape), by_scores.mT @ q, weights.mT @ g
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
+def _group_heads(x: Tensor, heads: int) -> Tensor:
     """`x` in the dtype to compute in, the rows of all heads that share one of `heads` below each other."""
     return x.to(accumulation_dtype(x)).reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
 
 
-def _scores(query: Tensor, key: Tensor, share: int, causal: bool, scale: float) -> Tensor:
+def _compute_scores(query: Tensor, key: Tensor, share: int, causal: bool, scale: float) -> Tensor:
     scores = query @ key.mT * scale
     if causal:
         hidden = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)

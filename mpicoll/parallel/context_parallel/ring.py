@@ -23,7 +23,7 @@ from mpicoll.parallel.context_parallel.sequence import Layout
 from mpicoll.parallel.groups import communicator
 from mpicoll.torch.no_compile import eager
 
-_Found: TypeAlias = tuple[slice, slice, list[Tensor]]
+_PartialGradients: TypeAlias = tuple[slice, slice, list[Tensor]]
 """Heads and tokens of a block, and what was found for them."""
 
 
@@ -65,18 +65,18 @@ def ring_attention(
     comm = communicator(group, "context")
     scale = check_arguments("ring_attention", comm, query, key, value, causal, scale, layout)
     check_agreement("ring_attention", comm, (query, key, value), causal, scale, layout)
-    result: Tensor = _Ring.apply(query, key, value, _Plan(comm, causal, scale, layout))
+    result: Tensor = _RingAttention.apply(query, key, value, _MaskPlan(comm, causal, scale, layout))
     return result
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _MaskPlan:
     comm: Communicator
     causal: bool
     scale: float
     layout: Layout
 
-    def seen(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
+    def visible_block(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
         """Which of this rank's `length` queries see which keys of rank `source`, and whether the mask is among them;
         None if the mask hides all. Each of the queries sees each of the keys, or it is the triangle of equal parts."""
         rank, everything = self.comm.rank, slice(None)
@@ -90,18 +90,18 @@ class _Plan:
         return (everything, slice(half), False) if source < rank else (slice(half, None), everything, False)
 
 
-class _Ring(Function):
+class _RingAttention(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _MaskPlan) -> Tensor:
         comm = plan.comm
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        ring = Neighbours(comm, "forward")
+        ring = RingExchange(comm, "forward")
         out = lse = query
         block: Sequence[Tensor] = (key, value)
         for step in range(comm.size):
             # What is computed now hides the exchange of what is computed next.
-            moving = ring.pass_on(block) if step < comm.size - 1 else None
-            seen = plan.seen((comm.rank - step) % comm.size, query.shape[2])
+            moving = ring.shift(block) if step < comm.size - 1 else None
+            seen = plan.visible_block((comm.rank - step) % comm.size, query.shape[2])
             if seen is not None:
                 rows, columns, causal = seen
                 k, v = (one[:, :, columns] for one in block)
@@ -119,10 +119,10 @@ class _Ring(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return *_RingBackward.apply(grad, *ctx.saved_tensors, ctx.plan, ctx.needs_input_grad[:3]), None
+        return *_RingAttentionBackward.apply(grad, *ctx.saved_tensors, ctx.plan, ctx.needs_input_grad[:3]), None
 
 
-class _RingBackward(Function):
+class _RingAttentionBackward(Function):
     """The gradients of query, key and value. A function of its own, so that differentiating them is an error, and not
     as if they were constants."""
 
@@ -135,7 +135,7 @@ class _RingBackward(Function):
         value: Tensor,
         out: Tensor,
         lse: Tensor,
-        plan: _Plan,
+        plan: _MaskPlan,
         needs: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
         comm = plan.comm
@@ -148,10 +148,10 @@ class _RingBackward(Function):
         wanted = [index for index in (0, 1) if needs[1 + index]]
         own = [(by_key, by_value)[index] for index in wanted]
 
-        def compute(step: int, block: Sequence[Tensor], some: slice) -> _Found | None:
+        def compute(step: int, block: Sequence[Tensor], some: slice) -> _PartialGradients | None:
             """Add to the gradient of the queries, and find those of `some` heads of `block`, which has gone `step`
             steps."""
-            seen = plan.seen((comm.rank - step) % comm.size, query.shape[2])
+            seen = plan.visible_block((comm.rank - step) % comm.size, query.shape[2])
             if seen is None:
                 return None
             rows, columns, causal = seen
@@ -165,25 +165,25 @@ class _RingBackward(Function):
         # The sums for a block begin at the first rank that it comes to, follow one step behind it, and end at its
         # owner. While they come home, a rank computes the half of its own block's heads that it has left for then.
         early = (heads + 1) // 2 if own and comm.size > 1 else heads
-        ring = Neighbours(comm, "backward")
+        ring = RingExchange(comm, "backward")
         block: Sequence[Tensor] = (key, value)
         sums: Sequence[Tensor] = ()
         for step in range(comm.size):
             moves = step < comm.size - 1
             travelling = [*(block if moves else ()), *sums]
-            moving = ring.pass_on(travelling) if travelling else None
+            moving = ring.shift(travelling) if travelling else None
             found = compute(step, block, slice(0, heads if step else early))
             arrived = moving() if moving is not None else []
             if step == 0:
-                _add(own, found)
+                _add_gradients(own, found)
             else:
                 sums = arrived[2 * moves :] if step > 1 else [torch.zeros_like(one) for one in own]
-                _add(sums, found)
+                _add_gradients(sums, found)
             block = arrived[:2] if moves else (key, value)
         if sums:
-            moving = ring.pass_on(sums)
+            moving = ring.shift(sums)
             if early < heads:
-                _add(own, compute(0, block, slice(early, heads)))
+                _add_gradients(own, compute(0, block, slice(early, heads)))
             for total, one in zip(own, moving(), strict=True):
                 total += one
         grads = zip((by_query, by_key, by_value), (query, key, value), needs, strict=True)
@@ -197,7 +197,7 @@ class _RingBackward(Function):
         )
 
 
-def _add(sums: Sequence[Tensor], found: _Found | None) -> None:
+def _add_gradients(sums: Sequence[Tensor], found: _PartialGradients | None) -> None:
     if found is not None:
         heads, columns, parts = found
         for total, part in zip(sums, parts, strict=True):
@@ -210,22 +210,22 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-class Neighbours:
+class RingExchange:
     """Passes tensors on to the next rank of the ring, for those of the rank before, in memory that it uses again."""
 
     def __init__(self, comm: Communicator, phase: str) -> None:
-        self._comm = _private(comm)
+        self._comm = _private_duplicate(comm)
         self._phase = phase
         # The same on all ranks; what a call that failed has left under way has another one.
         self._tag = self._comm.next_tag()
         self._made: list[Tensor] = []
         self._free: list[Tensor] = []
 
-    def pass_on(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def shift(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Start to send contiguous `tensors`, and to receive the like. What is returned waits for both, and gives what
         has arrived; those of `tensors` that had arrived themselves are then not to be used any more."""
         comm = self._comm
-        arriving = [self._like(one) for one in tensors]
+        arriving = [self._receive_buffer(one) for one in tensors]
         source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         requests = [p2p.irecv(None, source, self._tag, out=one, comm=comm) for one in arriving]
         requests += [p2p.isend(one.detach(), dest, self._tag, comm=comm) for one in tensors]
@@ -243,7 +243,7 @@ class Neighbours:
 
         return wait
 
-    def _like(self, tensor: Tensor) -> Tensor:
+    def _receive_buffer(self, tensor: Tensor) -> Tensor:
         for index, one in enumerate(self._free):
             if one.shape == tensor.shape and one.dtype == tensor.dtype:
                 return self._free.pop(index)
@@ -251,7 +251,7 @@ class Neighbours:
         return self._made[-1]
 
 
-def _private(comm: Communicator) -> Communicator:
+def _private_duplicate(comm: Communicator) -> Communicator:
     """A duplicate of `comm` on which no other messages travel; collective when it is asked for first.
 
     Blocks don't go with the collectives, although those are apart from messages too: the thread that carries out
@@ -265,10 +265,10 @@ def _private(comm: Communicator) -> Communicator:
         # Kept with MPI's communicators, and freed with them. The first duplicate is what comm.mpi means where a user
         # passes it, and carries the messages sent there; the second is nobody else's.
         return resolve(resolve(own).transport.mpi)
-    if comm not in _OF_THREADS:
-        _OF_THREADS[comm] = comm.group(range(comm.size))  # with nothing to free
-    made: Communicator = _OF_THREADS[comm]
+    if comm not in _THREAD_DUPLICATES:
+        _THREAD_DUPLICATES[comm] = comm.group(range(comm.size))  # with nothing to free
+    made: Communicator = _THREAD_DUPLICATES[comm]
     return made
 
 
-_OF_THREADS: WeakKeyDictionary[Communicator, Any] = WeakKeyDictionary()
+_THREAD_DUPLICATES: WeakKeyDictionary[Communicator, Any] = WeakKeyDictionary()

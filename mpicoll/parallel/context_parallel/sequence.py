@@ -28,7 +28,7 @@ def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group:
     """
     comm = communicator(group, "context")
     check_layout("split_sequence", layout, comm)
-    dim = _checked_dim("split_sequence", x, dim, comm)
+    dim = _normalize_dim("split_sequence", x, dim, comm)
     chunks = comm.size * chunks_per_rank(layout)
     if x.shape[dim] % chunks:
         raise ShapeError(
@@ -50,7 +50,7 @@ def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group
     """
     comm = communicator(group, "context")
     check_layout("gather_sequence", layout, comm)
-    dim = _checked_dim("gather_sequence", x, dim, comm)
+    dim = _normalize_dim("gather_sequence", x, dim, comm)
     check_chunks("gather_sequence", x, dim, "x", layout, comm)
     return order_tokens(all_gather_single(x, dim, comm), dim, layout, comm)
 
@@ -111,7 +111,7 @@ def check_chunks(operation: str, x: Tensor, dim: int, name: str, layout: Layout,
         )
 
 
-def _checked_dim(operation: str, x: Any, dim: int, comm: Communicator) -> int:
+def _normalize_dim(operation: str, x: Any, dim: int, comm: Communicator) -> int:
     """`dim`, counted from the front."""
     if not isinstance(x, Tensor):
         raise DTypeError(f"{operation}: a tensor is needed, got {type(x).__name__} {describe_rank(comm)}")

@@ -30,10 +30,10 @@ InitMethod: TypeAlias = Callable[[Tensor], Any]
 class ParallelModule(nn.Module):
     """A module that knows its ranks: ``group`` is what the user passed, ``comm`` what it meant.
 
-    Parameters named in `_cut` are marked as parts, also those that torch makes anew.
+    Parameters named in `_shard_dims` are marked as parts, also those that torch makes anew.
     """
 
-    _cut: ClassVar[Mapping[str, int]] = {}
+    _shard_dims: ClassVar[Mapping[str, int]] = {}
 
     group: Any
     comm: Communicator
@@ -43,7 +43,7 @@ class ParallelModule(nn.Module):
         self.mark_parameters()
 
     def __delattr__(self, name: str) -> None:
-        if name in self._cut and self._parameters.get(name) is not None and self.comm.size > 1:
+        if name in self._shard_dims and self._parameters.get(name) is not None and self.comm.size > 1:
             raise ArgumentError(
                 f"{type(self).__name__}: {name} can't be taken away, nor parametrized, as by weight_norm: it is this"
                 f" rank's part of a parameter, and a norm, say, would be that of the part {self._where()}"
@@ -65,7 +65,7 @@ class ParallelModule(nn.Module):
 
     def mark_parameters(self) -> None:
         """Mark what is cut (see :mod:`mpicoll.parallel.shards`), for whoever replaces parameters otherwise."""
-        for name, dim in self._cut.items():
+        for name, dim in self._shard_dims.items():
             param = self._parameters.get(name)
             if param is not None and shard_of(param) is None:
                 mark(param, dim, self.group, self.comm)

@@ -31,7 +31,7 @@ class VocabParallelEmbedding(ParallelModule):
     Raises ShapeError if `num_embeddings` does not divide, IndexError for an id out of range.
     """
 
-    _cut: ClassVar = {"weight": 0}
+    _shard_dims: ClassVar = {"weight": 0}
 
     weight: Parameter
 
@@ -60,7 +60,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.start = self.comm.rank * share
         self.stop = self.start + share
         self.init_method = init_method
-        self.weight = local_block(self._plain(device, dtype), 0, self.comm)
+        self.weight = local_block(self._make_plain(device, dtype), 0, self.comm)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Any = None, **options: Any) -> Self:
@@ -94,9 +94,9 @@ class VocabParallelEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
         with torch.no_grad():
-            self.weight.copy_(local_block(self._plain(self.weight.device, self.weight.dtype), 0, self.comm))
+            self.weight.copy_(local_block(self._make_plain(self.weight.device, self.weight.dtype), 0, self.comm))
 
-    def _plain(self, device: Any, dtype: Any) -> Tensor:
+    def _make_plain(self, device: Any, dtype: Any) -> Tensor:
         """The whole weight, as it starts."""
         plain = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device=device, dtype=dtype)
         if self.init_method is not None:

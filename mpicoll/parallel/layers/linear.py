@@ -39,7 +39,7 @@ from mpicoll.torch.no_compile import eager
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-BACKGROUND = 64 << 10
+MIN_BACKGROUND_BYTES = 64 << 10
 """Bytes from which a collective runs in the background: handing a smaller one to a thread takes longer than it does."""
 
 
@@ -68,13 +68,13 @@ def column_parallel_linear(
         return functional.linear(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = _autocast(x, dtype), _autocast(weight, dtype)
-        bias = None if bias is None else _autocast(bias, dtype)
-    result: Tensor = _Column.apply(x, weight, bias, comm, sequence_parallel)
+        x, weight = _cast(x, dtype), _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, comm, sequence_parallel)
     return result
 
 
-class _Column(Function):
+class _ColumnLinear(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Communicator, sequence_parallel: bool
@@ -91,17 +91,17 @@ class _Column(Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows = grad.reshape(-1, grad.shape[-1])
         if torch.is_grad_enabled():  # by create_graph
-            grad_x, grad_weight = _differentiable(x, weight, grad, comm, ctx.sequence_parallel)
+            grad_x, grad_weight = _differentiable_gradients(x, weight, grad, comm, ctx.sequence_parallel)
             return grad_x, grad_weight, rows.sum(0) if need_bias else None, None, None
         grad_weight = gathering = reducing = None
         if need_weight and ctx.sequence_parallel:
-            gathering = _begin(allgather, iallgather, x, comm=comm)
+            gathering = _start(allgather, iallgather, x, comm=comm)
         if need_x:
             whole = grad @ weight
             if ctx.sequence_parallel:
-                reducing = _begin(reduce_scatter, ireduce_scatter, whole, comm=comm)
+                reducing = _start(reduce_scatter, ireduce_scatter, whole, comm=comm)
             else:
-                reducing = _begin(allreduce, iallreduce, whole, out=whole, comm=comm)
+                reducing = _start(allreduce, iallreduce, whole, out=whole, comm=comm)
         grad_bias = rows.sum(0) if need_bias else None
         if need_weight:
             whole_x = x if gathering is None else gathering()
@@ -110,17 +110,17 @@ class _Column(Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _begin(
+def _start(
     blocking: Callable[..., Tensor], background: Callable[..., Request], x: Tensor, **options: Any
 ) -> Callable[[], Tensor]:
     """Begin a collective; what is returned gives its result."""
-    if x.nbytes < BACKGROUND:
+    if x.nbytes < MIN_BACKGROUND_BYTES:
         result = blocking(x, **options)
         return lambda: result
     return background(x, **options).wait
 
 
-def _differentiable(
+def _differentiable_gradients(
     x: Tensor | None, weight: Tensor | None, grad: Tensor, comm: Communicator, sequence_parallel: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of `x` and `weight` by operations that have gradients themselves."""
@@ -139,7 +139,7 @@ def _differentiable(
     return grad_x, grad_weight
 
 
-def _autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` as torch's own functions cast it under autocast, which leaves float64 alone."""
     return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
@@ -156,9 +156,9 @@ def _check_features(operation: str, x: Tensor, features: int, sequence_parallel:
 class _Linear(ParallelModule):
     """What the two linear layers share."""
 
-    _divided: ClassVar[str]
+    _sharded_extent: ClassVar[str]
     """Which of the extents is spread over the ranks."""
-    _flags: ClassVar[tuple[str, ...]]
+    _shown_flags: ClassVar[tuple[str, ...]]
     """Options to be shown if they are set, besides those of both layers."""
 
     weight: Parameter
@@ -181,8 +181,8 @@ class _Linear(ParallelModule):
         self.sequence_parallel, self.skip_bias_add = sequence_parallel, skip_bias_add
         self.group, self.comm = group, communicator(group)
         self.init_method = init_method
-        local_extent(type(self).__name__, self._divided, getattr(self, self._divided), self.comm)
-        self._take(self._plain(bias, device, dtype))
+        local_extent(type(self).__name__, self._sharded_extent, getattr(self, self._sharded_extent), self.comm)
+        self._set_parameters(self._make_plain(bias, device, dtype))
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Any = None, **options: Any) -> Self:
@@ -200,27 +200,29 @@ class _Linear(ParallelModule):
             dtype=whole.dtype,
             **options,
         )
-        layer._take(linear)
+        layer._set_parameters(linear)
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
         """The plain layer with the whole weight, on every rank. Collective: sends the weight, n(P-1)/P bytes."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = Parameter(gather_full(self.weight, self._cut["weight"], self.comm), self.weight.requires_grad)
+        linear.weight = Parameter(
+            gather_full(self.weight, self._shard_dims["weight"], self.comm), self.weight.requires_grad
+        )
         if self.bias is not None:
-            bias = gather_full(self.bias, 0, self.comm) if "bias" in self._cut else self.bias.detach().clone()
+            bias = gather_full(self.bias, 0, self.comm) if "bias" in self._shard_dims else self.bias.detach().clone()
             linear.bias = Parameter(bias, self.bias.requires_grad)
         return linear.train(self.training)
 
     def reset_parameters(self) -> None:
         """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
-        plain = self._plain(self.bias is not None, self.weight.device, self.weight.dtype)
+        plain = self._make_plain(self.bias is not None, self.weight.device, self.weight.dtype)
         with torch.no_grad():
-            for name, value in self._parts(plain).items():
+            for name, value in self._local_parameters(plain).items():
                 if value is not None:
                     self.get_parameter(name).copy_(value)
 
-    def _plain(self, bias: bool, device: Any, dtype: Any) -> nn.Linear:
+    def _make_plain(self, bias: bool, device: Any, dtype: Any) -> nn.Linear:
         """The whole layer, as it starts."""
         plain = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if self.init_method is not None:
@@ -228,22 +230,22 @@ class _Linear(ParallelModule):
                 self.init_method(plain.weight)
         return plain
 
-    def _take(self, plain: nn.Linear) -> None:
-        for name, value in self._parts(plain).items():
+    def _set_parameters(self, plain: nn.Linear) -> None:
+        for name, value in self._local_parameters(plain).items():
             self.register_parameter(name, value)
 
-    def _parts(self, plain: nn.Linear) -> dict[str, Parameter | None]:
+    def _local_parameters(self, plain: nn.Linear) -> dict[str, Parameter | None]:
         """What this rank holds of `plain`."""
         params: dict[str, Tensor | None] = {"weight": plain.weight, "bias": plain.bias}
         return {
-            name: local_block(param, self._cut[name], self.comm)
-            if param is not None and name in self._cut
+            name: local_block(param, self._shard_dims[name], self.comm)
+            if param is not None and name in self._shard_dims
             else copy_parameter(param)
             for name, param in params.items()
         }
 
     def extra_repr(self) -> str:
-        flags = [name for name in ("sequence_parallel", "skip_bias_add", *self._flags) if getattr(self, name)]
+        flags = [name for name in ("sequence_parallel", "skip_bias_add", *self._shown_flags) if getattr(self, name)]
         return ", ".join(
             [
                 f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
@@ -268,9 +270,9 @@ class ColumnParallelLinear(_Linear):
     Raises ShapeError if `out_features` does not divide.
     """
 
-    _cut: ClassVar = {"weight": 0, "bias": 0}
-    _divided = "out_features"
-    _flags = ("gather_output",)
+    _shard_dims: ClassVar = {"weight": 0, "bias": 0}
+    _sharded_extent = "out_features"
+    _shown_flags = ("gather_output",)
 
     def __init__(
         self,
@@ -319,9 +321,9 @@ class RowParallelLinear(_Linear):
     Raises ShapeError if `in_features` does not divide.
     """
 
-    _cut: ClassVar = {"weight": 1}
-    _divided = "in_features"
-    _flags = ("input_is_parallel",)
+    _shard_dims: ClassVar = {"weight": 1}
+    _sharded_extent = "in_features"
+    _shown_flags = ("input_is_parallel",)
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ def shard_(
     Raises ArgumentError, with `module` unchanged, for a pattern that fits nothing, a submodule of another class than
     named above, and a parameter that is shared with what is not replaced; ShapeError for what does not divide.
     """
-    chosen = _chosen(module, plan)
+    chosen = _match_plan(module, plan)
     _check_shared(module, chosen)
     made: dict[nn.Module, nn.Module] = {}
     cuts: dict[Parameter, tuple[str, Parameter]] = {}
@@ -54,10 +54,10 @@ def shard_(
         if plain in made:
             continue
         options = {"layer": what} if isinstance(what, str) else dict(what)
-        layer = made[plain] = _converted(name, plain, options, sequence_parallel, group)
+        layer = made[plain] = _convert(name, plain, options, sequence_parallel, group)
         for key, param in plain.named_parameters(recurse=False):
             first, cut = cuts.setdefault(param, (name, getattr(layer, key)))
-            if _lie(cut) != _lie(getattr(layer, key)):
+            if _shard_layout(cut) != _shard_layout(getattr(layer, key)):
                 raise ArgumentError(
                     f"shard_: {first} and {name} share their {key}, but it would be cut in two ways; convert them alike"
                 )
@@ -89,32 +89,32 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     return {name: whole(value) for name, value in module.state_dict(keep_vars=True).items()}
 
 
-_PLAIN: dict[str, tuple[type[nn.Module], ...]] = {
+_SOURCE_TYPES: dict[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "vocab": (nn.Embedding,),
     "norm": (nn.LayerNorm, nn.RMSNorm),
 }
 
-_Chosen: TypeAlias = "dict[str, tuple[nn.Module, str | Mapping[str, Any]]]"
+_Matches: TypeAlias = "dict[str, tuple[nn.Module, str | Mapping[str, Any]]]"
 
 
-def _chosen(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) -> _Chosen:
+def _match_plan(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) -> _Matches:
     """The submodules that `plan` names, and what they become."""
     named = dict(module.named_modules(remove_duplicate=False))
     del named[""]
-    chosen: _Chosen = {}
+    chosen: _Matches = {}
     for pattern, what in plan.items():
         fitting = [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
             raise ArgumentError(f"shard_: no submodule fits {pattern!r}; there are {sorted(named)}")
         kind = what if isinstance(what, str) else what.get("layer")
-        if kind not in _PLAIN:
-            raise ArgumentError(f"shard_: {pattern!r} must become one of {sorted(_PLAIN)}, got {what!r}")
+        if kind not in _SOURCE_TYPES:
+            raise ArgumentError(f"shard_: {pattern!r} must become one of {sorted(_SOURCE_TYPES)}, got {what!r}")
         for name in fitting:
             # Subclasses may compute something else.
-            if name not in chosen and type(named[name]) not in _PLAIN[kind]:
-                wanted = " or ".join(one.__name__ for one in _PLAIN[kind])
+            if name not in chosen and type(named[name]) not in _SOURCE_TYPES[kind]:
+                wanted = " or ".join(one.__name__ for one in _SOURCE_TYPES[kind])
                 raise ArgumentError(
                     f"shard_: {name!r}, which {pattern!r} fits, is a {type(named[name]).__name__}; {kind!r} needs a"
                     f" {wanted}"
@@ -123,7 +123,7 @@ def _chosen(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) -> _
     return chosen
 
 
-def _check_shared(module: nn.Module, chosen: _Chosen) -> None:
+def _check_shared(module: nn.Module, chosen: _Matches) -> None:
     """Raise if a parameter of what is replaced belongs to something else as well."""
     replaced = {plain: name for name, (plain, _) in chosen.items()}
     owner = {param: name for plain, name in replaced.items() for param in plain.parameters(recurse=False)}
@@ -137,7 +137,7 @@ def _check_shared(module: nn.Module, chosen: _Chosen) -> None:
                 )
 
 
-def _converted(name: str, plain: nn.Module, options: dict[str, Any], sequence_parallel: bool, group: Any) -> nn.Module:
+def _convert(name: str, plain: nn.Module, options: dict[str, Any], sequence_parallel: bool, group: Any) -> nn.Module:
     options = {"sequence_parallel": sequence_parallel, **options}
     kind = options.pop("layer")
     try:
@@ -155,6 +155,6 @@ def _converted(name: str, plain: nn.Module, options: dict[str, Any], sequence_pa
         raise ArgumentError(f"shard_: {name!r} can't become {kind!r} with the options {options}: {error}") from error
 
 
-def _lie(param: Tensor) -> tuple[int | None, torch.Size]:
+def _shard_layout(param: Tensor) -> tuple[int | None, torch.Size]:
     shard = shard_of(param)
     return (None if shard is None else shard.dim), param.shape

@@ -20,18 +20,18 @@ import torch
 
 from mpicoll.errors import CommunicationError, DeviceError, RankError, RankFailed
 from mpicoll.parallel.p2p.message_format import (
-    Layout,
-    Moving,
-    Part,
-    Place,
+    HostPlace,
+    MessageLayout,
+    MessagePart,
+    MessageTransport,
+    PendingMessage,
     Spec,
     TensorSpec,
-    Wire,
+    copy_from_host,
     describe,
+    host_buffer,
     memory,
-    pickled,
-    staging,
-    store,
+    pickle_message,
     unflatten,
 )
 from mpicoll.torch.tensors import flat_output
@@ -40,19 +40,19 @@ from mpicoll.transport.base import Envelope, Memory
 PLAIN, FORWARD, BACKWARD = range(3)
 """Lines of one channel between two stages. They are never mixed up, even where the next stage is the previous one."""
 
-_WAYS = ("", " by a send_forward form", " by a send_backward form")
+_LINE_FORMS = ("", " by a send_forward form", " by a send_backward form")
 """How values get on these lines, for people."""
 
 CHANNELS = 256
 
-_HEADER, _DATA, _DATA_SYNC, _OBJECT, _OBJECT_SYNC, _ACK, _BYE = range(7)
+_HEADER, _DATA, _DATA_SYNC, _OBJECT, _OBJECT_SYNC, _ACK, _CLOSE = range(7)
 """What a message is. _SYNC: the sender waits for an _ACK. The tag holds channel, line, number modulo 4, and this; it is
 below 32768, the smallest range that MPI guarantees."""
 
 _NOTHING = np.empty(0, np.uint8)
 
 
-def key_of(operation: str, line: int, channel: int) -> int:
+def line_key(operation: str, line: int, channel: int) -> int:
     """The number of a line. Raises RankError if there is no such channel."""
     try:
         number = index(channel)
@@ -63,10 +63,10 @@ def key_of(operation: str, line: int, channel: int) -> int:
     return number << 2 | line
 
 
-class Sending:
+class PendingSend:
     """A value that leaves. `spec` is its structure; of an object, the number of its bytes."""
 
-    __slots__ = ("acknowledged", "error", "key", "moving", "name", "peer", "spec", "sync", "told", "value")
+    __slots__ = ("acknowledged", "error", "key", "moving", "name", "peer", "reported", "spec", "sync", "value")
 
     def __init__(self, name: str, peer: Peer, key: int, spec: Spec | int, *, sync: bool) -> None:
         self.name = name
@@ -75,10 +75,10 @@ class Sending:
         self.spec = spec
         self.sync = sync
         self.acknowledged = not sync
-        self.moving: list[Moving] = []
+        self.moving: list[PendingMessage] = []
         self.value = None
         self.error: Exception | None = None
-        self.told = False
+        self.reported = False
 
     def ended(self) -> bool:
         """Whether it has completed or failed."""
@@ -87,16 +87,16 @@ class Sending:
         if not self.acknowledged:
             return False
         try:
-            return all_arrived(self.moving)
+            return all_complete(self.moving)
         except CommunicationError as error:
             self.error = self.peer.explain(self, error)
             return True
 
     def __str__(self) -> str:
-        return f"{self.name} of {_sent(self.spec)} to {self.peer.name}{_channel(self.key)}"
+        return f"{self.name} of {_describe_sent(self.spec)} to {self.peer.name}{_format_channel(self.key)}"
 
 
-class Receiving:
+class PendingRecv:
     """A receive. `into` is the tensor to be filled, `shape` and `dtype` what is expected of the tensor that comes.
 
     ``stream`` is torch's current stream of the thread that asks, if CUDA is in use there: tensors are made for it.
@@ -112,9 +112,9 @@ class Receiving:
         "name",
         "objects",
         "peer",
+        "reported",
         "shape",
         "stream",
-        "told",
         "value",
     )
 
@@ -140,7 +140,7 @@ class Receiving:
         self.arrival: _Arrival | None = None
         self.value: Any = None
         self.error: Exception | None = None
-        self.told = False
+        self.reported = False
         self._ended = False
 
     def ended(self) -> bool:
@@ -148,10 +148,10 @@ class Receiving:
         if self._ended or self.error is not None:
             return True
         arrival = self.arrival
-        if arrival is None or not arrival.whole:
+        if arrival is None or not arrival.complete:
             return False
         try:
-            if not all_arrived(arrival.moving):
+            if not all_complete(arrival.moving):
                 return False
             with self.on_stream():
                 self.value = arrival.value(self.into)
@@ -193,15 +193,15 @@ class Receiving:
         if self.objects:
             return "an object, sent by send_obj"
         if self.shape is None:
-            return f"tensors, sent{_WAYS[self.key & 3] or ' by send or isend'}"
+            return f"tensors, sent{_LINE_FORMS[self.key & 3] or ' by send or isend'}"
         dtype = "a tensor of shape" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         return f"{dtype} {self.shape}"
 
     def __str__(self) -> str:
-        return f"{self.name} from {self.peer.name}{_channel(self.key)}"
+        return f"{self.name} from {self.peer.name}{_format_channel(self.key)}"
 
 
-Operation: TypeAlias = "Sending | Receiving"
+Operation: TypeAlias = "PendingSend | PendingRecv"
 
 
 class _Arrival:
@@ -213,23 +213,23 @@ class _Arrival:
         "_restore",
         "_staged",
         "_tensors",
+        "complete",
         "layout",
         "moving",
         "receiving",
         "sync",
-        "whole",
     )
 
-    def __init__(self, layout: Layout | None, *, sync: bool) -> None:
+    def __init__(self, layout: MessageLayout | None, *, sync: bool) -> None:
         self.layout = layout
         self.sync = sync
-        self.receiving: Receiving | None = None
-        self.moving: list[Moving] = []
-        self.whole = False
+        self.receiving: PendingRecv | None = None
+        self.moving: list[PendingMessage] = []
+        self.complete = False
         self._direct = False
         self._restore: Callable[[], None] | None = None
         self._tensors: dict[int, torch.Tensor] = {}
-        self._staged: list[tuple[Memory, tuple[Part, ...]]] = []
+        self._staged: list[tuple[Memory, tuple[MessagePart, ...]]] = []
         self._packed: Memory = _NOTHING
 
     def fill(self, name: str, into: torch.Tensor) -> None:
@@ -240,17 +240,17 @@ class _Arrival:
             self._tensors[0], self._restore = flat_output(name, into)
         self._direct = True
 
-    def room(self, nbytes: int) -> Memory | None:
+    def next_buffer(self, nbytes: int) -> Memory | None:
         """Where its next message of `nbytes` goes; None if that message is not the one that must come."""
         if self.layout is None:
             self._packed = np.empty(nbytes, np.uint8)
-            self.whole = True
+            self.complete = True
             return self._packed
         messages, leaves = self.layout.messages, self.layout.leaves
         expected, parts = messages[len(self.moving)]
         if nbytes != expected:
             return None
-        self.whole = len(self.moving) + 1 == len(messages)
+        self.complete = len(self.moving) + 1 == len(messages)
         alone = parts[0].index if len(parts) == 1 else None
         if alone is not None and (self._direct or leaves[alone].device == "cpu"):
             if alone not in self._tensors:
@@ -259,9 +259,9 @@ class _Arrival:
         there = any(leaves[part.index].device != "cpu" for part in parts)
         place = self.receiving.place if there and self.receiving is not None else None
         try:
-            staged = staging("recv", nbytes, place)
+            staged = host_buffer("recv", nbytes, place)
         except DeviceError:  # which is for the copy to say, when the value is asked for
-            staged = staging("recv", nbytes, None)
+            staged = host_buffer("recv", nbytes, None)
         self._staged.append((staged, parts))
         return staged
 
@@ -289,17 +289,17 @@ class _Arrival:
                 "what came was on a CUDA device, and this process has none; send it from the CPU (.cpu()), or receive"
                 " into a tensor"
             )
-        places: list[Place] = []
+        places: list[HostPlace] = []
         for staged, parts in self._staged:
             for number, start, stop in parts:
                 self._tensors[number] = leaves[number].empty()
                 places.append((self._tensors[number], staged[start:stop]))
-        store(places)
+        copy_from_host(places)
 
     def _store(self, into: torch.Tensor) -> None:
         if not self._direct:
             flat, self._restore = flat_output("recv", into)
-            store([(flat, self._staged[0][0] if self._staged else memory(self._tensors[0]))])
+            copy_from_host([(flat, self._staged[0][0] if self._staged else memory(self._tensors[0]))])
         if self._restore is not None:
             self._restore()
         elif not into.is_inference():
@@ -319,9 +319,9 @@ class _Outbox:
     __slots__ = ("layout", "number", "unacknowledged")
 
     def __init__(self) -> None:
-        self.layout: Layout | None = None
+        self.layout: MessageLayout | None = None
         self.number = 0
-        self.unacknowledged: deque[Sending] = deque()
+        self.unacknowledged: deque[PendingSend] = deque()
 
 
 class _Inbox:
@@ -330,9 +330,9 @@ class _Inbox:
     __slots__ = ("arrived", "arriving", "broken", "layout", "number", "waiting")
 
     def __init__(self) -> None:
-        self.layout: Layout | None = None
+        self.layout: MessageLayout | None = None
         self.number = 0
-        self.waiting: deque[Receiving] = deque()
+        self.waiting: deque[PendingRecv] = deque()
         self.arrived: deque[_Arrival] = deque()
         self.arriving: _Arrival | None = None
         self.broken: str | None = None
@@ -346,9 +346,9 @@ class Peer:
         self.name = name
         self.here = here
         self.wants = 0
-        self.left = False
+        self.closed = False
         self.lost: CommunicationError | None = None
-        self.reading: tuple[Moving, Memory, Callable[[Memory], None]] | None = None
+        self.reading: tuple[PendingMessage, Memory, Callable[[Memory], None]] | None = None
         self.inboxes: dict[int, _Inbox] = {}
         self.outboxes: dict[int, _Outbox] = {}
 
@@ -366,29 +366,29 @@ class Peer:
 
     def explain(self, operation: Operation, error: CommunicationError) -> CommunicationError:
         """`error` of the transport as one that names `operation`."""
-        return explained(f"{self.here}: {operation}: {error}", error)
+        return wrap_error(f"{self.here}: {operation}: {error}", error)
 
-    def unheard(self) -> Iterator[str]:
+    def unreceived(self) -> Iterator[str]:
         """What came that nobody has received."""
         for key, inbox in self.inboxes.items():
             for one in inbox.arrived:
                 what = "an object" if one.layout is None else describe(one.layout.spec)
-                yield f"{what}{_WAYS[key & 3]}{_channel(key)}"
+                yield f"{what}{_LINE_FORMS[key & 3]}{_format_channel(key)}"
 
 
-class Lines:
+class ChannelMux:
     """This stage's ends of all lines. Its methods must be called by one thread at a time."""
 
-    def __init__(self, wire: Wire, here: str, names: Callable[[int], str]) -> None:
+    def __init__(self, wire: MessageTransport, here: str, names: Callable[[int], str]) -> None:
         self._wire = wire
         self.here = here
         self.peers = {stage: Peer(stage, names(stage), here) for stage in wire.peers}
 
-    def post(self, sending: Sending, payload: list[torch.Tensor] | Memory) -> None:
+    def post_send(self, sending: PendingSend, payload: list[torch.Tensor] | Memory) -> None:
         """Send tensors, or the bytes of an object."""
         peer, key, moving = sending.peer, sending.key, sending.moving
-        if peer.left:
-            sending.error = CommunicationError(_unwanted(sending))
+        if peer.closed:
+            sending.error = CommunicationError(_describe_unreceived_send(sending))
             return
         outbox = peer.outbox(key)
         if isinstance(payload, np.ndarray):
@@ -398,8 +398,8 @@ class Lines:
             layout = outbox.layout
             spec: Any = sending.spec
             if layout is None or layout.spec != spec:
-                moving.append(self._send(peer, outbox, key, _HEADER, pickled(sending.name, spec)))
-                layout = outbox.layout = Layout(spec)
+                moving.append(self._send(peer, outbox, key, _HEADER, pickle_message(sending.name, spec)))
+                layout = outbox.layout = MessageLayout(spec)
             kind = _DATA_SYNC if sending.sync else _DATA
             for data in layout.outgoing(payload):
                 moving.append(self._send(peer, outbox, key, kind, data))
@@ -407,40 +407,40 @@ class Lines:
             outbox.unacknowledged.append(sending)
             peer.wants += 1
 
-    def _send(self, peer: Peer, outbox: _Outbox, key: int, kind: int, data: Memory) -> Moving:
+    def _send(self, peer: Peer, outbox: _Outbox, key: int, kind: int, data: Memory) -> PendingMessage:
         number = outbox.number
         outbox.number = (number + 1) & 3
         return self._wire.isend(data, peer.stage, key << 5 | number << 3 | kind)
 
-    def expect(self, receiving: Receiving) -> None:
+    def post_recv(self, receiving: PendingRecv) -> None:
         """Let `receiving` get the next value of its line."""
         peer = receiving.peer
         inbox = peer.inbox(receiving.key)
         if inbox.arrived:
             arrival = inbox.arrived.popleft()
-            self._meet(receiving, arrival)
-            if not arrival.whole:
+            self._match(receiving, arrival)
+            if not arrival.complete:
                 peer.wants += 1
         elif inbox.broken is not None:
             receiving.error = CommunicationError(f"{self.here}: {receiving}: {inbox.broken}")
-        elif peer.left:
-            receiving.error = CommunicationError(_gone(receiving))
+        elif peer.closed:
+            receiving.error = CommunicationError(_describe_closed_peer(receiving))
         else:
             inbox.waiting.append(receiving)
             peer.wants += 1
 
-    def withdraw(self, receiving: Receiving) -> None:
+    def withdraw(self, receiving: PendingRecv) -> None:
         """Let `receiving` get nothing, if nothing has come for it."""
         waiting = receiving.peer.inbox(receiving.key).waiting
         if receiving in waiting:
             waiting.remove(receiving)
             receiving.peer.wants -= 1
 
-    def leave(self) -> list[Moving]:
+    def send_close(self) -> list[PendingMessage]:
         """Tell all stages that nothing more will come from this one, and want to hear the same of them."""
         for peer in self.peers.values():
-            peer.wants += not peer.left
-        return [self._wire.isend(_NOTHING, stage, _BYE) for stage in self.peers]
+            peer.wants += not peer.closed
+        return [self._wire.isend(_NOTHING, stage, _CLOSE) for stage in self.peers]
 
     def pump(self) -> None:
         """Take what has come from the stages from which something is wanted."""
@@ -451,7 +451,7 @@ class Lines:
                 except CommunicationError as error:
                     self.fail(peer, error)
 
-    def look(self, peer: Peer) -> None:
+    def check_peer(self, peer: Peer) -> None:
         """Fail what waits for `peer` if that is gone."""
         try:
             self._wire.check(peer.stage)
@@ -461,7 +461,7 @@ class Lines:
     def fail(self, peer: Peer, error: CommunicationError) -> None:
         """Nothing more comes from `peer`."""
         peer.wants = 0
-        peer.lost = explained(f"{self.here}: {peer.name}: {error}", error)
+        peer.lost = wrap_error(f"{self.here}: {peer.name}: {error}", error)
         for inbox in peer.inboxes.values():
             receivers = [*inbox.waiting]
             inbox.waiting.clear()
@@ -491,20 +491,20 @@ class Lines:
     def _take(self, peer: Peer, envelope: Envelope) -> None:
         kind, key = envelope.tag & 7, envelope.tag >> 5
         if kind == _ACK:
-            self._read(peer, envelope, lambda data: self._acknowledged(peer, key, data))
+            self._read(peer, envelope, lambda data: self._on_acknowledgement(peer, key, data))
             return
-        if kind == _BYE:
-            self._read(peer, envelope, lambda _: self._left(peer))
+        if kind == _CLOSE:
+            self._read(peer, envelope, lambda _: self._on_close(peer))
             return
         inbox = peer.inbox(key)
         number = envelope.tag >> 3 & 3
         if number != inbox.number:
-            self._break(peer, inbox, "a message from it was lost")
+            self._fail_line(peer, inbox, "a message from it was lost")
         inbox.number = (number + 1) & 3
         if inbox.broken is not None:
             self._read(peer, envelope, lambda _: None)
         elif kind == _HEADER:
-            self._read(peer, envelope, lambda data: setattr(inbox, "layout", Layout(pickle.loads(data.data))))
+            self._read(peer, envelope, lambda data: setattr(inbox, "layout", MessageLayout(pickle.loads(data.data))))
         else:
             self._arrive(peer, inbox, kind, envelope)
 
@@ -521,21 +521,21 @@ class Lines:
                 None if objects else inbox.layout, sync=kind in (_DATA_SYNC, _OBJECT_SYNC)
             )
             if inbox.waiting:
-                self._meet(inbox.waiting.popleft(), arrival, fresh=True)
+                self._match(inbox.waiting.popleft(), arrival, fresh=True)
             else:
                 inbox.arrived.append(arrival)
-        data = arrival.room(envelope.nbytes)
+        data = arrival.next_buffer(envelope.nbytes)
         if data is None:
-            self._break(peer, inbox, f"a message of {envelope.nbytes} bytes that it can't mean came from it")
+            self._fail_line(peer, inbox, f"a message of {envelope.nbytes} bytes that it can't mean came from it")
             self._read(peer, envelope, lambda _: None)
             return
         arrival.moving.append(self._wire.irecv(data, peer.stage, envelope.tag))
-        if arrival.whole:
+        if arrival.complete:
             inbox.arriving = None
             if arrival.receiving is not None:
                 peer.wants -= 1
 
-    def _meet(self, receiving: Receiving, arrival: _Arrival, *, fresh: bool = False) -> None:
+    def _match(self, receiving: PendingRecv, arrival: _Arrival, *, fresh: bool = False) -> None:
         """`receiving` gets what arrives, or refuses it; the sender learns of both, if it waits for that."""
         refusal = ""
         if receiving.refuses(arrival):
@@ -552,26 +552,26 @@ class Lines:
             with suppress(CommunicationError):  # a stage that is gone needs no answer
                 self._wire.isend(text, receiving.peer.stage, receiving.key << 5 | _ACK)
 
-    def _acknowledged(self, peer: Peer, key: int, data: Memory) -> None:
+    def _on_acknowledgement(self, peer: Peer, key: int, data: Memory) -> None:
         sending = peer.outbox(key).unacknowledged.popleft()
         peer.wants -= 1
         sending.acknowledged = True
         if data.size:
             sending.error = CommunicationError(f"{self.here}: {sending}: {data.tobytes().decode()}")
 
-    def _left(self, peer: Peer) -> None:
-        peer.left = True
+    def _on_close(self, peer: Peer) -> None:
+        peer.closed = True
         peer.wants = 0
         for inbox in peer.inboxes.values():
             for receiving in inbox.waiting:
-                receiving.error = CommunicationError(_gone(receiving))
+                receiving.error = CommunicationError(_describe_closed_peer(receiving))
             inbox.waiting.clear()
         for outbox in peer.outboxes.values():
             for sending in outbox.unacknowledged:
-                sending.error = CommunicationError(_unwanted(sending))
+                sending.error = CommunicationError(_describe_unreceived_send(sending))
             outbox.unacknowledged.clear()
 
-    def _break(self, peer: Peer, inbox: _Inbox, why: str) -> None:
+    def _fail_line(self, peer: Peer, inbox: _Inbox, why: str) -> None:
         """Nothing on this line means anything any more."""
         inbox.broken = f"{why}; the line can't be used any more"
         receivers = [*inbox.waiting]
@@ -587,7 +587,7 @@ class Lines:
             receiving.error = receiving.error or CommunicationError(f"{self.here}: {receiving}: {inbox.broken}")
 
 
-def all_arrived(moving: list[Moving]) -> bool:
+def all_complete(moving: list[PendingMessage]) -> bool:
     """Whether all of `moving` have arrived; those that have are dropped."""
     while moving:
         if not moving[-1].test():
@@ -596,24 +596,24 @@ def all_arrived(moving: list[Moving]) -> bool:
     return True
 
 
-def explained(text: str, error: CommunicationError) -> CommunicationError:
+def wrap_error(text: str, error: CommunicationError) -> CommunicationError:
     """An error of the same kind as `error`, which caused it, that says `text`."""
     other = RankFailed(text, error.ranks) if isinstance(error, RankFailed) else type(error)(text)
     other.__cause__ = error
     return other
 
 
-def _sent(spec: Spec | int) -> str:
+def _describe_sent(spec: Spec | int) -> str:
     return f"an object of {spec} bytes" if isinstance(spec, int) else describe(spec)
 
 
-def _channel(key: int) -> str:
+def _format_channel(key: int) -> str:
     return f", channel {key >> 2}" if key >> 2 else ""
 
 
-def _gone(receiving: Receiving) -> str:
+def _describe_closed_peer(receiving: PendingRecv) -> str:
     return f"{receiving.peer.here}: {receiving}: nothing more comes, {receiving.peer.name} has closed its end"
 
 
-def _unwanted(sending: Sending) -> str:
+def _describe_unreceived_send(sending: PendingSend) -> str:
     return f"{sending.peer.here}: {sending}: {sending.peer.name} has closed without receiving it"

@@ -52,7 +52,7 @@ class TensorSpec(NamedTuple):
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-class Node(NamedTuple):
+class Container(NamedTuple):
     """A tuple, list, dict or namedtuple. `meta` is the pickled keys of a dict, the pickled class of a namedtuple."""
 
     kind: str
@@ -60,7 +60,7 @@ class Node(NamedTuple):
     children: tuple[Any, ...]
 
 
-Spec: TypeAlias = "TensorSpec | Node | bytes | None"
+Spec: TypeAlias = "TensorSpec | Container | bytes | None"
 """The structure of a value. ``bytes`` are a pickled plain value. Two values of equal specs differ in elements only."""
 
 
@@ -81,14 +81,14 @@ def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
     if value is None:
         return None
     if kind is tuple or kind is list:
-        return Node(kind.__name__, b"", tuple(flatten(operation, one, tensors) for one in value))
+        return Container(kind.__name__, b"", tuple(flatten(operation, one, tensors) for one in value))
     if kind is dict:
         children = tuple(flatten(operation, one, tensors) for one in value.values())
-        return Node("dict", _pickled(operation, tuple(value)), children)
+        return Container("dict", _pickle(operation, tuple(value)), children)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         children = tuple(flatten(operation, one, tensors) for one in value)
-        return Node("namedtuple", _pickled(operation, kind), children)
-    return _pickled(operation, value)
+        return Container("namedtuple", _pickle(operation, kind), children)
+    return _pickle(operation, value)
 
 
 def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Any:
@@ -116,12 +116,12 @@ def describe(spec: Spec) -> str:
     if spec is None:
         return "None"
     try:
-        return _described(spec)
+        return _describe_container(spec)
     except Exception:  # noqa: BLE001  it is for an error's text, which must not be lost for that
         return "what can't be unpickled or shown"
 
 
-def _described(spec: Node | bytes) -> str:
+def _describe_container(spec: Container | bytes) -> str:
     if isinstance(spec, bytes):
         text = repr(pickle.loads(spec))
         return text if len(text) <= 40 else f"{text[:37]}..."
@@ -134,12 +134,12 @@ def _described(spec: Node | bytes) -> str:
     return f"[{whole}]" if spec.kind == "list" else f"({whole})"
 
 
-def pickled(operation: str, value: Any) -> Memory:
+def pickle_message(operation: str, value: Any) -> Memory:
     """`value` as a message. Raises DTypeError if it can't be pickled."""
-    return np.frombuffer(_pickled(operation, value), np.uint8)
+    return np.frombuffer(_pickle(operation, value), np.uint8)
 
 
-def _pickled(operation: str, value: Any) -> bytes:
+def _pickle(operation: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -155,22 +155,22 @@ def memory(tensor: torch.Tensor) -> Memory:
     return (own if own.dim() == 1 else own.view(-1)).view(torch.uint8).numpy()
 
 
-Place: TypeAlias = tuple[torch.Tensor, Memory]
+HostPlace: TypeAlias = tuple[torch.Tensor, Memory]
 """A tensor, and where in host memory its bytes are, or go."""
 
 
-def load(places: Sequence[Place]) -> None:
+def copy_to_host(places: Sequence[HostPlace]) -> None:
     """Copy the bytes of the tensors, in C order, to their places in host memory. Waits for what the current streams
     have to do with them."""
-    _move("send", [(flat_input(one), place) for one, place in places], down=True)
+    _copy("send", [(flat_input(one), place) for one, place in places], down=True)
 
 
-def store(places: Sequence[Place]) -> None:
+def copy_from_host(places: Sequence[HostPlace]) -> None:
     """The reverse; the tensors are contiguous. When it returns, all streams see what they hold."""
-    _move("recv", places, down=False)
+    _copy("recv", places, down=False)
 
 
-def _move(operation: str, places: Sequence[Place], *, down: bool) -> None:
+def _copy(operation: str, places: Sequence[HostPlace], *, down: bool) -> None:
     by_device: dict[Device, list[tuple[Buffer, Memory]]] = {}
     for tensor, place in places:
         if tensor.is_cpu:
@@ -190,14 +190,14 @@ def _move(operation: str, places: Sequence[Place], *, down: bool) -> None:
                 np.copyto(*((place, there) if down else (there, place)))
 
 
-def staging(operation: str, nbytes: int, place: torch.device | None) -> Memory:
+def host_buffer(operation: str, nbytes: int, place: torch.device | None) -> Memory:
     """Host memory that is good for copies to and from `place`. Raises DeviceError where that can't be used."""
     if place is None or place.type == "cpu":
         return np.empty(nbytes, np.uint8)
     return cuda_device(operation, place, "a tensor").pinned(nbytes)
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """Where tensor number `index` lies in a message."""
 
     index: int
@@ -205,7 +205,7 @@ class Part(NamedTuple):
     stop: int
 
 
-class Layout:
+class MessageLayout:
     """In which messages the tensors of a spec travel: large ones alone, small ones together. At least one message.
 
     ``messages`` holds for each its size in bytes and its parts; one of a single part is that tensor's memory itself.
@@ -218,58 +218,60 @@ class Layout:
         self.spec = spec
         self.leaves: list[TensorSpec] = list(_leaves(spec))
         small = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes <= _TOGETHER]
-        together: list[Part] = []
+        together: list[MessagePart] = []
         end = 0
         for index in small:
             start = -(-end // _ALIGNED) * _ALIGNED
             end = start + self.leaves[index].nbytes
-            together.append(Part(index, start, end))
+            together.append(MessagePart(index, start, end))
         alone = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes > _TOGETHER]
-        self.messages: list[tuple[int, tuple[Part, ...]]] = []
-        self.messages += [(self.leaves[index].nbytes, (Part(index, 0, self.leaves[index].nbytes),)) for index in alone]
+        self.messages: list[tuple[int, tuple[MessagePart, ...]]] = []
+        self.messages += [
+            (self.leaves[index].nbytes, (MessagePart(index, 0, self.leaves[index].nbytes),)) for index in alone
+        ]
         if together or not alone:
             self.messages.append((end, tuple(together)))
 
     def outgoing(self, tensors: Sequence[torch.Tensor]) -> list[Memory]:
         """The messages that carry `tensors`."""
         messages = []
-        copied: list[Place] = []
+        copied: list[HostPlace] = []
         for nbytes, parts in self.messages:
             several = [tensors[part.index] for part in parts]
             if len(several) == 1 and several[0].is_cpu:
                 messages.append(memory(several[0]))
             else:
-                packed = staging("send", nbytes, next((one.device for one in several if one.is_cuda), None))
+                packed = host_buffer("send", nbytes, next((one.device for one in several if one.is_cuda), None))
                 copied += [(one, packed[start:stop]) for one, (_, start, stop) in zip(several, parts, strict=True)]
                 messages.append(packed)
-        load(copied)
+        copy_to_host(copied)
         return messages
 
 
 def _leaves(spec: Spec) -> Iterator[TensorSpec]:
     if isinstance(spec, TensorSpec):
         yield spec
-    elif isinstance(spec, Node):
+    elif isinstance(spec, Container):
         for one in spec.children:
             yield from _leaves(one)
 
 
-class Moving(Protocol):
+class PendingMessage(Protocol):
     """A message under way."""
 
     def test(self) -> Any:
         """Truthy once it has arrived, or its memory may be changed. Raises what went wrong."""
 
 
-class Wire(Protocol):
+class MessageTransport(Protocol):
     """Carries messages of bytes. Those from one stage to another arrive in the order in which they were sent, whatever
     their tags; `peers` are the stages that it reaches, `comm` is the communicator whose messages they are, if any."""
 
     peers: list[int]
     comm: Communicator | None
 
-    def isend(self, data: Memory, dest: int, tag: int) -> Moving: ...
-    def irecv(self, data: Memory, source: int, tag: int) -> Moving:
+    def isend(self, data: Memory, dest: int, tag: int) -> PendingMessage: ...
+    def irecv(self, data: Memory, source: int, tag: int) -> PendingMessage:
         """Take the message that :meth:`iprobe` has found."""
 
     def iprobe(self, source: int, tag: None) -> Envelope | None:
@@ -281,7 +283,7 @@ class Wire(Protocol):
     def free(self) -> None: ...
 
 
-class SendRecv:
+class SendRecvTransport:
     """By messages of the transport, on a private duplicate of the communicator."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -301,7 +303,7 @@ class SendRecv:
         self.comm.free()
 
 
-class Broadcasts:
+class BroadcastTransport:
     """By broadcasts on communicators of two ranks, one for each direction between adjacent stages.
 
     Each message is two of them: its tag and size, then its bytes. The first is joined when something is wanted from the
@@ -330,7 +332,7 @@ class Broadcasts:
                     (self._out if pair.rank == 0 else self._in)[dest if pair.rank == 0 else source] = pair
         self.peers = sorted(self._out)
 
-    def isend(self, data: Memory, dest: int, tag: int) -> Moving:
+    def isend(self, data: Memory, dest: int, tag: int) -> PendingMessage:
         if self._traffic is not None:
             next(self._traffic.sends[dest, tag])
         comm = self._out[dest]
@@ -338,12 +340,12 @@ class Broadcasts:
         requests = [ibcast(head, 0, out=head, comm=comm)]
         if data.size:
             requests.append(ibcast(data, 0, out=data if data.flags.writeable else None, comm=comm))
-        return _Broadcast(requests)
+        return _PendingBroadcast(requests)
 
-    def irecv(self, data: Memory, source: int, tag: int) -> Moving:
+    def irecv(self, data: Memory, source: int, tag: int) -> PendingMessage:
         del self._next[source]
         requests = [ibcast(data, 0, out=data, comm=self._in[source])] if data.size else []
-        return _Broadcast(requests, None if self._traffic is None else self._traffic.receives[source, tag])
+        return _PendingBroadcast(requests, None if self._traffic is None else self._traffic.receives[source, tag])
 
     def iprobe(self, source: int, tag: None) -> Envelope | None:
         if source not in self._next:
@@ -363,7 +365,7 @@ class Broadcasts:
             pair.free()
 
 
-class _Broadcast:
+class _PendingBroadcast:
     """A message under way; `arrivals` counts it when it has arrived."""
 
     def __init__(self, requests: list[Request], arrivals: Iterator[int] | None = None) -> None:

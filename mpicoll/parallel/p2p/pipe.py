@@ -27,15 +27,21 @@ from mpicoll.parallel.p2p.channels import (
     BACKWARD,
     FORWARD,
     PLAIN,
-    Lines,
+    ChannelMux,
     Operation,
     Peer,
-    Receiving,
-    Sending,
-    all_arrived,
-    key_of,
+    PendingRecv,
+    PendingSend,
+    all_complete,
+    line_key,
 )
-from mpicoll.parallel.p2p.message_format import Broadcasts, SendRecv, Wire, flatten, pickled
+from mpicoll.parallel.p2p.message_format import (
+    BroadcastTransport,
+    MessageTransport,
+    SendRecvTransport,
+    flatten,
+    pickle_message,
+)
 from mpicoll.torch.tensors import check_plain, flat_output
 from mpicoll.transport.base import Memory
 
@@ -48,7 +54,7 @@ Expected: TypeAlias = "torch.Tensor | Sequence[int] | None"
 _SPINS = 1000
 """How many turns a wait takes without a nap."""
 
-_LOOK = 20
+_NAPS_PER_CHECK = 20
 """How many naps a wait takes between two looks at whether the other stage is still there."""
 
 
@@ -77,7 +83,7 @@ class PipeP2P:
     def __init__(
         self, group: Any = None, *, timeout: float | None = None, send_recv: bool = True, background: bool = False
     ) -> None:
-        comm = _pipe(group)
+        comm = _pipe_communicator(group)
         comm.check()
         self.stage = comm.rank
         self.stages = comm.size
@@ -90,12 +96,12 @@ class PipeP2P:
             )
         self._ranks: list[int] = allgather(np.array([world().rank]), comm=comm).tolist()
         self._send_recv = send_recv
-        self._wire: Wire = SendRecv(comm) if send_recv else Broadcasts(comm)
+        self._wire: MessageTransport = SendRecvTransport(comm) if send_recv else BroadcastTransport(comm)
         self._comm = self._wire.comm or comm
         if background and self._comm.transport.traffic is not None:
             self._comm.transport.traffic.answered = True
         self._here = self._name(self.stage)
-        self._lines = Lines(self._wire, self._here, self._name)
+        self._mux = ChannelMux(self._wire, self._here, self._name)
         self._lock = threading.RLock()
         self._pending: dict[Operation, None] = {}
         self._limit = 64
@@ -118,7 +124,7 @@ class PipeP2P:
 
     def isend(self, value: Any, stage: int, *, channel: int = 0) -> Request:
         """Send `value` to `stage` in the background. The request completes, with None, when `value` may be changed."""
-        return self._later(self._start_send("isend", value, stage, channel, sync=False))
+        return self._as_request(self._start_send("isend", value, stage, channel, sync=False))
 
     def recv(
         self,
@@ -149,22 +155,22 @@ class PipeP2P:
         expect: Expected = None,
     ) -> Request:
         """:meth:`recv` in the background. The request's value is what it returns."""
-        return self._later(self._start_recv("irecv", tensor, stage, channel, expect))
+        return self._as_request(self._start_recv("irecv", tensor, stage, channel, expect))
 
     def send_obj(self, obj: Any, stage: int, *, channel: int = 0, timeout: float | None = None) -> None:
         """Pickle `obj` and send it to `stage`, as :meth:`send` does. It is received by :meth:`recv_obj` only."""
-        data = pickled("send_obj", obj)
-        key = key_of("send_obj", PLAIN, channel)
-        sending = Sending("send_obj", self._peer("send_obj", stage), key, data.size, sync=True)
+        data = pickle_message("send_obj", obj)
+        key = line_key("send_obj", PLAIN, channel)
+        sending = PendingSend("send_obj", self._peer("send_obj", stage), key, data.size, sync=True)
         self._post(sending, data)
         self._complete([sending], timeout)
 
     def recv_obj(self, stage: int, *, channel: int = 0, timeout: float | None = None) -> Any:
         """What `stage` sends by :meth:`send_obj`."""
-        key = key_of("recv_obj", PLAIN, channel)
-        receiving = Receiving("recv_obj", self._peer("recv_obj", stage), key, objects=True)
+        key = line_key("recv_obj", PLAIN, channel)
+        receiving = PendingRecv("recv_obj", self._peer("recv_obj", stage), key, objects=True)
         with self._lock:
-            self._lines.expect(receiving)
+            self._mux.post_recv(receiving)
         self._complete([receiving], timeout)
         return receiving.value
 
@@ -172,7 +178,7 @@ class PipeP2P:
         """Keep pending operations moving; never waits. Returns how many are pending still."""
         self._check("poll")
         with self._lock:
-            self._lines.pump()
+            self._mux.pump()
             self._prune()
             return len(self._pending)
 
@@ -256,35 +262,36 @@ class PipeP2P:
         self._closed = True
         bound = self.timeout if timeout is None else timeout
         with self._lock:
-            leaving = self._lines.leave()
+            leaving = self._mux.send_close()
             pending, self._pending = list(self._pending), {}
-        peers = self._lines.peers.values()
-        sends = [one for one in pending if isinstance(one, Sending)]
+        peers = self._mux.peers.values()
+        sends = [one for one in pending if isinstance(one, PendingSend)]
 
         def ready() -> bool:
-            alone = all(peer.left or peer.lost for peer in peers)
-            return alone and all_arrived(leaving) and all(one.ended() for one in sends)
+            alone = all(peer.closed or peer.lost for peer in peers)
+            return alone and all_complete(leaving) and all(one.ended() for one in sends)
 
         in_time = self._until(
             ready,
-            lambda: [peer for peer in peers if not (peer.left or peer.lost)],
+            lambda: [peer for peer in peers if not (peer.closed or peer.lost)],
             bound,
             lambda: f"PipeP2P.close of {self._here}",
             bounded=timeout is not None,
         )
         if not in_time:
-            late = ", ".join(peer.name for peer in peers if not peer.left)
+            late = ", ".join(peer.name for peer in peers if not peer.closed)
             raise Timeout(f"{self._here}: close: {late or 'a message'} did not come to its end within {bound:g} s")
         lost = next((peer.lost for peer in peers if peer.lost), None)
         if lost is not None:
             raise lost
         self._wire.free()
-        unheard = [f"{peer.name} sent {what}" for peer in peers for what in peer.unheard()]
-        if unheard:
+        unreceived = [f"{peer.name} sent {what}" for peer in peers for what in peer.unreceived()]
+        if unreceived:
             raise CommunicationError(
-                f"{self._here}: close: {len(unheard)} values were sent here and not received: {'; '.join(unheard[:5])}"
+                f"{self._here}: close: {len(unreceived)} values were sent here and not received:"
+                f" {'; '.join(unreceived[:5])}"
             )
-        failed = next((one.error for one in pending if one.error is not None and not one.told), None)
+        failed = next((one.error for one in pending if one.error is not None and not one.reported), None)
         if failed is not None:
             raise failed
 
@@ -302,21 +309,21 @@ class PipeP2P:
 
     # What follows is called by the methods above, and by requests.
 
-    def _start_send(self, name: str, value: Any, stage: int, channel: int, *, sync: bool) -> Sending:
+    def _start_send(self, name: str, value: Any, stage: int, channel: int, *, sync: bool) -> PendingSend:
         tensors: list[torch.Tensor] = []
         spec = flatten(name, value, tensors)
-        sending = Sending(name, self._peer(name, stage), key_of(name, PLAIN, channel), spec, sync=sync)
+        sending = PendingSend(name, self._peer(name, stage), line_key(name, PLAIN, channel), spec, sync=sync)
         self._post(sending, tensors)
         return sending
 
-    def _post(self, sending: Sending, payload: list[torch.Tensor] | Memory) -> None:
+    def _post(self, sending: PendingSend, payload: list[torch.Tensor] | Memory) -> None:
         try:
             with self._lock:
-                self._lines.post(sending, payload)
+                self._mux.post_send(sending, payload)
         except CommunicationError as error:
             raise sending.peer.explain(sending, error) from error
 
-    def _start_recv(self, name: str, tensor: Any, stage: int | None, channel: int, expect: Expected) -> Receiving:
+    def _start_recv(self, name: str, tensor: Any, stage: int | None, channel: int, expect: Expected) -> PendingRecv:
         into, source = (None, tensor) if stage is None else (tensor, stage)
         if into is not None:
             if not isinstance(into, torch.Tensor):
@@ -324,11 +331,11 @@ class PipeP2P:
             check_plain(name, into)
             if not into.is_contiguous():
                 flat_output(name, into)  # raises if it can't be written to
-        shape, dtype = _expected(name, expect if into is None else into)
-        peer, key = self._peer(name, source), key_of(name, PLAIN, channel)
-        receiving = Receiving(name, peer, key, into=into, shape=shape, dtype=dtype)
+        shape, dtype = _expected_tensor(name, expect if into is None else into)
+        peer, key = self._peer(name, source), line_key(name, PLAIN, channel)
+        receiving = PendingRecv(name, peer, key, into=into, shape=shape, dtype=dtype)
         with self._lock:
-            self._lines.expect(receiving)
+            self._mux.post_recv(receiving)
         return receiving
 
     def _exchange(
@@ -341,40 +348,40 @@ class PipeP2P:
         expect: Expected = None,
     ) -> list[Any]:
         """Start everything at once, then wait for it. What goes or comes along a line past an end is left out."""
-        outgoing: list[tuple[Sending, list[torch.Tensor]]] = []
+        outgoing: list[tuple[PendingSend, list[torch.Tensor]]] = []
         for line, value in sends:
-            stage = self._beyond(1 if line == FORWARD else -1, ring)
+            stage = self._neighbour_stage(1 if line == FORWARD else -1, ring)
             if stage is not None:
                 tensors: list[torch.Tensor] = []
                 spec = flatten(name, value, tensors)
-                sending = Sending(name, self._peer(name, stage), key_of(name, line, channel), spec, sync=True)
+                sending = PendingSend(name, self._peer(name, stage), line_key(name, line, channel), spec, sync=True)
                 outgoing.append((sending, tensors))
-        shape, dtype = _expected(name, expect)
-        incoming: list[Receiving | None] = []
+        shape, dtype = _expected_tensor(name, expect)
+        incoming: list[PendingRecv | None] = []
         for line in receives:
-            stage = self._beyond(-1 if line == FORWARD else 1, ring)
+            stage = self._neighbour_stage(-1 if line == FORWARD else 1, ring)
             if stage is None:
                 incoming.append(None)
             else:
-                peer, key = self._peer(name, stage), key_of(name, line, channel)
-                incoming.append(Receiving(name, peer, key, shape=shape, dtype=dtype))
+                peer, key = self._peer(name, stage), line_key(name, line, channel)
+                incoming.append(PendingRecv(name, peer, key, shape=shape, dtype=dtype))
         there = [one for one in incoming if one is not None]
         with self._lock:
             for receiving in there:
-                self._lines.expect(receiving)
+                self._mux.post_recv(receiving)
         for sending, tensors in outgoing:
             self._post(sending, tensors)
         self._complete([*there, *(sending for sending, _ in outgoing)], None)
         return [None if one is None else one.value for one in incoming]
 
-    def _beyond(self, step: int, ring: bool) -> int | None:
+    def _neighbour_stage(self, step: int, ring: bool) -> int | None:
         """The next or the previous stage; None past an end, unless `ring`."""
         stage = self.stage + step
         if 0 <= stage < self.stages:
             return stage
         return stage % self.stages if ring else None
 
-    def _later(self, operation: Operation) -> Request:
+    def _as_request(self, operation: Operation) -> Request:
         """`operation`, which has been started, as a request."""
         with self._lock:
             if len(self._pending) >= self._limit:
@@ -389,7 +396,7 @@ class PipeP2P:
     def _prune(self) -> None:
         """Forget the pending operations that have ended, but for errors that nobody was told."""
         for one in list(self._pending):
-            if one.ended() and (one.error is None or one.told):
+            if one.ended() and (one.error is None or one.reported):
                 del self._pending[one]
 
     def _wait_for(self, operation: Operation, timeout: float | None, given: float | None) -> None:
@@ -412,7 +419,7 @@ class PipeP2P:
         """Wait until all have ended, then raise the first error. Past the bound, receives are withdrawn if `give_up`,
         else all stay pending."""
         with self._lock:
-            self._lines.pump()
+            self._mux.pump()
             left = [one for one in operations if not one.ended()]
         bound = self.timeout if timeout is None else timeout
         try:
@@ -425,16 +432,16 @@ class PipeP2P:
             )
             failed = next((one for one in operations if one.error is not None), None)
             if failed is not None and failed.error is not None:
-                failed.told = True
+                failed.reported = True
                 raise failed.error
             if not in_time:
-                raise Timeout(self._overdue(left[0], bound if given is None else given, give_up=give_up))
+                raise Timeout(self._timeout_text(left[0], bound if given is None else given, give_up=give_up))
         finally:
             if give_up and left:
                 with self._lock:
                     for one in left:
-                        if isinstance(one, Receiving):
-                            self._lines.withdraw(one)
+                        if isinstance(one, PendingRecv):
+                            self._mux.withdraw(one)
 
     def _until(
         self,
@@ -450,7 +457,7 @@ class PipeP2P:
         deadline = time.monotonic() + bound
         for turn in range(_SPINS):
             with self._lock:
-                self._lines.pump()
+                self._mux.pump()
                 if ready():
                     return True
             if time.monotonic() > deadline:
@@ -477,13 +484,13 @@ class PipeP2P:
         turns = 0
         while True:
             with self._lock:
-                self._lines.pump()
+                self._mux.pump()
                 if ready():
                     return True
-                if turns % _LOOK == 0:
+                if turns % _NAPS_PER_CHECK == 0:
                     late = peers()
                     for peer in late:
-                        self._lines.look(peer)
+                        self._mux.check_peer(peer)
                     if call.parts and self._call("", late).takes != call.takes:
                         return None
             waiting.check()
@@ -495,18 +502,18 @@ class PipeP2P:
     def _call(self, what: str, late: list[Peer]) -> Call:
         """A wait for a message from each of `late`, as others get to know it."""
         parts = tuple(Call("recv", peer=stage, collective=False) for stage in sorted({peer.stage for peer in late}))
-        takes = tuple(stage for stage, peer in self._lines.peers.items() if peer.wants)
+        takes = tuple(stage for stage, peer in self._mux.peers.items() if peer.wants)
         return Call(what, parts=parts, takes=takes, collective=False)
 
     def _test(self, operation: Operation) -> bool:
         with self._lock:
             if not operation.ended():
-                self._lines.pump()
+                self._mux.pump()
             return operation.ended()
 
-    def _overdue(self, operation: Operation, bound: float, *, give_up: bool) -> str:
+    def _timeout_text(self, operation: Operation, bound: float, *, give_up: bool) -> str:
         peer = operation.peer
-        if isinstance(operation, Sending):
+        if isinstance(operation, PendingSend):
             text = f"{self._here}: {operation}: not received within {bound:g} s; it is still on its way"
         elif operation.arrival is None:
             text = f"{self._here}: {operation}: nothing came within {bound:g} s; expected {operation.expected}"
@@ -514,9 +521,9 @@ class PipeP2P:
             text = f"{self._here}: {operation}: what came is not complete within {bound:g} s"
             text += ", and is lost" if give_up else ""
         with self._lock:
-            unheard = ", ".join(peer.unheard())
-        if unheard:
-            text += f". It has sent {unheard}, which was not received here: receive that, or use isend"
+            unreceived = ", ".join(peer.unreceived())
+        if unreceived:
+            text += f". It has sent {unreceived}, which was not received here: receive that, or use isend"
         return text
 
     def _check(self, name: str) -> None:
@@ -530,7 +537,7 @@ class PipeP2P:
             number = index(stage)
         except TypeError:
             number = -1
-        peer = self._lines.peers.get(number)
+        peer = self._mux.peers.get(number)
         if peer is not None:
             return peer
         if not 0 <= number < self.stages:
@@ -573,7 +580,7 @@ def _all_ended(operations: list[Operation]) -> bool:
     return not operations
 
 
-def _expected(name: str, expect: Expected) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+def _expected_tensor(name: str, expect: Expected) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
     """Shape and dtype that must come. Raises ShapeError if `expect` tells none."""
     if expect is None:
         return None, None
@@ -585,7 +592,7 @@ def _expected(name: str, expect: Expected) -> tuple[tuple[int, ...] | None, torc
         raise ShapeError(f"{name}: expect must be a shape or a tensor, got {expect!r}") from None
 
 
-def _pipe(group: Any) -> Communicator:
+def _pipe_communicator(group: Any) -> Communicator:
     """The communicator of the stages: the "pipe" axis if `group` is a grid."""
     if not isinstance(group, Communicator) and hasattr(group, "communicator"):
         return cast(groups.Grid, group).communicator("pipe")
@@ -605,7 +612,7 @@ def init_process_groups(
     return p2p
 
 
-def _in_use(name: str) -> PipeP2P:
+def _current_pipe(name: str) -> PipeP2P:
     p2p = _default.get()
     if p2p is None:
         raise CommunicatorError(f"{name}: call mpicoll.parallel.p2p.init_process_groups(grid) first, in this thread")
@@ -614,39 +621,39 @@ def _in_use(name: str) -> PipeP2P:
 
 def can_send_recv() -> bool:
     """:meth:`PipeP2P.can_send_recv`."""
-    return _in_use("can_send_recv").can_send_recv()
+    return _current_pipe("can_send_recv").can_send_recv()
 
 
 def send(value: Any, stage: int, **options: Any) -> None:
     """:meth:`PipeP2P.send`."""
-    _in_use("send").send(value, stage, **options)
+    _current_pipe("send").send(value, stage, **options)
 
 
 def isend(value: Any, stage: int, **options: Any) -> Request:
     """:meth:`PipeP2P.isend`."""
-    return _in_use("isend").isend(value, stage, **options)
+    return _current_pipe("isend").isend(value, stage, **options)
 
 
 def recv(tensor: Any = None, stage: int | None = None, **options: Any) -> Any:
     """:meth:`PipeP2P.recv`: ``recv(stage)`` or ``recv(tensor, stage)``."""
-    return _in_use("recv").recv(tensor, stage, **options)
+    return _current_pipe("recv").recv(tensor, stage, **options)
 
 
 def irecv(tensor: Any = None, stage: int | None = None, **options: Any) -> Request:
     """:meth:`PipeP2P.irecv`: ``irecv(stage)`` or ``irecv(tensor, stage)``."""
-    return _in_use("irecv").irecv(tensor, stage, **options)
+    return _current_pipe("irecv").irecv(tensor, stage, **options)
 
 
 def send_obj(obj: Any, stage: int, **options: Any) -> None:
     """:meth:`PipeP2P.send_obj`."""
-    _in_use("send_obj").send_obj(obj, stage, **options)
+    _current_pipe("send_obj").send_obj(obj, stage, **options)
 
 
 def recv_obj(stage: int, **options: Any) -> Any:
     """:meth:`PipeP2P.recv_obj`."""
-    return _in_use("recv_obj").recv_obj(stage, **options)
+    return _current_pipe("recv_obj").recv_obj(stage, **options)
 
 
 def wait(timeout: float | None = None) -> None:
     """:meth:`PipeP2P.wait`."""
-    _in_use("wait").wait(timeout)
+    _current_pipe("wait").wait(timeout)

@@ -28,11 +28,11 @@ from mpicoll.errors import (
 )
 from mpicoll.parallel import gradients, groups
 from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.p2p.channels import explained
+from mpicoll.parallel.p2p.channels import wrap_error
 from mpicoll.parallel.pipeline import schedules
 from mpicoll.parallel.pipeline.schedules import Action
 from mpicoll.parallel.pipeline.split_backward import backward, backward_input, own_memory
-from mpicoll.parallel.pipeline.timeline import Timeline, measured
+from mpicoll.parallel.pipeline.timeline import Timeline, timeline_from_events
 from mpicoll.parallel.pipeline.verify import verify
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
@@ -46,7 +46,7 @@ _RESULT = 0
 """The channel of what the last stage tells all others. Those of chunks lie above."""
 
 
-class _Terms(NamedTuple):
+class _StageTerms(NamedTuple):
     """What a stage tells the others when the engine is made: what all must agree in, why it can't do that itself, and
     (shape, dtype) of its tied parameters."""
 
@@ -57,7 +57,7 @@ class _Terms(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _SavedTensors:
     """What a forward leaves behind for its backward: tensors that require grad."""
 
     inputs: list[Tensor]
@@ -75,7 +75,7 @@ class _Batch:
     targets: Sequence[Any]
     weights: Sequence[float]
     train: bool
-    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _SavedTensors] = field(default_factory=dict)
     later: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class PipelineEngine:
         self.schedule = schedule
         self.comm = groups.communicator(group, "pipe")
         self.stage, self.stages = self.comm.rank, self.comm.size
-        self._replicas = _alone_or_replicas(data_group)
+        self._replicas = _replica_communicator(data_group)
         self._p2p = PipeP2P(self.comm, timeout=timeout)
         self._events: list[tuple[int, Action, float, float]] = []
         self._failed = ""
@@ -205,7 +205,7 @@ class PipelineEngine:
         """Scale the gradients of the whole model to a norm of at most `max_norm`; see
         :func:`mpicoll.parallel.gradients.clip_grad_norm_`. Tied parameters count once. Ranks of a tensor parallel group
         are those of the grid in use; without one the model is divided into pipeline stages only."""
-        grid = groups.in_use()
+        grid = groups.current_grid()
         comm = self.comm if grid is None else grid.communicator("pipe", "model")
         first = grid is None or grid.communicator("model").rank == 0
         copies = [parameter for parameter, holders in self._tied if holders.rank > 0]
@@ -215,7 +215,9 @@ class PipelineEngine:
         """Collective over the pipeline: when each stage did what in the last batch, to be drawn, and its bubble told.
 
         Stages on several hosts are compared by their own clocks."""
-        return measured([event for events in self._everyones(self._events) for event in events], name=self.schedule)
+        return timeline_from_events(
+            [event for events in self._gather_objects(self._events) for event in events], name=self.schedule
+        )
 
     def free(self) -> None:
         """Collective: give the engine's communicators back. After an exception in the middle of a batch, what is left
@@ -271,46 +273,46 @@ class PipelineEngine:
                 f" out of step; make a new one on all of them (stage {self.stage} of {self.stages}: {self._failed})"
             )
         try:
-            self._carry_out(batch)
+            self._run_actions(batch)
             return self._from_last_stage(batch)
         except BaseException as error:
             self._failed = f"{batch.mark} ended in {type(error).__name__}"
             raise
 
-    def _carry_out(self, batch: _Batch) -> None:
+    def _run_actions(self, batch: _Batch) -> None:
         actions = batch.actions
         self._events = []
         arriving: dict[Action, Request] = {}
         own: dict[tuple[bool, int, int], Any] = {}
-        self._expect(actions[0], arriving)
+        self._post_recv(actions[0], arriving)
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             if following is not None:
                 # Posted before this action computes, so that what the next one needs can come meanwhile.
-                self._expect(following, arriving)
+                self._post_recv(following, arriving)
             if action in arriving:
-                came = self._come(batch, action, arriving.pop(action))
+                came = self._receive(batch, action, arriving.pop(action))
             else:
-                came = own.pop(_inlet(action), None)
+                came = own.pop(_input_key(action), None)
             begin = time.perf_counter()
-            result = self._do(batch, action, came)
+            result = self._execute(batch, action, came)
             self._events.append((self.stage, action, begin, time.perf_counter()))
             to = schedules.dest(action, self.stage, self.stages, len(self.modules))
             if to is not None and to[0] == self.stage:
-                own[action.kind == "F", action.microbatch, to[1]] = _apart(result)
+                own[action.kind == "F", action.microbatch, to[1]] = _detach(result)
             elif to is not None:
-                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_channel(action, action.chunk))
+                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_format_channel(action, action.chunk))
             self._p2p.poll()
         self._p2p.wait()
 
-    def _come(self, batch: _Batch, action: Action, request: Request) -> Any:
+    def _receive(self, batch: _Batch, action: Action, request: Request) -> Any:
         """What `action` takes in from another stage."""
         try:
-            return self._opened(batch, *request.wait())
+            return self._unwrap(batch, *request.wait())
         except CommunicationError as error:
             what = "output of the part before" if action.kind == "F" else "gradient of its output"
-            raise explained(f"{batch.mark}: {action} waits for the {what}: {error}", error) from error
+            raise wrap_error(f"{batch.mark}: {action} waits for the {what}: {error}", error) from error
 
-    def _opened(self, batch: _Batch, sender: int, mark: str, value: Any) -> Any:
+    def _unwrap(self, batch: _Batch, sender: int, mark: str, value: Any) -> Any:
         """The `value` that came from stage `sender`, if it is of `batch`."""
         if mark != batch.mark:
             raise CommunicationError(
@@ -322,27 +324,27 @@ class PipelineEngine:
     def _from_last_stage(self, batch: _Batch) -> Any:
         """The loss, or the outputs of all micro-batches if it is not scored."""
         if not self.is_last_stage:
-            return self._opened(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT))
+            return self._unwrap(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT))
         found = batch.loss if batch.targets else _join([batch.outputs[number] for number in sorted(batch.outputs)])
         for stage in range(self.stages - 1):
             self._p2p.isend((self.stage, batch.mark, found), stage, channel=_RESULT)
         self._p2p.wait()
         return found
 
-    def _expect(self, action: Action, arriving: dict[Action, Request]) -> None:
+    def _post_recv(self, action: Action, arriving: dict[Action, Request]) -> None:
         """Start to receive what `action` needs from another stage."""
         origin = schedules.source(action, self.stage, self.stages, len(self.modules))
         if origin is not None and origin[0] != self.stage:
-            arriving[action] = self._p2p.irecv(origin[0], channel=_channel(action, origin[1]))
+            arriving[action] = self._p2p.irecv(origin[0], channel=_format_channel(action, origin[1]))
 
-    def _do(self, batch: _Batch, action: Action, came: Any) -> Any:
+    def _execute(self, batch: _Batch, action: Action, came: Any) -> Any:
         key = action.microbatch, action.chunk
         if action.kind == "F":
             return self._forward(batch, action, came)
         if action.kind == "W":
             batch.later.pop(key)()
             return None
-        kept = batch.kept.pop(key)
+        kept = batch.saved.pop(key)
         grads = [torch.ones_like(one) for one in kept.outputs] if came is None else came
         if action.kind == "B":
             return backward(kept.outputs, grads, kept.inputs)
@@ -366,7 +368,7 @@ class PipelineEngine:
             if batch.train and self._splits:
                 output = own_memory(output)
         if batch.train:
-            batch.kept[number, action.chunk] = _Kept(
+            batch.saved[number, action.chunk] = _SavedTensors(
                 [one for one in _tensors(value) if virtual and one.requires_grad],
                 [one for one in _tensors(output) if one.requires_grad],
             )
@@ -395,7 +397,7 @@ class PipelineEngine:
 
     # --- all stages
 
-    def _everyones(self, mine: Any) -> list[Any]:
+    def _gather_objects(self, mine: Any) -> list[Any]:
         """What all stages pass, on all stages."""
         if not self.is_first_stage:
             self._p2p.send_obj(mine, 0)
@@ -410,7 +412,7 @@ class PipelineEngine:
         """Which stages hold what is tied. Raises on all stages if one can't go on, or would do something else."""
         chunks = len(self.modules)
         work = f"schedule {self.schedule!r}, {self.micro_batches} micro-batches, {chunks} chunks"
-        mine, failure = _Terms(work, 0, "", {}), None
+        mine, failure = _StageTerms(work, 0, "", {}), None
         try:
             if not schedules.find(self.schedule).backward:
                 able = ", ".join(name for name, one in schedules.schedules().items() if one.backward)
@@ -421,10 +423,10 @@ class PipelineEngine:
             verify(self.schedule, self.stages, self.micro_batches, chunks)
             script = schedules.schedule(self.schedule, self.stages, self.micro_batches, chunks)
             own = {name: (tuple(one.shape), str(one.dtype)) for name, one in tied.items()}
-            mine = _Terms(work, zlib.crc32(repr(script).encode()), "", own)
+            mine = _StageTerms(work, zlib.crc32(repr(script).encode()), "", own)
         except Exception as error:  # noqa: BLE001  whatever it is, no stage must wait for this one
-            mine, failure = _Terms(work, 0, f"{type(error).__name__}: {error}", {}), error
-        everyones: list[_Terms] = self._everyones(mine)
+            mine, failure = _StageTerms(work, 0, f"{type(error).__name__}: {error}", {}), error
+        everyones: list[_StageTerms] = self._gather_objects(mine)
         if failure is not None:
             raise failure
         for stage, other in enumerate(everyones):
@@ -462,20 +464,20 @@ class PipelineEngine:
         return found
 
 
-def _alone_or_replicas(group: Any) -> Communicator | None:
+def _replica_communicator(group: Any) -> Communicator | None:
     """The ranks that hold the same part of the model; None if there is no other."""
-    if group is None and groups.in_use() is None:
+    if group is None and groups.current_grid() is None:
         return None
-    comm = gradients.replicas(group)
+    comm = gradients.replica_communicator(group)
     return comm if comm.size > 1 else None
 
 
-def _inlet(action: Action) -> tuple[bool, int, int]:
+def _input_key(action: Action) -> tuple[bool, int, int]:
     """What `action` takes in: whether it goes forward, of which micro-batch, and for which chunk."""
     return action.kind == "F", action.microbatch, action.chunk
 
 
-def _channel(action: Action, chunk: int) -> int:
+def _format_channel(action: Action, chunk: int) -> int:
     """Where messages from `chunk` travel that go the way of `action`. With two stages the next is the one before, too,
     so ways must be kept apart."""
     return 1 + 2 * chunk + (action.kind != "F")
@@ -485,7 +487,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
 
 
-def _apart(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     """`value` for another part of the model on this stage, as it would arrive from another stage."""
     return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
 

@@ -198,10 +198,10 @@ def peak_activations(schedule: Schedule | str, stages: int, microbatches: int, c
     """
     found = find(schedule)
     script = [found.actions(stage, stages, microbatches, chunks) for stage in range(max(stages, 1))]
-    return tuple(max(kept(actions)) if found.backward else 0 for actions in script)
+    return tuple(max(count_kept(actions)) if found.backward else 0 for actions in script)
 
 
-def kept(actions: Iterable[Action]) -> list[int]:
+def count_kept(actions: Iterable[Action]) -> list[int]:
     """How many activations a stage keeps while it does each of its actions."""
     return list(accumulate(_KEPT[action.kind] for action in actions))
 

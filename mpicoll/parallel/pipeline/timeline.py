@@ -146,7 +146,7 @@ def timeline(
     return Timeline(found.name, tuple(map(tuple, spans)))
 
 
-def measured(events: Iterable[tuple[int, Action, float, float]], name: str = "pipeline") -> Timeline:
+def timeline_from_events(events: Iterable[tuple[int, Action, float, float]], name: str = "pipeline") -> Timeline:
     """The timeline of a real run.
 
     Args:

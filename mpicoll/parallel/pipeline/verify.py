@@ -14,9 +14,9 @@ from mpicoll.parallel.pipeline.schedules import (
     Kind,
     Schedule,
     closed_form,
+    count_kept,
     dest,
     find,
-    kept,
     peak_activations,
     schedule,
     source,
@@ -150,7 +150,7 @@ class _Check:
             chunks=self.chunks,
             messages=messages,
             peak=peak,
-            window=next(window for window in count() if not self.stands(window)),
+            window=next(window for window in count() if not self.stuck_stages(window)),
         )
 
     def fail(self, what: str, stage: int, position: int) -> NoReturn:
@@ -221,14 +221,14 @@ class _Check:
                     )
         return sum(map(len, sent.values()))
 
-    def stands(self, window: int | None = None) -> list[tuple[int, int]]:
+    def stuck_stages(self, window: int | None = None) -> list[tuple[int, int]]:
         """The stages that wait for ever, each with the position where it does."""
         _, position = execute(self.script, self.chunks, window)
         return [(stage, position[stage]) for stage in range(self.stages) if position[stage] < len(self.script[stage])]
 
     def check_all_done(self) -> None:
         waits = []
-        for stage, position in self.stands():
+        for stage, position in self.stuck_stages():
             action = self.script[stage][position]
             origin = source(action, stage, self.stages, self.chunks)
             assert origin is not None  # nothing else makes a stage wait
@@ -250,6 +250,6 @@ class _Check:
         claim = closed_form(self.schedule, self.stages, self.microbatches, self.chunks)[1]
         for stage, most in enumerate(peak):
             if claim is not None and most != claim[stage]:
-                position = kept(self.script[stage]).index(most) if self.schedule.backward else 0
+                position = count_kept(self.script[stage]).index(most) if self.schedule.backward else 0
                 self.fail(f"the most activations kept are {most}, the schedule claims {claim[stage]}", stage, position)
         return peak

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel import groups
-from mpicoll.parallel.topology.process_topology import SHORT_NAMES, ProcessTopology, canonical_axis, format_extents
+from mpicoll.parallel.topology.process_topology import SHORT_NAMES, ProcessTopology, canonicalize_axis, format_extents
 from mpicoll.torch import groups as torch_groups
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_TOGETHER = (("data", "context"), ("pipe", "model"))
+_COMBINED_AXES = (("data", "context"), ("pipe", "model"))
 """Axes along which there are groups from the start, besides each by itself."""
 
 _Key: TypeAlias = tuple[str, ...]
@@ -69,7 +69,7 @@ class PipelineParallelGrid:
         self._coord = self._topology.get_coord(self._comm.rank)
         self.freed = False
         self.before: groups.Grid | None = None
-        self._made: list[Communicator | ProcessGroupMpicoll] = []
+        self._owned: list[Communicator | ProcessGroupMpicoll] = []
         # By the axes, of more than one rank, that they are along.
         self._process_groups: dict[_Key, ProcessGroupMpicoll] = {}
         self._communicators: dict[_Key, Communicator] = {}
@@ -78,12 +78,12 @@ class PipelineParallelGrid:
         if self._group is not None:
             self._process_groups[everyone] = self._group
         for axis, given in (process_groups or {}).items():
-            self._take(axis, given)
+            self._adopt_process_group(axis, given)
         # All that is usually asked for, in one order on all ranks, so that nobody waits for others when it is.
-        for axes in (*((axis,) for axis in self._topology.axes), *_TOGETHER):
+        for axes in (*((axis,) for axis in self._topology.axes), *_COMBINED_AXES):
             key = self._key(axes)
             if self._group is None:
-                self._along(key)
+                self._communicator_along(key)
             elif key and key not in self._process_groups:
                 self._process_groups[key] = self._new_group(key)
 
@@ -124,8 +124,8 @@ class PipelineParallelGrid:
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
         """The rank in stage `stage_id` that agrees with this one on all other axes, but for those in `coords`. Raises
         RankError where there is no such stage or coordinate."""
-        here = {canonical_axis(axis): at for axis, at in self._coord._asdict().items()}
-        asked = {"pipe": stage_id} | {canonical_axis(axis): at for axis, at in coords.items()}
+        here = {canonicalize_axis(axis): at for axis, at in self._coord._asdict().items()}
+        asked = {"pipe": stage_id} | {canonicalize_axis(axis): at for axis, at in coords.items()}
         # A grid without stages has one of them.
         if "pipe" not in here and stage_id == 0:
             del asked["pipe"]
@@ -209,14 +209,14 @@ class PipelineParallelGrid:
         if self.freed:
             raise CommunicatorError(f"communicator{axes}: {self!r} can't be used any more")
         unknown = [
-            axis for axis in axes if canonical_axis(axis) not in SHORT_NAMES and not self._topology.get_dim(axis)
+            axis for axis in axes if canonicalize_axis(axis) not in SHORT_NAMES and not self._topology.get_dim(axis)
         ]
         if unknown or not axes:
             raise ArgumentError(
                 f"communicator: axes are those of {self._topology!r} and {list(SHORT_NAMES)}, got {list(axes)}"
                 f" (rank {self._comm.rank})"
             )
-        return self._along(self._key(axes))
+        return self._communicator_along(self._key(axes))
 
     def device_mesh(self, *axes: str, device_type: str = "cpu") -> DeviceMesh:
         """The torch DeviceMesh along `axes`, by default of the whole grid, on the grid's process groups.
@@ -226,7 +226,7 @@ class PipelineParallelGrid:
         one. Raises ArgumentError for axes that the topology lacks, CommunicatorError where the grid is not over a torch
         process group.
         """
-        names = [canonical_axis(axis) for axis in axes or self._topology.axes]
+        names = [canonicalize_axis(axis) for axis in axes or self._topology.axes]
         lacking = [axis for axis in names if not self._topology.get_dim(axis)]
         if lacking or len(set(names)) < len(names):
             raise ArgumentError(
@@ -234,7 +234,7 @@ class PipelineParallelGrid:
             )
         members = [self._process_group("device_mesh", axis) for axis in names]
         order = self._key(names, alone=True)
-        ranks = torch.tensor(self._globally(self._ranks_along(order)))
+        ranks = torch.tensor(self._to_global_ranks(self._ranks_along(order)))
         ranks = ranks.view([self._size_on(axis) for axis in order]).permute([order.index(axis) for axis in names])
         return DeviceMesh.from_group(
             members,
@@ -284,7 +284,7 @@ class PipelineParallelGrid:
         }
         grid = cls(topology, group, process_groups=fitting)
         if made is not None:
-            grid._made.insert(0, made)
+            grid._owned.insert(0, made)
         return grid
 
     # How groups are made, and given back.
@@ -295,13 +295,13 @@ class PipelineParallelGrid:
         if self.freed:
             return
         self.freed = True
-        self._out_of_use()
-        for one in self._made:
+        self._restore_previous_grid()
+        for one in self._owned:
             if isinstance(one, Communicator):
                 one.free()
             elif not one.comm.freed:  # else torch.distributed.destroy_process_group() has taken all of them
                 dist.destroy_process_group(one)
-        self._made.clear()
+        self._owned.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -309,13 +309,13 @@ class PipelineParallelGrid:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._out_of_use()
+        self._restore_previous_grid()
         # Freeing is collective: after an error on this rank alone it would wait for ranks that don't come.
         if kind is None:
             self.free()
 
-    def _out_of_use(self) -> None:
-        if groups.in_use() is self:
+    def _restore_previous_grid(self) -> None:
+        if groups.current_grid() is self:
             before = self.before
             while isinstance(before, PipelineParallelGrid) and before.freed:
                 before = before.before
@@ -323,8 +323,8 @@ class PipelineParallelGrid:
 
     def _key(self, axes: Collection[str], *, alone: bool = False) -> _Key:
         """These axes, each by one name and in the topology's order, without those of a single rank unless `alone`."""
-        along = {canonical_axis(axis) for axis in axes}
-        axes = [axis for axis in map(canonical_axis, self._topology.axes) if axis in along]
+        along = {canonicalize_axis(axis) for axis in axes}
+        axes = [axis for axis in map(canonicalize_axis, self._topology.axes) if axis in along]
         return tuple(axis for axis in axes if alone or self._size_on(axis) > 1)
 
     def _size_on(self, *axes: str) -> int:
@@ -332,20 +332,20 @@ class PipelineParallelGrid:
 
     def _rank_on(self, *axes: str) -> int:
         rank = 0
-        for axis, at in zip(map(canonical_axis, self._topology.axes), self._coord, strict=True):
+        for axis, at in zip(map(canonicalize_axis, self._topology.axes), self._coord, strict=True):
             if axis in axes:
                 rank = rank * self._topology.get_dim(axis) + at
         return rank
 
-    def _globally(self, ranks: Sequence[int]) -> list[int]:
+    def _to_global_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Ranks of the grid as torch numbers them."""
         of = dist.get_process_group_ranks(self._group)
         return [of[rank] for rank in ranks]
 
-    def _take(self, axis: str, given: dist.ProcessGroup) -> None:
+    def _adopt_process_group(self, axis: str, given: dist.ProcessGroup) -> None:
         ranks = self._ranks_along((axis,))
         theirs = dist.get_process_group_ranks(given)
-        if self._group is None or not isinstance(given, ProcessGroupMpicoll) or theirs != self._globally(ranks):
+        if self._group is None or not isinstance(given, ProcessGroupMpicoll) or theirs != self._to_global_ranks(ranks):
             raise ArgumentError(
                 f"PipelineParallelGrid: the process group for {axis!r} is of ranks {theirs}, but this axis of"
                 f" {self._topology!r} has ranks {ranks}; all groups must be mpicoll's (rank {self._comm.rank})"
@@ -355,14 +355,14 @@ class PipelineParallelGrid:
     def _ranks_along(self, key: _Key) -> list[int]:
         return self._topology.get_comm_list(self._comm.rank, *key)
 
-    def _along(self, key: _Key) -> Communicator:
+    def _communicator_along(self, key: _Key) -> Communicator:
         """The communicator along `key`, made if it isn't there."""
         if key in self._process_groups:
             return self._process_groups[key].comm
         if key not in self._communicators:
             made = self._comm.group(self._ranks_along(key))
             assert made is not None
-            self._made.append(made)
+            self._owned.append(made)
             self._communicators[key] = made
         return self._communicators[key]
 
@@ -389,11 +389,13 @@ class PipelineParallelGrid:
         else:
             lists, local = [self._ranks_along(key)], True
         for ranks in lists:
-            group = torch_groups.new_group(self._globally(ranks), backend=backend, use_local_synchronization=local)
+            group = torch_groups.new_group(
+                self._to_global_ranks(ranks), backend=backend, use_local_synchronization=local
+            )
             if self._comm.rank in ranks:
                 mine = group
         assert isinstance(mine, ProcessGroupMpicoll)
-        self._made.append(mine)
+        self._owned.append(mine)
         return mine
 
 
@@ -434,6 +436,6 @@ def initialize_model_parallel(
         ],
     )
     grid = PipelineParallelGrid(topology, group)
-    grid.before = groups.in_use()
+    grid.before = groups.current_grid()
     groups.use(grid)
     return grid

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 SHORT_NAMES = {"pipe": "pp", "data": "dp", "context": "cp", "model": "tp"}
 
 
-_LONG = {short: axis for axis, short in SHORT_NAMES.items()}
+_CANONICAL = {short: axis for axis, short in SHORT_NAMES.items()}
 
 
-def canonical_axis(axis: str) -> str:
+def canonicalize_axis(axis: str) -> str:
     """One name for an axis and its alias."""
-    return _LONG.get(axis, axis)
+    return _CANONICAL.get(axis, axis)
 
 
 def format_extents(axes: Sequence[str], dims: Sequence[int]) -> str:
@@ -53,7 +53,7 @@ class ProcessTopology:
             raise ShapeError(f"ProcessTopology: an extent for each axis is needed, got axes {axes} and dims {dims}")
         if any(dim < 1 for dim in self.dims):
             raise ShapeError(f"ProcessTopology: extents must be at least 1, got {format_extents(self.axes, self.dims)}")
-        self._index = {canonical_axis(axis): i for i, axis in enumerate(self.axes)}
+        self._index = {canonicalize_axis(axis): i for i, axis in enumerate(self.axes)}
         if len(self._index) < len(self.axes):
             raise ArgumentError(
                 f"ProcessTopology: an axis is named twice (pp, dp, cp, tp are aliases), got axes {axes}"
@@ -82,12 +82,12 @@ class ProcessTopology:
 
     def get_dim(self, axis: str) -> int:
         """The extent of `axis`; 0 if there is no such axis."""
-        i = self._index.get(canonical_axis(axis))
+        i = self._index.get(canonicalize_axis(axis))
         return 0 if i is None else self.dims[i]
 
     def get_rank(self, **coords: int) -> int:
         """The rank at `coords`, which name every axis: ``get_rank(pipe=1, data=0)``. RankError otherwise."""
-        known = {canonical_axis(axis): at for axis, at in coords.items()}
+        known = {canonicalize_axis(axis): at for axis, at in coords.items()}
         if known.keys() != self._index.keys() or len(known) != len(coords):
             raise RankError(
                 f"get_rank: a coordinate for each axis of {self!r} is needed, got {coords}; filter_match(**coords)"
@@ -103,7 +103,7 @@ class ProcessTopology:
     def get_coord(self, rank: int) -> Any:
         """The coordinates of `rank`, as a named tuple. Raises RankError if it is out of range."""
         self._check("get_coord", rank)
-        return self.ProcessCoord(*self._at(rank))
+        return self.ProcessCoord(*self._coords_of(rank))
 
     def get_rank_repr(
         self,
@@ -114,11 +114,11 @@ class ProcessTopology:
     ) -> str:
         """The coordinates of `rank` as text, such as for a file's name: ``pipe_00-model_01``, less `omit_axes`."""
         self._check("get_rank_repr", rank)
-        omitted = {canonical_axis(axis) for axis in omit_axes}
+        omitted = {canonicalize_axis(axis) for axis in omit_axes}
         return outer_sep.join(
             f"{axis}{inner_sep}{at:02d}"
-            for axis, at in zip(self.axes, self._at(rank), strict=True)
-            if canonical_axis(axis) not in omitted
+            for axis, at in zip(self.axes, self._coords_of(rank), strict=True)
+            if canonicalize_axis(axis) not in omitted
         )
 
     def get_axis_comm_lists(self, *axes: str) -> list[list[int]]:
@@ -127,31 +127,31 @@ class ProcessTopology:
         Each is in ascending order, and they are in the order of their first ranks. An axis that the grid lacks adds
         nothing; if it has none of them, there are no lists.
         """
-        along = {self._index[axis] for axis in map(canonical_axis, axes) if axis in self._index}
+        along = {self._index[axis] for axis in map(canonicalize_axis, axes) if axis in self._index}
         if not along:
             return []
-        starts = self._ranks({i: [0] for i in along})
-        return [[start + offset for offset in self._offsets(along)] for start in starts]
+        starts = self._ranks_at({i: [0] for i in along})
+        return [[start + offset for offset in self._rank_offsets(along)] for start in starts]
 
     def get_comm_list(self, rank: int, *axes: str) -> list[int]:
         """Of the lists of :meth:`get_axis_comm_lists` the one with `rank` in it; ``[rank]`` if the grid has no such
         axis. Takes no more time than the list is long."""
         self._check("get_comm_list", rank)
-        along = {self._index[axis] for axis in map(canonical_axis, axes) if axis in self._index}
-        at = self._at(rank)
+        along = {self._index[axis] for axis in map(canonicalize_axis, axes) if axis in self._index}
+        at = self._coords_of(rank)
         start = rank - sum(at[i] * self._strides[i] for i in along)
-        return [start + offset for offset in self._offsets(along)]
+        return [start + offset for offset in self._rank_offsets(along)]
 
     def filter_match(self, **coords: int) -> list[int]:
         """The ranks, ascending, whose coordinates are those given: ``filter_match(pipe=0, data=1)``. Raises RankError
         for an axis that the grid lacks."""
         chosen = {}
         for axis, at in coords.items():
-            i = self._index.get(canonical_axis(axis))
+            i = self._index.get(canonicalize_axis(axis))
             if i is None:
                 raise RankError(f"filter_match: {self!r} has no axis {axis!r}")
             chosen[i] = [at] if 0 <= at < self.dims[i] else []
-        return self._ranks(chosen)
+        return self._ranks_at(chosen)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks, ascending, whose coordinate on `axis` is `idx`. Raises RankError for an axis that the grid
@@ -162,14 +162,14 @@ class ProcessTopology:
         if not 0 <= rank < self.world_size():
             raise RankError(f"{operation}: rank must be in [0, {self.world_size()}) in {self!r}, got {rank}")
 
-    def _at(self, rank: int) -> list[int]:
+    def _coords_of(self, rank: int) -> list[int]:
         return [rank // stride % dim for stride, dim in zip(self._strides, self.dims, strict=True)]
 
-    def _offsets(self, along: Collection[int]) -> list[int]:
+    def _rank_offsets(self, along: Collection[int]) -> list[int]:
         """How far the ranks on the axes numbered `along` are from the first of them."""
-        return self._ranks({i: [0] for i in range(len(self.dims)) if i not in along})
+        return self._ranks_at({i: [0] for i in range(len(self.dims)) if i not in along})
 
-    def _ranks(self, chosen: dict[int, list[int]]) -> list[int]:
+    def _ranks_at(self, chosen: dict[int, list[int]]) -> list[int]:
         """The ranks whose coordinates on the axes numbered in `chosen` are of those listed there."""
         ranks = [0]
         for i, (stride, dim) in enumerate(zip(self._strides, self.dims, strict=True)):

@@ -10,8 +10,8 @@ from mpicoll.parallel.context_parallel import attention_block
 from mpicoll.parallel.context_parallel.attention_block import (
     attend,
     attend_backward,
-    attend_backward_plainly,
-    attend_plainly,
+    attend_backward_by_matmul,
+    attend_by_matmul,
 )
 
 
@@ -23,8 +23,8 @@ class TestKernels:
     @pytest.mark.parametrize("dim", [1, 7, 16])
     def test_agree(self, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
         q, k, v, g = whole((2, heads, kv_heads, 40, dim), 1, dtype=dtype)
-        out, lse = attend_plainly(q, k, v, False, 0.3)
-        assert attention_block._fits_fused(q, k, v)
+        out, lse = attend_by_matmul(q, k, v, False, 0.3)
+        assert attention_block._can_use_fused(q, k, v)
         assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         # The backward gets what came of more keys than it is given, and parts of everything.
         out = out.to(dtype)
@@ -37,12 +37,12 @@ class TestKernels:
             parts = q[:, :, rows], k[:, :, columns], v[:, :, columns]
             for one, other in zip(
                 attend(*parts, causal, 0.3),
-                attend_plainly(*parts, causal, 0.3),
+                attend_by_matmul(*parts, causal, 0.3),
                 strict=True,
             ):
                 check([one], [other.double()], TOLERANCE[dtype])
             given = (g[:, :, rows], *parts, out[:, :, rows], lse[:, :, rows], causal, 0.3)
-            for one, other in zip(attend_backward(*given), attend_backward_plainly(*given), strict=True):
+            for one, other in zip(attend_backward(*given), attend_backward_by_matmul(*given), strict=True):
                 check([one], [other.double()], TOLERANCE[dtype])
 
     def test_fused_ones_are_there(self) -> None:

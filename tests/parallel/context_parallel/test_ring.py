@@ -358,9 +358,9 @@ class TestMessages:
         comm = mpicoll.world().split(0)
         assert comm is not None
         cp.ring_attention(*parts[:3], group=comm)
-        private = ring._private(comm)
+        private = ring._private_duplicate(comm)
         cp.ring_attention(*parts[:3], group=comm)
-        assert ring._private(comm) is private
+        assert ring._private_duplicate(comm) is private
         comm.free()
         assert private.freed
 
@@ -384,7 +384,7 @@ def _counted(world: mpicoll.Communicator) -> Iterator[list[int]]:
     if world.size == 1:
         yield sent
         return
-    transport = ring._private(world).transport
+    transport = ring._private_duplicate(world).transport
     real = transport.isend
 
     def isend(data: Any, dest: int, tag: int) -> Any:

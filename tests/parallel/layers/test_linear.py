@@ -188,7 +188,7 @@ def test_what_is_frozen_costs_nothing(some_more: Ranks, monkeypatch: pytest.Monk
             return original(*args, **kwargs)
 
         monkeypatch.setattr(layers, name, counted)
-    monkeypatch.setattr(layers, "BACKGROUND", 0)
+    monkeypatch.setattr(layers, "MIN_BACKGROUND_BYTES", 0)
 
     def body() -> None:
         found = []

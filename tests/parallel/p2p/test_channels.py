@@ -12,7 +12,16 @@ import torch
 from support.stage_values import same
 
 from mpicoll.errors import CommunicationError, RankError, RankFailed, TruncationError
-from mpicoll.parallel.p2p.channels import BACKWARD, FORWARD, PLAIN, Lines, Operation, Receiving, Sending, key_of
+from mpicoll.parallel.p2p.channels import (
+    BACKWARD,
+    FORWARD,
+    PLAIN,
+    ChannelMux,
+    Operation,
+    PendingRecv,
+    PendingSend,
+    line_key,
+)
 from mpicoll.parallel.p2p.message_format import flatten
 from mpicoll.transport.base import Envelope, Memory
 
@@ -83,20 +92,20 @@ class Loop:
 class Ends:
     left: Loop
     right: Loop
-    here: Lines
-    there: Lines
+    here: ChannelMux
+    there: ChannelMux
 
-    def send(self, value: Any, key: int = 0, *, sync: bool = False, back: bool = False) -> Sending:
+    def send(self, value: Any, key: int = 0, *, sync: bool = False, back: bool = False) -> PendingSend:
         tensors: list[torch.Tensor] = []
         spec = flatten("send", value, tensors)
         lines = self.there if back else self.here
-        sending = Sending("send", next(iter(lines.peers.values())), key, spec, sync=sync)
-        lines.post(sending, tensors)
+        sending = PendingSend("send", next(iter(lines.peers.values())), key, spec, sync=sync)
+        lines.post_send(sending, tensors)
         return sending
 
-    def expect(self, key: int = 0, **options: Any) -> Receiving:
-        receiving = Receiving("recv", self.there.peers[0], key, **options)
-        self.there.expect(receiving)
+    def post_recv(self, key: int = 0, **options: Any) -> PendingRecv:
+        receiving = PendingRecv("recv", self.there.peers[0], key, **options)
+        self.there.post_recv(receiving)
         return receiving
 
     def pump(self) -> None:
@@ -109,10 +118,12 @@ class Ends:
 def ends() -> Ends:
     left, right = Loop(0), Loop(1)
     left.other, right.other = right, left
-    return Ends(left, right, Lines(left, "stage 0", "stage {}".format), Lines(right, "stage 1", "stage {}".format))
+    return Ends(
+        left, right, ChannelMux(left, "stage 0", "stage {}".format), ChannelMux(right, "stage 1", "stage {}".format)
+    )
 
 
-def got(receiving: Receiving) -> Any:
+def got(receiving: PendingRecv) -> Any:
     assert receiving.ended()
     if receiving.error is not None:
         raise receiving.error
@@ -128,7 +139,7 @@ def test_nothing_is_taken_that_nobody_wants(ends: Ends) -> None:
     ends.send(torch.ones(3))
     ends.pump()
     assert ends.right.probes == 0
-    first = ends.expect()
+    first = ends.post_recv()
     ends.pump()
     assert same(got(first), torch.ones(3))
     assert len(ends.right.incoming) == 1
@@ -136,30 +147,30 @@ def test_nothing_is_taken_that_nobody_wants(ends: Ends) -> None:
 
 
 def test_what_comes_before_what_is_wanted_is_kept(ends: Ends) -> None:
-    ends.send(torch.ones(1), key_of("send", PLAIN, 3))
+    ends.send(torch.ones(1), line_key("send", PLAIN, 3))
     ends.send([torch.ones(2), torch.ones(9_000)])
-    assert same(got_after_pump(ends, ends.expect()), [torch.ones(2), torch.ones(9_000)])
-    assert list(ends.there.peers[0].unheard()) == ["float32 (1,), channel 3"]
-    assert same(got(ends.expect(key_of("recv", PLAIN, 3))), torch.ones(1))
+    assert same(got_after_pump(ends, ends.post_recv()), [torch.ones(2), torch.ones(9_000)])
+    assert list(ends.there.peers[0].unreceived()) == ["float32 (1,), channel 3"]
+    assert same(got(ends.post_recv(line_key("recv", PLAIN, 3))), torch.ones(1))
     assert wants(ends) == [0, 0]
 
 
-def got_after_pump(ends: Ends, receiving: Receiving) -> Any:
+def got_after_pump(ends: Ends, receiving: PendingRecv) -> Any:
     ends.pump()
     return got(receiving)
 
 
 def test_lines_have_tags_of_their_own(ends: Ends) -> None:
-    keys = [key_of("send", line, channel) for line in (PLAIN, FORWARD, BACKWARD) for channel in (0, 1, 7, 255)]
+    keys = [line_key("send", line, channel) for line in (PLAIN, FORWARD, BACKWARD) for channel in (0, 1, 7, 255)]
     for number, key in enumerate(keys):
         ends.send(torch.full((number,), number), key)
     for number, key in reversed(list(enumerate(keys))):
-        assert same(got_after_pump(ends, ends.expect(key)), torch.full((number,), number))
+        assert same(got_after_pump(ends, ends.post_recv(key)), torch.full((number,), number))
     assert max(ends.left.sent) < 2**15
     assert min(ends.left.sent) >= 0
     for channel in (-1, 256, 1.0, "1", None):
         with pytest.raises(RankError, match=r"send: channel must be in \[0, 256\), got"):
-            key_of("send", PLAIN, channel)  # type: ignore[arg-type]
+            line_key("send", PLAIN, channel)  # type: ignore[arg-type]
 
 
 def test_a_blocking_send_is_over_when_it_is_received(ends: Ends) -> None:
@@ -167,13 +178,13 @@ def test_a_blocking_send_is_over_when_it_is_received(ends: Ends) -> None:
     other = ends.send(None, 4, sync=True)
     ends.pump()
     assert not any(one.ended() for one in (first, second, other))
-    ends.expect(4)
+    ends.post_recv(4)
     ends.pump()
     assert [one.ended() for one in (first, second, other)] == [False, False, True]
-    ends.expect()
+    ends.post_recv()
     ends.pump()
     assert [one.ended() for one in (first, second)] == [True, False]
-    ends.expect(shape=(3,))
+    ends.post_recv(shape=(3,))
     ends.pump()
     assert second.ended()
     assert str(second.error) == (
@@ -187,7 +198,7 @@ def test_slow_messages_hold_up_nobody(ends: Ends) -> None:
     ends.right.held = True
     ends.send([torch.ones(2), torch.ones(9_000)])
     ends.send(torch.zeros(4))
-    first, second = ends.expect(), ends.expect()
+    first, second = ends.post_recv(), ends.post_recv()
     ends.pump()
     assert len(ends.right.incoming) == 4  # the header comes first
     assert not first.ended()
@@ -199,11 +210,11 @@ def test_slow_messages_hold_up_nobody(ends: Ends) -> None:
 
 def test_data_under_way_does_not_keep_later_values_back(ends: Ends) -> None:
     ends.send(torch.ones(4))
-    got_after_pump(ends, ends.expect())
+    got_after_pump(ends, ends.post_recv())
     ends.right.held = True
     ends.send(torch.ones(4) * 2)
     ends.send(torch.ones(4) * 3)
-    both = [ends.expect(), ends.expect()]
+    both = [ends.post_recv(), ends.post_recv()]
     ends.pump()
     assert not ends.right.incoming
     assert not any(one.ended() for one in both)
@@ -212,7 +223,7 @@ def test_data_under_way_does_not_keep_later_values_back(ends: Ends) -> None:
 
 
 def test_a_receive_may_be_withdrawn(ends: Ends) -> None:
-    first, second = ends.expect(), ends.expect()
+    first, second = ends.post_recv(), ends.post_recv()
     ends.there.withdraw(first)
     ends.there.withdraw(first)
     assert wants(ends) == [0, 1]
@@ -229,30 +240,30 @@ def test_a_lost_message_is_noticed(ends: Ends, lost: int) -> None:
     for value in program:
         ends.send(value)
     ends.send(torch.ones(5), 4)
-    receivings = [ends.expect() for _ in program]
-    other = ends.expect(4)
+    receivings = [ends.post_recv() for _ in program]
+    other = ends.post_recv(4)
     ends.send(torch.ones(3))  # after the last message there must be another one to tell
     ends.pump()
     assert same(got(other), torch.ones(5))
     whole = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 2}[lost]
     for value, receiving in zip(program[:whole], receivings, strict=False):
         assert same(got(receiving), value)
-    ends.expect(6)
+    ends.post_recv(6)
     ends.pump()
     for receiving in receivings[whole:]:
         with pytest.raises(CommunicationError, match="stage 1: recv from stage 0: a message from it was lost;"):
             got(receiving)
     with pytest.raises(CommunicationError, match="the line can't be used any more"):
-        got(ends.expect())
+        got(ends.post_recv())
     assert wants(ends) == [0, 1]
 
 
 def test_a_message_of_a_wrong_size_is_noticed(ends: Ends) -> None:
     ends.send(torch.ones(2))
-    got_after_pump(ends, ends.expect())
+    got_after_pump(ends, ends.post_recv())
     ends.left.isend(np.zeros(5, np.uint8), 1, 2 << 3 | 1)
     with pytest.raises(CommunicationError, match="a message of 5 bytes that it can't mean came"):
-        got_after_pump(ends, ends.expect())
+        got_after_pump(ends, ends.post_recv())
     assert wants(ends) == [0, 0]
 
 
@@ -261,13 +272,13 @@ def test_a_message_of_a_wrong_size_is_noticed(ends: Ends) -> None:
 def test_errors_of_the_transport_name_the_operation(ends: Ends, error: CommunicationError, way: str) -> None:
     ends.send([torch.ones(2), torch.ones(9_000)])
     ends.right.incoming.pop()
-    operations: list[Operation] = [ends.expect(), ends.expect(4), ends.send(None, 8, sync=True, back=True)]
+    operations: list[Operation] = [ends.post_recv(), ends.post_recv(4), ends.send(None, 8, sync=True, back=True)]
     ends.there.pump()
     ends.right.error = error
     if way == "pump":
         ends.there.pump()
     else:
-        ends.there.look(ends.there.peers[0])
+        ends.there.check_peer(ends.there.peers[0])
     texts = ["recv from stage 0", "recv from stage 0, channel 1", "send of None to stage 0, channel 2"]
     for operation, text in zip(operations, texts, strict=True):
         assert operation.ended()
@@ -279,16 +290,16 @@ def test_errors_of_the_transport_name_the_operation(ends: Ends, error: Communica
 
 
 def test_an_object_that_can_t_be_unpickled(ends: Ends) -> None:
-    sending = Sending("send_obj", ends.here.peers[1], 0, 3, sync=False)
-    ends.here.post(sending, np.frombuffer(b"bad", np.uint8))
+    sending = PendingSend("send_obj", ends.here.peers[1], 0, 3, sync=False)
+    ends.here.post_send(sending, np.frombuffer(b"bad", np.uint8))
     with pytest.raises(CommunicationError, match=r"recv from stage 0: what came can't be unpickled \(UnpicklingError"):
-        got_after_pump(ends, ends.expect(objects=True))
+        got_after_pump(ends, ends.post_recv(objects=True))
 
 
 def test_a_sender_that_is_gone_needs_no_answer(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     ends.send(torch.ones(3))
     ends.send(torch.ones(3), 4, sync=True)
-    one = ends.expect()
+    one = ends.post_recv()
     ends.pump()
     assert same(got(one), torch.ones(3))
 
@@ -296,40 +307,40 @@ def test_a_sender_that_is_gone_needs_no_answer(ends: Ends, monkeypatch: pytest.M
         raise RankFailed("it is gone", (0,))
 
     monkeypatch.setattr(ends.right, "isend", gone)
-    assert same(got_after_pump(ends, ends.expect(4)), torch.ones(3))
+    assert same(got_after_pump(ends, ends.post_recv(4)), torch.ones(3))
 
 
 def test_leaving(ends: Ends) -> None:
     ends.send(torch.ones(2))
-    waiting = [ends.send(torch.ones(3), sync=True, back=True), ends.expect(), ends.expect()]
-    ends.here.leave()
+    waiting = [ends.send(torch.ones(3), sync=True, back=True), ends.post_recv(), ends.post_recv()]
+    ends.here.send_close()
     ends.pump()
-    assert ends.there.peers[0].left
-    assert not ends.here.peers[1].left
+    assert ends.there.peers[0].closed
+    assert not ends.here.peers[1].closed
     with pytest.raises(CommunicationError, match=r"send of .* to stage 0: stage 0 has closed without receiving it"):
         raise waiting[0].error or AssertionError
     assert waiting[1].ended()
     with pytest.raises(CommunicationError, match="recv from stage 0: nothing more comes, stage 0 has closed its end"):
         got(waiting[2])  # type: ignore[arg-type]
     with pytest.raises(CommunicationError, match="nothing more comes"):
-        got(ends.expect())
+        got(ends.post_recv())
     later = ends.send(torch.ones(3), back=True)
     assert "closed without receiving it" in str(later.error)
-    ends.there.leave()
+    ends.there.send_close()
     ends.pump()
-    assert ends.here.peers[1].left
-    assert list(ends.here.peers[1].unheard()) == ["float32 (3,)"]
+    assert ends.here.peers[1].closed
+    assert list(ends.here.peers[1].unreceived()) == ["float32 (3,)"]
 
 
 def test_what_nobody_receives_names_its_line(ends: Ends) -> None:
     """Who waits on the wrong line must see how the value was sent."""
     ends.send(torch.ones(1), FORWARD)
     ends.send(torch.ones(2), BACKWARD | 3 << 2)
-    plain = ends.expect(PLAIN)
+    plain = ends.post_recv(PLAIN)
     ends.pump()
-    assert list(ends.there.peers[0].unheard()) == [
+    assert list(ends.there.peers[0].unreceived()) == [
         "float32 (1,) by a send_forward form",
         "float32 (2,) by a send_backward form, channel 3",
     ]
     assert plain.expected == "tensors, sent by send or isend"
-    assert ends.expect(BACKWARD).expected == "tensors, sent by a send_backward form"
+    assert ends.post_recv(BACKWARD).expected == "tensors, sent by a send_backward form"

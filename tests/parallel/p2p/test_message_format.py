@@ -15,7 +15,7 @@ from support.stage_values import DTYPES, Pair, same, value
 from torch.distributed.tensor import DTensor
 
 from mpicoll.errors import DeviceError, DTypeError
-from mpicoll.parallel.p2p.message_format import Layout, TensorSpec, describe, flatten, memory, unflatten
+from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, describe, flatten, memory, unflatten
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(lambda dtype, shape: torch.ones(shape, dtype=dtype), st.sampled_from(DTYPES), shapes)
@@ -80,7 +80,7 @@ def test_messages_carry_the_bytes(seed: int) -> None:
     found: list[torch.Tensor] = []
     flatten("send", value(random.Random(seed), 3), found)
     found += [torch.arange(n, dtype=torch.int16) for n in (3, 40_000, 1)]
-    layout = Layout(structure(found))
+    layout = MessageLayout(structure(found))
     messages = [bytes(one) for one in layout.outgoing(found)]
     assert [len(one) for one in messages] == [nbytes for nbytes, _ in layout.messages]
     seen = {
@@ -93,12 +93,12 @@ def test_messages_carry_the_bytes(seed: int) -> None:
 
 def test_small_tensors_share_a_message_and_large_ones_go_alone() -> None:
     small, large = torch.ones(3), torch.ones(10_000)
-    assert len(Layout(structure(small)).messages) == 1
-    assert len(Layout(structure(large)).messages) == 1
-    assert len(Layout(structure([small, small, small])).messages) == 1
-    assert len(Layout(structure([small, large, small, large])).messages) == 3
-    assert Layout(structure(None)).messages == [(0, ())]
-    assert Layout(structure([torch.ones(0), 3])).messages[0][0] == 0
+    assert len(MessageLayout(structure(small)).messages) == 1
+    assert len(MessageLayout(structure(large)).messages) == 1
+    assert len(MessageLayout(structure([small, small, small])).messages) == 1
+    assert len(MessageLayout(structure([small, large, small, large])).messages) == 3
+    assert MessageLayout(structure(None)).messages == [(0, ())]
+    assert MessageLayout(structure([torch.ones(0), 3])).messages[0][0] == 0
 
 
 def test_a_contiguous_tensor_is_not_copied() -> None:

@@ -552,7 +552,7 @@ def test_nothing_is_kept(several: Ranks) -> None:
             assert len(p2p._pending) <= 64
             p2p.wait()
             assert not p2p._pending
-            assert all(not peer.wants for peer in p2p._lines.peers.values())
+            assert all(not peer.wants for peer in p2p._mux.peers.values())
 
     several(body)
 

@@ -11,7 +11,7 @@ import pytest
 from mpicoll.errors import AlgorithmError, ArgumentError, ScheduleError, SetupError
 from mpicoll.parallel.pipeline.draw import draw
 from mpicoll.parallel.pipeline.schedules import Action, find
-from mpicoll.parallel.pipeline.timeline import Timeline, measured, timeline
+from mpicoll.parallel.pipeline.timeline import Timeline, timeline, timeline_from_events
 
 ONE_F_ONE_B = """\
 1f1b on 3 stages, 4 micro-batches, bubble 1/3 = 33.3 %
@@ -134,7 +134,7 @@ def events(scale: float) -> list[tuple[int, Action, float, float]]:
 
 @pytest.mark.parametrize(("scale", "time"), [(1.0, "8 s"), (0.015625, "125 ms"), (2**-20, "7.63 µs")])
 def test_measured(scale: float, time: str) -> None:
-    assert draw(measured(events(scale), "mine")) == (
+    assert draw(timeline_from_events(events(scale), "mine")) == (
         f"mine on 2 stages, 1 micro-batch, measured {time}, bubble 56.2 %\n\n"
         "stage 0 │░0········▓▓▓▓▓0\n"
         "stage 1 │···░0▓▓▓0·······\n\n"
@@ -143,7 +143,7 @@ def test_measured(scale: float, time: str) -> None:
 
 
 def test_a_clock_that_stands_still() -> None:
-    text = draw(measured([(1, Action("F", 0), 1.0, 1.0)]))
+    text = draw(timeline_from_events([(1, Action("F", 0), 1.0, 1.0)]))
     assert text.startswith("pipeline on 2 stages, 1 micro-batch, measured 0 µs, bubble 0.0 %")
     assert rows(text) == ["", ""]
 
@@ -206,7 +206,7 @@ def test_what_a_picture_says(tmp_path: Path) -> None:
 
 
 def test_what_a_picture_of_a_real_run_says(tmp_path: Path) -> None:
-    texts = written_in(measured(events(0.015625)), tmp_path / "a.svg")
+    texts = written_in(timeline_from_events(events(0.015625)), tmp_path / "a.svg")
     assert "pipeline on 2 stages" in texts
     assert "1 micro-batch, measured 125 ms, bubble 56.2 %" in texts
     assert "milliseconds" in texts
@@ -221,7 +221,7 @@ def test_a_picture_leaves_out_numbers_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_nothing(tmp_path: Path) -> None:
-    assert "stage 1" in written_in(measured([(1, Action("F", 0), 1.0, 1.0)]), tmp_path / "a.svg")
+    assert "stage 1" in written_in(timeline_from_events([(1, Action("F", 0), 1.0, 1.0)]), tmp_path / "a.svg")
 
 
 def test_the_same_timeline_gives_the_same_file(tmp_path: Path) -> None:

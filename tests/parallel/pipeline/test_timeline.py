@@ -12,7 +12,7 @@ import pytest
 
 from mpicoll.errors import AlgorithmError, ArgumentError, RankError, ScheduleError, ShapeError
 from mpicoll.parallel.pipeline.schedules import Action, Schedule, actions, closed_form, find
-from mpicoll.parallel.pipeline.timeline import Span, Time, Timeline, measured, timeline
+from mpicoll.parallel.pipeline.timeline import Span, Time, Timeline, timeline, timeline_from_events
 
 ONE, TWO, NONE = Fraction(1), Fraction(2), Fraction(0)
 BUILT_IN = ("gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs", "forward_only")
@@ -262,14 +262,14 @@ def events_of(drawn: Timeline, late: float = 0.0) -> list[tuple[int, Action, flo
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_measured_gives_what_happened(name: str) -> None:
     want = timeline(name, 3, 6, 2 if find(name).chunked else 1, forward=[1, 2, 3], backward=[4, 2, 4], send=0.5)
-    got = measured(events_of(want, late=1024.0), name)
+    got = timeline_from_events(events_of(want, late=1024.0), name)
     assert got == Timeline(name, want.spans, measured=True)
     assert (got.makespan, got.bubble) == (want.makespan, want.bubble)
 
 
 def test_measured_by_hand() -> None:
     a, b = Action("F", 0), Action("B", 0)
-    got = measured([(1, a, 12.0, 13.0), (0, a, 10.0, 11.5), (1, b, 13.0, 15.0), (0, b, 15.5, 18.0)])
+    got = timeline_from_events([(1, a, 12.0, 13.0), (0, a, 10.0, 11.5), (1, b, 13.0, 15.0), (0, b, 15.5, 18.0)])
     assert got.spans == (
         (Span(a, 0.0, 1.5), Span(b, 5.5, 8.0)),
         (Span(a, 2.0, 3.0), Span(b, 3.0, 5.0)),
@@ -279,23 +279,23 @@ def test_measured_by_hand() -> None:
 
 
 def test_a_stage_without_events_idles() -> None:
-    got = measured([(2, Action("F", 0), 3.0, 4.0)])
+    got = timeline_from_events([(2, Action("F", 0), 3.0, 4.0)])
     assert got.spans == ((), (), (Span(Action("F", 0), 0.0, 1.0),))
     assert (got.stages, got.makespan, got.busy) == (3, 1.0, (0, 0, 1.0))
     assert got.bubble == pytest.approx(2 / 3)
 
 
 def test_a_clock_that_stands_still() -> None:
-    got = measured([(0, Action("F", 0), 3.0, 3.0), (1, Action("F", 0), 3.0, 3.0)])
+    got = timeline_from_events([(0, Action("F", 0), 3.0, 3.0), (1, Action("F", 0), 3.0, 3.0)])
     assert (got.makespan, got.bubble) == (0.0, 0)
 
 
 def test_wrong_events() -> None:
     with pytest.raises(ArgumentError, match="a timeline needs events, got none"):
-        measured([])
+        timeline_from_events([])
     with pytest.raises(RankError, match="a stage must be at least 0, got -1 for F3"):
-        measured([(-1, Action("F", 3), 0.0, 1.0)])
+        timeline_from_events([(-1, Action("F", 3), 0.0, 1.0)])
     with pytest.raises(ArgumentError, match=r"F3 on stage 1 ends at 1\.0, before it begins at 2\.0"):
-        measured([(1, Action("F", 3), 2.0, 1.0)])
+        timeline_from_events([(1, Action("F", 3), 2.0, 1.0)])
     with pytest.raises(ArgumentError, match="B3 on stage 0 begins before F3 ends there"):
-        measured([(0, Action("B", 3), 1.5, 3.0), (0, Action("F", 3), 0.0, 2.0)])
+        timeline_from_events([(0, Action("B", 3), 1.5, 3.0), (0, Action("F", 3), 0.0, 2.0)])

@@ -171,7 +171,7 @@ def test_a_freed_grid(some: Ranks) -> None:
             whole, alone = grid.communicator("data"), grid.communicator("pipe")
             grid.free()
             grid.free()
-            assert groups.in_use() is None
+            assert groups.current_grid() is None
             assert whole is world
             assert not whole.freed
             assert alone.freed or world.size == 1
@@ -213,10 +213,10 @@ def test_initialize_model_parallel(ranks: Ranks) -> None:
         for pipe, data, context, model in layouts(world.size):
             with initialize_model_parallel(model, pipe, context, group=world) as grid:
                 assert grid.topology() == ProcessTopology(AXES, [pipe, data, context, model])
-                assert groups.in_use() is grid
+                assert groups.current_grid() is grid
                 for axis in AXES:
                     assert groups.communicator(None, axis) is grid.communicator(axis)
-            assert groups.in_use() is None
+            assert groups.current_grid() is None
 
     ranks(body)
 
@@ -225,19 +225,19 @@ def test_what_was_in_use_before_comes_back(some: Ranks) -> None:
     def body() -> None:
         with initialize_model_parallel() as outer:
             with initialize_model_parallel() as inner:
-                assert groups.in_use() is inner
-            assert groups.in_use() is outer
+                assert groups.current_grid() is inner
+            assert groups.current_grid() is outer
             with pytest.raises(KeyError), initialize_model_parallel() as failed:
                 raise KeyError
-            assert groups.in_use() is outer
+            assert groups.current_grid() is outer
             failed.free()
             first = initialize_model_parallel()
             last = initialize_model_parallel()
             first.free()
-            assert groups.in_use() is last
+            assert groups.current_grid() is last
             last.free()
-            assert groups.in_use() is outer, "not a grid that was freed"
-        assert groups.in_use() is None
+            assert groups.current_grid() is outer, "not a grid that was freed"
+        assert groups.current_grid() is None
 
     some(body)
 
@@ -249,7 +249,7 @@ def test_sizes_that_do_not_fit(some: Ranks, sizes: tuple[int, int, int]) -> None
         named = "tensor_model_parallel_size={} x pipeline_model_parallel_size={} x context_parallel_size={}"
         with pytest.raises(ShapeError, match=f"divide the {size} ranks, got {named.format(*sizes)}"):
             initialize_model_parallel(*sizes)
-        assert groups.in_use() is None
+        assert groups.current_grid() is None
 
     some(body)
 
