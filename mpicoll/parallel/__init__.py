@@ -1,24 +1,31 @@
-"""Model parallelism: models that are divided among ranks, by Megatron-LM's and DeepSpeed's names.
+"""Model parallelism with the names of Megatron-LM and DeepSpeed: models that are divided among ranks.
 
 :mod:`~mpicoll.parallel.topology`
     ranks in a grid of pipeline x data x context x tensor parallel groups
 :mod:`~mpicoll.parallel.mappings`
-    autograd functions that move tensors between the whole, parts and partial sums
+    autograd functions between replicated tensors, shards and partial sums
 :mod:`~mpicoll.parallel.layers`, :mod:`~mpicoll.parallel.cross_entropy`, :mod:`~mpicoll.parallel.random`
-    tensor and sequence parallel layers, the loss of a divided vocabulary, and dropout
+    tensor and sequence parallel layers, the loss of a sharded vocabulary, and dropout
 :mod:`~mpicoll.parallel.p2p`
-    values between pipeline stages
+    messages between pipeline stages
 :mod:`~mpicoll.parallel.pipeline`
-    pipeline schedules as data, and the engine that carries them out
+    pipeline schedules as data, and the engine that runs them
 :mod:`~mpicoll.parallel.context_parallel`
-    attention over a divided sequence
+    attention over a sharded sequence
 :mod:`~mpicoll.parallel.gradients`, :mod:`~mpicoll.parallel.checkpoint`
     averaging and clipping; saving at one layout and loading at another
 
-There are no global groups: what needs ranks takes ``group=``. Without it, it takes the axis of the grid that
-:func:`use` (or :func:`initialize_model_parallel`) has put in use, and if there is none all ranks.
+There are no global groups: functions that need ranks take ``group=``. The default is the axis of the grid that
+:func:`use` (or :func:`initialize_model_parallel`) has put in use, and without a grid all ranks.
 
 Gradients follow Megatron's convention: there is one loss, which all ranks of a tensor parallel group compute alike.
+
+Example:
+    ::
+
+        with initialize_model_parallel(tensor_model_parallel_size=1) as grid:
+            layer = ColumnParallelLinear(8, 24)  # on the axis "model" of the grid
+            print(grid.get_data_parallel_world_size(), layer(torch.ones(2, 8)).shape)
 """
 
 from importlib import import_module

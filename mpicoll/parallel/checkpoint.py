@@ -1,14 +1,14 @@
-"""Checkpoints that can be loaded in another layout: other numbers of shards, stages and copies, also in one process.
+"""Checkpoints that can be loaded at another layout: other numbers of shards, stages and copies, also in one process.
 
 The files are those of torch's distributed checkpoint (:mod:`torch.distributed.checkpoint`, DCP), with the keys
 ``model.<name>``, ``optimizer.state.<name>.<entry>``, ``optimizer.param_groups.<name>.<option>`` (as torch flattens an
-optimizer's state) and ``extra``. So ``torch.distributed.checkpoint.load`` reads them, too. They hold whole parameters;
-who loads takes from them what its own layout needs.
+optimizer's state) and ``extra``. So ``torch.distributed.checkpoint.load`` reads them, too. They hold full parameters;
+loading takes the part that the current layout needs.
 
-Names are what parts of a model on several ranks agree by. Under pipeline parallelism each rank knows its parameters by
-names of its own module; `names` maps them to those of the whole model, and must map the copies of a tied parameter to
-one name. Without it names are used as they are, which is right if they tell the stages apart already. A parameter that
-a module has under several names counts by the first.
+Parts of a model on several ranks are related by names. Under pipeline parallelism each rank knows its parameters by
+names of its own module; `names` maps them to those of the full model, and must map the copies of a tied parameter to
+one name. Without it names are used unchanged, which is right if the names of stages differ already. A parameter that a
+module has under several names is saved under the first.
 """
 
 from __future__ import annotations
@@ -60,19 +60,36 @@ def save(
     overwrite: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save `model`, the state of `optimizer`, and `extra` in the folder `path`, which all ranks must see.
+    """Save `model`, the state of `optimizer`, and `extra` in the folder `path`.
 
-    Collective over `group`, by default all ranks of torch's default process group; without one, this is the only
-    process. Each rank passes its part of the model and the optimizer of it. What several ranks hold, such as data
-    parallel copies, is written once: n bytes in all, a part of them by each rank. Where buffers differ among the ranks,
-    such as the running statistics of copies, those of one of them are kept, whichever. `extra` is anything that can be
-    pickled, such as the number of steps; that of the first rank is kept. `names` is explained above. With `overwrite` a
-    checkpoint that `path` holds already is replaced, once the new one is complete in ``<path>.new``; should the job end
-    while the two change places, ``<path>.old`` and ``<path>.new`` are both complete, as :func:`load` then says.
+    Collective over `group`. Each rank passes its part of the model and its optimizer. Data that several ranks hold,
+    such as data parallel copies, is written once: n bytes in all, a part of them by each rank. Where buffers differ
+    among ranks, such as the running statistics of copies, those of one unspecified rank are saved.
 
-    Raises, on all ranks, ArgumentError if `path` holds a checkpoint and is not to be overwritten, where two parameters
-    would get one name, and for the states of an optimizer that don't lie as its parameters do; CommunicatorError for
-    several ranks without a process group; OSError if files can't be written.
+    Args:
+        path: a folder that all ranks see.
+        model: this rank's part of the model.
+        optimizer: its optimizer.
+        extra: any object that can be pickled, such as the number of steps; that of the first rank is saved.
+        names: maps local names of parameters to those of the full model, as described above.
+        overwrite: replace a checkpoint in `path`, once the new one is complete in ``<path>.new``. If the job ends
+            during the exchange, ``<path>.old`` and ``<path>.new`` are both complete, and the error of :func:`load`
+            names them.
+        group: by default all ranks of torch's default process group; without one, this process alone.
+
+    Raises:
+        ArgumentError: `path` holds a checkpoint and `overwrite` is False, two parameters have one name, or the state of
+            the optimizer does not have the layout of its parameters.
+        CommunicatorError: there are several ranks without a process group.
+        OSError: files can't be written.
+
+        All are raised on all ranks.
+
+    Example:
+        ::
+
+            checkpoint.save("step_100", model, optimizer, extra=100)
+            step = checkpoint.load("step_100", model, optimizer)
     """
     if world().size > 1 and not dist.is_initialized():
         raise CommunicatorError(
@@ -128,17 +145,28 @@ def load(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Load into `model` and `optimizer` what :func:`save` has left in `path`, and return its `extra`.
+    """Load a checkpoint of :func:`save` into `model` and `optimizer`, at any layout.
 
-    As :func:`save`, in any layout. Parameters and buffers are overwritten in place, and converted where dtypes differ.
-    The optimizer need not have made a step; its state becomes that of the checkpoint, bit by bit but for what has to
-    have the dtype of a parameter that was converted, as do the options of its parameter groups (learning rate, betas,
-    ...). Entries of the checkpoint that nobody asks for are left alone.
-    Reads what each rank needs, and unpickles it, so load what you trust only.
+    Collective over `group`. Parameters and buffers are overwritten in place, and converted where dtypes differ. The
+    optimizer need not have made a step: its state becomes that of the checkpoint, bit by bit except for entries that
+    must have the dtype of a converted parameter, as do the options of its parameter groups (learning rate, betas, ...).
+    Other entries of the checkpoint are ignored. Reads what each rank needs, and unpickles it: load trusted files only.
 
-    Raises ArgumentError, on all ranks and with nothing changed, if there is no checkpoint, or it lacks an entry that
-    `model` or `optimizer` needs (ShapeError: has it in another shape), as after a change of the model or of the kind of
-    optimizer; OSError if files can't be read.
+    Args:
+        path: the folder of the checkpoint.
+        model: this rank's part of the model.
+        optimizer: its optimizer.
+        names: maps local names of parameters to those of the full model.
+        group: by default all ranks of torch's default process group.
+
+    Returns:
+        The `extra` that was saved.
+
+    Raises:
+        ArgumentError: there is no checkpoint, or it lacks an entry that `model` or `optimizer` needs, as after a change
+            of the model or of the kind of optimizer; on all ranks, with nothing changed.
+        ShapeError: an entry has another shape; on all ranks, with nothing changed.
+        OSError: files can't be read.
     """
     named: dict[str, Any] = {}
     metadata: list[Metadata] = []
@@ -170,25 +198,30 @@ def load(
 
 
 def model_state(model: nn.Module, names: Names = None) -> dict[str, Any]:
-    """The parameters and persistent buffers of `model`, by the names of the whole model, in their own memory.
+    """Return the parameters and persistent buffers of `model` by their names in the full model, in their own memory.
 
-    What parallel layers have cut (:mod:`mpicoll.parallel.shards`) is a DTensor over the process group of its ranks;
-    the rest are plain tensors. DCP saves and loads such a dict in any layout. Collective over the ranks of each
-    parameter that is cut: one all-gather of 8 bytes for each of them.
+    Parameters that parallel layers have sharded (:mod:`mpicoll.parallel.shards`) are DTensors over the process group of
+    their ranks; the others are plain tensors. DCP saves and loads such a dict at any layout. Collective over the ranks
+    of each sharded parameter: one all-gather of 8 bytes for each of them.
 
-    Raises ArgumentError where two parameters get one name, CommunicatorError if a parameter is cut among ranks for
-    which torch has no process group, ShapeError if it is cut in parts of other sizes than a DTensor's.
+    Raises:
+        ArgumentError: two parameters have one name.
+        CommunicatorError: a parameter is sharded among ranks for which torch has no process group.
+        ShapeError: the shards have other sizes than a DTensor's.
     """
     named = _named_values(model, names)
     return _model_state(named, _find_shardings(named))
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None) -> dict[str, Any]:
-    """The state of `optimizer`, and the options of its parameters, likewise: with keys ``state.<name>.<entry>`` and
-    ``param_groups.<name>.<option>``.
+    """Return the state of `optimizer` and the options of its parameters.
 
-    Entries of the shape of their parameter are cut as it is; numbers are the same on all ranks. Raises ArgumentError
-    for other entries of a parameter that is cut, for lists (as LBFGS keeps), and for parameters that are not `model`'s.
+    The keys are ``state.<name>.<entry>`` and ``param_groups.<name>.<option>``. Entries of the shape of their parameter
+    are sharded like it; numbers are the same on all ranks.
+
+    Raises:
+        ArgumentError: an entry of a sharded parameter has another shape, an entry is a list (as LBFGS keeps), or a
+            parameter is not `model`'s.
     """
     named = _named_values(model, names)
     return _optimizer_state(named, _find_shardings(named), optimizer)
@@ -199,7 +232,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer, names: Names = None)
 
 @dataclass(frozen=True)
 class _Sharding:
-    """How a parameter lies on the ranks of a mesh."""
+    """The layout of a parameter on the ranks of a mesh."""
 
     mesh: DeviceMesh
     dim: int
@@ -241,7 +274,7 @@ def _optimizer_state(named: Mapping[str, Any], cuts: _Shardings, optimizer: Opti
 
 
 def _named_values(model: nn.Module, names: Names) -> dict[str, Any]:
-    """The parameters, persistent buffers and extra states of `model`, by their names in the whole model."""
+    """Return the parameters, persistent buffers and extra states of `model` by their names in the full model."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     restore_shard_marks(model)
     named: dict[str, Any] = {}
@@ -263,7 +296,7 @@ def _named_values(model: nn.Module, names: Names) -> dict[str, Any]:
 
 
 def _find_shardings(named: Mapping[str, Any]) -> dict[str, _Sharding]:
-    """How those of `named` lie that are cut among several ranks."""
+    """Return the layouts of the values in `named` that are sharded among several ranks."""
     shards = {name: shard_of(value) for name, value in named.items() if isinstance(value, Tensor)}
     by_comm: dict[Communicator, list[tuple[str, int]]] = {}
     for name, shard in shards.items():
@@ -315,7 +348,7 @@ def _to_dtensor(value: Any, cut: _Sharding | None) -> Any:
 def _optimizer_parameters(
     named: Mapping[str, Any], optimizer: Optimizer
 ) -> Iterator[tuple[int, str, Tensor, dict[str, Any]]]:
-    """For what `optimizer` steps: the number of its group, name, parameter and group."""
+    """Yield the number of the group, the name, the parameter and the group of each parameter of `optimizer`."""
     known = {id(value): name for name, value in named.items() if isinstance(value, Tensor)}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -352,7 +385,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _check_entries(wanted: Mapping[str, Any], entries: _Entries) -> None:
-    """Raise unless the parameters and buffers `wanted` can be loaded. What is no tensor is for DCP to find."""
+    """Raise unless the tensors `wanted` can be loaded. DCP checks the other values."""
     tensors = {f"model.{name}": value for name, value in wanted.items() if isinstance(value, Tensor)}
     missing = [key for key in tensors if not isinstance(entries.get(key), TensorStorageMetadata)]
     if missing:
@@ -374,9 +407,9 @@ def _join_first(texts: Collection[str]) -> str:
 def _optimizer_template(
     named: Mapping[str, Any], cuts: _Shardings, optimizer: Optimizer, entries: _Entries
 ) -> dict[str, Any]:
-    """What the checkpoint has for the parameters of `optimizer`, to be overwritten by it.
+    """Return the values of the checkpoint for the parameters of `optimizer`, to be overwritten by DCP.
 
-    The options say which state there is, so where these are all there, the state is what this kind of optimizer needs.
+    The options determine the state: where all options are present, the state is what this kind of optimizer needs.
     """
     prefix = "optimizer.state."
     states: dict[str, list[str]] = {}
@@ -412,8 +445,11 @@ def _template_entry(
     cut: _Sharding | None = None,
     saved: STORAGE_TYPES | None = None,
 ) -> Any:
-    """Where DCP may put an entry: a tensor like `param`, and cut as it is, if it has the shape of the whole of it. What
-    was of the dtype of the parameter that was `saved` becomes that of `param`, as optimizers need it."""
+    """Return a value for DCP to overwrite.
+
+    It is a tensor like `param`, with its layout, if the entry has the full shape of `param`. An entry with the dtype of
+    the `saved` parameter gets that of `param`, as optimizers require.
+    """
     if not isinstance(found, TensorStorageMetadata):
         return None
     dtype = found.properties.dtype
@@ -425,7 +461,7 @@ def _template_entry(
 
 
 def _restore_non_tensors(model: nn.Module, names: Names, loaded: Mapping[str, Any]) -> None:
-    """Give `model` what is no tensor, such as extra states; tensors were overwritten in place."""
+    """Load values that are not tensors, such as extra states, into `model`; tensors were overwritten in place."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     others = {
         here: loaded[here if names is None else names(here)]
@@ -465,7 +501,7 @@ def _restore_optimizer(named: Mapping[str, Any], optimizer: Optimizer, loaded: M
 
 
 def _run_on_all_ranks(operation: str, collect: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    """Raise what `collect` raises, on all ranks: those that find nothing wrong would wait for the others."""
+    """Call `collect`, and raise its exception on all ranks: ranks without an error would wait for the others."""
     problem: Exception | None = None
     try:
         collect()
@@ -496,7 +532,7 @@ def _gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 def _check_copies(named: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
     """Raise if ranks hold parameters of one name that are not copies of each other: one of them would be lost.
 
-    Copies may have drifted apart by rounding, so this compares their shapes, and roughly their sums.
+    Copies may differ by rounding, so this compares their shapes, and their sums approximately.
     """
     if not dist.is_initialized():
         return
@@ -521,7 +557,7 @@ def _check_copies(named: Mapping[str, Any], group: dist.ProcessGroup | None) -> 
 
 @contextmanager
 def _translate_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """DCP's failures as an OSError, and no warning that there is a single process."""
+    """Turn failures of DCP into OSError, and suppress its warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:

@@ -1,4 +1,4 @@
-"""The cross entropy of logits whose vocabulary is divided among the ranks."""
+"""Cross entropy of logits whose vocabulary is sharded among the ranks."""
 
 from __future__ import annotations
 
@@ -28,29 +28,45 @@ def vocab_parallel_cross_entropy(
     reduction: str = "none",
     group: Any = None,
 ) -> Tensor:
-    """The cross entropy of the whole logits, as torch.nn.functional.cross_entropy has it.
+    """Compute torch.nn.functional.cross_entropy of logits whose vocabulary is sharded.
 
-    In: `logits` (..., V/P), the rank's part of the vocabulary along the last dimension, in the order of ranks and of
-    the same shape on all P ranks; and `target` (...), integers in [0, V) or `ignore_index`, the same on all ranks.
-    Out, the same on all ranks: with ``reduction="none"`` the loss of each position (...), zero where it is ignored;
-    with "sum" their sum, and with "mean" that divided by the number of positions which are not ignored (nan if there
-    are none). With float16 and bfloat16 logits the loss is computed, and returned, in float32; the gradient is of the
-    dtype of the logits.
+    With `label_smoothing` e the target has the weight 1 - e + e/V and every other index e/V, as in torch. (Megatron-LM
+    gives 1 - e to the target and e/(V - 1) to every other index, with this rank's V/P for V: its loss then differs from
+    rank to rank.) Logits of unused indices, such as padding to a multiple of P, count like any others unless they are
+    -inf, where only a loss without smoothing is finite.
 
-    With `label_smoothing` e in [0, 1] the target has the weight 1 - e + e/V and every other index e/V, as in torch.
-    (Megatron-LM gives 1 - e to the target and e/(V - 1) to every other index, with this rank's V/P for V: its loss then
-    differs from rank to rank.) Logits that stand for no word, such as padding to a multiple of P, count like any others
-    unless they are -inf, where only a loss without smoothing is finite.
+    The loss counts once (see :mod:`mpicoll.parallel.mappings`), and the gradient is that of this rank's `logits`. The
+    forward has two all-reduces, of one number per position (the maximum, without which the exponentials would overflow)
+    and of two, or three with smoothing; the backward has none. It keeps the softmax, as large as `logits` and at least
+    float32, and never changes `logits` or a gradient. It can be differentiated again, at the cost of two all-reduces of
+    one number per position.
 
-    The loss counts once (see :mod:`mpicoll.parallel.mappings`), and the gradient is that of the rank's `logits`. The
-    forward has two all-reduces, of one number per position (the greatest logit, without which the exponentials would
-    overflow) and of two, or three with smoothing; the backward has none. It keeps the softmax, as large as `logits` and
-    at least float32, and never changes `logits` or a gradient. It can be differentiated again, at the price of two
-    all-reduces of one number per position; as everywhere, on all ranks or on none.
+    Args:
+        logits: (..., V/P), this rank's part of the vocabulary, in rank order and of the same shape on all P ranks.
+        target: (...), integers in [0, V) or `ignore_index`, the same on all ranks.
+        label_smoothing: a number in [0, 1].
+        ignore_index: the target of positions that do not count.
+        reduction: "none", "sum" or "mean".
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
 
-    Raises before any message leaves: DTypeError where `logits` are no real floating-point tensor or `target` no integer
-    one, ShapeError where they don't go together, ArgumentError for a target out of range (naming it), a smoothing
-    outside [0, 1] or another reduction.
+    Returns:
+        The same on all ranks: for "none" the loss of each position (...), zero where it is ignored; for "sum" their
+            sum;
+        for "mean" the sum divided by the number of positions that are not ignored (nan if there are none). float32 for
+        float16 and bfloat16 logits, whose gradient has their dtype.
+
+    Raises:
+        DTypeError: `logits` is not a real floating-point tensor, or `target` not an integer one.
+        ShapeError: the shapes do not fit together.
+        ArgumentError: a target is out of range, `label_smoothing` outside [0, 1], or `reduction` unknown.
+
+        All are raised before any message leaves.
+
+    Example:
+        ::
+
+            logits = torch.randn(5, 8, requires_grad=True)  # this rank's 8 words of the vocabulary
+            vocab_parallel_cross_entropy(logits, torch.arange(5), reduction="mean").backward()
     """
     comm = communicator(group)
     target = _check_arguments(logits, target, label_smoothing, ignore_index, reduction, comm)
@@ -63,8 +79,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(Function):
-    """The losses, and the rank's part of the softmax, which is an output so that the backward, which is made of it, can
-    be differentiated."""
+    """The losses, and this rank's part of the softmax: as an output it makes the backward differentiable."""
 
     @staticmethod
     def forward(
@@ -112,7 +127,7 @@ class _CrossEntropy(Function):
 
 
 def _locate_targets(target: Tensor, part: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Where along the last dimension of this rank's part the targets are, with that dimension, and whether they are."""
+    """Return the index of each target in this rank's part (0 for others), and a mask of this rank's targets."""
     local = target - comm.rank * part.shape[-1]
     own = (local >= 0) & (local < part.shape[-1])
     return torch.where(own, local, 0).unsqueeze(-1), own
@@ -121,7 +136,7 @@ def _locate_targets(target: Tensor, part: Tensor, comm: Communicator) -> tuple[T
 def _check_arguments(
     logits: Any, target: Any, label_smoothing: float, ignore_index: int, reduction: str, comm: Communicator
 ) -> Tensor:
-    """`target` as int64, after the arguments were found to be right."""
+    """Check the arguments and return `target` as int64."""
     where = f"(rank {comm.rank} of {comm.size})"
     name = "vocab_parallel_cross_entropy"
     for what, tensor in (("logits", logits), ("target", target)):

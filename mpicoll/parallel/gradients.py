@@ -1,4 +1,4 @@
-"""What has to happen to gradients between the backward pass and the optimizer's step."""
+"""Averaging and clipping of gradients, between the backward pass and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,32 @@ from mpicoll.parallel import groups
 from mpicoll.parallel.shards import shard_of
 
 BUCKET = 25 << 20
-"""Bytes of gradients that travel together, as in torch's DistributedDataParallel."""
+"""Size in bytes of the buckets in which gradients travel, as in torch's DistributedDataParallel."""
 
 
 def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = None) -> None:
     """Replace each gradient by its mean over the ranks of `group`.
 
-    `group` is by default the ``data`` and ``context`` axes of the grid in use; without a grid, all ranks. Every rank
-    passes the same parameters in the same order. A rank whose parameter has no gradient counts as one with zeros; where
-    no rank has one, none gets one. Gradients travel in buckets of 25 MiB, each of one dtype and device, which are in
-    flight together: 2n(P-1)/P bytes sent per rank. torch's DistributedDataParallel overlaps this with the backward
-    pass; it is the better choice for a model that is not divided into pipeline stages.
+    A parameter without a gradient counts as zeros on that rank; where no rank has one, none gets one. Gradients travel
+    in buckets of 25 MiB, each of one dtype and device, which are in flight together: 2n(P-1)/P bytes sent per rank.
+    torch's DistributedDataParallel overlaps this with the backward pass; it is the better choice for a model without
+    pipeline stages.
 
-    Raises DTypeError for sparse gradients and DTensors (of fully_shard, which averages them itself) before any message
-    leaves.
+    Args:
+        parameters: a parameter or an iterable of them, the same ones in the same order on every rank.
+        group: the data parallel ranks, by default the ``data`` and ``context`` axes of the grid in use; without a grid,
+            all ranks.
+
+    Raises:
+        DTypeError: a gradient is sparse, or a parameter is a DTensor (fully_shard averages gradients itself); raised
+            before any message leaves.
+
+    Example:
+        ::
+
+            model = nn.Linear(4, 2)
+            model(torch.ones(3, 4)).sum().backward()
+            average_gradients(model.parameters())
     """
     comm = replica_communicator(group)
     parameters = [one for one in _as_list(parameters) if one.requires_grad]
@@ -46,7 +58,7 @@ def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = 
 
 
 def sum_gradients(parameters: Iterable[Parameter], comm: Communicator) -> None:
-    """Replace each gradient by its sum over the ranks of `comm`; one that is absent counts as zeros."""
+    """Replace each gradient by its sum over the ranks of `comm`; an absent one counts as zeros."""
     parameters = list(parameters)
     for one in parameters:
         if one.grad is None:
@@ -63,16 +75,27 @@ def clip_grad_norm_(
     tensor_group: Any = None,
     counted_elsewhere: Collection[Parameter] = (),
 ) -> Tensor:
-    """Scale all gradients so that the norm of the whole model's is at most `max_norm`; returns the norm that it was, a
-    0-d float64 tensor on the CPU, the same on all ranks.
+    """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`.
 
-    As :func:`torch.nn.utils.clip_grad_norm_`, for a model whose parts lie on the ranks of `group`: by default the
-    ``pipe`` and ``model`` axes of the grid in use; without a grid, all ranks. Every rank passes the parameters that it
-    holds. Those that :mod:`mpicoll.parallel.layers` has cut count with each of their parts; the others are the same on
-    all ranks of `tensor_group` (by default the ``model`` axis; without a grid, all ranks), and count on its first.
-    Parameters in `counted_elsewhere`, such as a copy of a tied embedding, are scaled but don't count. One all-reduce of
-    8 bytes. `norm_type` is 2 or ``inf``, else ArgumentError. Raises DTypeError for sparse gradients and DTensors, as
-    fully_shard makes, before any message leaves.
+    The same as :func:`torch.nn.utils.clip_grad_norm_`, for a model whose parts are on several ranks. Parameters that
+    :mod:`mpicoll.parallel.layers` has sharded count with each of their shards; the others are the same on all ranks of
+    `tensor_group`, and count on its first rank. Costs one all-reduce of 8 bytes.
+
+    Args:
+        parameters: the parameters of this rank.
+        max_norm: the largest norm.
+        norm_type: 2 or ``inf``.
+        group: the ranks of one copy of the model, by default the ``pipe`` and ``model`` axes of the grid in use;
+            without a grid, all ranks.
+        tensor_group: the tensor parallel ranks, by default the ``model`` axis; without a grid, all ranks.
+        counted_elsewhere: parameters, such as a copy of a tied embedding, that are scaled but not counted.
+
+    Returns:
+        The norm before scaling, a 0-d float64 tensor on the CPU, the same on all ranks.
+
+    Raises:
+        ArgumentError: `norm_type` is not supported.
+        DTypeError: a gradient is sparse, or a parameter is a DTensor; raised before any message leaves.
     """
     first = groups.communicator(tensor_group, "model").rank == 0
     return clip(
@@ -89,8 +112,11 @@ def clip(
     first: bool,
     copies: Collection[Parameter],
 ) -> Tensor:
-    """:func:`clip_grad_norm_` on the ranks of `comm`; `first` says that this is the first of its tensor parallel group,
-    where what is the same on all of them counts, and `copies` are counted elsewhere."""
+    """Run :func:`clip_grad_norm_` on the ranks of `comm`.
+
+    `first` is True on the first rank of each tensor parallel group, where replicated parameters count; `copies` are
+    counted on another rank.
+    """
     if norm_type not in (2.0, math.inf):
         raise ArgumentError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
     _check("clip_grad_norm_", parameters, comm)
@@ -115,13 +141,13 @@ def clip(
 
 
 def _to_float64_vector(tensors: Sequence[Tensor]) -> Tensor:
-    """0-d `tensors` as one float64 vector on the CPU, in any order. Waits once for each device."""
+    """Return 0-d `tensors` as one float64 vector on the CPU, in any order. Waits once for each device."""
     places = dict.fromkeys(one.device for one in tensors)
     return torch.cat([torch.stack([one.double() for one in tensors if one.device == place]).cpu() for place in places])
 
 
 def _as_list(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
-    """As torch's functions, these take a single parameter, too, which would else pass for the list of its rows."""
+    """Return `parameters` as a list; torch's functions accept a single parameter, which would iterate over its rows."""
     return [parameters] if isinstance(parameters, Parameter) else list(parameters)
 
 
@@ -140,7 +166,7 @@ def _check(operation: str, parameters: Sequence[Parameter], comm: Communicator) 
 
 
 def replica_communicator(group: Any = None) -> Communicator:
-    """The ranks that hold the same part of the model and see other data."""
+    """Return the communicator of the data parallel ranks; None is the axes "data" and "context" of the grid in use."""
     grid = groups.current_grid()
     return grid.communicator("data", "context") if group is None and grid is not None else groups.communicator(group)
 
@@ -162,8 +188,7 @@ def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """`gradients` in groups of one dtype and device and at most `BUCKET` bytes, but for a gradient that is larger by
-    itself."""
+    """Yield `gradients` in groups of one dtype and device, of at most `BUCKET` bytes or a single larger gradient."""
     for kind in dict.fromkeys((one.dtype, one.device) for one in gradients):
         bucket: list[Tensor] = []
         filled = 0

@@ -1,8 +1,8 @@
-"""Which ranks a function of this package works with.
+"""Choice of the ranks on which a function of this package works.
 
-Nothing here is a module's variable: functions take the group that they work with as ``group=``, a process group of
-mpicoll, a 1-D DeviceMesh, an mpicoll Communicator or an mpi4py one. Without it they take the axis of the grid that
-:func:`use` has put in use in the caller's context, and if there is none all ranks.
+Functions take ``group=``: a process group of mpicoll, a 1-D DeviceMesh, an mpicoll Communicator or an mpi4py
+communicator. By default it is the axis of the grid that :func:`use` has put in use in the caller's context, and without
+a grid all ranks. No module holds global groups.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from mpicoll.torch import groups as torch_groups
 
 
 class Grid(Protocol):
-    """Ranks in a grid of named axes, as :class:`mpicoll.parallel.topology.PipelineParallelGrid`."""
+    """Ranks in a grid of named axes, such as :class:`mpicoll.parallel.topology.PipelineParallelGrid`."""
 
     def communicator(self, *axes: str) -> Communicator:
-        """The ranks that differ from this one in their coordinates on `axes` only."""
+        """Return the communicator of the ranks whose coordinates differ from this rank's on `axes` only."""
 
 
 _in_use: ContextVar[Grid | None] = ContextVar("mpicoll_parallel_grid", default=None)
 
 
 class use:  # noqa: N801  called like a function, as torch.no_grad is
-    """``use(grid)`` makes `grid` the default of this package from now on, in this thread; None takes it away.
+    """Make a grid the default of this package, in this thread.
 
-    As a context manager, ``with use(grid):``, it puts back at its end what was in use before. It is a context variable:
-    other threads, such as those of a ThreadPoolExecutor, don't see it, and take all ranks until they call it too, or
-    run in ``contextvars.copy_context()``. Layers keep the ranks that they were made on, whatever thread calls them.
+    ``use(grid)`` sets the default from now on; ``use(None)`` removes it. As a context manager, ``with use(grid):``, it
+    restores the previous default at its end. The default is a context variable: other threads, such as those of a
+    ThreadPoolExecutor, don't see it and use all ranks until they call it too, or run in ``contextvars.copy_context()``.
+    Layers keep the ranks on which they were made, whichever thread calls them.
+
+    Args:
+        grid: an object with a method ``communicator(*axes)``, or None.
     """
 
     def __init__(self, grid: Grid | None) -> None:
@@ -51,16 +55,21 @@ class use:  # noqa: N801  called like a function, as torch.no_grad is
 
 
 def current_grid() -> Grid | None:
-    """The grid that is in use, if there is one."""
+    """Return the grid in use, or None."""
     return _in_use.get()
 
 
 def communicator(group: Any = None, axis: str = "model") -> Communicator:
-    """The communicator that `group` means; None is `axis` of the grid in use, and without a grid torch's default
-    process group if that is mpicoll's, else mpicoll's world.
+    """Return the communicator of `group`.
 
-    Raises ArgumentError for a DeviceMesh of several dimensions, CommunicatorError for process groups of other backends
-    and where this process is no member.
+    Args:
+        group: a process group of mpicoll, a 1-D DeviceMesh, a Communicator, an mpi4py communicator, or None for `axis`
+            of the grid in use; without a grid, torch's default process group if it is mpicoll's, else mpicoll's world.
+        axis: an axis of the grid.
+
+    Raises:
+        ArgumentError: a DeviceMesh has several dimensions.
+        CommunicatorError: a process group is another backend's, or this process is not one of its ranks.
     """
     if group is None:
         grid = _in_use.get()

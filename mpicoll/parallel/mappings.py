@@ -1,15 +1,14 @@
-"""What goes into a model-parallel region and comes out of it: Megatron's pairs of collectives, differentiable.
+"""Megatron's pairs of differentiable collectives at the borders of a model-parallel region.
 
-What a gradient means here. All ranks of the group compute **one** loss, alike, and it counts once. (Not so in
-:mod:`mpicoll.torch.autograd`, where every rank has a loss of its own and their sum is differentiated.) In such a
-computation a tensor is
+All ranks of the group compute **one** loss, alike, and it counts once. (In :mod:`mpicoll.torch.autograd`, every rank
+has a loss of its own and their sum is differentiated.) In such a computation a tensor is
 
 * **replicated**: the same on all ranks, as is its gradient;
 * **sharded**: each rank has a part of it along one dimension, in the order of ranks, and that part of its gradient;
-* **partial**: each rank has a tensor of full shape of its own, such as a summand of the replicated tensor that is
-  meant, or a copy that only this rank's computation uses; its gradient belongs to this rank alone.
+* **partial**: each rank has its own tensor of full shape, such as a summand of a replicated tensor, or a copy that
+  only this rank's computation uses; its gradient belongs to this rank alone.
 
-Every function takes a tensor from one of these states to another, and its backward takes the gradient back:
+Every function maps a tensor from one of these states to another, and its backward maps the gradient back:
 
 ================================================  ==========  ==========  ==============  ==============
 function                                          in          out         forward         backward
@@ -29,9 +28,9 @@ split, along any dimension                        replicated  sharded     own pa
 gather, along any dimension                       sharded     replicated  all-gather      own part
 ================================================  ==========  ==========  ==============  ==============
 
-A tensor in the wrong state gives wrong gradients and no error: what comes out of ``copy_to`` must reach the loss
-through ``reduce_from`` or the like, and what is replicated must not go into ``reduce_from``, which would add it up once
-per rank.
+A tensor in the wrong state gives wrong gradients and no error: the result of ``copy_to`` must reach the loss through
+``reduce_from`` or a similar function, and a replicated tensor must not be passed to ``reduce_from``, which would count
+it once per rank.
 
 Rules for all of them:
 
@@ -40,18 +39,18 @@ Rules for all of them:
   need be by adding ``0 * result.sum()``; otherwise some ranks wait for the others. With ``create_graph=True`` this goes
   for the gradients as well: what the ranks compute in between must be of the same kind everywhere, not linear on one
   rank and curved on another.
-* They can be differentiated twice, and oftener. Without a tensor that requires grad, or under ``torch.no_grad()``, they
+* Higher-order derivatives are supported. Without a tensor that requires grad, or under ``torch.no_grad()``, they
   are plain collectives. Any dtype; integers and bool have no gradient; halves are summed in float32 and rounded once.
 * They work out of place: neither `x` nor an incoming gradient is ever changed. A result has memory of its own, which
   the caller may change, with two exceptions. Where the forward does nothing, in ``copy_to``, the result shares the
   memory of `x`; if it has a gradient, torch raises RuntimeError when it is changed in place, or when `x` is and the
   result used. A group of one rank returns `x` itself.
-* torch.compile leaves them as they are: the compiled code breaks off before each, and goes on after it.
-* Tensors lie on the CPU or, on all ranks, on a CUDA device; any strides, negative `dim` and extents of zero are fine.
+* torch.compile does not compile them: the compiled code has a graph break at each.
+* Tensors are on the CPU or, on all ranks, on a CUDA device; any strides, negative `dim` and extents of zero are fine.
 
 `group` is a process group of mpicoll, a 1-D DeviceMesh, a Communicator or an mpi4py communicator; by default the axis
 "model" of the grid in use (:mod:`mpicoll.parallel.groups`). Wrong arguments raise kinds of ArgumentError before any
-message leaves: DTypeError where `x` is no tensor, ShapeError where a dimension is missing or does not divide.
+message leaves: DTypeError where `x` is not a tensor, ShapeError where a dimension is missing or does not divide.
 
 P is the size of the group. The bytes that a rank sends are those of the ring, which no algorithm undercuts; inside one
 machine, where ranks share memory, nothing is sent.
@@ -101,10 +100,16 @@ _Map: TypeAlias = Callable[[Tensor], Tensor]
 
 @eager
 def copy_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Hand a replicated tensor to computations that differ from rank to rank: nothing is sent.
+    """Pass a replicated tensor to computations that differ from rank to rank. Sends nothing.
 
-    In: `x`, replicated. Out: the same values, partial, sharing the memory of `x`. Backward: the sum over ranks of the
-    gradients, 2n(P-1)/P bytes per rank for an `x` of n bytes.
+    The backward sums the gradients over the ranks: 2n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: replicated.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        The same values, partial, sharing the memory of `x`.
     """
     comm = _communicator("copy_to_tensor_model_parallel_region", x, group)
     if comm.size == 1:
@@ -114,10 +119,22 @@ def copy_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor
 
 @eager
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Add up the ranks' partial tensors.
+    """Sum the ranks' partial tensors.
 
-    In: `x`, partial, of the same shape on all ranks. Out: the sum over ranks, replicated, of that shape. Sends
-    2n(P-1)/P bytes per rank for an `x` of n bytes. Backward: the gradient as it is; nothing is sent.
+    Sends 2n(P-1)/P bytes per rank for an `x` of n bytes. The backward passes the gradient on, and sends nothing.
+
+    Args:
+        x: partial, of the same shape on all ranks.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        The sum over the ranks, replicated, of the shape of `x`.
+
+    Example:
+        ::
+
+            x = torch.ones(2, 8, requires_grad=True)
+            reduce_from_tensor_model_parallel_region(copy_to_tensor_model_parallel_region(x) * 2).sum().backward()
     """
     comm = _communicator("reduce_from_tensor_model_parallel_region", x, group)
     if comm.size == 1:
@@ -127,40 +144,71 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Te
 
 @eager
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Keep this rank's part of the last dimension: nothing is sent.
+    """Keep this rank's part of the last dimension. Sends nothing.
 
-    In: `x` (..., h), replicated. Out: the rank's part (..., h/P), a contiguous copy, so that `x` can be freed.
-    Backward: all-gather, n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide h.
+    The backward is an all-gather, n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: (..., h), replicated.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        This rank's part (..., h/P), a contiguous copy, so `x` can be freed.
+
+    Raises:
+        ShapeError: P does not divide h.
     """
     return _split("scatter_to_tensor_model_parallel_region", x, -1, group, None)
 
 
 @eager
 def gather_from_tensor_model_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Join the ranks' parts along the last dimension, for computations that are the same on all ranks.
+    """Concatenate the ranks' parts along the last dimension, for computations that are the same on all ranks.
 
-    In: `x` (..., h/P), a part of the same shape on all ranks. Out: the whole (..., h), replicated. Sends n(P-1)/P bytes
-    per rank for a whole of n bytes. Backward: the rank's part of the gradient; nothing is sent.
+    Sends n(P-1)/P bytes per rank for a result of n bytes. The backward keeps this rank's part of the gradient, and
+    sends nothing.
+
+    Args:
+        x: (..., h/P), this rank's part, of the same shape on all ranks.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        The full tensor (..., h), replicated.
     """
     return _gather("gather_from_tensor_model_parallel_region", x, -1, group, None)
 
 
 @eager
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Join the ranks' parts along the last dimension, for computations that differ from rank to rank.
+    """Concatenate the ranks' parts along the last dimension, for computations that differ from rank to rank.
 
-    In: `x` (..., h/P), a part of the same shape on all ranks. Out: the whole (..., h), partial. Backward:
-    reduce-scatter. Each way sends n(P-1)/P bytes per rank for a whole of n bytes.
+    The backward is a reduce-scatter. Forward and backward each send n(P-1)/P bytes per rank for a result of n bytes.
+
+    Args:
+        x: (..., h/P), this rank's part, of the same shape on all ranks.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        The full tensor (..., h), partial.
     """
     return _all_gather("all_gather_last_dim_from_tensor_parallel_region", x, -1, group, None)
 
 
 @eager
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Add up the ranks' partial tensors, and keep this rank's part of the sum's last dimension.
+    """Sum the ranks' partial tensors, and keep this rank's part of the last dimension of the sum.
 
-    In: `x` (..., h), partial, of the same shape on all ranks. Out: the rank's part of the sum (..., h/P). Backward:
-    all-gather. Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide h.
+    The backward is an all-gather. Forward and backward each send n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: (..., h), partial, of the same shape on all ranks.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        This rank's part of the sum (..., h/P).
+
+    Raises:
+        ShapeError: P does not divide h.
     """
     return _reduce_scatter("reduce_scatter_last_dim_to_tensor_parallel_region", x, -1, group, None)
 
@@ -170,10 +218,19 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: Any = No
 
 @eager
 def scatter_to_sequence_parallel_region(x: Tensor, group: Any = None) -> Tensor:
-    """Keep this rank's part of dimension 0: nothing is sent.
+    """Keep this rank's part of dimension 0. Sends nothing.
 
-    In: `x` (s, ...), replicated. Out: the rank's part (s/P, ...), a copy, so that `x` can be freed. Backward:
-    all-gather, n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide s.
+    The backward is an all-gather, n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: (s, ...), replicated.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        This rank's part (s/P, ...), a copy, so `x` can be freed.
+
+    Raises:
+        ShapeError: P does not divide s.
     """
     return _split("scatter_to_sequence_parallel_region", x, 0, group, None)
 
@@ -185,13 +242,19 @@ def gather_from_sequence_parallel_region(
     group: Any = None,
     output_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Join the ranks' parts along dimension 0.
+    """Concatenate the ranks' parts along dimension 0.
 
-    In: `x` (s/P, ...), a part of the same shape on all ranks, or of ``output_split_sizes[rank]`` rows, which every rank
-    passes alike. Out: the whole (s, ...). With `tensor_parallel_output_grad` it is partial, for computations that
-    differ from rank to rank, and the backward is a reduce-scatter; without, it is replicated, for computations that are
-    the same on all ranks, and the backward takes the rank's part of the gradient and sends nothing. Otherwise each way
-    sends n(P-1)/P bytes per rank for a whole of n bytes.
+    Args:
+        x: (s/P, ...), this rank's part, of the same shape on all ranks, or of ``output_split_sizes[rank]`` rows.
+        tensor_parallel_output_grad: if True, the result is partial, for computations that differ from rank to rank, and
+            the backward is a reduce-scatter, which sends as much as the forward. If False, the result is replicated,
+            for computations that are the same on all ranks, and the backward keeps this rank's part of the gradient and
+            sends nothing.
+        group: the ranks, by default the axis "model" of the grid in use.
+        output_split_sizes: the rows of each rank, the same on all ranks.
+
+    Returns:
+        The full tensor (s, ...). The forward sends n(P-1)/P bytes per rank for a result of n bytes.
     """
     joined = _all_gather if tensor_parallel_output_grad else _gather
     return joined("gather_from_sequence_parallel_region", x, 0, group, output_split_sizes)
@@ -201,11 +264,20 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     x: Tensor, group: Any = None, input_split_sizes: Sequence[int] | None = None
 ) -> Tensor:
-    """Add up the ranks' partial tensors, and keep this rank's part of the sum's dimension 0.
+    """Sum the ranks' partial tensors, and keep this rank's part of dimension 0 of the sum.
 
-    In: `x` (s, ...), partial, of the same shape on all ranks. Out: the rank's part of the sum (s/P, ...), or the
-    ``input_split_sizes[rank]`` rows that every rank passes alike. Backward: all-gather. Each way sends n(P-1)/P bytes
-    per rank for an `x` of n bytes. ShapeError if P does not divide s.
+    The backward is an all-gather. Forward and backward each send n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: (s, ...), partial, of the same shape on all ranks.
+        group: the ranks, by default the axis "model" of the grid in use.
+        input_split_sizes: the rows that each rank keeps, the same on all ranks; by default s/P.
+
+    Returns:
+        This rank's part of the sum: (s/P, ...), or ``input_split_sizes[rank]`` rows.
+
+    Raises:
+        ShapeError: P does not divide s.
     """
     return _reduce_scatter("reduce_scatter_to_sequence_parallel_region", x, 0, group, input_split_sizes)
 
@@ -220,13 +292,22 @@ def all_to_all(
     input_split_sizes: Sequence[int] | None = None,
     group: Any = None,
 ) -> Tensor:
-    """Cut every rank's `x` along dimension 0, and send the i-th block to rank i.
+    """Divide every rank's `x` along dimension 0, and send block i to rank i.
 
-    In: `x` (rows, ...), of this rank alone. Without sizes all ranks pass the same shape, and blocks are equal.
-    Otherwise every rank passes both: ``input_split_sizes[i]`` rows go to rank i, ``output_split_sizes[j]`` rows come
-    from rank j. Out: what arrives, joined along dimension 0 in the order of ranks. Backward: the same, back. Each way
-    sends n(P-1)/P bytes per rank for an `x` of n bytes and equal blocks. ShapeError if P does not divide the rows, or
-    the sizes don't fit.
+    The backward sends the gradients the opposite way. Each sends n(P-1)/P bytes per rank for an `x` of n bytes and
+    equal blocks.
+
+    Args:
+        x: (rows, ...), this rank's own. Without sizes all ranks pass the same shape, and blocks are equal.
+        output_split_sizes: ``output_split_sizes[j]`` rows come from rank j. Every rank passes both sizes, or none does.
+        input_split_sizes: ``input_split_sizes[i]`` rows go to rank i.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        The received blocks, concatenated along dimension 0 in rank order.
+
+    Raises:
+        ShapeError: P does not divide the rows, or the sizes do not fit.
     """
     comm = _communicator("all_to_all", x, group)
     _normalize_dim("all_to_all", x, 0, comm)
@@ -254,12 +335,20 @@ def all_to_all(
 
 @eager
 def all_to_all_sp2hp(x: Tensor, group: Any = None) -> Tensor:
-    """From parts of the tokens to parts of the hidden dimension.
+    """Exchange parts of the tokens for parts of the hidden dimension.
 
-    In: `x` (tokens/P, h), the rank's tokens, of the same shape on all ranks; more dimensions before the last are
-    flattened into one. Out: (tokens, h/P), the rank's part of the hidden dimension of all tokens. Backward:
-    :func:`all_to_all_hp2sp`. Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not
-    divide h.
+    The backward is :func:`all_to_all_hp2sp`. Each sends n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: (tokens/P, h), this rank's tokens, of the same shape on all ranks; dimensions before the last are flattened
+            into one.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        (tokens, h/P), this rank's part of the hidden dimension of all tokens.
+
+    Raises:
+        ShapeError: P does not divide h.
     """
     comm = _communicator("all_to_all_sp2hp", x, group)
     _check_equal("all_to_all_sp2hp", x, _normalize_dim("all_to_all_sp2hp", x, -1, comm), comm, "pad it")
@@ -271,11 +360,20 @@ def all_to_all_sp2hp(x: Tensor, group: Any = None) -> Tensor:
 
 @eager
 def all_to_all_hp2sp(x: Tensor, group: Any = None) -> Tensor:
-    """From parts of the hidden dimension to parts of the tokens.
+    """Exchange parts of the hidden dimension for parts of the tokens.
 
-    In: `x` (tokens, h/P), the rank's part of the hidden dimension, of the same shape on all ranks; more dimensions
-    before the last are flattened into one. Out: (tokens/P, h), the rank's tokens. Backward: :func:`all_to_all_sp2hp`.
-    Each way sends n(P-1)/P bytes per rank for an `x` of n bytes. ShapeError if P does not divide the tokens.
+    The backward is :func:`all_to_all_sp2hp`. Each sends n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: (tokens, h/P), this rank's part of the hidden dimension, of the same shape on all ranks; dimensions before
+            the last are flattened into one.
+        group: the ranks, by default the axis "model" of the grid in use.
+
+    Returns:
+        (tokens/P, h), this rank's tokens.
+
+    Raises:
+        ShapeError: P does not divide the tokens.
     """
     comm = _communicator("all_to_all_hp2sp", x, group)
     _normalize_dim("all_to_all_hp2sp", x, -1, comm)
@@ -291,22 +389,42 @@ def all_to_all_hp2sp(x: Tensor, group: Any = None) -> Tensor:
 
 @eager
 def split(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = None) -> Tensor:
-    """Keep this rank's part of dimension `dim`: nothing is sent.
+    """Keep this rank's part of dimension `dim`. Sends nothing.
 
-    In: `x`, replicated. Out: the rank's part, a contiguous copy, so that `x` can be freed. Parts are equal, or of the
-    extents `sizes`, one per rank, which every rank passes alike. Backward: :func:`gather`, n(P-1)/P bytes per rank for
-    an `x` of n bytes. ShapeError if P does not divide the extent, or the sum of `sizes` is another.
+    The backward is :func:`gather`, n(P-1)/P bytes per rank for an `x` of n bytes.
+
+    Args:
+        x: replicated.
+        dim: the dimension to divide.
+        group: the ranks, by default the axis "model" of the grid in use.
+        sizes: the extent of each rank's part, the same on all ranks; by default equal parts.
+
+    Returns:
+        This rank's part, a contiguous copy, so `x` can be freed.
+
+    Raises:
+        ShapeError: P does not divide the extent, or the sum of `sizes` differs from it.
     """
     return _split("split", x, dim, group, sizes)
 
 
 @eager
 def gather(x: Tensor, dim: int, group: Any = None, sizes: Sequence[int] | None = None) -> Tensor:
-    """Join the ranks' parts along dimension `dim`, for computations that are the same on all ranks.
+    """Concatenate the ranks' parts along dimension `dim`, for computations that are the same on all ranks.
 
-    In: `x`, a part of the same shape on all ranks, or with the extents `sizes` along `dim`, one per rank, which every
-    rank passes alike. Out: the whole, replicated. Sends n(P-1)/P bytes per rank for a whole of n bytes. Backward:
-    :func:`split`; nothing is sent. ShapeError if this rank's extent is not what `sizes` says.
+    Sends n(P-1)/P bytes per rank for a result of n bytes. The backward is :func:`split`, which sends nothing.
+
+    Args:
+        x: this rank's part, of the same shape on all ranks, or with the extents `sizes` along `dim`.
+        dim: the dimension to concatenate.
+        group: the ranks, by default the axis "model" of the grid in use.
+        sizes: the extent of each rank's part, the same on all ranks.
+
+    Returns:
+        The full tensor, replicated.
+
+    Raises:
+        ShapeError: this rank's extent differs from `sizes`.
     """
     return _gather("gather", x, dim, group, sizes)
 
@@ -351,7 +469,7 @@ def _reduce_scatter(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequ
 
 
 class _LinearMap(Function):
-    """A linear map `there`, and the map `back` that takes gradients back, as the backward of each other."""
+    """A linear map `there`, and its adjoint `back` for gradients; each is the backward of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: _Map, back: _Map) -> Tensor:
@@ -408,7 +526,7 @@ def _concatenate_ranks(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm:
 
 
 def _sum_and_scatter(x: Tensor, dim: int, sizes: tuple[int, ...] | None, comm: Communicator) -> Tensor:
-    """`sizes` only along dimension 0."""
+    """Reduce-scatter along `dim`. Only dimension 0 supports `sizes`."""
     part: Tensor = reduce_scatter(_blocks(x, dim, comm) if dim else x, counts=sizes, comm=comm)
     return part
 
@@ -428,7 +546,7 @@ def _to_tokens(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def _blocks(x: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """The ranks' equal parts of `x` along `dim`, one after the other along dimension 0."""
+    """Stack the ranks' equal parts of `x` along `dim` in dimension 0."""
     blocks: Tensor = x.unflatten(dim, (comm.size, x.shape[dim] // comm.size))
     return blocks.movedim(dim, 0).flatten(0, 1)
 
@@ -443,7 +561,7 @@ _Checked: TypeAlias = "tuple[Communicator, int, tuple[int, ...] | None]"
 
 
 def _check_whole(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
-    """Communicator, dimension and sizes for a tensor that is cut."""
+    """Check the arguments for a tensor to be divided; return communicator, dimension and sizes."""
     comm = _communicator(operation, x, group)
     dim = _normalize_dim(operation, x, dim, comm)
     if sizes is None:
@@ -456,7 +574,7 @@ def _check_whole(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequenc
 
 
 def _check_part(operation: str, x: Tensor, dim: int, group: Any, sizes: Sequence[int] | None) -> _Checked:
-    """Communicator, dimension and sizes for a part of a tensor."""
+    """Check the arguments for a part of a tensor; return communicator, dimension and sizes."""
     comm = _communicator(operation, x, group)
     dim = _normalize_dim(operation, x, dim, comm)
     if sizes is None:
@@ -477,7 +595,7 @@ def _communicator(operation: str, x: Any, group: Any) -> Communicator:
 
 
 def _normalize_dim(operation: str, x: Tensor, dim: int, comm: Communicator) -> int:
-    """`dim`, counted from the front."""
+    """Return `dim` as a non-negative number. Raise ShapeError if `x` has no such dimension."""
     dims = x.dim()
     if not -dims <= dim < dims:
         raise ShapeError(

@@ -1,9 +1,9 @@
 """Random numbers under tensor parallelism.
 
-The ranks of a tensor parallel group hold some activations alike, and of others each its part. Dropout must draw the
-same mask for the first, and masks that have nothing to do with each other for the second. So there are two streams of
-random numbers: torch's default generators, seeded alike on all ranks of the group, and that of an
-:class:`RNGStatesTracker`, seeded differently on each. :func:`model_parallel_manual_seed` seeds both::
+The ranks of a tensor parallel group hold some activations replicated and others sharded. Dropout must draw the same
+mask for the first, and independent masks for the second. So there are two streams of random numbers: torch's default
+generators, with the same seed on all ranks of the group, and the stream of an :class:`RNGStatesTracker`, with a
+different seed on each. :func:`model_parallel_manual_seed` seeds both::
 
     model_parallel_manual_seed(1234)
     x = F.dropout(x, 0.1)  # x is the same on all ranks
@@ -13,7 +13,7 @@ random numbers: torch's default generators, seeded alike on all ranks of the gro
 :class:`ParallelDropout` is a module that does either, and :func:`checkpoint` recomputes activations with the random
 numbers of both streams.
 
-torch's default generators belong to a process. So do these two streams, whatever thread draws from them.
+torch's default generators belong to a process. So do these two streams, whichever thread draws from them.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ __all__ = [
 ]
 
 MODEL_PARALLEL = "model-parallel-rng"
-"""The stream of what differs among the ranks of a tensor parallel group."""
+"""Name of the stream for activations that are sharded over a tensor parallel group."""
 
 _State: TypeAlias = dict[str, Any]
-"""``cpu``: the state of the default generator; ``cuda``: that of the current device, once CUDA is in use; ``seed``."""
+"""``cpu``: state of the default generator; ``cuda``: of the current device, once CUDA is initialized; ``seed``."""
 
 
 @dataclass
 class _Streams:
-    """``states`` of all streams by name, which is the ``current`` one (None is torch's own), and torch's ``own`` state.
+    """``states`` of all streams by name, the name of the ``current`` one (None: torch's), and torch's ``own`` state.
 
-    The state of the current stream is in the generators; what is kept of it here is old.
+    The state of the current stream is in the generators; the one stored here is out of date.
     """
 
     states: dict[str, _State] = field(default_factory=dict)
@@ -63,17 +63,25 @@ class _Streams:
 
 
 class RNGStatesTracker:
-    """Streams of random numbers by name, beside torch's default one, all drawn from torch's default generators.
+    """Named streams of random numbers beside torch's default one, all drawn from torch's default generators.
 
-    A stream is the state of the CPU's default generator and, where CUDA is in use, of the current device's. Not for
-    several threads at once, as torch's default generators are not either.
+    A stream is the state of the CPU's default generator and, where CUDA is initialized, of the current device's. Not
+    thread-safe, like torch's default generators.
     """
 
     def __init__(self) -> None:
         self.streams = _Streams()
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream `name` that begins at `seed`. Raises ArgumentError if there is one of that name or seed."""
+        """Add a stream.
+
+        Args:
+            name: its name.
+            seed: its seed.
+
+        Raises:
+            ArgumentError: a stream has this name or seed already.
+        """
         if name in self.streams.states:
             raise ArgumentError(f"RNGStatesTracker: there is a stream {name!r} already; reset() forgets all")
         same = [other for other, state in self.streams.states.items() if state["seed"] == seed]
@@ -85,10 +93,13 @@ class RNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Inside, random numbers come from stream `name`, where it was left the last time; afterwards from the stream
-        before, as if nothing had been drawn meanwhile, also if the block raised.
+        """Draw random numbers from stream `name` inside the ``with`` block.
 
-        May be nested, also in itself, where it goes on. Raises ArgumentError if there is no such stream.
+        The stream continues where it stopped the last time. Afterwards the previous stream continues as if nothing had
+        been drawn meanwhile, also after an exception. May be nested, also with the same name.
+
+        Raises:
+            ArgumentError: there is no such stream, or CUDA was first initialized inside the block.
         """
         if name not in self.streams.states:
             raise ArgumentError(
@@ -108,28 +119,37 @@ class RNGStatesTracker:
             )
 
     def get_states(self) -> dict[str, dict[str, Any]]:
-        """The state of every stream, as tensors and numbers, to be saved with a checkpoint by ``torch.save``; of
-        torch's own stream, ``torch.get_rng_state()`` is to be saved besides."""
+        """Return the state of every stream, as tensors and numbers, for a checkpoint by ``torch.save``.
+
+        The state of torch's own stream, ``torch.get_rng_state()``, must be saved separately.
+        """
         self._save_current()
         return {name: _clone(state) for name, state in self.streams.states.items()}
 
     def set_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on where :meth:`get_states` was called. Streams that `states` does not name are forgotten.
+        """Restore the streams that :meth:`get_states` returned, and remove all others.
 
-        Raises ArgumentError inside of a :meth:`fork`."""
+        Raises:
+            ArgumentError: called inside :meth:`fork`.
+        """
         self._require_no_fork("set_states")
         self.streams.states = {name: _clone(state) for name, state in states.items()}
 
     def reset(self) -> None:
-        """Forget all streams. Raises ArgumentError inside of a :meth:`fork`."""
+        """Remove all streams.
+
+        Raises:
+            ArgumentError: called inside :meth:`fork`.
+        """
         self._require_no_fork("reset")
         self.streams.states = {}
 
     def recomputation(self) -> AbstractContextManager[None]:
-        """A context in which all streams are as they are now; at its end they are what they were before it. It can be
-        entered any number of times.
+        """Return a context in which all streams are as they are now; leaving it restores the streams of before.
 
-        For whoever sets torch's default generators back as well, as torch.utils.checkpoint does."""
+        It can be entered any number of times. The caller must restore torch's default generators itself, as
+        torch.utils.checkpoint does.
+        """
         self._save_current()
         return _Recomputation(self)
 
@@ -147,7 +167,7 @@ class RNGStatesTracker:
                 torch.cuda.manual_seed(state["seed"])
 
     def _save_current(self) -> None:
-        """Take the state of the generators to where that of the current stream belongs."""
+        """Store the state of the generators as that of the current stream."""
         live: _State = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             live["cuda"] = torch.cuda.get_rng_state()
@@ -164,7 +184,7 @@ class RNGStatesTracker:
 
 
 class _Recomputation(AbstractContextManager[None]):
-    # The generators themselves belong to whoever enters: no state is read from them or written to them.
+    # The caller owns the generators themselves: this neither reads nor writes their state.
 
     def __init__(self, tracker: RNGStatesTracker) -> None:
         self._tracker = tracker
@@ -183,8 +203,10 @@ _tracker: ContextVar[RNGStatesTracker | None] = ContextVar("mpicoll_parallel_rng
 
 
 def get_rng_tracker() -> RNGStatesTracker:
-    """The tracker that is in use in the caller's context: that of :func:`use_rng_tracker`, or one that is made here and
-    stays in use in this thread."""
+    """Return the tracker in use in the caller's context.
+
+    It is that of :func:`use_rng_tracker`, or a new one that stays in use in this thread.
+    """
     tracker = _tracker.get()
     if tracker is None:
         tracker = RNGStatesTracker()
@@ -194,7 +216,7 @@ def get_rng_tracker() -> RNGStatesTracker:
 
 @contextmanager
 def use_rng_tracker(tracker: RNGStatesTracker) -> Iterator[RNGStatesTracker]:
-    """``with use_rng_tracker(tracker):`` makes it the default of this module's functions, in this thread."""
+    """Make `tracker` the default of this module's functions inside the ``with`` block, in this thread."""
     token = _tracker.set(tracker)
     try:
         yield tracker
@@ -203,11 +225,16 @@ def use_rng_tracker(tracker: RNGStatesTracker) -> Iterator[RNGStatesTracker]:
 
 
 def model_parallel_manual_seed(seed: int, group: Any = None, *, tracker: RNGStatesTracker | None = None) -> None:
-    """Seed torch's default generators with `seed`, and the tracker's stream ``model-parallel-rng`` with a seed of its
-    own on each rank of the tensor parallel `group`.
+    """Seed torch's default generators and the tracker's stream ``model-parallel-rng``.
 
-    All ranks of the group pass the same `seed`; data parallel replicas and pipeline stages, which should draw other
-    masks, pass others. Other streams of the tracker are forgotten. No message is sent.
+    The default generators get `seed`; the stream gets a different seed on each rank of the tensor parallel group. Other
+    streams of the tracker are removed. No message is sent.
+
+    Args:
+        seed: the same on all ranks of the group; data parallel replicas and pipeline stages, which should draw other
+            masks, pass others.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
+        tracker: by default the one in use.
     """
     comm = communicator(group)
     tracker = tracker or get_rng_tracker()
@@ -219,11 +246,17 @@ def model_parallel_manual_seed(seed: int, group: Any = None, *, tracker: RNGStat
 
 
 class ParallelDropout(nn.Module):
-    """Dropout with probability `p` of activations that each rank holds a part of (`sharded`), or that all ranks of the
-    tensor parallel group hold alike.
+    """Dropout of activations that are sharded or replicated over the tensor parallel group.
 
-    Under sequence parallelism what lies between the layers is sharded, too. `tracker` is by default that in use at each
-    call, and needed for sharded activations only.
+    Under sequence parallelism the activations between the layers are sharded, too.
+
+    Args:
+        p: the probability that an element becomes zero.
+        sharded: each rank holds a part of the activations, and draws its own mask; otherwise all ranks draw the same.
+        tracker: the tracker for sharded activations, by default the one in use at each call.
+
+    Raises:
+        ArgumentError: `p` is not in [0, 1].
     """
 
     def __init__(self, p: float = 0.5, *, sharded: bool, tracker: RNGStatesTracker | None = None) -> None:
@@ -235,7 +268,7 @@ class ParallelDropout(nn.Module):
         self.tracker = tracker
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of `x`'s shape and dtype; `x` itself in evaluation."""
+        """Apply dropout to `x`; return `x` itself in evaluation mode."""
         if not self.training or self.p == 0.0:
             return x
         with (self.tracker or get_rng_tracker()).fork() if self.sharded else nullcontext():
@@ -246,12 +279,16 @@ class ParallelDropout(nn.Module):
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, tracker: RNGStatesTracker | None = None, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, of which only the arguments are kept for the backward, where it is computed again.
+    """Call `function`, keeping only its arguments for the backward, which calls it again.
 
-    As :func:`torch.utils.checkpoint.checkpoint` without reentrance, which sets back torch's default generators; here
-    the streams of `tracker` as well, which is by default, and in `function`, that in use. The recomputation sees the
-    caller's context variables (the grid in use among them) on whatever thread autograd runs it. Collectives in
-    `function` run again: on all ranks alike, if all call the same.
+    The same as :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``, which restores torch's default
+    generators; this restores the streams of `tracker` as well. The recomputation sees the caller's context variables
+    (the grid in use among them) on whichever thread autograd runs it. Collectives in `function` run again: on all ranks
+    alike, if all ranks make the same calls.
+
+    Args:
+        function: called with `args` and `kwargs`.
+        tracker: by default, and inside `function`, the one in use.
     """
     chosen = tracker or get_rng_tracker()
     with use_rng_tracker(chosen):

@@ -1,7 +1,7 @@
-"""Which parameters are shards of larger ones.
+"""Marks of parameters that are shards of larger ones.
 
-Under tensor parallelism a rank holds a block of a weight. A layer says so with :func:`mark`, and whoever saves, clips
-or counts parameters asks :func:`shard_of`. What is not marked is the same on all ranks of the group.
+Under tensor parallelism a rank holds a block of a weight. A layer marks it with :func:`mark`; code that saves, clips or
+counts parameters asks :func:`shard_of`. Parameters without a mark are the same on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ATTRIBUTE = "mpicoll_shard"
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter lies on its ranks: they hold consecutive blocks of the whole along `dim`, in the order of rank.
+    """The layout of a sharded parameter: the ranks hold consecutive blocks along `dim`, in rank order.
 
-    Blocks may differ in size, and be empty. `group` is what the user passed as group, `comm` what it meant. A deep copy
-    of a mark is the mark itself; what is pickled with a mark comes back without, as ranks are those of a running job.
+    Blocks may differ in size, and be empty. `group` is the argument that the user passed, `comm` the communicator. A
+    deep copy of a mark is the mark itself; a pickled parameter loses its mark, because ranks belong to a running job.
     """
 
     dim: int
@@ -38,20 +38,24 @@ class Shard:
 
 
 def mark(param: Tensor, dim: int, group: Any, comm: Communicator) -> None:
-    """Say that `param` is this rank's block, along `dim`, of a parameter that is spread over the ranks of `comm`.
+    """Mark `param` as this rank's block, along `dim`, of a parameter that is sharded over the ranks of `comm`.
 
-    Negative dims count from the end. ``Module.to`` and the like keep the mark. What makes a new Parameter does not,
-    such as ``copy.deepcopy`` of one or of a module other than our layers, or ``torch.save`` and ``load``: mark what it
-    makes. Raises ShapeError if `param` has no such axis.
+    Negative dims count from the end. ``Module.to`` and similar methods keep the mark. Functions that make a new
+    Parameter lose it, such as ``copy.deepcopy`` of one or of a module other than mpicoll's layers, or ``torch.save``
+    and ``load``: mark the new one.
+
+    Raises:
+        ShapeError: `param` has no such dimension.
     """
     if not -param.dim() <= dim < param.dim():
         raise ShapeError(
-            f"mark: dim {dim} is no axis of a parameter of shape {tuple(param.shape)} (rank {comm.rank} of {comm.size})"
+            f"mark: dim {dim} is not an axis of a parameter of shape {tuple(param.shape)}"
+            f" (rank {comm.rank} of {comm.size})"
         )
     setattr(param, _ATTRIBUTE, Shard(dim % param.dim(), group, comm))
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """How `param` was marked, or None if it wasn't."""
+    """Return the mark of `param`, or None."""
     shard = getattr(param, _ATTRIBUTE, None)
     return shard if isinstance(shard, Shard) else None

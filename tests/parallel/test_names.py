@@ -6,8 +6,13 @@ import inspect
 import re
 import subprocess
 import sys
+from textwrap import dedent
 
 import pytest
+import torch
+from support.ranks import Ranks
+from torch import nn
+from torch.nn import functional
 
 from mpicoll import parallel
 
@@ -69,6 +74,24 @@ def test_methods_say_what_they_do(name: str) -> None:
     for method, value in vars(getattr(parallel, name)).items():
         if not method.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
             assert value.__doc__, f"{name}.{method}"
+
+
+EXAMPLES = """
+    ColumnParallelLinear ProcessTopology average_gradients initialize_model_parallel ring_attention shard_
+    reduce_from_tensor_model_parallel_region vocab_parallel_cross_entropy
+"""
+
+
+@pytest.mark.parametrize("name", EXAMPLES.split())
+def test_examples_run(some: Ranks, name: str) -> None:
+    text = inspect.getdoc(getattr(parallel, name)) or ""
+    code = dedent(text.partition("Example:\n    ::\n")[2])
+    assert code.strip()
+
+    def body() -> None:
+        exec(code, {**vars(parallel), "torch": torch, "nn": nn, "functional": functional})
+
+    some(body)
 
 
 def test_functions_take_a_group() -> None:

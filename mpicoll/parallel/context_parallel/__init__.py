@@ -1,21 +1,22 @@
-"""Context parallelism: exact attention over a sequence that is cut among ranks.
+"""Context parallelism: exact attention over a sequence that is sharded among ranks.
 
-Each rank holds its part of the tokens, the same number on every rank. Everything but attention works on tokens one by
-one, and needs no other rank; attention is :func:`ring_attention`, or :func:`ulysses_attention`.
+Each rank holds its part of the tokens, the same number on every rank. All operations except attention treat each token
+separately and need no other rank. Attention is :func:`ring_attention` or :func:`ulysses_attention`.
 
-**Layouts.** ``"contiguous"``: rank i of P has the i-th of P consecutive parts. With a causal mask rank 0 then has next
-to nothing to do and the last rank attends to everything. ``"zigzag"`` balances that: the sequence is cut into 2P
-chunks, and rank i has chunks i and 2P-1-i, in this order; so each rank computes half of what it would without a mask.
-:func:`split_sequence` takes a rank's part of a whole sequence, :func:`position_ids` tells where its tokens stand.
+**Layouts.** ``"contiguous"``: rank i of P holds the i-th of P consecutive parts. With a causal mask, rank 0 then has
+almost nothing to compute, and the last rank attends to everything. ``"zigzag"`` balances the work: the sequence is cut
+into 2P chunks, and rank i holds chunks i and 2P-1-i, in this order, so each rank computes half as much as without a
+mask. :func:`split_sequence` takes a rank's part of a full sequence; :func:`position_ids` returns the positions of its
+tokens.
 
-**Gradients.** Each rank computes the loss of its own tokens, and what is differentiated is the **sum of the ranks'
-losses**, as in :mod:`mpicoll.torch.autograd` and unlike in the rest of :mod:`mpicoll.parallel`. So after ``backward``
-each rank holds what its own tokens contribute to the gradients of the parameters: add them over the context group, in
-one with that over the data group. For the mean over all tokens divide by their number in the whole sequence. Every
-rank must run the backward, and its loss must depend on each result.
+**Gradients.** Each rank computes the loss of its own tokens. The function that is differentiated is the **sum of the
+ranks' losses**, as in :mod:`mpicoll.torch.autograd` and unlike the rest of :mod:`mpicoll.parallel`. So after
+``backward`` each rank holds the contribution of its own tokens to the gradients of the parameters: sum them over the
+context group, together with the sum over the data group. For the mean over all tokens, divide by the number of tokens
+of the full sequence. Every rank must run the backward, and its loss must depend on each result.
 
-Tensors lie on the CPU or, on all ranks, on a CUDA device, in float64, float32, bfloat16 or float16. With half
-precision, results and gradients are accumulated in float32 over the ranks' parts, and rounded at the end.
+Tensors are on the CPU or, on all ranks, on a CUDA device, in float64, float32, bfloat16 or float16. With half
+precision, results and gradients are accumulated in float32 over the ranks' parts and rounded at the end.
 """
 
 from mpicoll.parallel.context_parallel.ring import ring_attention

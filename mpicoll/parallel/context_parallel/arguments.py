@@ -22,7 +22,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_arguments(
     operation: str, comm: Communicator, query: Any, key: Any, value: Any, causal: Any, scale: Any, layout: Any
 ) -> float:
-    """Raise unless the arguments fit together; the scale."""
+    """Check that the arguments of this rank are valid and fit together, and return the scale."""
     where = describe_rank(comm)
     check_layout(operation, layout, comm)
     if not isinstance(causal, bool):
@@ -85,8 +85,10 @@ def check_agreement(
     scale: float,
     layout: Layout,
 ) -> None:
-    """Raise ArgumentError on all ranks unless they have passed the same; else blocks of other sizes would meet, or a
-    rank would wait in a backward that another does not run."""
+    """Raise ArgumentError on all ranks if their arguments differ.
+
+    Otherwise blocks of different sizes would match, or a rank would wait in a backward that another rank does not run.
+    """
     if comm.size == 1:
         return
     recorded = [one.requires_grad and torch.is_grad_enabled() for one in tensors]
@@ -114,7 +116,7 @@ _OPERATIONS = ("ring_attention", "ulysses_attention")
 
 
 def _describe(passed: list[int]) -> str:
-    """In words what :func:`check_agreement` exchanges."""
+    """Describe arguments as :func:`check_agreement` encodes them."""
     operation, *extents, dtype, by_query, by_key, by_value, causal, layout, bits = passed
     (scale,) = struct.unpack("d", struct.pack("q", bits))
     names = ("query", "key", "value")

@@ -10,13 +10,16 @@ from torch import Tensor
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """In which dtype parts of the kind of `x` are added up."""
+    """Return the dtype in which partial results of tensors like `x` are accumulated."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of `query` to the keys given, and for each query the log of the sum of its weights, which is float32
-    for half precision."""
+    """Compute attention of `query` to one block of keys.
+
+    Returns:
+        The result, and for each query the log of the sum of its weights (float32 for half precision).
+    """
     if _can_use_fused(query, key, value):
         out, lse = _FUSED(query, key, value, 0.0, causal, scale=scale)
         return out, lse
@@ -26,8 +29,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys contribute to the gradients of queries, keys and values, where `out` and `lse` are those over all
-    keys that there are."""
+    """Compute the contribution of one block of keys to the gradients of queries, keys and values.
+
+    `out` and `lse` are the results over all keys.
+    """
     if _can_use_fused(query, key, value):
         by_query, by_key, by_value = _FUSED_BACKWARD(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
         return by_query, by_key, by_value
@@ -39,7 +44,7 @@ _FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attent
 
 
 def _can_use_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's fused kernels can take it. They end the process where there is nothing to compute."""
+    """Return True if torch's fused kernels support the tensors. They abort the process for empty tensors."""
     return (
         query.is_cpu
         and _FUSED is not None
@@ -51,7 +56,7 @@ def _can_use_fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """:func:`attend` by matrix products, with all weights in memory."""
+    """Compute :func:`attend` by matrix products, with all weights in memory."""
     q, k, v = (_group_heads(one, key.shape[1]) for one in (query, key, value))
     scores = _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale)
     lse = scores.logsumexp(-1)
@@ -62,7 +67,7 @@ def attend_by_matmul(query: Tensor, key: Tensor, value: Tensor, causal: bool, sc
 def attend_backward_by_matmul(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`attend_backward` by matrix products."""
+    """Compute :func:`attend_backward` by matrix products."""
     q, k, v, g, o = (_group_heads(one, key.shape[1]) for one in (query, key, value, grad, out))
     weights = (
         _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale) - lse.reshape(q.shape[:3]).unsqueeze(-1)
@@ -72,7 +77,7 @@ def attend_backward_by_matmul(
 
 
 def _group_heads(x: Tensor, heads: int) -> Tensor:
-    """`x` in the dtype to compute in, the rows of all heads that share one of `heads` below each other."""
+    """Return `x` in the accumulation dtype, with the rows of query heads that share one of `heads` stacked."""
     return x.to(accumulation_dtype(x)).reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
 
 

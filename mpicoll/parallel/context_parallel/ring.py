@@ -24,7 +24,7 @@ from mpicoll.parallel.groups import communicator
 from mpicoll.torch.no_compile import eager
 
 _PartialGradients: TypeAlias = tuple[slice, slice, list[Tensor]]
-"""Heads and tokens of a block, and what was found for them."""
+"""Heads and tokens of a block, and the gradients computed for them."""
 
 
 @eager
@@ -38,29 +38,45 @@ def ring_attention(
     layout: Layout = "contiguous",
     group: Any = None,
 ) -> Tensor:
-    """``softmax(scale * query @ key.T) @ value`` over the tokens of all ranks, of which each passes its own.
+    """Compute ``softmax(scale * query @ key.T) @ value`` over the tokens of all ranks; each rank passes its own.
 
-    `query` is (batch, heads, tokens, head_dim), and `key` and `value` are (batch, kv_heads, tokens, head_dim), where
-    kv_heads divides heads: consecutive query heads share one (GQA). `value` may have another head_dim. All ranks pass
-    the same shapes, dtype and arguments, and each tensor must require grad on all ranks or on none. Without `causal`,
-    `key` and `value` may have another number of tokens than `query`, and `layout` does not matter. `scale`,
-    a positive number, is 1/sqrt(head_dim) by default. Returns this rank's part, (batch, heads, tokens, head_dim of
-    `value`), in the dtype of `query`.
+    Keys and values travel round the ring of ranks, while each rank computes with the block that it has (Liu et al.
+    2023, Ring Attention); masked blocks are not computed. The backward sends them round again, together with their
+    gradients. Only this rank's own tensors are kept between the two. On a CUDA device a block is computed by matrix
+    products, with all its weights in memory meanwhile, tokens^2 for each head. Each of P ranks sends, where n is the
+    size of its `key` and `value` together: an all-gather of 160 bytes, which compares the arguments, then n(P-1) bytes
+    in 2(P-1) messages; in the backward 2n(P-1) bytes in 4(P-1) messages. With half precision the gradients, which
+    travel in float32, take twice as much (3n(P-1) in all).
 
-    Keys and values travel round the ring of ranks, while each rank computes with those that it has (Liu et al. 2023,
-    Ring Attention); what the mask hides is not computed. In the backward they go round again, and their gradients with
-    them. Only what lies on this rank is kept in between. On a CUDA device a block is computed by matrix products, with
-    all its weights in memory meanwhile, tokens^2 for each head. Of P ranks each sends, where n is the size of its `key`
-    and `value` together: an all-gather of 160 bytes, in which they compare their arguments, then n(P-1) bytes in 2(P-1)
-    messages; and 2n(P-1) bytes in 4(P-1) messages in the backward, where with half precision the gradients,
-    which travel in float32, take twice as much (3n(P-1) in all).
+    Blocks travel on a duplicate of the communicator, made at the first call and freed with it, so they never match
+    messages of the user. Dropout and other masks are not supported.
 
-    Blocks travel on a duplicate of the communicator, made at the first call and freed with it, so they meet none of the
-    user's messages. The gradient can't be differentiated again, which raises ArgumentError. Dropout and other masks are
-    not to be had.
+    Args:
+        query: (batch, heads, tokens, head_dim).
+        key: (batch, kv_heads, tokens, head_dim); kv_heads divides heads, and consecutive query heads share one (GQA).
+            Without `causal`, `key` and `value` may have another number of tokens than `query`.
+        value: (batch, kv_heads, tokens, any head_dim).
+        causal: a token attends to itself and to those before it in the full sequence.
+        scale: a positive number; by default 1/sqrt(head_dim).
+        layout: the positions of this rank's tokens, "contiguous" or "zigzag"; without `causal` it makes no difference.
+        group: the ranks that share the sequence, by default the axis "context" of the grid in use.
 
-    Raises ShapeError, DTypeError, DeviceError, ArgumentError before any message leaves, and ArgumentError on all ranks
-    alike where they disagree; CommunicationError if a rank has gone.
+    All ranks pass the same shapes, dtype and arguments, and each tensor requires grad on all ranks or on none.
+
+    Returns:
+        This rank's part, (batch, heads, tokens, head_dim of `value`), in the dtype of `query`.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: tensors do not fit together; raised before any message leaves.
+        ArgumentError: an argument is invalid (before any message leaves), ranks pass different arguments (on all
+            ranks), or the gradient is differentiated again.
+        CommunicationError: a rank has exited.
+
+    Example:
+        ::
+
+            q, k, v = (torch.randn(1, 4, 6, 8, requires_grad=True) for _ in range(3))  # this rank's 6 tokens
+            ring_attention(q, k, v, causal=True).sum().backward()
     """
     comm = communicator(group, "context")
     scale = check_arguments("ring_attention", comm, query, key, value, causal, scale, layout)
@@ -77,8 +93,10 @@ class _MaskPlan:
     layout: Layout
 
     def visible_block(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
-        """Which of this rank's `length` queries see which keys of rank `source`, and whether the mask is among them;
-        None if the mask hides all. Each of the queries sees each of the keys, or it is the triangle of equal parts."""
+        """Return which of this rank's `length` queries see which keys of rank `source`, and if the block is masked.
+
+        None if the mask hides the whole block. The block is either unmasked, or the triangle of equal parts.
+        """
         rank, everything = self.comm.rank, slice(None)
         if not self.causal or source == rank:
             # In both layouts a rank's own tokens are in the order of the sequence.
@@ -123,8 +141,10 @@ class _RingAttention(Function):
 
 
 class _RingAttentionBackward(Function):
-    """The gradients of query, key and value. A function of its own, so that differentiating them is an error, and not
-    as if they were constants."""
+    """The gradients of query, key and value.
+
+    A Function of its own, so that differentiating them raises instead of treating them as constants.
+    """
 
     @staticmethod
     def forward(
@@ -205,13 +225,13 @@ def _add_gradients(sums: Sequence[Tensor], found: _PartialGradients | None) -> N
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Make `out`, the attention to some keys, with `lse` the log of the sum of their weights, that to `part`'s too."""
+    """Merge the attention `part` to further keys into `out`. `lse` is the log of the sum of the weights of `out`."""
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 class RingExchange:
-    """Passes tensors on to the next rank of the ring, for those of the rank before, in memory that it uses again."""
+    """Exchange of tensors with the next and the previous rank of the ring, in buffers that are reused."""
 
     def __init__(self, comm: Communicator, phase: str) -> None:
         self._comm = _private_duplicate(comm)
@@ -222,8 +242,12 @@ class RingExchange:
         self._free: list[Tensor] = []
 
     def shift(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start to send contiguous `tensors`, and to receive the like. What is returned waits for both, and gives what
-        has arrived; those of `tensors` that had arrived themselves are then not to be used any more."""
+        """Start to send contiguous `tensors` to the next rank and to receive the same from the previous rank.
+
+        Returns:
+            A function that waits for both and returns the received tensors. After it returns, those of `tensors` that
+            were received themselves must not be used any more.
+        """
         comm = self._comm
         arriving = [self._receive_buffer(one) for one in tensors]
         source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
@@ -252,10 +276,10 @@ class RingExchange:
 
 
 def _private_duplicate(comm: Communicator) -> Communicator:
-    """A duplicate of `comm` on which no other messages travel; collective when it is asked for first.
+    """Return a duplicate of `comm` that carries no other messages; the first call is collective.
 
-    Blocks don't go with the collectives, although those are apart from messages too: the thread that carries out
-    collectives in the background waits eagerly, and takes the core from the computation.
+    Blocks don't travel as collectives, although those are separate from messages too: the thread that runs collectives
+    in the background polls without sleeping, and would take the core from the computation.
     """
     if comm.size == 1:
         return comm
@@ -263,7 +287,7 @@ def _private_duplicate(comm: Communicator) -> Communicator:
     own = comm.transport.mpi
     if own is not None:
         # Kept with MPI's communicators, and freed with them. The first duplicate is what comm.mpi means where a user
-        # passes it, and carries the messages sent there; the second is nobody else's.
+        # passes it, and carries the messages sent there; the second has no other user.
         return resolve(resolve(own).transport.mpi)
     if comm not in _THREAD_DUPLICATES:
         _THREAD_DUPLICATES[comm] = comm.group(range(comm.size))  # with nothing to free

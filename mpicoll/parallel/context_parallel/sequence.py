@@ -1,4 +1,4 @@
-"""Parts of a sequence: layouts, positions, splitting and gathering."""
+"""Sharded sequences: layouts, positions, splitting and gathering."""
 
 from __future__ import annotations
 
@@ -20,11 +20,20 @@ LAYOUTS = ("contiguous", "zigzag")
 
 @eager
 def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
-    """This rank's part of the whole sequence `x`, whose tokens lie along `dim`: a copy. No messages.
+    """Return a copy of this rank's part of the full sequence `x`. Sends no messages.
 
-    The gradient of `x` is that of this rank's losses, zero at the tokens of other ranks: like a parameter's, it must be
-    added over the group if `x` was computed alike on all of them. Raises ShapeError where the tokens can't be divided
-    among P ranks, or with zigzag into 2P chunks; ArgumentError for an unknown layout.
+    The gradient of `x` is that of this rank's losses, zero at the tokens of other ranks: like the gradient of a
+    parameter, it must be summed over the group if all ranks computed the same `x`.
+
+    Args:
+        x: the full sequence, the same on all ranks.
+        dim: the dimension of the tokens.
+        layout: "contiguous" or "zigzag".
+        group: the ranks that share the sequence, by default the axis "context" of the grid in use.
+
+    Raises:
+        ShapeError: the tokens can't be divided among P ranks, or with "zigzag" into 2P chunks.
+        ArgumentError: `layout` is unknown.
     """
     comm = communicator(group, "context")
     check_layout("split_sequence", layout, comm)
@@ -41,12 +50,21 @@ def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group:
 
 @eager
 def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
-    """The whole sequence in its order, on every rank; the opposite of :func:`split_sequence`.
+    """Return the full sequence in its order, on every rank; the inverse of :func:`split_sequence`.
 
-    Every rank passes its part `x`, all of one shape and dtype, with its tokens along `dim`. The gradient of `x` is that
-    of the sum of all ranks' losses: where all compute the same loss from the whole, count it on one rank only, or
-    divide it by the number of ranks. Can be differentiated any number of times. Costs an all-gather, and in the
-    backward a reduce-scatter. Raises ShapeError, ArgumentError before any message leaves.
+    The gradient of `x` is that of the sum of all ranks' losses: where all ranks compute the same loss from the result,
+    count it on one rank only, or divide it by the number of ranks. Can be differentiated any number of times. Costs an
+    all-gather, and in the backward a reduce-scatter.
+
+    Args:
+        x: this rank's part, of the same shape and dtype on all ranks.
+        dim: the dimension of the tokens.
+        layout: "contiguous" or "zigzag".
+        group: the ranks that share the sequence, by default the axis "context" of the grid in use.
+
+    Raises:
+        ShapeError: `dim` is out of range, or with "zigzag" the number of tokens is odd.
+        ArgumentError: `layout` is unknown.
     """
     comm = communicator(group, "context")
     check_layout("gather_sequence", layout, comm)
@@ -59,10 +77,20 @@ def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group
 def position_ids(
     length: int, *, layout: Layout = "contiguous", group: Any = None, device: torch.device | str | None = None
 ) -> Tensor:
-    """Where the `length` tokens that this rank holds stand in the whole sequence: int64, of shape (length,).
+    """Return the positions of this rank's tokens in the full sequence. Sends no messages.
 
-    `length` is that of the part, such as ``x.shape[dim]`` after :func:`split_sequence`. No messages. Raises ShapeError
-    for a negative length and, with zigzag, an odd one; ArgumentError for an unknown layout.
+    Args:
+        length: the number of tokens of this rank, such as ``x.shape[dim]`` after :func:`split_sequence`.
+        layout: "contiguous" or "zigzag".
+        group: the ranks that share the sequence, by default the axis "context" of the grid in use.
+        device: the device of the result.
+
+    Returns:
+        An int64 tensor of shape (length,).
+
+    Raises:
+        ShapeError: `length` is negative, or odd with "zigzag".
+        ArgumentError: `layout` is unknown.
     """
     comm = communicator(group, "context")
     check_layout("position_ids", layout, comm)
@@ -75,21 +103,21 @@ def position_ids(
 
 
 def chunks_per_rank(layout: Layout) -> int:
-    """Of how many stretches of the sequence a rank's part consists."""
+    """Return the number of consecutive chunks in a rank's part."""
     return 2 if layout == "zigzag" else 1
 
 
 def token_positions(
     length: int, layout: Layout, rank: int, size: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Where the `length` tokens of `rank` stand in the sequence."""
+    """Return the positions of the `length` tokens of `rank` in the full sequence."""
     chunk = length // chunks_per_rank(layout)
     starts = (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
     return torch.cat([torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in starts])
 
 
 def order_tokens(x: Tensor, dim: int, layout: Layout, comm: Communicator) -> Tensor:
-    """The tokens of all ranks' parts, which lie along `dim` in the order of ranks, in the order of the sequence."""
+    """Reorder the concatenated parts of all ranks along `dim` into the order of the sequence."""
     if layout == "contiguous":
         return x
     places = [
@@ -112,12 +140,12 @@ def check_chunks(operation: str, x: Tensor, dim: int, name: str, layout: Layout,
 
 
 def _normalize_dim(operation: str, x: Any, dim: int, comm: Communicator) -> int:
-    """`dim`, counted from the front."""
+    """Return `dim` as a non-negative number. Raise DTypeError or ShapeError if `x` has no such dimension."""
     if not isinstance(x, Tensor):
         raise DTypeError(f"{operation}: a tensor is needed, got {type(x).__name__} {describe_rank(comm)}")
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
-            f"{operation}: dim {dim} is no axis of a tensor of shape {tuple(x.shape)} {describe_rank(comm)}"
+            f"{operation}: dim {dim} is not an axis of a tensor of shape {tuple(x.shape)} {describe_rank(comm)}"
         )
     return dim % x.dim()
 

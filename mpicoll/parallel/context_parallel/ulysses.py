@@ -27,14 +27,25 @@ def ulysses_attention(
     layout: Layout = "contiguous",
     group: Any = None,
 ) -> Tensor:
-    """:func:`ring_attention` by another way: each rank computes some of the heads, over the whole sequence.
+    """Compute :func:`ring_attention` by all-to-alls: each rank computes some of the heads over the full sequence.
 
-    An all-to-all brings each rank all tokens of its share of heads, torch's own scaled_dot_product_attention computes,
-    and another one brings the results back (Jacobs et al. 2023, DeepSpeed-Ulysses). The number of ranks must divide
-    both heads and kv_heads. Arguments, result, errors and gradients as for :func:`ring_attention`, but it can be
-    differentiated as often as torch's can. Each of P ranks sends (P-1)/P of its `query`, `key`, `value` and result, and
-    in the backward of their gradients; with as many kv_heads as heads that is 2/P and 1/P of what the ring sends, but
-    nothing is computed meanwhile, and a rank has the whole sequence of its heads in memory.
+    An all-to-all gives each rank all tokens of its share of the heads, torch's scaled_dot_product_attention computes,
+    and a second all-to-all returns the results (Jacobs et al. 2023, DeepSpeed-Ulysses). It can be differentiated as
+    often as torch's attention can. Each of P ranks sends (P-1)/P of its `query`, `key`, `value` and result, and in the
+    backward of their gradients; with as many kv_heads as heads that is 2/P and 1/P of what the ring sends.
+    Communication does not overlap with computation, and a rank holds the full sequence of its heads in memory.
+
+    Args:
+        query, key, value, causal, scale, layout, group: as of :func:`ring_attention`. The number of ranks must divide
+            heads and kv_heads.
+
+    Returns:
+        This rank's part, as :func:`ring_attention`.
+
+    Raises:
+        ShapeError: the number of ranks does not divide the heads.
+
+    All other errors are those of :func:`ring_attention`.
     """
     comm = communicator(group, "context")
     scale = check_arguments("ulysses_attention", comm, query, key, value, causal, scale, layout)
@@ -53,13 +64,13 @@ def ulysses_attention(
 
 
 def _heads_from_tokens(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
-    """All tokens of this rank's share of heads, from all heads of its share of tokens."""
+    """Exchange all heads of this rank's tokens for all tokens of this rank's heads."""
     received = all_to_all_single(torch.cat(x.chunk(comm.size, 1)), group=comm)
     return order_tokens(torch.cat(received.chunk(comm.size), 2), 2, layout, comm)
 
 
 def _tokens_from_heads(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
-    """The opposite of :func:`_heads_from_tokens`."""
+    """Exchange all tokens of this rank's heads for all heads of this rank's tokens."""
     length = x.shape[2] // comm.size
     parts = [x.index_select(2, token_positions(length, layout, rank, comm.size, x.device)) for rank in range(comm.size)]
     received = all_to_all_single(torch.cat(parts), group=comm)

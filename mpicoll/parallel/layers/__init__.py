@@ -1,32 +1,38 @@
-"""Layers whose weights are spread over the ranks of a tensor parallel group, and norms for sequence parallelism.
+"""Tensor parallel layers, whose weights are sharded over the ranks of a group, and norms for sequence parallelism.
 
-What goes in and comes out of each layer, for activations of shape ``(sequence, batch, hidden)``:
+Inputs and outputs of each layer, for activations of shape ``(sequence, batch, hidden)``:
 
 ======================  =============================================  ==============================================
 layer                   replicated activations                         ``sequence_parallel=True``
 ======================  =============================================  ==============================================
-ColumnParallelLinear    whole in, a part of the features out           a part of the sequence in, all of it, but a part
-                                                                       of the features, out
-RowParallelLinear       a part of the features in, whole out           a part of the features in, a part of the
-                                                                       sequence out
-VocabParallelEmbedding  ids in, whole out                              ids in, a part of the sequence out
-LayerNorm, RMSNorm      whole in, whole out                            a part of the sequence in, the same out
+ColumnParallelLinear    full input, output sharded by feature          input sharded by sequence, output of the full
+                                                                       sequence sharded by feature
+RowParallelLinear       input sharded by feature, full output          input sharded by feature, output sharded by
+                                                                       sequence
+VocabParallelEmbedding  ids in, full output                            ids in, output sharded by sequence
+LayerNorm, RMSNorm      full input, full output                        input and output sharded by sequence
 ======================  =============================================  ==============================================
 
-The sequence is always axis 0, and parts are equal and in the order of ranks. Every rank calls the same layers in the
-same order, and they must agree on what requires grad: the backward of one layer is a collective.
+The sequence is always axis 0. Shards are of equal size and in rank order. Every rank calls the same layers in the same
+order, and the same tensors require grad on all ranks, because the backward of a layer is a collective.
 
-Gradients are those of one loss that all ranks of the group compute alike, counted once. They are whole when
-``backward`` returns: nothing is left to do for the parameters that all ranks hold, such as a norm's weight. Optimizers
-that treat each element by itself (SGD, Adam, ...) then do what they do with the plain layers; those that look at whole
-matrices or all parameters at once (LBFGS, Adafactor, Muon) would see parts only, and are not for these layers.
+Gradients are those of one loss that all ranks of the group compute alike, counted once. They are complete when
+``backward`` returns: replicated parameters, such as the weight of a norm, need no further reduction. Optimizers that
+treat each element separately (SGD, Adam, ...) give the same result as with the plain layers. Optimizers that use whole
+matrices or all parameters at once (LBFGS, Adafactor, Muon) would see shards only, and must not be used.
 
-That parts are of equal size on all ranks, and of one dtype, is not checked, as it would take another message: where
-they are not, a rank may get an error of the communication, or numbers that mean nothing.
+Equal shard sizes and dtypes are not checked, because the check would cost another message: where they differ, a rank
+may get a communication error or wrong values.
 
-Parameters start as those of the plain layers of torch.nn would: every rank draws the whole weight from torch's default
-generator, which must be in the same state on all ranks of the group (``torch.manual_seed``), and keeps its part. So the
-model is the same for any number of ranks, and for a moment each rank has one whole weight in memory.
+Parameters start as those of the plain layers of torch.nn: every rank draws the full weight from torch's default
+generator, which must be in the same state on all ranks of the group (``torch.manual_seed``), and keeps its shard. So
+the model is the same for any number of ranks, and each rank holds one full weight for a moment.
+
+Example:
+    A model of one process becomes tensor parallel, with the same values::
+
+        model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+        shard_(model, {"0": "column", "2": "row"})
 """
 
 from mpicoll.parallel.layers.embedding import VocabParallelEmbedding

@@ -1,4 +1,4 @@
-"""What parallel layers have in common: parameters marked as parts, blocks of weights, and sums of gradients."""
+"""Common parts of parallel layers: marks of sharded parameters, shards of weights, sums of gradients."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ InitMethod: TypeAlias = Callable[[Tensor], Any]
 
 
 class ParallelModule(nn.Module):
-    """A module that knows its ranks: ``group`` is what the user passed, ``comm`` what it meant.
+    """A module on the ranks of a group: ``group`` is the user's argument, ``comm`` the communicator.
 
-    Parameters named in `_shard_dims` are marked as parts, also those that torch makes anew.
+    ``_shard_dims`` maps the names of sharded parameters to the sharded dimension. These parameters are marked (see
+    :mod:`mpicoll.parallel.shards`), also when torch replaces them.
     """
 
     _shard_dims: ClassVar[Mapping[str, int]] = {}
@@ -64,7 +65,7 @@ class ParallelModule(nn.Module):
         return new
 
     def mark_parameters(self) -> None:
-        """Mark what is cut (see :mod:`mpicoll.parallel.shards`), for whoever replaces parameters otherwise."""
+        """Mark the sharded parameters (see :mod:`mpicoll.parallel.shards`). Call it after replacing parameters."""
         for name, dim in self._shard_dims.items():
             param = self._parameters.get(name)
             if param is not None and shard_of(param) is None:
@@ -81,7 +82,7 @@ class ParallelModule(nn.Module):
 
 
 def local_extent(layer: str, name: str, extent: int, comm: Communicator) -> int:
-    """This rank's part of `extent`."""
+    """Return the extent of a rank's shard of `extent`. Raise ShapeError if the number of ranks does not divide it."""
     if extent % comm.size:
         above = -(-extent // comm.size) * comm.size
         raise ShapeError(
@@ -92,21 +93,21 @@ def local_extent(layer: str, name: str, extent: int, comm: Communicator) -> int:
 
 
 def local_block(param: Tensor, dim: int, comm: Communicator) -> Parameter:
-    """This rank's block of `param`, with memory of its own."""
+    """Return a copy of this rank's shard of `param` along `dim`."""
     share = param.shape[dim] // comm.size
     block = param.detach().narrow(dim, comm.rank * share, share).clone(memory_format=torch.contiguous_format)
     return Parameter(block, param.requires_grad)
 
 
 def restore_shard_marks(module: nn.Module) -> None:
-    """Mark what the parallel layers in `module` hold, where others than they have replaced parameters: fully_shard."""
+    """Mark the sharded parameters of the layers in `module` again, after fully_shard has replaced them."""
     for layer in module.modules():
         if isinstance(layer, ParallelModule):
             layer.mark_parameters()
 
 
 def gather_full(param: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """The blocks of all ranks, joined. Collective."""
+    """Return the full parameter of which each rank passes its shard. Collective."""
     block = to_full_tensor(param.detach())
     if comm.size == 1:
         return block.clone()
@@ -116,7 +117,7 @@ def gather_full(param: Tensor, dim: int, comm: Communicator) -> Tensor:
 
 
 def to_full_tensor(x: Tensor) -> Tensor:
-    """`x`, all of it if fully_shard has cut it among the data parallel ranks."""
+    """Return `x`; gather it first if fully_shard has made it a DTensor."""
     if isinstance(x, DTensor):
         x = x.full_tensor()
     return x
@@ -128,8 +129,7 @@ def copy_parameter(param: Tensor | None) -> Parameter | None:
 
 @eager
 def sum_gradients_in_backward(comm: Communicator, *params: Tensor | None) -> list[Tensor | None]:
-    """`params`, which all ranks hold alike, for use on activations that differ: their gradients are summed over the
-    ranks, in one message."""
+    """Return `params`, which are replicated, for use on sharded activations: one all-reduce sums their gradients."""
     trained = [one for one in params if one is not None and one.requires_grad]
     if comm.size == 1 or not trained or not torch.is_grad_enabled():
         return list(params)

@@ -1,4 +1,4 @@
-"""An embedding whose rows are spread over the ranks of a tensor parallel group."""
+"""An embedding whose rows are sharded over the ranks of a tensor parallel group."""
 
 from __future__ import annotations
 
@@ -21,14 +21,26 @@ if TYPE_CHECKING:
 
 
 class VocabParallelEmbedding(ParallelModule):
-    """An embedding whose rows are spread over the ranks: each holds ``num_embeddings / P`` of them.
+    """An embedding whose rows are sharded: each rank holds ``num_embeddings / P`` of them.
 
-    The input is a tensor of ids in ``[0, num_embeddings)``, the same on all ranks; the output the rows, ``(*ids.shape,
-    embedding_dim)``, or with `sequence_parallel` this rank's part of axis 0. `padding_idx` and the initial values are
-    as of torch.nn.Embedding; `init_method` is called with the whole weight, to be filled in place. Sends 2n(P-1)/P
-    bytes per rank for an output of n bytes in the forward; with `sequence_parallel` n(P-1)/P in forward and backward.
+    The input is an integer tensor of ids in ``[0, num_embeddings)``, the same on all ranks. The output has the shape
+    ``(*ids.shape, embedding_dim)``; with `sequence_parallel` it is this rank's part of axis 0. Sends 2n(P-1)/P bytes
+    per rank for an output of n bytes in the forward; with `sequence_parallel` n(P-1)/P in forward and backward.
 
-    Raises ShapeError if `num_embeddings` does not divide, IndexError for an id out of range.
+    Args:
+        num_embeddings: the number of rows of all ranks together.
+        embedding_dim: the length of a row.
+        padding_idx: as of torch.nn.Embedding.
+        sequence_parallel: return this rank's part of axis 0.
+        init_method: a function that fills the full weight in place; by default the values of torch.nn.Embedding.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
+        device: as of torch.nn.Embedding.
+        dtype: as of torch.nn.Embedding.
+
+    Raises:
+        ShapeError: the number of ranks does not divide `num_embeddings`, or with `sequence_parallel` axis 0 of the ids.
+        ArgumentError: `padding_idx` is out of range.
+        IndexError: an id is out of range.
     """
 
     _shard_dims: ClassVar = {"weight": 0}
@@ -54,7 +66,7 @@ class VocabParallelEmbedding(ParallelModule):
         share = local_extent(type(self).__name__, "num_embeddings", num_embeddings, self.comm)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ArgumentError(
-                f"VocabParallelEmbedding: padding_idx {padding_idx} is no row of {num_embeddings} {self._where()}"
+                f"VocabParallelEmbedding: padding_idx {padding_idx} is not a row of {num_embeddings} {self._where()}"
             )
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.start = self.comm.rank * share
@@ -64,10 +76,15 @@ class VocabParallelEmbedding(ParallelModule):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Any = None, **options: Any) -> Self:
-        """A layer that computes what `embedding` does, with its values, dtype and device; every rank passes the same.
+        """Make a layer with the values, dtype and device of `embedding`.
 
-        `options` are the constructor's. Raises ArgumentError if it has a max_norm, scale_grad_by_freq or sparse, which
-        there is not here.
+        Args:
+            embedding: the plain layer, the same on every rank.
+            group: the tensor parallel group, by default the axis "model" of the grid in use.
+            options: further keyword arguments of the constructor.
+
+        Raises:
+            ArgumentError: `embedding` has max_norm, scale_grad_by_freq or sparse, which are not supported here.
         """
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
@@ -86,18 +103,18 @@ class VocabParallelEmbedding(ParallelModule):
         return layer.train(embedding.training)
 
     def to_embedding(self) -> nn.Embedding:
-        """The plain layer with the whole weight, on every rank. Collective: sends the weight, n(P-1)/P bytes."""
+        """Return the plain layer with the full weight, on every rank. Collective: sends n(P-1)/P of the weight."""
         embedding = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
         embedding.weight = Parameter(gather_full(self.weight, 0, self.comm), self.weight.requires_grad)
         return embedding.train(self.training)
 
     def reset_parameters(self) -> None:
-        """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
+        """Draw values as the constructor does, for example after ``to_empty``. All ranks of the group must call it."""
         with torch.no_grad():
             self.weight.copy_(local_block(self._make_plain(self.weight.device, self.weight.dtype), 0, self.comm))
 
     def _make_plain(self, device: Any, dtype: Any) -> Tensor:
-        """The whole weight, as it starts."""
+        """Return the full weight with its initial values."""
         plain = nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device=device, dtype=dtype)
         if self.init_method is not None:
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are spread over the ranks of a tensor parallel group."""
+"""Linear layers whose weights are sharded over the ranks of a tensor parallel group."""
 
 from __future__ import annotations
 
@@ -40,27 +40,35 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MIN_BACKGROUND_BYTES = 64 << 10
-"""Bytes from which a collective runs in the background: handing a smaller one to a thread takes longer than it does."""
+"""Bytes from which a collective runs in the background: handing a smaller one to a thread takes longer."""
 
 
 @eager
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sequence_parallel: bool = False, group: Any = None
 ) -> Tensor:
-    """``x @ weight.T + bias`` for a `weight` of which each rank holds some rows; the result is this rank's columns.
-
-    `x` is of shape ``(..., in)`` and the same on all ranks, or with `sequence_parallel` a part of axis 0 on each, of
-    equal size. `weight` is ``(out / P, in)``, `bias` ``(out / P,)``; the result ``(..., out / P)``. The weight may be
-    that of a :class:`VocabParallelEmbedding`.
+    """Compute this rank's columns of ``x @ weight.T + bias``, where each rank holds some rows of `weight`.
 
     The gradient of `x` is summed over the ranks in the background, while that of `weight` is computed. With
-    `sequence_parallel` the joined `x` is not kept, but joined again in the backward, while the gradient of `x` is
-    computed. (What is smaller than 64 KiB is not worth a thread.) Bytes sent per rank for an `x` of n bytes in all:
-    2n(P-1)/P in the backward; with `sequence_parallel` n(P-1)/P in the forward, 2n(P-1)/P in the backward. What
-    requires no grad costs nothing. May be differentiated twice. Under autocast it computes and communicates in
-    autocast's dtype.
+    `sequence_parallel` the gathered `x` is not kept: the backward gathers it again, while the gradient of `x` is
+    computed. (Tensors smaller than 64 KiB are not worth a thread.) Bytes sent per rank for an `x` of n bytes in all:
+    2n(P-1)/P in the backward; with `sequence_parallel` n(P-1)/P in the forward and 2n(P-1)/P in the backward. Inputs
+    that require no grad cost nothing. The result can be differentiated twice. Under autocast, it computes and
+    communicates in autocast's dtype.
 
-    Raises ShapeError if the last axis of `x` does not fit, before any message leaves.
+    Args:
+        x: ``(..., in)``, the same on all ranks; with `sequence_parallel`, this rank's part of axis 0, of equal size on
+            all ranks.
+        weight: ``(out / P, in)``, this rank's rows; it may be the weight of a :class:`VocabParallelEmbedding`.
+        bias: ``(out / P,)``, or None.
+        sequence_parallel: `x` is sharded along axis 0.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
+
+    Returns:
+        The tensor ``(..., out / P)`` of the full sequence.
+
+    Raises:
+        ShapeError: the last axis of `x` is not that of `weight`; raised before any message leaves.
     """
     comm = communicator(group)
     _check_features("column_parallel_linear", x, weight.shape[-1], sequence_parallel, comm)
@@ -113,7 +121,7 @@ class _ColumnLinear(Function):
 def _start(
     blocking: Callable[..., Tensor], background: Callable[..., Request], x: Tensor, **options: Any
 ) -> Callable[[], Tensor]:
-    """Begin a collective; what is returned gives its result."""
+    """Start a collective, in the background if it is large, and return a function that waits for its result."""
     if x.nbytes < MIN_BACKGROUND_BYTES:
         result = blocking(x, **options)
         return lambda: result
@@ -123,7 +131,7 @@ def _start(
 def _differentiable_gradients(
     x: Tensor | None, weight: Tensor | None, grad: Tensor, comm: Communicator, sequence_parallel: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of `x` and `weight` by operations that have gradients themselves."""
+    """Compute the gradients of `x` and `weight` by differentiable operations."""
     grad_x = grad_weight = None
     if weight is not None:
         back = (
@@ -140,7 +148,7 @@ def _differentiable_gradients(
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` as torch's own functions cast it under autocast, which leaves float64 alone."""
+    """Cast `x` as torch's functions do under autocast, which leaves float64 unchanged."""
     return x.to(dtype) if x.is_floating_point() and x.dtype is not torch.float64 else x
 
 
@@ -154,12 +162,12 @@ def _check_features(operation: str, x: Tensor, features: int, sequence_parallel:
 
 
 class _Linear(ParallelModule):
-    """What the two linear layers share."""
+    """Common base of the two linear layers."""
 
     _sharded_extent: ClassVar[str]
-    """Which of the extents is spread over the ranks."""
+    """Name of the extent that is sharded: in_features or out_features."""
     _shown_flags: ClassVar[tuple[str, ...]]
-    """Options to be shown if they are set, besides those of both layers."""
+    """Options that ``repr`` shows if they are set, besides those of both layers."""
 
     weight: Parameter
     bias: Parameter | None
@@ -186,9 +194,12 @@ class _Linear(ParallelModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, group: Any = None, **options: Any) -> Self:
-        """A layer that computes what `linear` does, with its values, dtype and device; every rank passes the same.
+        """Make a layer with the values, dtype, device and requires_grad of `linear`.
 
-        `options` are the constructor's. Whether parameters require grad is taken over, too.
+        Args:
+            linear: the plain layer, the same on every rank.
+            group: the tensor parallel group, by default the axis "model" of the grid in use.
+            options: further keyword arguments of the constructor.
         """
         whole, device = linear.weight, torch.device("meta")
         layer = cls(
@@ -204,7 +215,7 @@ class _Linear(ParallelModule):
         return layer.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """The plain layer with the whole weight, on every rank. Collective: sends the weight, n(P-1)/P bytes."""
+        """Return the plain layer with the full weight, on every rank. Collective: sends n(P-1)/P of the weight."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         linear.weight = Parameter(
             gather_full(self.weight, self._shard_dims["weight"], self.comm), self.weight.requires_grad
@@ -215,7 +226,7 @@ class _Linear(ParallelModule):
         return linear.train(self.training)
 
     def reset_parameters(self) -> None:
-        """Draw values as the constructor does, such as after ``to_empty``. All ranks of the group must call it."""
+        """Draw values as the constructor does, for example after ``to_empty``. All ranks of the group must call it."""
         plain = self._make_plain(self.bias is not None, self.weight.device, self.weight.dtype)
         with torch.no_grad():
             for name, value in self._local_parameters(plain).items():
@@ -223,7 +234,7 @@ class _Linear(ParallelModule):
                     self.get_parameter(name).copy_(value)
 
     def _make_plain(self, bias: bool, device: Any, dtype: Any) -> nn.Linear:
-        """The whole layer, as it starts."""
+        """Return the full plain layer with its initial values."""
         plain = nn.Linear(self.in_features, self.out_features, bias, device=device, dtype=dtype)
         if self.init_method is not None:
             with torch.no_grad():
@@ -235,7 +246,7 @@ class _Linear(ParallelModule):
             self.register_parameter(name, value)
 
     def _local_parameters(self, plain: nn.Linear) -> dict[str, Parameter | None]:
-        """What this rank holds of `plain`."""
+        """Return this rank's parameters of `plain`."""
         params: dict[str, Tensor | None] = {"weight": plain.weight, "bias": plain.bias}
         return {
             name: local_block(param, self._shard_dims[name], self.comm)
@@ -256,18 +267,37 @@ class _Linear(ParallelModule):
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer whose outputs are spread over the ranks: each holds ``out_features / P`` rows of the weight.
+    """A linear layer whose outputs are sharded: each rank holds ``out_features / P`` rows of the weight.
 
-    The input is ``(..., in_features)``, the same on all ranks, or with `sequence_parallel` a part of axis 0 on each.
-    The output is ``(..., out_features / P)``, or with `gather_output` the whole ``(..., out_features)`` on every rank.
-    With `skip_bias_add` the result is a pair, the product and the bias that is still to be added (None without), whole
-    if the output is. `init_method` is called with the whole weight, to be filled in place; the bias stays as torch.nn
-    draws it. What it sends: see :func:`column_parallel_linear`; `gather_output` adds (P-1)/P of the output.
+    The input is ``(..., in_features)``, the same on all ranks, or with `sequence_parallel` this rank's part of axis 0.
+    The output is ``(..., out_features / P)``, or with `gather_output` the full ``(..., out_features)`` on every rank.
+    Messages are those of :func:`column_parallel_linear`; `gather_output` adds (P-1)/P of the output.
 
-    A weight of several matrices, such as query, key and value in one, must have its rows in an order that gives each
-    rank some of each: by attention head, not by matrix.
+    A weight of several matrices, such as query, key and value in one, must have its rows ordered so that each rank gets
+    some of each: by attention head, not by matrix.
 
-    Raises ShapeError if `out_features` does not divide.
+    Args:
+        in_features: the number of input features.
+        out_features: the number of output features of all ranks together.
+        bias: the layer has a bias, sharded like the weight.
+        gather_output: return the full output on every rank.
+        sequence_parallel: the input is sharded along axis 0.
+        skip_bias_add: return a pair, the product and the bias that remains to be added (None without a bias); the bias
+            is full if the output is.
+        init_method: a function that fills the full weight in place; the bias stays as torch.nn draws it.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
+        device: as of torch.nn.Linear.
+        dtype: as of torch.nn.Linear.
+
+    Raises:
+        ShapeError: the number of ranks does not divide `out_features`.
+
+    Example:
+        ::
+
+            up = ColumnParallelLinear(8, 24)
+            down = RowParallelLinear(24, 8, input_is_parallel=True)
+            y = down(functional.gelu(up(torch.ones(4, 2, 8))))  # (4, 2, 8), the same on all ranks
     """
 
     _shard_dims: ClassVar = {"weight": 0, "bias": 0}
@@ -306,19 +336,31 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer whose inputs are spread over the ranks: each holds ``in_features / P`` columns of the weight.
+    """A linear layer whose inputs are sharded: each rank holds ``in_features / P`` columns of the weight.
 
-    The input is the whole ``(..., in_features)`` on every rank, of which it takes its part, or with `input_is_parallel`
-    that part ``(..., in_features / P)``, as ColumnParallelLinear gives it. The output is the whole ``(...,
-    out_features)``, summed over the ranks, or with `sequence_parallel` (which needs `input_is_parallel`) this rank's
-    part of axis 0. Every rank holds the whole bias, which is added once, after the sum. With `skip_bias_add` the result
-    is a pair, the sum and the bias that is still to be added (None without). `init_method` is called with the whole
-    weight, to be filled in place; the bias stays as torch.nn draws it.
+    The input is the full ``(..., in_features)`` on every rank, of which the layer takes this rank's part, or with
+    `input_is_parallel` that part ``(..., in_features / P)``, as ColumnParallelLinear returns it. The output is the full
+    ``(..., out_features)``, summed over the ranks, or with `sequence_parallel` this rank's part of its axis 0. Every
+    rank holds the full bias, which is added once, after the sum.
 
     Bytes sent per rank for an output of n bytes in all: 2n(P-1)/P in the forward; with `sequence_parallel` n(P-1)/P in
-    the forward and in the backward, where the bias's gradient is summed as well.
+    the forward and in the backward, which also sums the gradient of the bias.
 
-    Raises ShapeError if `in_features` does not divide.
+    Args:
+        in_features: the number of input features of all ranks together.
+        out_features: the number of output features.
+        bias: the layer has a bias, the same on every rank.
+        input_is_parallel: the input is this rank's part of the features.
+        sequence_parallel: return this rank's part of axis 0; needs `input_is_parallel`.
+        skip_bias_add: return a pair, the sum and the bias that remains to be added (None without a bias).
+        init_method: a function that fills the full weight in place; the bias stays as torch.nn draws it.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
+        device: as of torch.nn.Linear.
+        dtype: as of torch.nn.Linear.
+
+    Raises:
+        ShapeError: the number of ranks does not divide `in_features`.
+        ArgumentError: `sequence_parallel` without `input_is_parallel`.
     """
 
     _shard_dims: ClassVar = {"weight": 1}

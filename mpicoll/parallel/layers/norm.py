@@ -1,4 +1,4 @@
-"""Norms of activations whose sequence is spread over the ranks of a tensor parallel group."""
+"""Norms of activations whose sequence is sharded over the ranks of a tensor parallel group."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 
 
 class LayerNorm(ParallelModule, nn.LayerNorm):
-    """torch.nn.LayerNorm that may see a part of the sequence on each rank.
+    """torch.nn.LayerNorm, also for activations of which each rank has a part of the sequence.
 
-    With `sequence_parallel` the gradients of weight and bias, which all ranks hold, are summed over the ranks of
-    `group` in the backward, in one message of both.
+    Args:
+        normalized_shape, eps, elementwise_affine, bias, device, dtype: as of torch.nn.LayerNorm.
+        sequence_parallel: the input is sharded by sequence; the backward then sums the gradients of weight and bias,
+            which are replicated, over the ranks of `group` in one message.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
 
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm, *, sequence_parallel: bool = False, group: Any = None) -> Self:
-        """A layer that computes what `norm` does, with its values."""
+        """Make a layer with the values of `norm`, which every rank passes alike."""
         layer = cls(
             norm.normalized_shape,
             norm.eps,
@@ -65,10 +68,13 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
 
 
 class RMSNorm(ParallelModule, nn.RMSNorm):
-    """torch.nn.RMSNorm that may see a part of the sequence on each rank.
+    """torch.nn.RMSNorm, also for activations of which each rank has a part of the sequence.
 
-    With `sequence_parallel` the gradient of the weight, which all ranks hold, is summed over the ranks of `group` in
-    the backward.
+    Args:
+        normalized_shape, eps, elementwise_affine, device, dtype: as of torch.nn.RMSNorm.
+        sequence_parallel: the input is sharded by sequence; the backward then sums the gradient of the weight, which is
+            replicated, over the ranks of `group`.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
 
     @classmethod
     def from_norm(cls, norm: nn.RMSNorm, *, sequence_parallel: bool = False, group: Any = None) -> Self:
-        """A layer that computes what `norm` does, with its values."""
+        """Make a layer with the values of `norm`, which every rank passes alike."""
         layer = cls(
             norm.normalized_shape,
             norm.eps,

@@ -1,4 +1,4 @@
-"""Parallel layers in place of the plain ones of a model, and the state_dict of the plain model."""
+"""Conversion of a plain model to parallel layers, and the state_dict of the plain model."""
 
 from __future__ import annotations
 
@@ -28,23 +28,37 @@ def shard_(
     *,
     sequence_parallel: bool = False,
 ) -> nn.Module:
-    """Replace submodules of `module` by parallel layers with the same values, in place; returns `module`.
+    """Replace submodules of `module` by parallel layers with the same values, in place.
 
-    `plan` maps patterns of names (as of ``named_modules``; ``*`` matches dots, too; the first pattern that fits counts)
-    to what the submodules become:
+    Every rank passes the same module. No message is sent. A weight that several replaced submodules share stays shared.
+    Make optimizers afterwards, because the parameters are new ones. Hooks of replaced submodules are lost.
 
-    * ``"column"``: an nn.Linear becomes a ColumnParallelLinear;
-    * ``"row"``: an nn.Linear becomes a RowParallelLinear with ``input_is_parallel=True``;
-    * ``"vocab"``: an nn.Embedding becomes a VocabParallelEmbedding;
-    * ``"norm"``: an nn.LayerNorm or nn.RMSNorm becomes ours;
-    * a dict ``{"layer": one of these, ...}`` with further options of that layer.
+    Args:
+        module: the plain model.
+        plan: maps patterns of names (as of ``named_modules``; ``*`` also matches dots; the first matching pattern
+            counts) to the kind of layer:
 
-    `sequence_parallel` is the default for all of them. Every rank passes the same module, and no message is sent. A
-    weight that two of the submodules share stays shared. Make optimizers afterwards: parameters are new ones. Hooks of
-    what is replaced are not taken over.
+            * ``"column"``: an nn.Linear becomes a ColumnParallelLinear;
+            * ``"row"``: an nn.Linear becomes a RowParallelLinear with ``input_is_parallel=True``;
+            * ``"vocab"``: an nn.Embedding becomes a VocabParallelEmbedding;
+            * ``"norm"``: an nn.LayerNorm or nn.RMSNorm becomes mpicoll's;
+            * a dict ``{"layer": one of these, ...}`` with further options of that layer.
+        group: the tensor parallel group, by default the axis "model" of the grid in use.
+        sequence_parallel: the default of this option for all of the layers.
 
-    Raises ArgumentError, with `module` unchanged, for a pattern that fits nothing, a submodule of another class than
-    named above, and a parameter that is shared with what is not replaced; ShapeError for what does not divide.
+    Returns:
+        `module`.
+
+    Raises:
+        ArgumentError: a pattern matches nothing, a submodule has another class than its kind needs, or a parameter is
+            shared with a submodule that is not replaced; `module` is unchanged.
+        ShapeError: the number of ranks does not divide an extent; `module` is unchanged.
+
+    Example:
+        ::
+
+            model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+            shard_(model, {"0": "column", "2": "row"})
     """
     chosen = _match_plan(module, plan)
     _check_shared(module, chosen)
@@ -68,10 +82,11 @@ def shard_(
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state_dict of the plain model: what parallel layers have cut is joined, on every rank. Collective over the
-    ranks of the layers' groups; sends every weight, n(P-1)/P bytes. What fully_shard has cut besides is joined as well.
+    """Return the state_dict of the plain model, on every rank, with sharded parameters gathered.
 
-    Parameters that are shared stay so; what is not cut is the module's own memory, as in ``state_dict()``.
+    Collective over the ranks of the layers' groups; sends every weight, n(P-1)/P bytes. Parameters that fully_shard has
+    sharded are gathered as well. Shared parameters stay shared; replicated ones are the module's own memory, as in
+    ``state_dict()``.
     """
     restore_shard_marks(module)
     joined: dict[int, Tensor] = {}
@@ -100,7 +115,7 @@ _Matches: TypeAlias = "dict[str, tuple[nn.Module, str | Mapping[str, Any]]]"
 
 
 def _match_plan(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) -> _Matches:
-    """The submodules that `plan` names, and what they become."""
+    """Return the submodules that `plan` names, each with the kind of its new layer."""
     named = dict(module.named_modules(remove_duplicate=False))
     del named[""]
     chosen: _Matches = {}
@@ -124,7 +139,7 @@ def _match_plan(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) 
 
 
 def _check_shared(module: nn.Module, chosen: _Matches) -> None:
-    """Raise if a parameter of what is replaced belongs to something else as well."""
+    """Raise ArgumentError if a submodule that is not replaced shares a parameter with one that is."""
     replaced = {plain: name for name, (plain, _) in chosen.items()}
     owner = {param: name for plain, name in replaced.items() for param in plain.parameters(recurse=False)}
     for name, other in module.named_modules(remove_duplicate=False):

@@ -1,9 +1,9 @@
-"""Values under way between pipeline stages, and which receive gets which of them.
+"""In-order channels between pipeline stages: pending values, and their matching with receives.
 
-Values go along lines: what is sent on a line of a stage to another arrives there in that order, and the n-th receive
-gets the n-th value. Lines are independent of each other. All messages from a stage are taken in the order in which they
-were sent, which is what MPI promises, and only while something is wanted from it: what nobody wants yet stays where
-it is, as far as the transport holds it back.
+Values travel on lines: a line delivers the values of one stage to another in order, and the n-th receive gets the n-th
+value. Lines are independent of each other. Messages from a stage are received in the order in which they were sent, as
+MPI guarantees, and only while an operation needs a message from that stage: other messages stay in the transport, as
+far as it holds them back.
 """
 
 from __future__ import annotations
@@ -38,22 +38,25 @@ from mpicoll.torch.tensors import flat_output
 from mpicoll.transport.base import Envelope, Memory
 
 PLAIN, FORWARD, BACKWARD = range(3)
-"""Lines of one channel between two stages. They are never mixed up, even where the next stage is the previous one."""
+"""Lines of one channel between two stages. They stay separate even where the next stage is also the previous one."""
 
 _LINE_FORMS = ("", " by a send_forward form", " by a send_backward form")
-"""How values get on these lines, for people."""
+"""Descriptions of the calls that send on these lines."""
 
 CHANNELS = 256
 
 _HEADER, _DATA, _DATA_SYNC, _OBJECT, _OBJECT_SYNC, _ACK, _CLOSE = range(7)
-"""What a message is. _SYNC: the sender waits for an _ACK. The tag holds channel, line, number modulo 4, and this; it is
-below 32768, the smallest range that MPI guarantees."""
+"""Kinds of messages. _SYNC: the sender waits for an _ACK.
+
+The tag holds channel, line, sequence number modulo 4, and kind; it is below 32768, the smallest range that MPI
+guarantees.
+"""
 
 _NOTHING = np.empty(0, np.uint8)
 
 
 def line_key(operation: str, line: int, channel: int) -> int:
-    """The number of a line. Raises RankError if there is no such channel."""
+    """Return the number of a line. Raise RankError if there is no such channel."""
     try:
         number = index(channel)
     except TypeError:
@@ -64,7 +67,7 @@ def line_key(operation: str, line: int, channel: int) -> int:
 
 
 class PendingSend:
-    """A value that leaves. `spec` is its structure; of an object, the number of its bytes."""
+    """A value being sent. `spec` is its structure; of an object, the number of its bytes."""
 
     __slots__ = ("acknowledged", "error", "key", "moving", "name", "peer", "reported", "spec", "sync", "value")
 
@@ -81,7 +84,7 @@ class PendingSend:
         self.reported = False
 
     def ended(self) -> bool:
-        """Whether it has completed or failed."""
+        """Return True if it has completed or failed."""
         if self.error is not None:
             return True
         if not self.acknowledged:
@@ -97,9 +100,9 @@ class PendingSend:
 
 
 class PendingRecv:
-    """A receive. `into` is the tensor to be filled, `shape` and `dtype` what is expected of the tensor that comes.
+    """A receive. `into` is the tensor to fill; `shape` and `dtype` are those expected of the value.
 
-    ``stream`` is torch's current stream of the thread that asks, if CUDA is in use there: tensors are made for it.
+    ``stream`` is torch's current stream of the calling thread, if CUDA is initialized there: tensors are made for it.
     """
 
     __slots__ = (
@@ -144,7 +147,7 @@ class PendingRecv:
         self._ended = False
 
     def ended(self) -> bool:
-        """Whether its value is there, or it has failed."""
+        """Return True if its value is complete, or it has failed."""
         if self._ended or self.error is not None:
             return True
         arrival = self.arrival
@@ -160,7 +163,7 @@ class PendingRecv:
         except DeviceError as error:
             self.error = CommunicationError(f"{self.peer.here}: {self}: what came can't be put on a device: {error}")
             self.error.__cause__ = error
-        except Exception as error:  # noqa: BLE001  what unpickling raises is for its own wait to say
+        except Exception as error:  # noqa: BLE001  the wait of this receive raises what unpickling raised
             self.error = CommunicationError(
                 f"{self.peer.here}: {self}: what came can't be unpickled ({type(error).__name__}: {error})"
             )
@@ -170,16 +173,16 @@ class PendingRecv:
         return True
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """The stream is torch's current one, whatever thread this is."""
+        """Return a context in which the stream is torch's current one, on any thread."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @property
     def place(self) -> torch.device | None:
-        """The CUDA device that it is on, as far as is known."""
+        """The CUDA device of the stream, or None."""
         return None if self.stream is None else self.stream.device
 
     def refuses(self, arrival: _Arrival) -> bool:
-        """Whether what arrives is not what is expected."""
+        """Return True if the arriving value does not match the expected one."""
         if self.objects or arrival.layout is None:
             return self.objects != (arrival.layout is None)
         if self.shape is None:
@@ -189,7 +192,7 @@ class PendingRecv:
 
     @property
     def expected(self) -> str:
-        """What it expects, for people."""
+        """Description of the expected value."""
         if self.objects:
             return "an object, sent by send_obj"
         if self.shape is None:
@@ -205,7 +208,7 @@ Operation: TypeAlias = "PendingSend | PendingRecv"
 
 
 class _Arrival:
-    """A value that comes. `layout` is None for an object."""
+    """A value being received. `layout` is None for an object."""
 
     __slots__ = (
         "_direct",
@@ -233,7 +236,7 @@ class _Arrival:
         self._packed: Memory = _NOTHING
 
     def fill(self, name: str, into: torch.Tensor) -> None:
-        """Let the tensor that comes go to `into` directly, which is on the CPU. Nothing of it has been received yet."""
+        """Receive the tensor directly into `into`, which is on the CPU. No message of it has been received yet."""
         if into.is_contiguous() and not into.is_conj() and not into.is_neg():
             self._tensors[0] = into
         else:
@@ -241,7 +244,7 @@ class _Arrival:
         self._direct = True
 
     def next_buffer(self, nbytes: int) -> Memory | None:
-        """Where its next message of `nbytes` goes; None if that message is not the one that must come."""
+        """Return the buffer for the next message, of `nbytes`; None if a message of another size must come."""
         if self.layout is None:
             self._packed = np.empty(nbytes, np.uint8)
             self.complete = True
@@ -260,13 +263,13 @@ class _Arrival:
         place = self.receiving.place if there and self.receiving is not None else None
         try:
             staged = host_buffer("recv", nbytes, place)
-        except DeviceError:  # which is for the copy to say, when the value is asked for
+        except DeviceError:  # the copy raises it when the value is taken
             staged = host_buffer("recv", nbytes, None)
         self._staged.append((staged, parts))
         return staged
 
     def value(self, into: torch.Tensor | None) -> Any:
-        """What has arrived; `into`, filled with it, if that is given."""
+        """Return the received value; `into`, filled with it, if that is given."""
         if self.layout is None:
             return pickle.loads(self._packed.data)
         if into is not None:
@@ -281,7 +284,7 @@ class _Arrival:
         return unflatten(self.layout.spec, iter(tensors))
 
     def _unpack(self) -> None:
-        """Make the tensors that did not arrive in their own memory."""
+        """Make the tensors that were received in shared or staged messages."""
         assert self.layout is not None
         leaves = self.layout.leaves
         if any(leaf.device != "cpu" for leaf in leaves) and not torch.cuda.is_available():
@@ -314,7 +317,7 @@ def _stream(into: torch.Tensor | None) -> Any:
 
 
 class _Outbox:
-    """This end of a line to another stage."""
+    """The sending end of a line on this stage."""
 
     __slots__ = ("layout", "number", "unacknowledged")
 
@@ -325,7 +328,7 @@ class _Outbox:
 
 
 class _Inbox:
-    """This end of a line from another stage: receives nothing came for yet, or values nobody asked for yet."""
+    """The receiving end of a line on this stage: receives without a value, or values without a receive."""
 
     __slots__ = ("arrived", "arriving", "broken", "layout", "number", "waiting")
 
@@ -339,7 +342,7 @@ class _Inbox:
 
 
 class Peer:
-    """Another stage. `wants` counts what is to come from it: messages are taken only then."""
+    """Another stage. `wants` counts the messages needed from it: messages are received only while it is positive."""
 
     def __init__(self, stage: int, name: str, here: str) -> None:
         self.stage = stage
@@ -365,11 +368,11 @@ class Peer:
         return found
 
     def explain(self, operation: Operation, error: CommunicationError) -> CommunicationError:
-        """`error` of the transport as one that names `operation`."""
+        """Return an error of the type of `error` that names `operation`."""
         return wrap_error(f"{self.here}: {operation}: {error}", error)
 
     def unreceived(self) -> Iterator[str]:
-        """What came that nobody has received."""
+        """Yield descriptions of values that arrived and were not received."""
         for key, inbox in self.inboxes.items():
             for one in inbox.arrived:
                 what = "an object" if one.layout is None else describe(one.layout.spec)
@@ -413,7 +416,7 @@ class ChannelMux:
         return self._wire.isend(data, peer.stage, key << 5 | number << 3 | kind)
 
     def post_recv(self, receiving: PendingRecv) -> None:
-        """Let `receiving` get the next value of its line."""
+        """Match `receiving` with the next value of its line."""
         peer = receiving.peer
         inbox = peer.inbox(receiving.key)
         if inbox.arrived:
@@ -430,20 +433,20 @@ class ChannelMux:
             peer.wants += 1
 
     def withdraw(self, receiving: PendingRecv) -> None:
-        """Let `receiving` get nothing, if nothing has come for it."""
+        """Cancel `receiving`, if no value has arrived for it."""
         waiting = receiving.peer.inbox(receiving.key).waiting
         if receiving in waiting:
             waiting.remove(receiving)
             receiving.peer.wants -= 1
 
     def send_close(self) -> list[PendingMessage]:
-        """Tell all stages that nothing more will come from this one, and want to hear the same of them."""
+        """Announce to all stages that this one sends nothing more, and wait for their announcements."""
         for peer in self.peers.values():
             peer.wants += not peer.closed
         return [self._wire.isend(_NOTHING, stage, _CLOSE) for stage in self.peers]
 
     def pump(self) -> None:
-        """Take what has come from the stages from which something is wanted."""
+        """Receive available messages from the stages from which a message is needed."""
         for peer in self.peers.values():
             if peer.wants:
                 try:
@@ -452,14 +455,14 @@ class ChannelMux:
                     self.fail(peer, error)
 
     def check_peer(self, peer: Peer) -> None:
-        """Fail what waits for `peer` if that is gone."""
+        """Fail the operations that wait for `peer` if its process has exited."""
         try:
             self._wire.check(peer.stage)
         except CommunicationError as error:
             self.fail(peer, error)
 
     def fail(self, peer: Peer, error: CommunicationError) -> None:
-        """Nothing more comes from `peer`."""
+        """Fail the operations that wait for `peer`, which sends nothing more."""
         peer.wants = 0
         peer.lost = wrap_error(f"{self.here}: {peer.name}: {error}", error)
         for inbox in peer.inboxes.values():
@@ -509,7 +512,7 @@ class ChannelMux:
             self._arrive(peer, inbox, kind, envelope)
 
     def _read(self, peer: Peer, envelope: Envelope, then: Callable[[Memory], None]) -> None:
-        """Take a message that must have arrived before the next one is looked at."""
+        """Receive a message that must be complete before the next one is probed."""
         data = np.empty(envelope.nbytes, np.uint8)
         peer.reading = self._wire.irecv(data, peer.stage, envelope.tag), data, then
 
@@ -536,7 +539,7 @@ class ChannelMux:
                 peer.wants -= 1
 
     def _match(self, receiving: PendingRecv, arrival: _Arrival, *, fresh: bool = False) -> None:
-        """`receiving` gets what arrives, or refuses it; the sender learns of both, if it waits for that."""
+        """Give `receiving` the arriving value, or fail it on a mismatch; acknowledge either to a waiting sender."""
         refusal = ""
         if receiving.refuses(arrival):
             sent = "an object, sent by send_obj" if arrival.layout is None else describe(arrival.layout.spec)
@@ -549,7 +552,7 @@ class ChannelMux:
         arrival.receiving = receiving
         if arrival.sync:
             text = np.frombuffer(refusal.encode(), np.uint8) if refusal else _NOTHING
-            with suppress(CommunicationError):  # a stage that is gone needs no answer
+            with suppress(CommunicationError):  # a stage that has exited needs no answer
                 self._wire.isend(text, receiving.peer.stage, receiving.key << 5 | _ACK)
 
     def _on_acknowledgement(self, peer: Peer, key: int, data: Memory) -> None:
@@ -572,7 +575,7 @@ class ChannelMux:
             outbox.unacknowledged.clear()
 
     def _fail_line(self, peer: Peer, inbox: _Inbox, why: str) -> None:
-        """Nothing on this line means anything any more."""
+        """Fail all receives of a line whose messages can't be interpreted any more."""
         inbox.broken = f"{why}; the line can't be used any more"
         receivers = [*inbox.waiting]
         if inbox.arriving is not None:
@@ -588,7 +591,7 @@ class ChannelMux:
 
 
 def all_complete(moving: list[PendingMessage]) -> bool:
-    """Whether all of `moving` have arrived; those that have are dropped."""
+    """Remove completed messages from the end of the list, and return True if it is empty."""
     while moving:
         if not moving[-1].test():
             return False
@@ -597,7 +600,7 @@ def all_complete(moving: list[PendingMessage]) -> bool:
 
 
 def wrap_error(text: str, error: CommunicationError) -> CommunicationError:
-    """An error of the same kind as `error`, which caused it, that says `text`."""
+    """Return an error of the type of `error` with the message `text`, and `error` as its cause."""
     other = RankFailed(text, error.ranks) if isinstance(error, RankFailed) else type(error)(text)
     other.__cause__ = error
     return other

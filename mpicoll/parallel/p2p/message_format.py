@@ -1,4 +1,4 @@
-"""What travels between pipeline stages: values as messages, and two ways of carrying messages."""
+"""Format of values as messages between pipeline stages, and two transports of these messages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ from mpicoll.torch.tensors import check_plain, flat_input
 from mpicoll.transport.base import Envelope, Memory
 
 _TOGETHER = 1 << 14
-"""Bytes up to which the tensors of one value share a message: to copy them is cheaper than to send them alone."""
+"""Bytes up to which the tensors of one value share a message: copying them is cheaper than a message each."""
 
 _ALIGNED = 64
-"""Where the tensors of a shared message begin, in bytes."""
+"""Alignment in bytes of the tensors of a shared message."""
 
 
 class TensorSpec(NamedTuple):
-    """What a receiver must know of a tensor. `device` is a kind, ``cpu`` or ``cuda``: each rank has its own of it."""
+    """Properties of a tensor that a receiver must know.
+
+    `device` is a device type, ``cpu`` or ``cuda``: each rank uses its own device of that type.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -48,7 +51,7 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A tensor like it, not filled; on this process's current device of its kind."""
+        """Return an uninitialized tensor with these properties, on this process's current device of the type."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -61,14 +64,15 @@ class Container(NamedTuple):
 
 
 Spec: TypeAlias = "TensorSpec | Container | bytes | None"
-"""The structure of a value. ``bytes`` are a pickled plain value. Two values of equal specs differ in elements only."""
+"""The structure of a value. ``bytes`` are a pickled plain value. Values of equal specs differ in elements only."""
 
 
 def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
-    """The structure of `value`, whose tensors are appended to `tensors`.
+    """Return the structure of `value`, and append its tensors to `tensors`.
 
-    Raises DTypeError for tensors that are not dense and for what can't be pickled, DeviceError for those that are
-    neither on the CPU nor on a CUDA device.
+    Raises:
+        DTypeError: a tensor is not dense, or an object can't be pickled.
+        DeviceError: a tensor is neither on the CPU nor on a CUDA device.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -92,7 +96,7 @@ def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
 
 
 def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Any:
-    """The value of structure `spec` that holds `tensors`."""
+    """Return the value of structure `spec` that holds `tensors`."""
     if isinstance(spec, TensorSpec):
         return next(tensors)
     if spec is None:
@@ -110,14 +114,14 @@ def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def describe(spec: Spec) -> str:
-    """`spec` for people."""
+    """Describe `spec` for an error message."""
     if isinstance(spec, TensorSpec):
         return str(spec)
     if spec is None:
         return "None"
     try:
         return _describe_container(spec)
-    except Exception:  # noqa: BLE001  it is for an error's text, which must not be lost for that
+    except Exception:  # noqa: BLE001  an error message must not be lost because a value can't be shown
         return "what can't be unpickled or shown"
 
 
@@ -135,7 +139,7 @@ def _describe_container(spec: Container | bytes) -> str:
 
 
 def pickle_message(operation: str, value: Any) -> Memory:
-    """`value` as a message. Raises DTypeError if it can't be pickled."""
+    """Return `value`, pickled, as a message. Raise DTypeError if it can't be pickled."""
     return np.frombuffer(_pickle(operation, value), np.uint8)
 
 
@@ -149,24 +153,23 @@ def _pickle(operation: str, value: Any) -> bytes:
 
 
 def memory(tensor: torch.Tensor) -> Memory:
-    """The bytes of `tensor`, which is on the CPU, in C order: its own memory where that is possible."""
+    """Return the bytes of `tensor`, which is on the CPU, in C order: its own memory where possible."""
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     own = tensor.detach() if plain else flat_input(tensor)
     return (own if own.dim() == 1 else own.view(-1)).view(torch.uint8).numpy()
 
 
 HostPlace: TypeAlias = tuple[torch.Tensor, Memory]
-"""A tensor, and where in host memory its bytes are, or go."""
+"""A tensor, and the host memory of its bytes."""
 
 
 def copy_to_host(places: Sequence[HostPlace]) -> None:
-    """Copy the bytes of the tensors, in C order, to their places in host memory. Waits for what the current streams
-    have to do with them."""
+    """Copy tensors, in C order, to host memory. Waits for pending work of the current streams on them."""
     _copy("send", [(flat_input(one), place) for one, place in places], down=True)
 
 
 def copy_from_host(places: Sequence[HostPlace]) -> None:
-    """The reverse; the tensors are contiguous. When it returns, all streams see what they hold."""
+    """Copy host memory to contiguous tensors. When it returns, all streams see their values."""
     _copy("recv", places, down=False)
 
 
@@ -191,14 +194,14 @@ def _copy(operation: str, places: Sequence[HostPlace], *, down: bool) -> None:
 
 
 def host_buffer(operation: str, nbytes: int, place: torch.device | None) -> Memory:
-    """Host memory that is good for copies to and from `place`. Raises DeviceError where that can't be used."""
+    """Return host memory for copies to and from the device `place`. Raise DeviceError if that device can't be used."""
     if place is None or place.type == "cpu":
         return np.empty(nbytes, np.uint8)
     return cuda_device(operation, place, "a tensor").pinned(nbytes)
 
 
 class MessagePart(NamedTuple):
-    """Where tensor number `index` lies in a message."""
+    """The position of tensor number `index` in a message."""
 
     index: int
     start: int
@@ -206,10 +209,10 @@ class MessagePart(NamedTuple):
 
 
 class MessageLayout:
-    """In which messages the tensors of a spec travel: large ones alone, small ones together. At least one message.
+    """The messages of the tensors of a spec: large tensors alone, small ones together. At least one message.
 
-    ``messages`` holds for each its size in bytes and its parts; one of a single part is that tensor's memory itself.
-    All messages are in host memory: what is on a device is copied, all of a value at once.
+    ``messages`` holds for each its size in bytes and its parts; a message of a single part is the memory of that
+    tensor. All messages are in host memory: tensors on a device are copied, all of a value at once.
     """
 
     __slots__ = ("leaves", "messages", "spec")
@@ -233,7 +236,7 @@ class MessageLayout:
             self.messages.append((end, tuple(together)))
 
     def outgoing(self, tensors: Sequence[torch.Tensor]) -> list[Memory]:
-        """The messages that carry `tensors`."""
+        """Return the messages of `tensors`."""
         messages = []
         copied: list[HostPlace] = []
         for nbytes, parts in self.messages:
@@ -257,34 +260,37 @@ def _leaves(spec: Spec) -> Iterator[TensorSpec]:
 
 
 class PendingMessage(Protocol):
-    """A message under way."""
+    """A message being sent or received."""
 
     def test(self) -> Any:
-        """Truthy once it has arrived, or its memory may be changed. Raises what went wrong."""
+        """Return a true value once it has arrived, or its memory may be changed. Raise the error of the transfer."""
 
 
 class MessageTransport(Protocol):
-    """Carries messages of bytes. Those from one stage to another arrive in the order in which they were sent, whatever
-    their tags; `peers` are the stages that it reaches, `comm` is the communicator whose messages they are, if any."""
+    """Transport of messages of bytes between stages.
+
+    Messages from one stage to another arrive in the order in which they were sent, whatever their tags. `peers` are the
+    reachable stages; `comm` is the communicator of the messages, or None.
+    """
 
     peers: list[int]
     comm: Communicator | None
 
     def isend(self, data: Memory, dest: int, tag: int) -> PendingMessage: ...
     def irecv(self, data: Memory, source: int, tag: int) -> PendingMessage:
-        """Take the message that :meth:`iprobe` has found."""
+        """Receive the message that :meth:`iprobe` has found."""
 
     def iprobe(self, source: int, tag: None) -> Envelope | None:
-        """The first message from `source` that was not taken yet, if it has come."""
+        """Return the envelope of the first message from `source` that was not received yet, or None."""
 
     def check(self, peer: int) -> None:
-        """Raise RankFailed if nothing can come from `peer` any more."""
+        """Raise RankFailed if `peer` can't send anything any more."""
 
     def free(self) -> None: ...
 
 
 class SendRecvTransport:
-    """By messages of the transport, on a private duplicate of the communicator."""
+    """Point-to-point messages on a private duplicate of the communicator."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm.duplicate()
@@ -304,10 +310,11 @@ class SendRecvTransport:
 
 
 class BroadcastTransport:
-    """By broadcasts on communicators of two ranks, one for each direction between adjacent stages.
+    """Broadcasts on communicators of two ranks, one for each direction between adjacent stages.
 
-    Each message is two of them: its tag and size, then its bytes. The first is joined when something is wanted from the
-    other stage, and waits in the background. Messages are counted as those of the communicator of all stages."""
+    Each message is two broadcasts: its tag and size, then its bytes. The first is joined when a message of the other
+    stage is needed, and waits in the background. Messages are counted as those of the communicator of all stages.
+    """
 
     comm = None
 
@@ -322,7 +329,7 @@ class BroadcastTransport:
         self._in: dict[int, Communicator] = {}
         self._next: dict[int, tuple[Memory, Request]] = {}
         self._pairs: list[Communicator] = []
-        # The pairs in one order for all stages, so that no ring of them waits for each other.
+        # All stages make the pairs in one order: in different orders they could wait for each other in a ring.
         for first in range(comm.size if comm.size > 2 else comm.size - 1):
             second = (first + 1) % comm.size
             for source, dest in ((first, second), (second, first)):
@@ -358,7 +365,7 @@ class BroadcastTransport:
         return Envelope(source, int(head[0]), int(head[1]))
 
     def check(self, peer: int) -> None:
-        """A broadcast fails by itself where its other rank is gone."""
+        """Do nothing: a broadcast itself fails if its other rank has exited."""
 
     def free(self) -> None:
         for pair in self._pairs:
@@ -366,7 +373,7 @@ class BroadcastTransport:
 
 
 class _PendingBroadcast:
-    """A message under way; `arrivals` counts it when it has arrived."""
+    """A message being sent or received; `arrivals` counts it when it has arrived."""
 
     def __init__(self, requests: list[Request], arrivals: Iterator[int] | None = None) -> None:
         self._requests = requests

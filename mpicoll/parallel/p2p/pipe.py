@@ -1,4 +1,4 @@
-"""Messages between pipeline stages: the class PipeP2P, and functions on the one in use."""
+"""Messages between pipeline stages: the class PipeP2P, and functions that use a default instance."""
 
 from __future__ import annotations
 
@@ -49,35 +49,43 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Expected: TypeAlias = "torch.Tensor | Sequence[int] | None"
-"""What a receive may say of the tensor that it expects: its shape, or a tensor of its shape and dtype."""
+"""The tensor that a receive expects: its shape, or a tensor of its shape and dtype."""
 
 _SPINS = 1000
-"""How many turns a wait takes without a nap."""
+"""Number of polls of a wait before it begins to sleep between polls."""
 
 _NAPS_PER_CHECK = 20
-"""How many naps a wait takes between two looks at whether the other stage is still there."""
+"""Number of sleeps of a wait between two checks that the other stage is alive."""
 
 
 class PipeP2P:
-    """Sends values between the stages of a pipeline: stage i is rank i of a communicator.
+    """Messages between the stages of a pipeline: stage i is rank i of a communicator.
 
-    `group` is a grid, whose "pipe" axis it takes, or anything that :func:`mpicoll.parallel.groups.communicator` takes.
-    Making one is collective over it, as is :meth:`close`. No operation waits longer than `timeout` seconds (by default
-    the communicator's) unless it is given another bound. With `send_recv` False each value goes by broadcasts among the
-    two stages, for libraries that have no better; then only adjacent stages reach each other (the last one and the
-    first are adjacent). With `background` a thread keeps pending operations moving while the program computes.
+    Making an instance is collective over `group`, as is :meth:`close`.
 
-    Tensors on a CUDA device travel through host memory, so a send waits for what has to be computed for them; they
-    arrive on the device that is the receiver's current one when it asks.
+    Tensors on a CUDA device travel through host memory, so a send waits until they are computed; they arrive on the
+    device that is current when the receive is called.
 
-    :meth:`send` and the combined forms return when the other stage has begun to receive: whether a program hangs does
-    not depend on sizes, and who sends to a stage that doesn't receive gets Timeout. :meth:`isend`'s request completes
-    when the value may be changed; what nobody received of it is told by :meth:`close`.
+    :meth:`send` and the combined forms return when the other stage has begun to receive: so a program does not hang or
+    succeed depending on message sizes, and a send to a stage that does not receive raises Timeout. The request of
+    :meth:`isend` completes when the value may be changed; :meth:`close` reports values that were not received.
 
-    Errors: arguments raise RankError, DTypeError, DeviceError, CommunicatorError before any message leaves. A value
-    that is not what the receiver expects is taken off the line and raises CommunicationError there, and for a blocking
-    send at the sender too; then the line is usable as before. Timeout if nothing answers, RankFailed if the other
-    stage is known to be gone. All of them name operation, stages, and what was sent or expected.
+    Args:
+        group: a grid, whose "pipe" axis is used, or anything that :func:`mpicoll.parallel.groups.communicator` accepts.
+        timeout: the bound of each operation in seconds, by default the communicator's.
+        send_recv: send messages; if False, broadcast each value between the two stages, for libraries whose
+            point-to-point messages are worse. Then only adjacent stages can communicate (the last and the first are
+            adjacent).
+        background: a thread makes progress on pending operations while the program computes.
+
+    Raises:
+        RankError, DTypeError, DeviceError, CommunicatorError: an argument is invalid; raised before any message leaves.
+        CommunicationError: a value does not match what the receiver expects. It is removed from the line, which remains
+            usable; a blocking send raises the error, too.
+        Timeout: the other stage does not answer.
+        RankFailed: the process of the other stage has exited.
+
+        All messages name the operation, the stages, and the value that was sent or expected.
     """
 
     def __init__(
@@ -111,13 +119,19 @@ class PipeP2P:
         return f"<PipeP2P: {self._here} of {self.stages}{', closed' if self._closed else ''}>"
 
     def can_send_recv(self) -> bool:
-        """Whether values go by messages, and not by broadcasts."""
+        """Return True if values travel as messages, False for broadcasts."""
         return self._send_recv
 
     def send(self, value: Any, stage: int, *, channel: int = 0, timeout: float | None = None) -> None:
-        """Send `value` to `stage`; return when that has begun to receive it and `value` may be changed.
+        """Send `value` to `stage`; return when that stage has begun to receive it and `value` may be changed.
 
-        Two stages that both send before they receive wait for each other, and get Timeout.
+        Two stages that both send before they receive wait for each other until Timeout.
+
+        Args:
+            value: a tensor, None, or nested tuples, lists, dicts and namedtuples of these.
+            stage: the receiver.
+            channel: a number in [0, 256).
+            timeout: the bound in seconds, by default that of this object.
         """
         sending = self._start_send("send", value, stage, channel, sync=True)
         self._complete([sending], timeout)
@@ -135,12 +149,20 @@ class PipeP2P:
         expect: Expected = None,
         timeout: float | None = None,
     ) -> Any:
-        """``recv(stage)``: the next value from `stage`, in new tensors.
+        """Receive the next value from a stage: ``recv(stage)`` into new tensors, ``recv(tensor, stage)`` into `tensor`.
 
-        ``recv(tensor, stage)`` fills `tensor`, which must have the shape and dtype of what comes, and returns it.
-        `expect` is the shape that must come, or a tensor of that shape and dtype. Who gets Timeout because nothing came
-        has taken nothing off the line; a value that was on its way by then is lost, and may still be written to
-        `tensor`.
+        After Timeout with no arrival, nothing was removed from the line. A value that was arriving by then is lost, and
+        may still be written to `tensor`.
+
+        Args:
+            tensor: the tensor to fill, of the shape and dtype of the value; or the stage, if `stage` is None.
+            stage: the sender.
+            channel: a number in [0, 256).
+            expect: the shape of the value, or a tensor of its shape and dtype; another value raises CommunicationError.
+            timeout: the bound in seconds, by default that of this object.
+
+        Returns:
+            The value; `tensor` if it is given.
         """
         receiving = self._start_recv("recv", tensor, stage, channel, expect)
         self._complete([receiving], timeout)
@@ -154,11 +176,11 @@ class PipeP2P:
         channel: int = 0,
         expect: Expected = None,
     ) -> Request:
-        """:meth:`recv` in the background. The request's value is what it returns."""
+        """Start :meth:`recv` in the background. The value of the request is the received value."""
         return self._as_request(self._start_recv("irecv", tensor, stage, channel, expect))
 
     def send_obj(self, obj: Any, stage: int, *, channel: int = 0, timeout: float | None = None) -> None:
-        """Pickle `obj` and send it to `stage`, as :meth:`send` does. It is received by :meth:`recv_obj` only."""
+        """Pickle `obj` and send it to `stage`, as :meth:`send` does. Only :meth:`recv_obj` receives it."""
         data = pickle_message("send_obj", obj)
         key = line_key("send_obj", PLAIN, channel)
         sending = PendingSend("send_obj", self._peer("send_obj", stage), key, data.size, sync=True)
@@ -166,7 +188,7 @@ class PipeP2P:
         self._complete([sending], timeout)
 
     def recv_obj(self, stage: int, *, channel: int = 0, timeout: float | None = None) -> Any:
-        """What `stage` sends by :meth:`send_obj`."""
+        """Receive an object that `stage` sends by :meth:`send_obj`."""
         key = line_key("recv_obj", PLAIN, channel)
         receiving = PendingRecv("recv_obj", self._peer("recv_obj", stage), key, objects=True)
         with self._lock:
@@ -175,7 +197,7 @@ class PipeP2P:
         return receiving.value
 
     def poll(self) -> int:
-        """Keep pending operations moving; never waits. Returns how many are pending still."""
+        """Make progress on pending operations without waiting, and return the number of those still pending."""
         self._check("poll")
         with self._lock:
             self._mux.pump()
@@ -185,7 +207,7 @@ class PipeP2P:
     def wait(self, timeout: float | None = None) -> None:
         """Complete all pending asynchronous operations, within `timeout` seconds for all of them together.
 
-        Raises the first error that nobody was told yet, when all have ended or run out of time.
+        When all have ended or the time is over, raises the first error that was not raised before.
         """
         self._check("wait")
         with self._lock:
@@ -198,64 +220,68 @@ class PipeP2P:
                 self._prune()
 
     def recv_forward(self, expect: Expected = None, *, channel: int = 0, ring: bool = False) -> Any:
-        """What the previous stage sends forward; None on the first stage. With `ring` the last stage is the one before
-        the first."""
+        """Receive the next value that the previous stage sends forward; None on the first stage.
+
+        With `ring` the last stage is the one before the first.
+        """
         return self._exchange("recv_forward", (), (FORWARD,), channel, ring, expect)[0]
 
     def recv_backward(self, expect: Expected = None, *, channel: int = 0, ring: bool = False) -> Any:
-        """What the next stage sends backward; None on the last stage, unless `ring`."""
+        """Receive the next value that the next stage sends backward; None on the last stage, unless `ring`."""
         return self._exchange("recv_backward", (), (BACKWARD,), channel, ring, expect)[0]
 
     def send_forward(self, output: Any, *, channel: int = 0, ring: bool = False) -> None:
-        """Send `output` to the next stage; the last one sends nothing, unless `ring`."""
+        """Send `output` to the next stage; the last stage sends nothing, unless `ring`."""
         self._exchange("send_forward", ((FORWARD, output),), (), channel, ring)
 
     def send_backward(self, grad: Any, *, channel: int = 0, ring: bool = False) -> None:
-        """Send `grad` to the previous stage; the first one sends nothing, unless `ring`."""
+        """Send `grad` to the previous stage; the first stage sends nothing, unless `ring`."""
         self._exchange("send_backward", ((BACKWARD, grad),), (), channel, ring)
 
     def send_forward_recv_backward(
         self, output: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
     ) -> Any:
-        """:meth:`send_forward` and :meth:`recv_backward` at once."""
+        """Run :meth:`send_forward` and :meth:`recv_backward` concurrently."""
         sends = ((FORWARD, output),)
         return self._exchange("send_forward_recv_backward", sends, (BACKWARD,), channel, ring, expect)[0]
 
     def send_backward_recv_forward(
         self, grad: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
     ) -> Any:
-        """:meth:`send_backward` and :meth:`recv_forward` at once."""
+        """Run :meth:`send_backward` and :meth:`recv_forward` concurrently."""
         sends = ((BACKWARD, grad),)
         return self._exchange("send_backward_recv_forward", sends, (FORWARD,), channel, ring, expect)[0]
 
     def send_forward_recv_forward(
         self, output: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
     ) -> Any:
-        """:meth:`send_forward` and :meth:`recv_forward` at once."""
+        """Run :meth:`send_forward` and :meth:`recv_forward` concurrently."""
         sends = ((FORWARD, output),)
         return self._exchange("send_forward_recv_forward", sends, (FORWARD,), channel, ring, expect)[0]
 
     def send_backward_recv_backward(
         self, grad: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
     ) -> Any:
-        """:meth:`send_backward` and :meth:`recv_backward` at once."""
+        """Run :meth:`send_backward` and :meth:`recv_backward` concurrently."""
         sends = ((BACKWARD, grad),)
         return self._exchange("send_backward_recv_backward", sends, (BACKWARD,), channel, ring, expect)[0]
 
     def send_forward_backward_recv_forward_backward(
         self, output: Any, grad: Any, expect: Expected = None, *, channel: int = 0, ring: bool = False
     ) -> tuple[Any, Any]:
-        """All four at once. Returns what came forward from the previous stage, and backward from the next one."""
+        """Run all four concurrently; return the values from the previous stage and from the next one."""
         name = "send_forward_backward_recv_forward_backward"
         sends = ((FORWARD, output), (BACKWARD, grad))
         forward, backward = self._exchange(name, sends, (FORWARD, BACKWARD), channel, ring, expect)
         return forward, backward
 
     def close(self, timeout: float | None = None) -> None:
-        """Collective: complete what is pending, and give the communicator back. Closing it twice does nothing.
+        """Complete pending operations and free the communicator. Collective; closing twice does nothing.
 
-        Raises CommunicationError if another stage has sent values that were not received here, or if receives are
-        pending for which nothing was sent; Timeout if another stage doesn't close, and then gives nothing back.
+        Raises:
+            CommunicationError: another stage has sent values that were not received here, or receives are pending for
+                which nothing was sent.
+            Timeout: another stage does not close; nothing is freed then.
         """
         if self._closed:
             return
@@ -303,11 +329,9 @@ class PipeP2P:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Closing is collective: after an error on this stage alone it would wait for stages that don't come.
+        # Closing is collective: after an error on this stage alone, it would wait for stages that don't call it.
         if kind is None:
             self.close()
-
-    # What follows is called by the methods above, and by requests.
 
     def _start_send(self, name: str, value: Any, stage: int, channel: int, *, sync: bool) -> PendingSend:
         tensors: list[torch.Tensor] = []
@@ -347,7 +371,7 @@ class PipeP2P:
         ring: bool,
         expect: Expected = None,
     ) -> list[Any]:
-        """Start everything at once, then wait for it. What goes or comes along a line past an end is left out."""
+        """Start all sends and receives, then wait for them. Lines past an end of the pipeline are left out."""
         outgoing: list[tuple[PendingSend, list[torch.Tensor]]] = []
         for line, value in sends:
             stage = self._neighbour_stage(1 if line == FORWARD else -1, ring)
@@ -375,14 +399,14 @@ class PipeP2P:
         return [None if one is None else one.value for one in incoming]
 
     def _neighbour_stage(self, step: int, ring: bool) -> int | None:
-        """The next or the previous stage; None past an end, unless `ring`."""
+        """Return the next or the previous stage; None past an end, unless `ring`."""
         stage = self.stage + step
         if 0 <= stage < self.stages:
             return stage
         return stage % self.stages if ring else None
 
     def _as_request(self, operation: Operation) -> Request:
-        """`operation`, which has been started, as a request."""
+        """Return a request for `operation`, which has been started."""
         with self._lock:
             if len(self._pending) >= self._limit:
                 self._prune()
@@ -394,13 +418,13 @@ class PipeP2P:
         return request
 
     def _prune(self) -> None:
-        """Forget the pending operations that have ended, but for errors that nobody was told."""
+        """Forget pending operations that have ended, except those with an error that was not raised yet."""
         for one in list(self._pending):
             if one.ended() and (one.error is None or one.reported):
                 del self._pending[one]
 
     def _wait_for(self, operation: Operation, timeout: float | None, given: float | None) -> None:
-        """For its request. `timeout` may be what is left of the bound that was `given`."""
+        """Wait for the operation of a request. `timeout` may be the rest of the bound that was `given`."""
         try:
             self._complete([operation], timeout, give_up=False, given=given)
         finally:
@@ -416,8 +440,10 @@ class PipeP2P:
         give_up: bool = True,
         given: float | None = None,
     ) -> None:
-        """Wait until all have ended, then raise the first error. Past the bound, receives are withdrawn if `give_up`,
-        else all stay pending."""
+        """Wait until all operations have ended, then raise the first error.
+
+        After the bound, receives are withdrawn if `give_up`, else all operations stay pending.
+        """
         with self._lock:
             self._mux.pump()
             left = [one for one in operations if not one.ended()]
@@ -531,7 +557,7 @@ class PipeP2P:
             raise CommunicatorError(f"{name}: {self!r} can't be used any more")
 
     def _peer(self, name: str, stage: Any) -> Peer:
-        """The other stage. Raises RankError, CommunicatorError."""
+        """Return the peer of `stage`. Raise RankError or CommunicatorError if there is none."""
         self._check(name)
         try:
             number = index(stage)
@@ -551,7 +577,7 @@ class PipeP2P:
 
 
 class _Handle:
-    """An operation under way, for its request."""
+    """A pending operation, as the handle of its request."""
 
     __slots__ = ("_operation", "_p2p")
 
@@ -575,13 +601,13 @@ class _Handle:
 
 
 def _all_ended(operations: list[Operation]) -> bool:
-    """Whether all of them have; those are dropped from the list."""
+    """Remove ended operations from the list, and return True if it is empty."""
     operations[:] = [one for one in operations if not one.ended()]
     return not operations
 
 
 def _expected_tensor(name: str, expect: Expected) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-    """Shape and dtype that must come. Raises ShapeError if `expect` tells none."""
+    """Return the shape and dtype that `expect` demands. Raise ShapeError if it is neither a shape nor a tensor."""
     if expect is None:
         return None, None
     if isinstance(expect, torch.Tensor):
@@ -593,7 +619,7 @@ def _expected_tensor(name: str, expect: Expected) -> tuple[tuple[int, ...] | Non
 
 
 def _pipe_communicator(group: Any) -> Communicator:
-    """The communicator of the stages: the "pipe" axis if `group` is a grid."""
+    """Return the communicator of the stages: the "pipe" axis if `group` is a grid."""
     if not isinstance(group, Communicator) and hasattr(group, "communicator"):
         return cast(groups.Grid, group).communicator("pipe")
     return groups.communicator(group, "pipe")
@@ -605,8 +631,11 @@ _default: ContextVar[PipeP2P | None] = ContextVar("mpicoll_parallel_p2p", defaul
 def init_process_groups(
     grid: Any = None, *, send_recv: bool = True, timeout: float | None = None, background: bool = False
 ) -> PipeP2P:
-    """Collective: make the :class:`PipeP2P` of `grid`, with the same arguments, and let the functions of this module
-    use it from now on in this context (a thread that is started later has its own)."""
+    """Make the :class:`PipeP2P` of `grid`, and let the functions of this module use it. Collective.
+
+    Arguments are those of :class:`PipeP2P`. It is the default in the current context; a thread that starts later has
+    its own.
+    """
     p2p = PipeP2P(grid, timeout=timeout, send_recv=send_recv, background=background)
     _default.set(p2p)
     return p2p
@@ -620,40 +649,40 @@ def _current_pipe(name: str) -> PipeP2P:
 
 
 def can_send_recv() -> bool:
-    """:meth:`PipeP2P.can_send_recv`."""
+    """Call :meth:`PipeP2P.can_send_recv`."""
     return _current_pipe("can_send_recv").can_send_recv()
 
 
 def send(value: Any, stage: int, **options: Any) -> None:
-    """:meth:`PipeP2P.send`."""
+    """Call :meth:`PipeP2P.send`."""
     _current_pipe("send").send(value, stage, **options)
 
 
 def isend(value: Any, stage: int, **options: Any) -> Request:
-    """:meth:`PipeP2P.isend`."""
+    """Call :meth:`PipeP2P.isend`."""
     return _current_pipe("isend").isend(value, stage, **options)
 
 
 def recv(tensor: Any = None, stage: int | None = None, **options: Any) -> Any:
-    """:meth:`PipeP2P.recv`: ``recv(stage)`` or ``recv(tensor, stage)``."""
+    """Call :meth:`PipeP2P.recv`: ``recv(stage)`` or ``recv(tensor, stage)``."""
     return _current_pipe("recv").recv(tensor, stage, **options)
 
 
 def irecv(tensor: Any = None, stage: int | None = None, **options: Any) -> Request:
-    """:meth:`PipeP2P.irecv`: ``irecv(stage)`` or ``irecv(tensor, stage)``."""
+    """Call :meth:`PipeP2P.irecv`: ``irecv(stage)`` or ``irecv(tensor, stage)``."""
     return _current_pipe("irecv").irecv(tensor, stage, **options)
 
 
 def send_obj(obj: Any, stage: int, **options: Any) -> None:
-    """:meth:`PipeP2P.send_obj`."""
+    """Call :meth:`PipeP2P.send_obj`."""
     _current_pipe("send_obj").send_obj(obj, stage, **options)
 
 
 def recv_obj(stage: int, **options: Any) -> Any:
-    """:meth:`PipeP2P.recv_obj`."""
+    """Call :meth:`PipeP2P.recv_obj`."""
     return _current_pipe("recv_obj").recv_obj(stage, **options)
 
 
 def wait(timeout: float | None = None) -> None:
-    """:meth:`PipeP2P.wait`."""
+    """Call :meth:`PipeP2P.wait`."""
     _current_pipe("wait").wait(timeout)

@@ -1,7 +1,7 @@
-"""Pipelines: a model cut into stages that work on different micro-batches at the same time.
+"""Pipelines: a model divided into stages that work on different micro-batches at the same time.
 
-A schedule says what each stage does in which order. It is data: :func:`verify` proves that it works, :func:`timeline`
-tells when what happens, :func:`draw` shows it, and :class:`PipelineEngine` carries it out. :func:`register` adds one.
+A schedule is data: the order of actions of each stage. :func:`verify` proves that it is correct, :func:`timeline`
+computes when each action runs, :func:`draw` draws it, and :class:`PipelineEngine` runs it. :func:`register` adds one.
 """
 
 from mpicoll.parallel.pipeline.draw import draw

@@ -1,4 +1,4 @@
-"""Pictures of a pipeline: which stage does what when, as text, and through matplotlib as SVG or PNG."""
+"""Drawings of a pipeline's timeline: as text, and by matplotlib as SVG or PNG."""
 
 from __future__ import annotations
 
@@ -46,25 +46,34 @@ def draw(
     *,
     width: int = 180,
 ) -> str:
-    """A text picture of a pipeline: a row per stage, time from left to right, and in it the numbers of micro-batches.
+    """Draw a pipeline as text: a row per stage, time from left to right, with the numbers of micro-batches.
 
-    A number ends the block of its action, and dots are idle time. With several chunks per stage, a letter behind the
-    number tells the chunk, ``a`` being the first. The title has the bubble, the part of the time in which stages idle.
+    A number ends the block of its action, and dots are idle time. With several chunks per stage, a letter after the
+    number is the chunk, ``a`` being the first. The title contains the bubble, the part of the time in which stages
+    idle.
 
     Args:
         schedule: a schedule, or its name such as ``"1f1b"``: drawn for F, I and W that take equally long, B twice as
-            long, and messages nothing. Or a timeline, computed with other costs or measured.
+            long, and messages that take no time. Or a timeline, computed with other costs or measured.
         stages: the number of stages of the pipeline; not with a timeline, which has all three numbers.
-        microbatches: the number of micro-batches that go through it.
-        chunks: the number of pieces of the model on each stage.
-        file: where to write a picture too, as SVG, PNG or whatever else the suffix says and matplotlib can.
-        width: the most columns that the text may take. Numbers that do not fit are left out.
+        microbatches: the number of micro-batches of a batch.
+        chunks: the number of parts of the model on each stage.
+        file: also write a picture to this file, as SVG, PNG or another format of matplotlib, by its suffix.
+        width: the largest number of columns of the text. Numbers that do not fit are left out.
+
+    Returns:
+        The text.
 
     Raises:
         ArgumentError: numbers are missing, or given with a timeline; `width` is below 40.
         SetupError: `file` is given, but matplotlib is not installed.
-        AlgorithmError: the name is unknown, or the schedule can't do with these numbers.
-        ScheduleError: stages wait for ever.
+        AlgorithmError: the name is unknown, or the schedule does not support these numbers.
+        ScheduleError: the schedule has a deadlock.
+
+    Example:
+        ::
+
+            print(draw("1f1b", stages=4, microbatches=8))
     """
     if width < 40:
         raise ArgumentError(f"draw: width must be at least 40 columns, got {width}")
@@ -89,7 +98,7 @@ def _timeline(
 
 
 def _title(drawn: Timeline) -> tuple[str, str]:
-    """The name, and the numbers."""
+    """Return the name, and the numbers."""
     parts = [_count(drawn.microbatches, "micro-batch", "es")]
     if drawn.chunks > 1:
         parts.append(f"{drawn.chunks} chunks per stage")
@@ -198,7 +207,7 @@ def _picture(drawn: Timeline, file: str | os.PathLike[str]) -> None:
 
 
 def _draw_bar(axes: Axes, bar: _Bar, chunks: int, digits: int, inches: float) -> None:
-    """A bar, `inches` wide, with the number of its micro-batch where numbers of so many digits fit."""
+    """Draw a bar, `inches` wide, with the number of its micro-batch where `digits` digits fit."""
     axes.barh(
         bar.stage,
         bar.length,
@@ -224,7 +233,7 @@ def _draw_bar(axes: Axes, bar: _Bar, chunks: int, digits: int, inches: float) ->
 
 
 def _lightness(chunk: int, chunks: int) -> float:
-    """How much white there is in the colour of a chunk: none for the first, and most for the last."""
+    """Return the share of white in the colour of a chunk: 0 for the first, and the most for the last."""
     return 0.62 * chunk / (chunks - 1) if chunks > 1 else 0.0
 
 

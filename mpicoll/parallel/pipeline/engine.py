@@ -1,4 +1,4 @@
-"""Carries out a pipeline schedule: forwards and backwards of micro-batches on the stages of a model."""
+"""Execution of a pipeline schedule: forwards and backwards of micro-batches on the stages of a model."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ from mpicoll.parallel.pipeline.timeline import Timeline, timeline_from_events
 from mpicoll.parallel.pipeline.verify import verify
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
-"""From the output of the last part and the targets of a micro-batch to their mean loss, a 0-d tensor."""
+"""A function of the last part's output and the targets of a micro-batch that returns the mean loss, a 0-d tensor."""
 
 
 _PLAIN = (Tensor, type(None), bool, int, float, str)
-"""What may be in the tuples, lists and dicts that go from part to part."""
+"""Types of leaves in the tuples, lists and dicts that parts pass to each other."""
 
 _RESULT = 0
-"""The channel of what the last stage tells all others. Those of chunks lie above."""
+"""The channel of results that the last stage sends to all others. Channels of chunks are above it."""
 
 
 class _StageTerms(NamedTuple):
-    """What a stage tells the others when the engine is made: what all must agree in, why it can't do that itself, and
-    (shape, dtype) of its tied parameters."""
+    """Data that stages exchange when the engine is made.
+
+    The work on which all must agree, a checksum of the script, the error of this stage, and (shape, dtype) of its tied
+    parameters.
+    """
 
     work: str
     script: int
@@ -58,7 +61,7 @@ class _StageTerms(NamedTuple):
 
 @dataclass(slots=True)
 class _SavedTensors:
-    """What a forward leaves behind for its backward: tensors that require grad."""
+    """Tensors that require grad, which a forward keeps for its backward."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -66,8 +69,10 @@ class _SavedTensors:
 
 @dataclass(slots=True)
 class _Batch:
-    """A batch on its way through the pipeline, as one stage sees it. Micro-batches by number. `mark` goes with every
-    message, and tells stages that do different things from each other."""
+    """State of a batch in the pipeline on one stage; micro-batches by number.
+
+    `mark` is part of every message, and detects stages that run different operations.
+    """
 
     mark: str
     actions: Sequence[Action]
@@ -84,41 +89,50 @@ class _Batch:
 class PipelineEngine:
     """A model divided into pipeline stages, which are trained and evaluated batch by batch.
 
-    ::
+    Each rank of the pipeline passes its part of the model. Making an engine is collective over `group`. A stage that
+    calls another method than the others, or `predict` with other `micro_batches`, gets CommunicationError. After an
+    exception in the middle of a batch the stages are out of step: from then on methods raise CommunicatorError, and
+    other stages get Timeout.
 
-        engine = PipelineEngine(my_part, functional.cross_entropy, micro_batches=8)
-        for inputs, targets in batches:
-            optimizer.zero_grad()
-            loss = engine.train_batch(inputs, targets)
-            optimizer.step()
+    torch.distributed.pipelining runs on mpicoll, too. It is the better choice for dividing a model automatically, by
+    tracing. Here shapes may change with each micro-batch, schedules are verified before they run, weights can be tied,
+    gradients are averaged over data parallel ranks, every rank gets the loss, and a mismatch between stages is an
+    error.
 
-    Each rank of the pipeline passes its part of the model. `modules` is one module or, for schedules of several chunks,
-    one for each: chunk c of stage s of p is the (c p + s)-th part of the model. A part takes what the part before it
-    returned: a tensor, or a tuple, list or dict of tensors, numbers, strings and None, which may be of another shape
-    each time; what is returned must not be changed by the part later. `loss_fn` gets the output of the last part and
-    the targets of a micro-batch and returns its mean loss; only the last stage calls it.
+    Args:
+        modules: one module or, for schedules of several chunks, one for each: chunk c of stage s of p is the (c p +
+            s)-th part of the model. A part takes the result of the previous part: a tensor, or a tuple, list or dict of
+            tensors, numbers, strings and None, of any shape each time. The part must not change its result later.
+        loss_fn: called on the last stage with the output of the last part and the targets of a micro-batch; returns its
+            mean loss.
+        micro_batches: the number of micro-batches of a batch.
+        schedule: a name of :mod:`mpicoll.parallel.pipeline.schedules`, the same on all stages: ``gpipe``, ``1f1b``,
+            ``interleaved``, ``zero_bubble`` or a registered one. It is verified here.
+        tied: parameters that several stages hold, such as an embedding and the projection at the other end of the
+            model: ``{"embedding": parameter}`` on each stage that has one. They start with the value of the first of
+            these stages, and their gradients are summed.
+        group: the ranks of the pipeline, stage by stage, by default the ``pipe`` axis of the grid in use.
+        data_group: the ranks that hold the same part and see other data, by default the ``data`` and ``context`` axes
+            of the grid in use; without a grid, this rank only.
+        timeout: the bound in seconds of each wait for another stage (default: MPICOLL_TIMEOUT). A wait may last as long
+            as a batch, because all stages wait for the loss. Collectives, for gradients of tied parameters and over
+            `data_group`, are bounded by MPICOLL_TIMEOUT.
 
-    `schedule` is a name of :mod:`mpicoll.parallel.pipeline.schedules`, the same on all stages: ``gpipe``, ``1f1b``,
-    ``interleaved``, ``zero_bubble`` or one of your own. It is verified here, and ScheduleError tells what is wrong.
+    Raises:
+        ArgumentError: stages pass different `micro_batches`, `schedule` or numbers of chunks, or a stage fails; on all
+            stages.
+        ScheduleError: the schedule is not correct.
+        ShapeError: tied parameters differ in shape.
+        DTypeError: tied parameters differ in dtype.
 
-    `tied` names parameters that several stages hold, such as an embedding and the projection at the other end of the
-    model: ``{"embedding": parameter}`` on each stage that has one. They begin with the value of the first of these
-    stages, and their gradients are summed; ShapeError if they differ in shape, DTypeError if in dtype.
+    Example:
+        ::
 
-    `group` are the ranks of the pipeline, stage by stage, by default the ``pipe`` axis of the grid in use; `data_group`
-    those that hold the same part and see other data, by default its ``data`` and ``context`` axes, without a grid this
-    rank only. `timeout` in seconds bounds each wait for another stage (default: MPICOLL_TIMEOUT), which may last as
-    long as a batch, as all wait for the loss; collectives, for the gradients of tied parameters and over `data_group`,
-    are bound by MPICOLL_TIMEOUT.
-
-    Making an engine is collective over `group`; ArgumentError on all of it if not all pass the same `micro_batches`,
-    `schedule` and number of chunks, or if one of them can't go on. A stage that calls another method than the others,
-    or `predict` with other `micro_batches`, gets CommunicationError. After an exception in the middle of a batch the
-    stages are out of step: from then on methods raise CommunicatorError, and other stages get Timeout.
-
-    torch.distributed.pipelining runs on mpicoll, too. It is the better choice to cut a model automatically, by tracing.
-    Here shapes may change with each micro-batch, schedules are proved before they run, weights can be tied, gradients
-    are averaged over data parallel ranks, every rank gets the loss, and a mismatch between stages is an error.
+            engine = PipelineEngine(my_part, functional.cross_entropy, micro_batches=8)
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                loss = engine.train_batch(inputs, targets)
+                optimizer.step()
     """
 
     def __init__(
@@ -153,28 +167,37 @@ class PipelineEngine:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first part of the model, which takes the inputs."""
+        """True if this rank holds the first part of the model, which takes the inputs."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last part of the model, which computes the loss."""
+        """True if this rank holds the last part of the model, which computes the loss."""
         return self.stage == self.stages - 1
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's parts, each once."""
+        """Return an iterator over the parameters of this rank's parts, each once."""
         return iter(dict.fromkeys(one for module in self.modules for one in module.parameters()))
 
     def train_batch(self, inputs: Any = None, targets: Any = None, *, reduce: bool = True) -> Tensor:
-        """Forward and backward of a batch; returns its mean loss, a 0-d float64 tensor, the same on all ranks.
+        """Run forward and backward of a batch, and return its mean loss. Collective over the pipeline and `data_group`.
 
-        The first stage passes `inputs`, the last one `targets`: tensors, or tuples, lists or dicts of tensors, whose
-        axis 0 is the batch; what other stages pass is ignored. They are cut into `micro_batches` parts, which differ by
-        one sample at most. The loss is the mean of `loss_fn` over all samples, and over `data_group`. Gradients are
-        added to ``.grad``. With `reduce`, those of tied parameters are then summed and all averaged over `data_group`;
-        pass False for all but the last of several batches between two steps.
+        Gradients are added to ``.grad``.
 
-        Raises ArgumentError or ShapeError before any message leaves where a stage lacks what it needs.
+        Args:
+            inputs: on the first stage: a tensor, or a tuple, list or dict of tensors, whose axis 0 is the batch. They
+                are divided into `micro_batches` parts, which differ by one sample at most. Other stages' values are
+                ignored.
+            targets: the same, on the last stage.
+            reduce: then sum the gradients of tied parameters and average all gradients over `data_group`; pass False
+                for all but the last of several batches between two steps.
+
+        Returns:
+            The mean of `loss_fn` over all samples, and over `data_group`: a 0-d float64 tensor, the same on all ranks.
+
+        Raises:
+            ArgumentError: a stage lacks its inputs or targets; raised before any message leaves.
+            ShapeError: they can't be divided; raised before any message leaves.
         """
         batch = self._batch("train_batch", inputs, targets, self.schedule, self.micro_batches)
         loss = self._run(batch)
@@ -190,21 +213,27 @@ class PipelineEngine:
             gradients.average_gradients(self.parameters(), self._replicas)
 
     def eval_batch(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """The loss of a batch as :meth:`train_batch` gives it, without gradients, and with the modules in evaluation
-        mode."""
+        """Return the loss of a batch, without gradients and with the modules in evaluation mode.
+
+        Arguments and result are those of :meth:`train_batch`.
+        """
         batch = self._batch("eval_batch", inputs, targets, "forward_only", self.micro_batches)
         return self._mean(self._forward_only(batch))
 
     def predict(self, inputs: Any = None, *, micro_batches: int = 1) -> Any:
-        """What the model returns for `inputs`, on every stage, without gradients and with the modules in evaluation
-        mode. The first stage passes `inputs`; outputs of several micro-batches are joined along axis 0."""
+        """Return the model's output on every stage, without gradients and with the modules in evaluation mode.
+
+        The first stage passes `inputs`; outputs of several micro-batches are concatenated along axis 0.
+        """
         batch = self._batch("predict", inputs, None, "forward_only", micro_batches)
         return self._forward_only(batch)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of the whole model to a norm of at most `max_norm`; see
-        :func:`mpicoll.parallel.gradients.clip_grad_norm_`. Tied parameters count once. Ranks of a tensor parallel group
-        are those of the grid in use; without one the model is divided into pipeline stages only."""
+        """Scale the gradients of the whole model to a norm of at most `max_norm`, and return the norm before.
+
+        See :func:`mpicoll.parallel.gradients.clip_grad_norm_`. Tied parameters count once. The tensor parallel group is
+        that of the grid in use; without a grid the model is divided into pipeline stages only.
+        """
         grid = groups.current_grid()
         comm = self.comm if grid is None else grid.communicator("pipe", "model")
         first = grid is None or grid.communicator("model").rank == 0
@@ -212,16 +241,20 @@ class PipelineEngine:
         return gradients.clip(list(self.parameters()), max_norm, norm_type, comm, first=first, copies=copies)
 
     def timeline(self) -> Timeline:
-        """Collective over the pipeline: when each stage did what in the last batch, to be drawn, and its bubble told.
+        """Return the times of all actions in the last batch. Collective over the pipeline.
 
-        Stages on several hosts are compared by their own clocks."""
+        Times of stages on several hosts are those of their own clocks.
+        """
         return timeline_from_events(
             [event for events in self._gather_objects(self._events) for event in events], name=self.schedule
         )
 
     def free(self) -> None:
-        """Collective: give the engine's communicators back. After an exception in the middle of a batch, what is left
-        of that is dropped; Timeout if another stage doesn't come."""
+        """Free the engine's communicators. Collective over the pipeline.
+
+        After an exception in the middle of a batch, the rest of the batch is discarded; raises Timeout if another stage
+        does not call it.
+        """
         try:
             self._p2p.close()
         except CommunicationError as error:
@@ -243,7 +276,7 @@ class PipelineEngine:
         return _Batch(f"{operation} of {count} micro-batches", actions, ins, outs, weights, operation == "train_batch")
 
     def _parts(self, operation: str, name: str, value: Any, count: int) -> list[Any]:
-        """`value`, which was passed as `name`, cut along axis 0 for `count` micro-batches."""
+        """Divide `value`, the argument `name`, along axis 0 for `count` micro-batches."""
         where = f"(stage {self.stage} of {self.stages})"
         if value is None:
             raise ArgumentError(f"{operation}: this stage needs {name}, got None {where}")
@@ -260,13 +293,13 @@ class PipelineEngine:
             return self._run(batch)
 
     def _mean(self, loss: Tensor) -> Tensor:
-        """`loss`, averaged over data parallel ranks."""
+        """Return `loss`, averaged over data parallel ranks."""
         return loss if self._replicas is None else allreduce(loss, "avg", comm=self._replicas)
 
     # --- actions
 
     def _run(self, batch: _Batch) -> Any:
-        """Carry it out; returns what the last stage has found out, on all stages."""
+        """Run the batch, and return the last stage's result on all stages."""
         if self._failed and self.stages > 1:
             raise CommunicatorError(
                 f"{batch.mark}: an engine can't be used after an exception in the middle of a batch, as its stages are"
@@ -300,12 +333,12 @@ class PipelineEngine:
             if to is not None and to[0] == self.stage:
                 own[action.kind == "F", action.microbatch, to[1]] = _detach(result)
             elif to is not None:
-                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_format_channel(action, action.chunk))
+                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_channel(action, action.chunk))
             self._p2p.poll()
         self._p2p.wait()
 
     def _receive(self, batch: _Batch, action: Action, request: Request) -> Any:
-        """What `action` takes in from another stage."""
+        """Wait for the input of `action` from another stage."""
         try:
             return self._unwrap(batch, *request.wait())
         except CommunicationError as error:
@@ -313,7 +346,7 @@ class PipelineEngine:
             raise wrap_error(f"{batch.mark}: {action} waits for the {what}: {error}", error) from error
 
     def _unwrap(self, batch: _Batch, sender: int, mark: str, value: Any) -> Any:
-        """The `value` that came from stage `sender`, if it is of `batch`."""
+        """Return the `value` of a message from `sender`. Raise CommunicationError if it is of another operation."""
         if mark != batch.mark:
             raise CommunicationError(
                 f"stage {self.stage} runs {batch.mark}, but stage {sender} sent it a value of {mark};"
@@ -322,7 +355,7 @@ class PipelineEngine:
         return value
 
     def _from_last_stage(self, batch: _Batch) -> Any:
-        """The loss, or the outputs of all micro-batches if it is not scored."""
+        """Return the loss, or without targets the outputs of all micro-batches."""
         if not self.is_last_stage:
             return self._unwrap(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT))
         found = batch.loss if batch.targets else _join([batch.outputs[number] for number in sorted(batch.outputs)])
@@ -332,10 +365,10 @@ class PipelineEngine:
         return found
 
     def _post_recv(self, action: Action, arriving: dict[Action, Request]) -> None:
-        """Start to receive what `action` needs from another stage."""
+        """Start to receive the input of `action` from another stage."""
         origin = schedules.source(action, self.stage, self.stages, len(self.modules))
         if origin is not None and origin[0] != self.stage:
-            arriving[action] = self._p2p.irecv(origin[0], channel=_format_channel(action, origin[1]))
+            arriving[action] = self._p2p.irecv(origin[0], channel=_channel(action, origin[1]))
 
     def _execute(self, batch: _Batch, action: Action, came: Any) -> Any:
         key = action.microbatch, action.chunk
@@ -398,7 +431,7 @@ class PipelineEngine:
     # --- all stages
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        """What all stages pass, on all stages."""
+        """Return the objects of all stages, on all stages."""
         if not self.is_first_stage:
             self._p2p.send_obj(mine, 0)
             everyones: list[Any] = self._p2p.recv_obj(0)
@@ -409,7 +442,10 @@ class PipelineEngine:
         return everyones
 
     def _agree(self, tied: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
-        """Which stages hold what is tied. Raises on all stages if one can't go on, or would do something else."""
+        """Return the stages that hold each tied parameter.
+
+        Raises on all stages if one of them fails, or would run another schedule.
+        """
         chunks = len(self.modules)
         work = f"schedule {self.schedule!r}, {self.micro_batches} micro-batches, {chunks} chunks"
         mine, failure = _StageTerms(work, 0, "", {}), None
@@ -453,7 +489,7 @@ class PipelineEngine:
     def _tie(
         self, tied: Mapping[str, nn.Parameter], holders: Mapping[str, list[int]]
     ) -> list[tuple[nn.Parameter, Communicator]]:
-        """The parameters that other stages hold, too, each with a communicator of those stages."""
+        """Return the parameters that other stages also hold, each with a communicator of those stages."""
         found = []
         for name, stages in holders.items():
             if self.stage in stages and len(stages) > 1:
@@ -465,7 +501,7 @@ class PipelineEngine:
 
 
 def _replica_communicator(group: Any) -> Communicator | None:
-    """The ranks that hold the same part of the model; None if there is no other."""
+    """Return the communicator of the ranks that hold the same part of the model; None if there is no other."""
     if group is None and groups.current_grid() is None:
         return None
     comm = gradients.replica_communicator(group)
@@ -473,13 +509,15 @@ def _replica_communicator(group: Any) -> Communicator | None:
 
 
 def _input_key(action: Action) -> tuple[bool, int, int]:
-    """What `action` takes in: whether it goes forward, of which micro-batch, and for which chunk."""
+    """Return the key of the input of `action`: (forward, micro-batch, chunk)."""
     return action.kind == "F", action.microbatch, action.chunk
 
 
-def _format_channel(action: Action, chunk: int) -> int:
-    """Where messages from `chunk` travel that go the way of `action`. With two stages the next is the one before, too,
-    so ways must be kept apart."""
+def _channel(action: Action, chunk: int) -> int:
+    """Return the channel of messages from `chunk` in the direction of `action`.
+
+    With two stages the next one is also the previous one, so the directions need separate channels.
+    """
     return 1 + 2 * chunk + (action.kind != "F")
 
 
@@ -488,19 +526,19 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _detach(value: Any) -> Any:
-    """`value` for another part of the model on this stage, as it would arrive from another stage."""
+    """Return `value` for another part of the model on this stage, detached as if received from another stage."""
     return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
 
 
 def _cut(value: Any, count: int) -> list[Any]:
-    """`value` for each of `count` micro-batches."""
+    """Divide `value` into parts for `count` micro-batches."""
     leaves, structure = tree_flatten(value)
     columns = [one.tensor_split(count) if isinstance(one, Tensor) else [one] * count for one in leaves]
     return [tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
 
 
 def _join(values: Sequence[Any]) -> Any:
-    """`values`, which are of one structure, with their tensors joined along axis 0."""
+    """Concatenate the tensors of `values`, which have one structure, along axis 0."""
     flat = [tree_flatten(value) for value in values]
     rows = zip(*(leaves for leaves, _ in flat), strict=True)
     leaves = [torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0] for parts in rows]
@@ -509,7 +547,7 @@ def _join(values: Sequence[Any]) -> Any:
 
 @contextmanager
 def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modules, and all in them, in evaluation mode."""
+    """Set the modules and all their submodules to evaluation mode inside the ``with`` block."""
     training = [one for module in modules for one in module.modules() if one.training]
     for module in modules:
         module.eval()

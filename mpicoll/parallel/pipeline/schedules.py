@@ -1,15 +1,15 @@
-"""Pipeline schedules as data: in which order each stage runs the forwards and backwards of its micro-batches.
+"""Pipeline schedules as data: the order of forwards and backwards of micro-batches on each stage.
 
-A schedule is a generator that yields what ONE stage does, in order. It names micro-batches and *chunks*, never tensors.
-A model on ``stages`` stages is cut into ``stages * chunks`` consecutive pieces, the *virtual stages*; chunk ``c`` of
-stage ``s`` is virtual stage ``c * stages + s``. Most schedules have one chunk per stage.
+A schedule is a generator that yields the actions of ONE stage, in order. It names micro-batches and *chunks*, never
+tensors. A model on ``stages`` stages is divided into ``stages * chunks`` consecutive parts, the *virtual stages*; chunk
+``c`` of stage ``s`` is virtual stage ``c * stages + s``. Most schedules have one chunk per stage.
 
 Messages are implied. F of a micro-batch on virtual stage ``v`` needs the output of its F on ``v - 1``, and B or I on
 ``v`` needs the gradient from its B or I on ``v + 1``, besides its own F on ``v``; on the last virtual stage it starts
-from the loss. :func:`source` and :func:`dest` say where that is. A stage does one action at a time, waits before it for
-what it needs, and sends what comes out without waiting for the receiver. Messages from one virtual stage to the next,
-and those back, are matched in the order in which they are sent. :mod:`mpicoll.parallel.pipeline.verify` proves that
-this works out.
+from the loss. :func:`source` and :func:`dest` return the other stage. A stage runs one action at a time, waits before
+it for its input, and sends its output without waiting for the receiver. Messages from one virtual stage to the next,
+and those back, are matched in the order in which they are sent. :mod:`mpicoll.parallel.pipeline.verify` proves that a
+schedule is correct under these rules.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KEPT: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a stage does: `kind` of `microbatch` through its chunk `chunk`."""
+    """One action of a stage: `kind` of `microbatch` through its chunk `chunk`."""
 
     kind: Kind
     microbatch: int
@@ -47,15 +47,15 @@ Generator: TypeAlias = Callable[..., Iterator[Action]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
-    """A named order of work.
+    """A named schedule.
 
     `chunked` schedules allow several chunks per stage, and their generators are called with ``(stage, stages,
-    microbatches, chunks)``, others with ``(stage, stages, microbatches)``. `backward` says whether there is a backward
-    at all, and `splits` that it may come as I and W. `bubble` and `peak` are closed forms as Python expressions of
-    ``p`` (stages), ``m`` (micro-batches), ``v`` (chunks) and, for `peak`, ``s`` (the stage); min and max may be called.
-    `bubble` is the part of the total time in which a stage is idle, if F, I and W take equally long, B twice as long,
-    and messages nothing; `peak` is as in :func:`peak_activations`. :func:`closed_form` evaluates them exactly; they are
-    None where nobody knows them. `source` is the paper.
+    microbatches, chunks)``, others with ``(stage, stages, microbatches)``. `backward` is False for schedules without a
+    backward; `splits` is True if a backward may be split into I and W. `bubble` and `peak` are closed forms as Python
+    expressions of ``p`` (stages), ``m`` (micro-batches), ``v`` (chunks) and, for `peak`, ``s`` (the stage); min and max
+    may be called. `bubble` is the part of the total time in which a stage is idle, if F, I and W take equally long, B
+    twice as long, and messages take no time; `peak` is that of :func:`peak_activations`. :func:`closed_form` evaluates
+    them exactly; they are None where no closed form is known. `source` is the paper.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Schedule:
     doc: str = field(repr=False)
 
     def actions(self, stage: int, stages: int, microbatches: int, chunks: int = 1) -> tuple[Action, ...]:
-        """What `stage` of `stages` does; built once for each set of arguments."""
+        """Return the actions of `stage` of `stages`; generated once for each set of arguments."""
         for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
             if number < 1:
                 raise AlgorithmError(f"pipeline schedule {self.name}: {what} must be at least 1, got {number}")
@@ -123,7 +123,7 @@ def register(
 
 
 def find(schedule: Schedule | str) -> Schedule:
-    """`schedule` itself, or the one of that name. Raises AlgorithmError with the names that exist."""
+    """Return `schedule` itself, or the one of that name. Raise AlgorithmError with the existing names."""
     if isinstance(schedule, Schedule):
         return schedule
     try:
@@ -133,25 +133,25 @@ def find(schedule: Schedule | str) -> Schedule:
 
 
 def schedules() -> dict[str, Schedule]:
-    """All registered schedules by name."""
+    """Return all registered schedules by name."""
     return dict(_REGISTRY)
 
 
 def actions(
     schedule: Schedule | str, stage: int, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[Action, ...]:
-    """What one stage does, in order.
+    """Return the actions of one stage, in order.
 
     Args:
         schedule: a schedule, or its name such as ``"1f1b"``.
-        stage: which stage.
+        stage: the stage.
         stages: the number of stages of the pipeline.
-        microbatches: the number of micro-batches that go through it.
-        chunks: the number of pieces of the model on each stage.
+        microbatches: the number of micro-batches of a batch.
+        chunks: the number of parts of the model on each stage.
 
     Raises:
         RankError: `stage` is out of range.
-        AlgorithmError: the name is unknown, a number is below 1, or the schedule can't do with these numbers.
+        AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
     """
     return find(schedule).actions(stage, stages, microbatches, chunks)
 
@@ -159,13 +159,13 @@ def actions(
 def schedule(
     schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each stage does: :func:`actions` of all stages."""
+    """Return the actions of each stage: :func:`actions` of all stages."""
     found = find(schedule)
     return tuple(found.actions(stage, stages, microbatches, chunks) for stage in range(max(stages, 1)))
 
 
 def source(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, int] | None:
-    """The (stage, chunk) whose output `action` on `stage` takes in, or None if it needs nothing from another chunk.
+    """Return the (stage, chunk) whose output is the input of `action` on `stage`, or None for no other chunk.
 
     With one stage and several chunks that is the stage itself, and no message is needed.
     """
@@ -173,7 +173,7 @@ def source(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[in
 
 
 def dest(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, int] | None:
-    """The (stage, chunk) that takes in what comes out of `action` on `stage`, or None if no other chunk does.
+    """Return the (stage, chunk) whose input is the output of `action` on `stage`, or None for no other chunk.
 
     With one stage and several chunks that is the stage itself, and no message is needed.
     """
@@ -191,9 +191,9 @@ def _neighbour(action: Action, stage: int, stages: int, chunks: int, step: int) 
 
 
 def peak_activations(schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1) -> tuple[int, ...]:
-    """For each stage, how many micro-batches have at most passed forward through a chunk, but not yet back.
+    """Return for each stage the most micro-batches that have passed forward through a chunk, but not yet back.
 
-    Each is an activation of one chunk, that is of ``1 / chunks`` of the stage. It counts until its B or W is over. A
+    Each is an activation of one chunk, which is ``1 / chunks`` of the stage. It counts until its B or W is over. A
     schedule without a backward keeps none. Arguments and errors are those of :func:`schedule`.
     """
     found = find(schedule)
@@ -202,14 +202,14 @@ def peak_activations(schedule: Schedule | str, stages: int, microbatches: int, c
 
 
 def count_kept(actions: Iterable[Action]) -> list[int]:
-    """How many activations a stage keeps while it does each of its actions."""
+    """Return the number of activations that a stage keeps during each of its actions."""
     return list(accumulate(_KEPT[action.kind] for action in actions))
 
 
 def closed_form(
     schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[Fraction | None, tuple[int, ...] | None]:
-    """The closed forms: the bubble, and the peak of activations of each stage; see :class:`Schedule`.
+    """Evaluate the closed forms: the bubble, and the peak of activations of each stage; see :class:`Schedule`.
 
     Arguments and errors are those of :func:`schedule`.
     """
@@ -247,7 +247,7 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     source="Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training (PipeDream-Flush)",
 )
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """As many forwards as there are stages behind, then a forward and a backward in turn, then what is left."""
+    """A forward for each later stage, then forwards and backwards alternately, then the remaining backwards."""
     yield from _in_turns(
         [Action("F", microbatch) for microbatch in range(microbatches)],
         [Action("B", microbatch) for microbatch in range(microbatches)],
@@ -291,9 +291,9 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iter
     source="Qi et al. 2023, Zero bubble pipeline parallelism (ZB-H1)",
 )
 def zero_bubble(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """1F1B whose backward is split: the input's half goes on to the stage before, the weights' half fills the gaps.
+    """1F1B with a split backward: I is sent to the previous stage at once, W fills the gaps.
 
-    Stage ``s`` puts its W off by ``s`` micro-batches, so that every stage keeps as many activations as the first one,
+    Stage ``s`` delays its W by ``s`` micro-batches, so that every stage keeps as many activations as the first one,
     which keeps as many as in 1F1B.
     """
     for action in _in_turns(
@@ -326,10 +326,10 @@ def looped_bfs(stage: int, stages: int, microbatches: int, chunks: int) -> Itera
 
 @register(chunked=True, backward=False, bubble="1 - v*m / ((v-1)*max(p,m)+m+p-1)", peak="0")
 def forward_only(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """For evaluation: forwards alone.
+    """Forwards only, for evaluation.
 
     Micro-batches go through all chunks in groups of as many as there are stages, the last group of up to twice as many,
-    so that outputs which wait for their next chunk do not pile up.
+    so that outputs which wait for their next chunk do not accumulate.
     """
     groups = max(1, microbatches // stages)
     for group in range(groups):
@@ -340,7 +340,7 @@ def forward_only(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
 
 
 def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
-    """`ahead` forwards, then a forward and a backward in turn as long as there are forwards, then the backwards."""
+    """Yield `ahead` forwards, then forwards and backwards alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):

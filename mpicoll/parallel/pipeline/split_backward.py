@@ -1,4 +1,4 @@
-"""The backward of one part of a model: whole, or in halves, first for its input and later for its weights."""
+"""Backward of one part of a model: whole, or split into the gradient of its input and, later, those of its weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_map_only
 from mpicoll.errors import ArgumentError
 
 Grads = Sequence[Tensor | None]
-"""Of each output of a part; None where nothing depends on it."""
+"""Gradients of the outputs of a part; None for outputs on which nothing depends."""
 
 
 def backward(outputs: Sequence[Tensor], grads: Grads, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Add the gradients of all weights to their ``.grad``; returns those of `inputs`, which are leaves."""
+    """Add the gradients of all weights to their ``.grad``, and return those of `inputs`, which are leaves."""
     wanted = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     if wanted:
         torch.autograd.backward([one for one, _ in wanted], [grad for _, grad in wanted])
@@ -31,11 +31,11 @@ def backward(outputs: Sequence[Tensor], grads: Grads, inputs: Sequence[Tensor]) 
 def backward_input(
     outputs: Sequence[Tensor], grads: Grads, inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> tuple[list[Tensor | None], Callable[[], object]]:
-    """The gradients of `inputs`, and a function that adds those of `weights` to their ``.grad`` when it is called.
+    """Return the gradients of `inputs`, and a function that adds those of `weights` to their ``.grad``.
 
     `outputs` must have memory of their own (see :func:`own_memory`). An operation whose backward is one Python
-    function, such as a layer of :mod:`mpicoll.parallel.layers`, runs it in both halves, its collectives too; that is
-    right, but saves nothing. Where no input requires a gradient, all is done by the second half.
+    function, such as a layer of :mod:`mpicoll.parallel.layers`, runs it in both halves, with its collectives: correct,
+    but without gain. Where no input requires a gradient, the second half does all the work.
     """
     if not inputs:
         return [], partial(backward, outputs, grads, ())
@@ -62,13 +62,16 @@ def backward_input(
 
 
 def own_memory(value: Any) -> Any:
-    """`value`, with copies of tensors that are views or leaves: :func:`backward_input` cuts outputs off their graph in
-    place, which torch refuses for a view, and which would change an input that is passed on."""
+    """Return `value` with copies of tensors that are views or leaves.
+
+    :func:`backward_input` detaches outputs from their graph in place. torch forbids that for a view, and it would
+    change an input that is passed on.
+    """
     return tree_map_only(Tensor, lambda one: one.clone() if one.is_leaf or one._is_view() else one, value)  # noqa: SLF001
 
 
 def _leaves(outputs: Sequence[Tensor]) -> set[Any]:
-    """The nodes of the graph of `outputs` that add to the gradient of a leaf."""
+    """Return the nodes of the graph of `outputs` that accumulate the gradient of a leaf."""
     seen: set[Any] = set()
     queue = [one.grad_fn for one in outputs]
     while queue:

@@ -1,4 +1,4 @@
-"""When each stage does what, and how long it idles: computed from a schedule and costs, or measured in a real run."""
+"""Timelines of a pipeline: computed from a schedule and costs, or measured in a real run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What each stage does when: `spans` has a tuple for each stage, in the order of time.
+    """The times of all actions: `spans` has a tuple for each stage, in the order of time.
 
-    `measured` says that the times are seconds of a real run, and not of a model.
+    `measured` is True if the times are seconds of a real run, and False if they are computed.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Timeline:
 
     @property
     def begin(self) -> Time:
-        """When the first stage begins."""
+        """The time of the first begin."""
         return min(spans[0].begin for spans in self.spans if spans)
 
     @property
@@ -91,27 +91,27 @@ def timeline(
     backward_weight: Cost | None = None,
     send: Time = 0.0,
 ) -> Timeline:
-    """When each stage does what if it starts each action as soon as it can.
+    """Compute when each stage runs its actions if it starts each as soon as possible.
 
     All results are exact if all times are Fractions.
 
     Args:
         schedule: a schedule, or its name such as ``"1f1b"``.
         stages: the number of stages of the pipeline.
-        microbatches: the number of micro-batches that go through it.
-        chunks: the number of pieces of the model on each stage.
-        forward: the time that one micro-batch takes forward through all chunks of a stage; one number, or one for each
-            stage. An action on one chunk takes its part of it. So in the other times too.
+        microbatches: the number of micro-batches of a batch.
+        chunks: the number of parts of the model on each stage.
+        forward: the time of a forward of one micro-batch through all chunks of a stage; one number, or one for each
+            stage. An action on one chunk takes its share of it. The same holds for the other times.
         backward: the time of a whole backward.
-        backward_input: the time of its half for the input; by default half of `backward`.
-        backward_weight: the time of its half for the weights; by default what `backward_input` leaves of `backward`.
-        send: the time that a message takes from stage to stage; neither is kept busy by it.
+        backward_input: the time of the input half; by default half of `backward`.
+        backward_weight: the time of the weight half; by default the rest of `backward`.
+        send: the time of a message from stage to stage; it keeps neither stage busy.
 
     Raises:
         ShapeError: there is not one time for each stage.
         ArgumentError: a time is negative.
-        ScheduleError: stages wait for ever.
-        AlgorithmError: the name is unknown, a number is below 1, or the schedule can't do with these numbers.
+        ScheduleError: the schedule has a deadlock.
+        AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
     """
     found = find(schedule)
     script = schedules.schedule(found, stages, microbatches, chunks)
@@ -147,15 +147,16 @@ def timeline(
 
 
 def timeline_from_events(events: Iterable[tuple[int, Action, float, float]], name: str = "pipeline") -> Timeline:
-    """The timeline of a real run.
+    """Return the timeline of a real run.
 
     Args:
         events: (stage, action, begin, end) of all stages in any order, in seconds of a clock that all stages share. The
             timeline starts at 0.
-        name: what ran, for the title of a picture.
+        name: the title of a picture.
 
     Raises:
-        ArgumentError: there are no events, one ends before it begins, or begins before the last one of its stage ends.
+        ArgumentError: there are no events, an event ends before it begins, or begins before the previous one of its
+            stage ends.
         RankError: a stage is negative.
     """
     events = sorted(events, key=lambda event: (event[0], event[2], event[3]))

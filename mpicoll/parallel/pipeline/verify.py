@@ -1,4 +1,4 @@
-"""Prove that a pipeline schedule is complete, in order and free of deadlock, by running all stages on paper."""
+"""Proof that a pipeline schedule is complete, in order and free of deadlock, by symbolic execution of all stages."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from mpicoll.parallel.pipeline.schedules import (
 )
 
 Script: TypeAlias = Sequence[Sequence[Action]]
-"""What each stage does."""
+"""The actions of each stage."""
 
 _Channel: TypeAlias = tuple[bool, int, int]
-"""Whether it leads forward, and the stage and chunk that receive from it. Only one other chunk sends there."""
+"""(forward, stage, chunk): the direction, and the receiver. Only one other chunk sends there."""
 
 
 _BACK: tuple[Kind, ...] = ("B", "I", "W")
@@ -38,12 +38,12 @@ _ANSWERS: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` saw of a correct schedule.
+    """Facts about a correct schedule.
 
     `messages` is the number among all stages, and `peak` the most activations that each stage keeps, as in
-    :func:`~mpicoll.parallel.pipeline.schedules.peak_activations`. `window` is how many messages that its receiver has
-    not got to yet a channel must hold before a send may block: with 0, synchronous sends that block would do; with 1, a
-    stage may wait until the last message on a channel is received before it sends the next one there.
+    :func:`~mpicoll.parallel.pipeline.schedules.peak_activations`. `window` is the number of unreceived messages that a
+    channel must hold before a send may block: with 0, synchronous blocking sends suffice; with 1, a stage may wait
+    until the previous message on a channel is received before it sends the next one there.
     """
 
     name: str
@@ -56,42 +56,47 @@ class Report:
 
 
 def verify(schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1) -> Report:
-    """Run `schedule` on paper and check each action.
+    """Execute `schedule` symbolically and check each action.
 
-    It is meant for an engine that goes through the actions of each stage in order; that waits before an action for the
+    The proof holds for an engine that runs the actions of each stage in order; that waits before an action for the
     message from :func:`~mpicoll.parallel.pipeline.schedules.source`, and for nothing else; and that posts afterwards
-    the send to :func:`~mpicoll.parallel.pipeline.schedules.dest`, for which it waits at the very end. With a schedule
-    that passes, it comes to its end. Messages from one chunk to the next, and those back, arrive in the order in which
+    the send to :func:`~mpicoll.parallel.pipeline.schedules.dest`, for which it waits at the very end. With a verified
+    schedule, the engine terminates. Messages from one chunk to the next, and those back, arrive in the order in which
     they are needed, so they need no number, and receives may be posted ahead. Every micro-batch passes each chunk once
-    in each direction. And each stage keeps at its peak as many activations as the schedule claims.
+    in each direction. At its peak each stage keeps as many activations as the schedule claims.
 
     Args:
         schedule: a schedule, or its name such as ``"1f1b"``.
         stages: the number of stages of the pipeline.
-        microbatches: the number of micro-batches that go through it.
-        chunks: the number of pieces of the model on each stage.
+        microbatches: the number of micro-batches of a batch.
+        chunks: the number of parts of the model on each stage.
 
     Raises:
         ScheduleError: an action is of a kind that the schedule does not claim, or of no such micro-batch or chunk,
             comes twice, too early on its own stage or never; two chunks disagree about the order of their messages;
-            stages wait for each other; or the peak of activations is not what the schedule claims. The message names
-            the stage, the position and the action.
-        AlgorithmError: the name is unknown, a number is below 1, or the schedule can't do with these numbers.
+            stages wait for each other; or the peak of activations is not the claimed one. The message names the stage,
+            the position and the action.
+        AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
+
+    Example:
+        ::
+
+            verify("1f1b", stages=4, microbatches=8).peak  # (4, 3, 2, 1)
     """
     return _Check(find(schedule), stages, microbatches, chunks).report()
 
 
 def execute(script: Script, chunks: int, window: int | None = None) -> tuple[list[tuple[int, int]], list[int]]:
-    """Work through what each stage does until nobody can go on.
+    """Execute the actions of each stage until no stage can continue.
 
     Args:
         script: the actions of each stage.
-        chunks: the number of pieces of the model on each stage.
-        window: how many messages that its receiver has not got to a channel holds before a send blocks; None: any.
+        chunks: the number of parts of the model on each stage.
+        window: the number of unreceived messages that a channel holds before a send blocks; None: any number.
 
     Returns:
-        (stage, position) of every action done, each behind all that it waits for; and the position that each stage has
-        come to, which is behind its last action unless it waits for ever.
+        (stage, position) of every executed action, each after all that it waits for; and the position that each stage
+        has reached, which is the end of its script unless it is deadlocked.
     """
     stages = len(script)
     inbox: dict[_Channel, set[int]] = defaultdict(set)
@@ -163,7 +168,7 @@ class _Check:
         return f"{text}, chunks {self.chunks}" if self.schedule.chunked else text
 
     def check_stage(self, stage: int) -> None:
-        """What a stage must respect whatever the others do: kinds and numbers, each thing once, nothing too early."""
+        """Check one stage by itself: kinds and numbers, each action once, none too early."""
         seen = self.where[stage]
         for position, action in enumerate(self.script[stage]):
             if action.kind not in self.kinds:
@@ -200,7 +205,7 @@ class _Check:
             self.fail(f"{lacks} never comes", stage, len(self.script[stage]))
 
     def check_order(self) -> int:
-        """Both ends of a channel agree about the order of messages; returns how many messages there are in all."""
+        """Check that both ends of each channel have the same order of messages; return the number of all messages."""
         sent: dict[_Channel, list[tuple[int, int]]] = defaultdict(list)
         received: dict[_Channel, list[tuple[int, int]]] = defaultdict(list)
         for stage, script in enumerate(self.script):
@@ -222,7 +227,7 @@ class _Check:
         return sum(map(len, sent.values()))
 
     def stuck_stages(self, window: int | None = None) -> list[tuple[int, int]]:
-        """The stages that wait for ever, each with the position where it does."""
+        """Return the deadlocked stages, each with its position."""
         _, position = execute(self.script, self.chunks, window)
         return [(stage, position[stage]) for stage in range(self.stages) if position[stage] < len(self.script[stage])]
 

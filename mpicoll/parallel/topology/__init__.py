@@ -1,9 +1,9 @@
-"""Where a rank is in a grid of named axes, and the groups of ranks along them.
+"""Coordinates of ranks in a grid of named axes, and the groups of ranks along the axes.
 
-:class:`ProcessTopology` is the arithmetic, :class:`PipelineParallelGrid` the groups; both have DeepSpeed's names. The
-axes that this package knows are "pipe" (pipeline stages), "data", "context" (parts of the sequence) and "model"
-(tensor parallelism), with the aliases "pp", "dp", "cp" and "tp", which are good wherever an axis is named. Other axes
-may have any name.
+:class:`ProcessTopology` is the arithmetic, :class:`PipelineParallelGrid` the groups; both have DeepSpeed's names. This
+package knows the axes "pipe" (pipeline stages), "data", "context" (parts of the sequence) and "model" (tensor
+parallelism), with the aliases "pp", "dp", "cp" and "tp", which are accepted wherever an axis is named. Other axes may
+have any name.
 """
 
 from mpicoll.parallel.topology.grid import PipelineParallelGrid, initialize_model_parallel

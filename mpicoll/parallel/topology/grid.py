@@ -1,4 +1,4 @@
-"""This rank's place in a topology, and the groups of ranks along its axes."""
+"""Coordinates of this rank in a topology, and the groups of ranks along its axes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,37 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _COMBINED_AXES = (("data", "context"), ("pipe", "model"))
-"""Axes along which there are groups from the start, besides each by itself."""
+"""Sets of axes along which a grid makes groups at once, besides the groups along each single axis."""
 
 _Key: TypeAlias = tuple[str, ...]
 
 
 class PipelineParallelGrid:
-    """This rank's place in a topology over the ranks of `group`, and the groups along its axes.
-
-    `group` is a process group of mpicoll, a Communicator, an mpi4py communicator, or None for all ranks: torch's
-    default process group if that is mpicoll's, else mpicoll's world. Ranks are counted in it, so they are the global
-    ranks where it is everyone. Without `topology` there is data parallelism only (DeepSpeed shares the ranks out
-    between stages and data there, by their number, which fits no model in particular).
+    """The place of this rank in a topology over the ranks of `group`, and the groups along its axes.
 
     Making a grid is collective over `group`: it makes the groups along each axis, along data and context, and along
     pipe and model. Where `group` is a process group (or None, and torch's default group is mpicoll's) they are process
-    groups, too, and :meth:`communicator` gives the communicators on which these run. So there is one set of them, and
-    operations of torch and of mpicoll on the same ranks keep the order of their calls. `process_groups`, by axis, are
-    taken instead of made. Axes of extent one cost nothing, and the group of all ranks is `group` itself.
+    groups, too, and :meth:`communicator` returns the communicators of these. So operations of torch and of mpicoll on
+    the same ranks share one communicator and keep the order of their calls. Axes of extent one cost nothing, and the
+    group of all ranks is `group` itself.
 
-    ``get_…_group()`` give the process groups, and raise CommunicatorError where there are none; ``get_…_rank()`` and
-    ``get_…_world_size()`` are good without. An axis that the topology lacks is one of extent one.
+    ``get_…_group()`` return the process groups, and raise CommunicatorError where there are none; ``get_…_rank()`` and
+    ``get_…_world_size()`` work without. A missing axis is one of extent one.
 
-    A context manager that frees what the grid has made. Attributes: ``freed``; ``before``, the grid that comes into use
-    again when this one is freed while it is in use. Raises ShapeError if the topology has another number of ranks
-    than `group`, ArgumentError if one of `process_groups` has not the ranks along its axis, in their order.
+    As a context manager, a grid frees the groups that it has made.
+
+    Args:
+        topology: by default a single axis "data" over all ranks. (DeepSpeed divides the ranks between stages and data
+            by their number instead, which suits no model in particular.)
+        group: a process group of mpicoll, a Communicator, an mpi4py communicator, or None for all ranks: torch's
+            default process group if it is mpicoll's, else mpicoll's world. Ranks of the grid are ranks of this group.
+        process_groups: process groups by axis, to be used instead of new ones.
+
+    Attributes: ``freed``; ``before``, the grid that comes into use again when this one is freed while it is in use.
+
+    Raises:
+        ShapeError: the topology has another number of ranks than `group`.
+        ArgumentError: one of `process_groups` does not have the ranks along its axis, in their order.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class PipelineParallelGrid:
         self.freed = False
         self.before: groups.Grid | None = None
         self._owned: list[Communicator | ProcessGroupMpicoll] = []
-        # By the axes, of more than one rank, that they are along.
+        # By their axes, without axes of extent one.
         self._process_groups: dict[_Key, ProcessGroupMpicoll] = {}
         self._communicators: dict[_Key, Communicator] = {}
         everyone = self._key(self._topology.axes)
@@ -79,7 +85,7 @@ class PipelineParallelGrid:
             self._process_groups[everyone] = self._group
         for axis, given in (process_groups or {}).items():
             self._adopt_process_group(axis, given)
-        # All that is usually asked for, in one order on all ranks, so that nobody waits for others when it is.
+        # All groups that programs usually need, in one order on all ranks, so that getting one never communicates.
         for axes in (*((axis,) for axis in self._topology.axes), *_COMBINED_AXES):
             key = self._key(axes)
             if self._group is None:
@@ -87,10 +93,10 @@ class PipelineParallelGrid:
             elif key and key not in self._process_groups:
                 self._process_groups[key] = self._new_group(key)
 
-    # Where this rank is.
+    # The position of this rank.
 
     def topology(self) -> ProcessTopology:
-        """The topology."""
+        """Return the topology."""
         return self._topology
 
     def __repr__(self) -> str:
@@ -100,30 +106,33 @@ class PipelineParallelGrid:
         return f"<PipelineParallelGrid {dims}: rank {self._comm.rank} of {self._comm.size} at {at}{freed}>"
 
     def get_global_rank(self) -> int:
-        """This rank, in the grid's group."""
+        """Return this rank, in the grid's group."""
         return self._comm.rank
 
     def get_stage_id(self) -> int:
-        """The pipeline stage of this rank."""
+        """Return the pipeline stage of this rank."""
         return self._rank_on("pipe")
 
     def get_data_parallel_id(self) -> int:
-        """The coordinate of this rank on the data axis."""
+        """Return the coordinate of this rank on the data axis."""
         return self._rank_on("data")
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank is in the first pipeline stage."""
+        """True if this rank is in the first pipeline stage."""
         return self.get_stage_id() == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank is in the last pipeline stage."""
+        """True if this rank is in the last pipeline stage."""
         return self.get_stage_id() == self.get_pipe_parallel_world_size() - 1
 
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
-        """The rank in stage `stage_id` that agrees with this one on all other axes, but for those in `coords`. Raises
-        RankError where there is no such stage or coordinate."""
+        """Return the rank in stage `stage_id` with this rank's coordinates on the other axes, except those in `coords`.
+
+        Raises:
+            RankError: there is no such stage or coordinate.
+        """
         here = {canonicalize_axis(axis): at for axis, at in self._coord._asdict().items()}
         asked = {"pipe": stage_id} | {canonicalize_axis(axis): at for axis, at in coords.items()}
         # A grid without stages has one of them.
@@ -134,77 +143,79 @@ class PipelineParallelGrid:
     # Sizes, ranks and groups along the axes.
 
     def get_pipe_parallel_rank(self) -> int:
-        """The pipeline stage of this rank."""
+        """Return the pipeline stage of this rank."""
         return self.get_stage_id()
 
     def get_pipe_parallel_world_size(self) -> int:
-        """The number of pipeline stages."""
+        """Return the number of pipeline stages."""
         return self._size_on("pipe")
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that make one pipeline."""
+        """Return the process group of the ranks that form one pipeline."""
         return self._process_group("get_pipe_parallel_group", "pipe")
 
     def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
-        """The rank in :meth:`get_data_parallel_group`."""
+        """Return the rank in :meth:`get_data_parallel_group`."""
         return self._rank_on("data", "context") if with_context_parallel else self._rank_on("data")
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False) -> int:
-        """The size of :meth:`get_data_parallel_group`."""
+        """Return the size of :meth:`get_data_parallel_group`."""
         return self._size_on("data", "context") if with_context_parallel else self._size_on("data")
 
     def get_data_parallel_group(self, with_context_parallel: bool = False) -> dist.ProcessGroup:
-        """The process group of the ranks with the same parameters and different samples.
+        """Return the process group of the ranks with the same parameters and different samples.
 
-        `with_context_parallel` adds those with other parts of the same sample: gradients are averaged over these.
+        `with_context_parallel` adds the ranks with other parts of the same samples: average gradients over this group.
         """
         axes = ("data", "context") if with_context_parallel else ("data",)
         return self._process_group("get_data_parallel_group", *axes)
 
     def get_context_parallel_rank(self) -> int:
-        """The coordinate of this rank on the context axis."""
+        """Return the coordinate of this rank on the context axis."""
         return self._rank_on("context")
 
     def get_context_parallel_world_size(self) -> int:
-        """In how many parts sequences are divided."""
+        """Return the number of parts into which sequences are divided."""
         return self._size_on("context")
 
     def get_context_parallel_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks with the parts of the same sequences."""
+        """Return the process group of the ranks with the parts of the same sequences."""
         return self._process_group("get_context_parallel_group", "context")
 
     def get_slice_parallel_rank(self) -> int:
-        """The coordinate of this rank on the model axis."""
+        """Return the coordinate of this rank on the model axis."""
         return self._rank_on("model")
 
     def get_slice_parallel_world_size(self) -> int:
-        """In how many shards tensor parallelism divides a layer."""
+        """Return the number of shards into which tensor parallelism divides a layer."""
         return self._size_on("model")
 
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks with the shards of the same layers (tensor parallelism)."""
+        """Return the process group of the ranks with the shards of the same layers (tensor parallelism)."""
         return self._process_group("get_slice_parallel_group", "model")
 
     def get_model_parallel_rank(self) -> int:
-        """The rank in :meth:`get_model_parallel_group`."""
+        """Return the rank in :meth:`get_model_parallel_group`."""
         return self._rank_on("pipe", "model")
 
     def get_model_parallel_world_size(self) -> int:
-        """How many ranks share one copy of the model."""
+        """Return the number of ranks that share one copy of the model."""
         return self._size_on("pipe", "model")
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that share one copy of the model: all its stages and shards."""
+        """Return the process group of the ranks that share one copy of the model: all its stages and shards."""
         return self._process_group("get_model_parallel_group", "pipe", "model")
 
     def communicator(self, *axes: str) -> Communicator:
-        """The communicator of the ranks that differ from this one in their coordinates on `axes` only, in the order of
-        rank.
+        """Return the communicator of the ranks whose coordinates differ from this rank's on `axes` only, in rank order.
 
-        An axis of those that this package knows counts as one of extent 1 if the topology lacks it. The communicator
-        belongs to the grid. Asking for a single axis, for ("data", "context") or for ("pipe", "model") does not
-        communicate; asking for others together for the first time is collective over the ranks of the result. Raises
-        ArgumentError for unknown axes, CommunicatorError if the grid was freed.
+        The communicator belongs to the grid. A single axis, ("data", "context") and ("pipe", "model") need no
+        communication; the first call with another set of axes is collective over the ranks of the result. An axis that
+        this package knows counts as one of extent 1 if the topology lacks it.
+
+        Raises:
+            ArgumentError: an axis is unknown.
+            CommunicatorError: the grid is freed.
         """
         if self.freed:
             raise CommunicatorError(f"communicator{axes}: {self!r} can't be used any more")
@@ -219,12 +230,15 @@ class PipelineParallelGrid:
         return self._communicator_along(self._key(axes))
 
     def device_mesh(self, *axes: str, device_type: str = "cpu") -> DeviceMesh:
-        """The torch DeviceMesh along `axes`, by default of the whole grid, on the grid's process groups.
+        """Return the torch DeviceMesh along `axes`, by default of the whole grid, on the grid's process groups.
 
-        Its ranks differ from this one on `axes` only. Its dimensions are `axes` in the order given, named "pp", "dp",
-        "cp" and "tp", or as the topology names others. No group is made but that of a single rank, for axes of extent
-        one. Raises ArgumentError for axes that the topology lacks, CommunicatorError where the grid is not over a torch
-        process group.
+        Its ranks differ from this one on `axes` only. Its dimensions are `axes` in the given order, named "pp", "dp",
+        "cp" and "tp", or as the topology names other axes. No group is made except that of this rank alone, for axes of
+        extent one.
+
+        Raises:
+            ArgumentError: the topology lacks an axis.
+            CommunicatorError: the grid is not over a torch process group.
         """
         names = [canonicalize_axis(axis) for axis in axes or self._topology.axes]
         lacking = [axis for axis in names if not self._topology.get_dim(axis)]
@@ -245,12 +259,14 @@ class PipelineParallelGrid:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> PipelineParallelGrid:
-        """The grid of a DeviceMesh: its axes are the mesh's dimensions, its groups are the mesh's own.
+        """Make the grid of a DeviceMesh: its axes are the mesh's dimensions, its groups are the mesh's own.
 
-        Collective over the ranks of the mesh, and where these are all ranks of torch over all of them. The grid's ranks
-        are the places in the mesh, in row-major order. Freeing the grid leaves the mesh's groups alone. Raises
-        ArgumentError if the mesh has no dimension names, CommunicatorError if this rank is not in it or its groups are
-        another backend's.
+        Collective over the ranks of the mesh; where these are all ranks of torch, over all of them. The grid's ranks
+        are the positions in the mesh, in row-major order. Freeing the grid does not free the mesh's groups.
+
+        Raises:
+            ArgumentError: the mesh has no dimension names.
+            CommunicatorError: this rank is not in the mesh, or a group of the mesh is another backend's.
         """
         names = mesh.mesh_dim_names
         if names is None:
@@ -287,11 +303,14 @@ class PipelineParallelGrid:
             grid._owned.insert(0, made)
         return grid
 
-    # How groups are made, and given back.
+    # Making and freeing groups.
 
     def free(self) -> None:
-        """Collective: give back the groups that the grid has made. If it is the one in use, what was in use before
-        :func:`initialize_model_parallel` has made it is so again. Freeing it twice does nothing."""
+        """Free the groups that the grid has made. Collective; freeing it twice does nothing.
+
+        If the grid is in use, the grid that was in use before :func:`initialize_model_parallel` made it is in use
+        again.
+        """
         if self.freed:
             return
         self.freed = True
@@ -310,7 +329,7 @@ class PipelineParallelGrid:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._restore_previous_grid()
-        # Freeing is collective: after an error on this rank alone it would wait for ranks that don't come.
+        # Freeing is collective: after an error on this rank alone, it would wait for ranks that don't call it.
         if kind is None:
             self.free()
 
@@ -322,7 +341,7 @@ class PipelineParallelGrid:
             groups.use(before)
 
     def _key(self, axes: Collection[str], *, alone: bool = False) -> _Key:
-        """These axes, each by one name and in the topology's order, without those of a single rank unless `alone`."""
+        """Return canonical names of `axes` in the topology's order, without axes of extent one unless `alone`."""
         along = {canonicalize_axis(axis) for axis in axes}
         axes = [axis for axis in map(canonicalize_axis, self._topology.axes) if axis in along]
         return tuple(axis for axis in axes if alone or self._size_on(axis) > 1)
@@ -338,7 +357,7 @@ class PipelineParallelGrid:
         return rank
 
     def _to_global_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks of the grid as torch numbers them."""
+        """Translate ranks of the grid to torch's global ranks."""
         of = dist.get_process_group_ranks(self._group)
         return [of[rank] for rank in ranks]
 
@@ -356,7 +375,7 @@ class PipelineParallelGrid:
         return self._topology.get_comm_list(self._comm.rank, *key)
 
     def _communicator_along(self, key: _Key) -> Communicator:
-        """The communicator along `key`, made if it isn't there."""
+        """Return the communicator along `key`; make it at the first call."""
         if key in self._process_groups:
             return self._process_groups[key].comm
         if key not in self._communicators:
@@ -377,7 +396,7 @@ class PipelineParallelGrid:
             )
         key = self._key(axes)
         if key not in self._process_groups:
-            # What is not there from the start is a group of this rank alone.
+            # The only group that was not made at the start is that of this rank alone.
             self._process_groups[key] = self._new_group(key)
         return self._process_groups[key]
 
@@ -408,10 +427,25 @@ def initialize_model_parallel(
 ) -> PipelineParallelGrid:
     """Make a grid of pipe x data x context x model over the ranks of `group`, and put it in use for this thread.
 
-    Neighbouring ranks, which are mostly on one node, share layers (tensor parallelism); what the sizes leave is data
-    parallelism. Collective over `group`, by default all ranks (see :class:`PipelineParallelGrid`). ``with
-    initialize_model_parallel(...) as grid:`` puts back at the end what was in use before, and frees the grid, but after
-    an error. Raises ShapeError if the sizes don't divide the number of ranks.
+    Neighbouring ranks, which are mostly on one node, share layers (tensor parallelism); the data axis has the remaining
+    factor. Collective over `group` (see :class:`PipelineParallelGrid`). As a context manager, ``with
+    initialize_model_parallel(...) as grid:``, it puts the previous grid in use again at the end, and frees this one
+    unless the block raised.
+
+    Args:
+        tensor_model_parallel_size: the number of ranks that share each layer.
+        pipeline_model_parallel_size: the number of pipeline stages.
+        context_parallel_size: the number of parts of each sequence.
+        group: the ranks, by default all.
+
+    Raises:
+        ShapeError: the product of the sizes does not divide the number of ranks, or a size is below 1.
+
+    Example:
+        ::
+
+            with initialize_model_parallel() as grid:  # data parallelism only
+                print(grid.get_data_parallel_world_size())
     """
     sizes = {
         "tensor_model_parallel_size": tensor_model_parallel_size,

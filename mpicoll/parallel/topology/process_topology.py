@@ -1,4 +1,4 @@
-"""The arithmetic of ranks in a grid of named axes."""
+"""Arithmetic of ranks in a grid of named axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CANONICAL = {short: axis for axis, short in SHORT_NAMES.items()}
 
 
 def canonicalize_axis(axis: str) -> str:
-    """One name for an axis and its alias."""
+    """Return the name of an axis, given the name or its alias."""
     return _CANONICAL.get(axis, axis)
 
 
@@ -30,7 +30,7 @@ def format_extents(axes: Sequence[str], dims: Sequence[int]) -> str:
 
 def _coord_type(axes: list[str]) -> Any:
     try:
-        return namedtuple("ProcessCoord", axes)  # noqa: PYI024  the names are not known before
+        return namedtuple("ProcessCoord", axes)  # noqa: PYI024  the names are known only now
     except ValueError as error:
         raise ArgumentError(f"ProcessTopology: axes must be named by identifiers, got {axes}: {error}") from error
 
@@ -38,12 +38,25 @@ def _coord_type(axes: list[str]) -> Any:
 class ProcessTopology:
     """Ranks in a grid whose axes have names: ``ProcessTopology(["pipe", "data"], [2, 4])`` has 8 ranks.
 
-    Row-major: ranks that differ by one are neighbours on the last axis. All methods are arithmetic on `dims`, so
-    grids may be of any size. Coordinates are named tuples with the names that `axes` gives; an alias finds its axis and
-    the other way round. Names must be identifiers.
+    Row-major: ranks that differ by one are neighbours on the last axis. All methods are arithmetic on `dims`, so grids
+    may have any size. Coordinates are named tuples with the names of `axes`; a name also finds an axis that was named
+    by its alias, and vice versa.
 
-    Attributes: ``axes``, ``dims``. Raises ShapeError for extents below one or of another number than axes,
-    ArgumentError for names that are none or appear twice.
+    Args:
+        axes: names of the axes, which are identifiers.
+        dims: the extents of the axes.
+
+    Attributes: ``axes``, ``dims``.
+
+    Raises:
+        ShapeError: an extent is below one, or there are more or fewer extents than axes.
+        ArgumentError: a name is not an identifier, or appears twice.
+
+    Example:
+        ::
+
+            topology = ProcessTopology(["pipe", "data"], [2, 4])
+            topology.get_coord(5).data, topology.get_comm_list(5, "data")  # 1, [4, 5, 6, 7]
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -73,20 +86,24 @@ class ProcessTopology:
         return hash((*self._index, *self.dims))
 
     def world_size(self) -> int:
-        """How many ranks the grid has."""
+        """Return the number of ranks of the grid."""
         return math.prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
-        """The names of the axes, in order."""
+        """Return the names of the axes, in order."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The extent of `axis`; 0 if there is no such axis."""
+        """Return the extent of `axis`; 0 if there is no such axis."""
         i = self._index.get(canonicalize_axis(axis))
         return 0 if i is None else self.dims[i]
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at `coords`, which name every axis: ``get_rank(pipe=1, data=0)``. RankError otherwise."""
+        """Return the rank at `coords`, which name every axis: ``get_rank(pipe=1, data=0)``.
+
+        Raises:
+            RankError: an axis is missing or unknown, or a coordinate is out of range.
+        """
         known = {canonicalize_axis(axis): at for axis, at in coords.items()}
         if known.keys() != self._index.keys() or len(known) != len(coords):
             raise RankError(
@@ -101,7 +118,11 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of `rank`, as a named tuple. Raises RankError if it is out of range."""
+        """Return the coordinates of `rank` as a named tuple.
+
+        Raises:
+            RankError: `rank` is out of range.
+        """
         self._check("get_coord", rank)
         return self.ProcessCoord(*self._coords_of(rank))
 
@@ -112,7 +133,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The coordinates of `rank` as text, such as for a file's name: ``pipe_00-model_01``, less `omit_axes`."""
+        """Return the coordinates of `rank` as text, such as ``pipe_00-model_01``, without `omit_axes`."""
         self._check("get_rank_repr", rank)
         omitted = {canonicalize_axis(axis) for axis in omit_axes}
         return outer_sep.join(
@@ -122,10 +143,10 @@ class ProcessTopology:
         )
 
     def get_axis_comm_lists(self, *axes: str) -> list[list[int]]:
-        """Lists of the ranks that differ in their coordinates on `axes` only; together they name every rank once.
+        """Return the lists of the ranks whose coordinates differ on `axes` only; together they contain every rank once.
 
-        Each is in ascending order, and they are in the order of their first ranks. An axis that the grid lacks adds
-        nothing; if it has none of them, there are no lists.
+        Each list is in ascending order, and the lists are in the order of their first ranks. Axes that the grid lacks
+        are ignored; if it lacks all of them, there are no lists.
         """
         along = {self._index[axis] for axis in map(canonicalize_axis, axes) if axis in self._index}
         if not along:
@@ -134,8 +155,10 @@ class ProcessTopology:
         return [[start + offset for offset in self._rank_offsets(along)] for start in starts]
 
     def get_comm_list(self, rank: int, *axes: str) -> list[int]:
-        """Of the lists of :meth:`get_axis_comm_lists` the one with `rank` in it; ``[rank]`` if the grid has no such
-        axis. Takes no more time than the list is long."""
+        """Return the list of :meth:`get_axis_comm_lists` that contains `rank`; ``[rank]`` if the grid has no such axis.
+
+        Takes time proportional to the length of the list.
+        """
         self._check("get_comm_list", rank)
         along = {self._index[axis] for axis in map(canonicalize_axis, axes) if axis in self._index}
         at = self._coords_of(rank)
@@ -143,8 +166,11 @@ class ProcessTopology:
         return [start + offset for offset in self._rank_offsets(along)]
 
     def filter_match(self, **coords: int) -> list[int]:
-        """The ranks, ascending, whose coordinates are those given: ``filter_match(pipe=0, data=1)``. Raises RankError
-        for an axis that the grid lacks."""
+        """Return the ranks, ascending, that have the given coordinates: ``filter_match(pipe=0, data=1)``.
+
+        Raises:
+            RankError: the grid lacks an axis.
+        """
         chosen = {}
         for axis, at in coords.items():
             i = self._index.get(canonicalize_axis(axis))
@@ -154,8 +180,11 @@ class ProcessTopology:
         return self._ranks_at(chosen)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks, ascending, whose coordinate on `axis` is `idx`. Raises RankError for an axis that the grid
-        lacks."""
+        """Return the ranks, ascending, whose coordinate on `axis` is `idx`.
+
+        Raises:
+            RankError: the grid lacks `axis`.
+        """
         return self.filter_match(**{axis: idx})
 
     def _check(self, operation: str, rank: int) -> None:
@@ -166,11 +195,11 @@ class ProcessTopology:
         return [rank // stride % dim for stride, dim in zip(self._strides, self.dims, strict=True)]
 
     def _rank_offsets(self, along: Collection[int]) -> list[int]:
-        """How far the ranks on the axes numbered `along` are from the first of them."""
+        """Return the distances of the ranks along the axes numbered `along` from the first of them."""
         return self._ranks_at({i: [0] for i in range(len(self.dims)) if i not in along})
 
     def _ranks_at(self, chosen: dict[int, list[int]]) -> list[int]:
-        """The ranks whose coordinates on the axes numbered in `chosen` are of those listed there."""
+        """Return the ranks whose coordinates on the axes numbered in `chosen` are in the given lists."""
         ranks = [0]
         for i, (stride, dim) in enumerate(zip(self._strides, self.dims, strict=True)):
             ranks = [rank + at * stride for rank in ranks for at in chosen.get(i, range(dim))]

@@ -66,7 +66,7 @@ class TestSequence:
             with pytest.raises(mpicoll.errors.ShapeError, match="x has 5 tokens"):
                 cp.gather_sequence(torch.zeros(5, 2), 0, layout="zigzag")
             for function in (cp.split_sequence, cp.gather_sequence):
-                with pytest.raises(mpicoll.errors.ShapeError, match="dim 2 is no axis"):
+                with pytest.raises(mpicoll.errors.ShapeError, match="dim 2 is not an axis"):
                     function(x, 2)
                 with pytest.raises(mpicoll.errors.DTypeError, match="got list"):
                     function([1], 0)  # type: ignore[arg-type]

@@ -447,7 +447,7 @@ def test_what_does_not_divide(some_more: Ranks) -> None:
         }.items():
             with pytest.raises(ShapeError, match=message):
                 call()
-        with pytest.raises(ArgumentError, match=rf"padding_idx {2 * size} is no row of {2 * size}"):
+        with pytest.raises(ArgumentError, match=rf"padding_idx {2 * size} is not a row of {2 * size}"):
             VocabParallelEmbedding(2 * size, 8, padding_idx=2 * size)
         with pytest.raises(ArgumentError, match="sequence_parallel=True needs input_is_parallel=True"):
             RowParallelLinear(2 * size, 8, sequence_parallel=True)
