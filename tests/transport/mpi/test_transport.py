@@ -33,10 +33,10 @@ def end() -> Iterator[Any]:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages over 64 bytes are large, and made of blocks of 16."""
-    from mpicoll.transport import mpi
+    from mpicoll.transport.mpi import transport
 
-    monkeypatch.setattr(mpi, "_INT_MAX", 64)
-    monkeypatch.setattr(mpi, "_BLOCK", 16)
+    monkeypatch.setattr(transport, "_INT_MAX", 64)
+    monkeypatch.setattr(transport, "_BLOCK", 16)
 
 
 def needs_peers() -> None:
