@@ -1,8 +1,8 @@
 """The thread of a rank that never waits for the others: it bounds their waits, learns of deaths, and ends the job.
 
 MPI's calls can't be left, and tell nobody whom they wait for. So each rank has this thread, which talks to those of
-the other ranks beside MPI (:mod:`mpicoll.transport.lifeline`). The lowest rank that lives is the *speaker*: it collects
-what the ranks say about themselves, writes the report, and says on stderr what has happened, once for all.
+the other ranks beside MPI (:mod:`mpicoll.transport.control.network`). The lowest rank that lives is the *speaker*: it
+collects what the ranks say about themselves, writes the report, and says on stderr what has happened, once for all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mpicoll.engine import report
 from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
 from mpicoll.engine.record import Call, Entry, Group, Raw
 from mpicoll.errors import CommunicationError, MismatchError, RankFailed
-from mpicoll.transport.lifeline import Gone, Lifeline, Message
-from mpicoll.transport.processes import Process, signal_name
+from mpicoll.transport.control.network import Gone, Lifeline, Message
+from mpicoll.transport.control.process_status import Process, signal_name
 
 _log = logging.getLogger("mpicoll")
 

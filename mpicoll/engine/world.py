@@ -34,7 +34,7 @@ from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import claim, launch_env, local
 from mpicoll.transport.base import Transport
-from mpicoll.transport.lifeline import Lifeline
+from mpicoll.transport.control.network import Lifeline
 
 T = TypeVar("T")
 

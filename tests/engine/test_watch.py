@@ -25,7 +25,7 @@ from mpicoll.engine.ending import _fold, abort_on_failure, say
 from mpicoll.engine.progress import Job, Progress
 from mpicoll.engine.record import Call, Group, Raw
 from mpicoll.engine.watch import Watch
-from mpicoll.transport.lifeline import Message
+from mpicoll.transport.control.network import Message
 
 Starter = Callable[..., "CompletedProcess[str]"]
 

@@ -16,34 +16,54 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import functools
 import hashlib
 import hmac
 import json
 import logging
 import os
-import re
-import resource
-import secrets
 import selectors
 import socket
-import struct
-import termios
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from mpicoll.transport.control.addresses import _addresses, _place
+from mpicoll.transport.control.connection import (
+    _ALL,
+    _CHALLENGE,
+    _GONE,
+    _HEARD,
+    _HELLO,
+    _JOINED,
+    _LEAVE,
+    _MESSAGE,
+    _REJECTED,
+    _TOLD,
+    _WELCOME,
+    _Connection,
+    _encode,
+    _Outgoing,
+    _Violation,
+)
+from mpicoll.transport.control.sockets import (
+    _RESERVE,
+    _allow_descriptors,
+    _is_connected,
+    _listen,
+    _lost_after,
+    _silence,
+    _stderr,
+    _to_stderr,
+    _tune,
+    _under_way,
+)
 
 _log = logging.getLogger("mpicoll")
 
-KEEPALIVE_IDLE = 2
-KEEPALIVE_INTERVAL = 1
-"""Seconds of silence before the kernel asks the other host whether it is there, and between such questions."""
 OUTAGE = 7.0
 """Seconds for which hosts may be out of each other's reach without counting as lost."""
 CONNECT_WITHIN = 2.0
@@ -59,28 +79,7 @@ ASK_AFTER = 1.0
 """Seconds until the hub asks the kernel after a rank that has not come to it."""
 MISSED_AFTER = 60.0
 """Seconds until it is logged that a rank has not come. It is not taken for dead."""
-MESSAGE_LIMIT = 16 << 20
-WORDS_LIMIT = 64 << 10
-
-_WINDOW = 32 << 10
-_FRAGMENT = 8 << 10
-_ACK_EVERY = 8 << 10
-_STRANGER_LIMIT = 1 << 10
 _SETTLE_EVERY = 1.0
-_RESERVE = 128  # descriptors left for the program
-_DESCRIPTORS = resource.RLIMIT_NOFILE
-_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS, of Linux 6.15
-
-# Magic, bytes that follow, last fragment, source, destination, kind. In this order no header that text has cut passes
-# for one, wherever it was cut.
-_HEADER = struct.Struct("!8sIBiic")
-_MAGIC = b"\0mpicoll"
-_FATAL = b"Fatal Python error"
-
-_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED = b"C", b"H", b"W", b"J", b"R"
-_MESSAGE, _LEAVE, _HEARD, _GONE, _TOLD, _ACK = b"M", b"L", b"B", b"G", b"T", b"A"
-_KINDS = {_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED, _MESSAGE, _LEAVE, _HEARD, _GONE, _TOLD, _ACK}
-_ALL = -1
 
 _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
@@ -110,187 +109,6 @@ class Gone:
     words: str
     pid: int
     host: str
-
-
-class _Violation(Exception):
-    """A peer does not keep to the protocol."""
-
-
-_Outgoing = tuple[bytes, int, int, bytes]  # kind, source, destination, payload
-
-
-class _Connection:
-    """A socket with what is to be sent on it and what has come of the next message.
-
-    Messages go in fragments, so that acknowledgements find their way between them. An acknowledgement tells how many
-    bytes the other process has read; no more than _WINDOW are sent ahead of it.
-    """
-
-    def __init__(self, sock: socket.socket, role: str, rank: int = -1, where: str = "") -> None:
-        self.sock = sock
-        self.role = role  # "stranger" or "client" (they came to us), "attempt", "hub" or "probe" (we went to them)
-        self.rank = rank
-        self.where = where
-        self.connecting = False
-        self.told = False  # whether the other has said who was gone when the connection was made
-        self.deadline = float("inf")
-        self.nonce = secrets.token_hex(16)
-        self.error: int | None = None
-        self.events = 0  # what the selector watches for
-        self.unsettled = False  # whether the other host may not have taken all yet
-        self.queue: deque[_Outgoing] = deque()
-        self.words = bytearray()
-        self._sent = 0  # bytes of the first message in the queue
-        self._wire = bytearray()
-        self._unread = 0  # bytes sent that the other process has not acknowledged
-        self._acks = bytearray()
-        self._received = bytearray()
-        self._message = bytearray()
-        self._read = 0  # bytes not yet acknowledged
-
-    def name(self) -> str:
-        """Who is at the other end."""
-        return f"rank {self.rank}" if self.rank >= 0 else "a stranger"
-
-    @property
-    def idle(self) -> bool:
-        """Whether all is handed to the kernel."""
-        return not (self.queue or self._wire or self._acks)
-
-    @property
-    def blocked(self) -> bool:
-        """Whether there is something that only the kernel keeps from being sent."""
-        return bool(self._wire)
-
-    def write(self) -> None:
-        """Hand the kernel as much as it takes. An error is kept until the end has been read."""
-        if self.connecting or self.error is not None:
-            return
-        while self._wire or self._next():
-            try:
-                sent = self.sock.send(self._wire)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self.error = error.errno or errno.EPIPE
-                return
-            del self._wire[:sent]
-            self.unsettled = True
-
-    def _next(self) -> bool:
-        if self._acks:
-            self._wire += self._acks
-            self._acks.clear()
-        if self.queue:
-            kind, source, dest, payload = self.queue[0]
-            piece = memoryview(payload)[self._sent : self._sent + _FRAGMENT]
-            size = _HEADER.size + len(piece)
-            if self._unread + size <= _WINDOW:
-                self._sent += len(piece)
-                last = self._sent == len(payload)
-                self._wire += _HEADER.pack(_MAGIC, len(piece), last, source, dest, kind)
-                self._wire += piece
-                self._unread += size
-                if last:
-                    self.queue.popleft()
-                    self._sent = 0
-        return bool(self._wire)
-
-    def read(self) -> Iterator[_Outgoing]:
-        """The messages that have come. EOFError at the end of the connection, when all before it has been read."""
-        ended = False
-        for _ in range(8):  # then others have their turn
-            try:
-                data = self.sock.recv(_WINDOW * 2)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:
-                self.error = self.error or error.errno or errno.ECONNRESET
-                ended = True
-                break
-            if not data:
-                ended = True
-                break
-            self._received += data
-            yield from self._messages()
-        if ended:
-            # Text that cut a message in the middle; it may go on after what had seemed to be the end of that.
-            self.words[:0] = _from_fatal(self._message)
-            self._add_words(self._received)
-            raise EOFError
-
-    def _messages(self) -> Iterator[_Outgoing]:
-        buffer = self._received
-        while buffer:
-            known = self.role in ("client", "hub")
-            start = buffer.find(_MAGIC)
-            header = _header(buffer) if start == 0 else None
-            if header is None:
-                if start == 0 and len(buffer) < _HEADER.size:
-                    return
-                if start <= 0:  # look behind what looked like a header, and spare what may become one
-                    start = buffer.find(_MAGIC, 1)
-                    partial = next((n for n in range(len(_MAGIC) - 1, 0, -1) if buffer.endswith(_MAGIC[:n])), 0)
-                    start = len(buffer) - partial if start < 0 else start
-                if start == 0:
-                    return
-                # What is no frame was written by a signal handler of a process that dies.
-                if not known:
-                    raise _Violation("it speaks another language")
-                self._add_words(bytes(buffer[:start]))
-                del buffer[:start]
-                continue
-            length, last, source, dest, kind = header
-            if kind == _ACK:
-                del buffer[: _HEADER.size]
-                self._unread -= length
-                continue
-            size = _HEADER.size + length
-            if len(buffer) < size:
-                return
-            self._message += memoryview(buffer)[_HEADER.size : size]
-            del buffer[:size]
-            self._acknowledge(size)
-            if len(self._message) > (MESSAGE_LIMIT if known else _STRANGER_LIMIT):
-                raise _Violation("a message that is too long")
-            if last:
-                payload = bytes(self._message)
-                self._message.clear()
-                yield kind, source, dest, payload
-
-    def _acknowledge(self, size: int) -> None:
-        self._read += size
-        if self._read >= _ACK_EVERY:
-            self._acks += _HEADER.pack(_MAGIC, self._read, 1, 0, 0, _ACK)
-            self._read = 0
-
-    def _add_words(self, data: bytes | bytearray) -> None:
-        self.words += data[: max(0, 2 * WORDS_LIMIT - len(self.words))]
-
-    def spoilt(self, payload: bytes) -> None:
-        """What began as a message may have been cut by last words."""
-        self._add_words(_from_fatal(payload))
-
-    def text(self) -> str:
-        """The last words, without the remains of what they have cut."""
-        start = self.words.find(_FATAL)
-        return self.words[start : start + WORDS_LIMIT].decode("utf-8", "backslashreplace") if start >= 0 else ""
-
-
-def _from_fatal(data: bytes | bytearray) -> bytes | bytearray:
-    """The part that may belong to last words, which may go on behind it."""
-    start = data.find(_FATAL)
-    return data[start:] if start >= 0 else data[-len(_FATAL) :]
-
-
-def _header(buffer: bytearray) -> tuple[int, int, int, int, bytes] | None:
-    """What follows the magic of a header, if this is one."""
-    if len(buffer) < _HEADER.size:
-        return None
-    _, length, last, source, dest, kind = _HEADER.unpack_from(buffer)
-    if length > (_WINDOW if kind == _ACK else _FRAGMENT) or last > 1 or source < 0 or dest < _ALL or kind not in _KINDS:
-        return None
-    return length, last, source, dest, kind
 
 
 class Lifeline:
@@ -1143,147 +961,3 @@ os.register_at_fork(
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _encode(body: dict[str, Any]) -> bytes:
-    data = json.dumps(body).encode()
-    if len(data) > MESSAGE_LIMIT:
-        raise ValueError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT} are possible")
-    return data
-
-
-def _listen(size: int) -> socket.socket:
-    """A listening socket for IPv6 and IPv4, or for IPv4 where there is no other."""
-    backlog = min(size + 64, 65535)
-    try:
-        sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    except (OSError, ValueError):
-        sock = socket.create_server(("", 0), backlog=backlog)
-    sock.setblocking(False)
-    return sock
-
-
-def _tune(sock: socket.socket, outage: float) -> None:
-    sock.setblocking(False)
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < 4 * _WINDOW:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _WINDOW)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
-    if _retries_steadily():
-        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, KEEPALIVE_INTERVAL * 1000)
-    # It counts for both: questions without an answer, and data that nobody acknowledges.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_lost_after(outage) * 1000))
-
-
-@functools.lru_cache(maxsize=1)
-def _retries_steadily() -> bool:
-    """Whether the kernel can be told to send lost data again after a second each time; else it waits twice as long
-    after each attempt."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
-        except OSError:
-            return False
-    return True
-
-
-def _lost_after(outage: float) -> float:
-    """Seconds of silence of the other host's kernel after which it counts as lost."""
-    # When the outage began nothing may have come for a while; when it is over, it takes until the next attempt to send
-    # something for an answer to come, and a moment more on a busy machine.
-    until_next = KEEPALIVE_INTERVAL if _retries_steadily() else KEEPALIVE_INTERVAL + outage
-    return KEEPALIVE_IDLE + outage + until_next + KEEPALIVE_INTERVAL
-
-
-def _is_connected(sock: socket.socket) -> bool:
-    try:
-        sock.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-def _under_way(sock: socket.socket) -> int:
-    """Bytes that the other host's kernel has not acknowledged."""
-    try:
-        return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
-    except OSError:
-        return 0
-
-
-def _silence(sock: socket.socket) -> float:
-    """Seconds since the other host's kernel was last heard."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
-    return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
-
-
-def _allow_descriptors(number: int) -> int:
-    """How many descriptors this process may have; raised, as far as possible, if so many leave few for the program."""
-    soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_DESCRIPTORS))
-    enough = min(number + 8 * _RESERVE, hard)
-    if soft >= min(number + 4 * _RESERVE, hard):
-        return soft
-    try:
-        resource.setrlimit(_DESCRIPTORS, (enough, resource.getrlimit(_DESCRIPTORS)[1]))
-    except (OSError, ValueError):
-        return soft
-    return enough
-
-
-def _stderr() -> int:
-    """A descriptor of its own that leads to stderr."""
-    fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    _to_stderr(fd)
-    return fd
-
-
-def _to_stderr(fd: int) -> None:
-    try:
-        os.dup2(2, fd, inheritable=False)
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, fd, inheritable=False)
-        os.close(null)
-
-
-def _place() -> str:
-    """The same for processes that reach each other by 127.0.0.1."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/net").readlink()))
-    return " ".join(parts)
-
-
-def _addresses() -> list[str]:
-    """This host's addresses: the one by which it reaches the world first, those of bridges last."""
-    found: list[tuple[int, str]] = []
-    likely = _outward()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            address = socket.inet_ntoa(answer[20:24])
-            if not address.startswith(("127.", "169.254.")):
-                bridge = re.match("docker|br-|virbr|cni|veth|lxc", name) is not None
-                found.append((0 if address == likely else 2 if bridge else 1, address))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope == "00":  # global
-                found.append((3, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return [address for _, address in sorted(found, key=lambda one: one[0])]
-
-
-def _outward() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))  # sends nothing: asks for the route only
-            return str(sock.getsockname()[0])
-        except OSError:
-            return ""

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 from support.launch import ROOT
 
-from mpicoll.transport import lifeline
-from mpicoll.transport.lifeline import Gone, Lifeline, Message
+from mpicoll.transport.control import connection, network
+from mpicoll.transport.control.network import Gone, Lifeline, Message
 
 TOKEN = b"the secret of this job"
 SOON = 20.0
@@ -265,7 +265,7 @@ def test_a_late_hub_waits_for_those_that_heard_a_goodbye(star: Make) -> None:
     job.lines[0].leave({"bye": 0}, timeout=SOON)
     job.end(0)
     job.lines[1].connect(addresses)
-    end = time.monotonic() + 2 * lifeline.HEAR_WITHIN
+    end = time.monotonic() + 2 * network.HEAR_WITHIN
     while time.monotonic() < end:
         _drive(job, 1)
         time.sleep(0.005)
@@ -277,7 +277,7 @@ def test_a_late_hub_waits_for_those_that_heard_a_goodbye(star: Make) -> None:
 
 def test_a_hub_decides_alone_when_nobody_tells(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 is gone without a word before rank 1 has found it, and rank 2 does not come: that must not last."""
-    monkeypatch.setattr(lifeline, "TELL_WITHIN", 0.5)
+    monkeypatch.setattr(network, "TELL_WITHIN", 0.5)
     job = star(3)
     addresses = [line.address for line in job.lines]
     job.end(0)
@@ -295,8 +295,8 @@ def test_leaving_in_any_order(star: Make, seed: int, monkeypatch: pytest.MonkeyP
     by a clock of its own; a rank may be overtaken between seeing that something has come and reading it. Nobody seems
     to have died, and that is no question of time."""
     clock = [0.0]
-    monkeypatch.setattr(lifeline, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
-    monkeypatch.setattr(lifeline, "TELL_WITHIN", 1e6)
+    monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    monkeypatch.setattr(network, "TELL_WITHIN", 1e6)
     random = Random(seed)
     size = random.randint(2, 7)
     leavers = set(random.sample(range(size), random.randint(1, size))) | {0}
@@ -494,7 +494,7 @@ def _connect(line: Lifeline) -> socket.socket:
 
 
 def _frame(kind: bytes, body: bytes, source: int = 1, dest: int = 0) -> bytes:
-    return lifeline._HEADER.pack(lifeline._MAGIC, len(body), 1, source, dest, kind) + body
+    return connection._HEADER.pack(connection._MAGIC, len(body), 1, source, dest, kind) + body
 
 
 _GARBAGE = {
@@ -513,9 +513,9 @@ _GARBAGE = {
     "uninvited": _frame(b"J", b"{}"),
     "message": _frame(b"M", b'{"evil": 1}'),
     "obituary": _frame(b"G", b'{"rank": 1, "why": "closed", "words": "", "pid": 0, "host": ""}'),
-    "acknowledgement": lifeline._HEADER.pack(lifeline._MAGIC, 30_000, 1, 1, 0, b"A"),
+    "acknowledgement": connection._HEADER.pack(connection._MAGIC, 30_000, 1, 1, 0, b"A"),
     "too long": _frame(b"H", b" " * 2000),
-    "far too long": lifeline._HEADER.pack(lifeline._MAGIC, 2**32 - 1, 1, 1, 0, b"H"),
+    "far too long": connection._HEADER.pack(connection._MAGIC, 2**32 - 1, 1, 1, 0, b"H"),
 }
 
 
@@ -544,7 +544,7 @@ def test_strangers_change_nothing(star: Make) -> None:
 
 @pytest.mark.parametrize("garbage", [*_GARBAGE])
 def test_who_does_not_prove_the_token_is_shut_out(star: Make, garbage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "PROVE_WITHIN", 0.3)
+    monkeypatch.setattr(network, "PROVE_WITHIN", 0.3)
     job = star(2).start()
     with _connect(job.lines[0]) as sock:
         with contextlib.suppress(ConnectionError):
@@ -568,26 +568,26 @@ def test_another_token(star: Make) -> None:
 # --- last words
 
 
-def _pair(role: str = "client") -> tuple[lifeline._Connection, lifeline._Connection]:
+def _pair(role: str = "client") -> tuple[connection._Connection, connection._Connection]:
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
-    return lifeline._Connection(ends[0], role), lifeline._Connection(ends[1], role)
+    return connection._Connection(ends[0], role), connection._Connection(ends[1], role)
 
 
-def _read_all(connection: lifeline._Connection) -> list[tuple[bytes, int, int, bytes]]:
+def _read_all(reader: connection._Connection) -> list[tuple[bytes, int, int, bytes]]:
     """All messages until the end, as the lifeline reads them."""
     got = []
     while True:
         try:
-            for one in connection.read():
+            for one in reader.read():
                 try:
                     json.loads(one[3])
                     got.append(one)
                 except ValueError:
-                    connection.spoilt(one[3])
+                    reader.spoilt(one[3])
         except EOFError:
-            connection.sock.close()
+            reader.sock.close()
             return got
 
 
@@ -598,9 +598,9 @@ WORDS = b'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call
 def test_words_that_cut_a_message_anywhere(size: int) -> None:
     """A signal handler writes when a part of a message has gone, and the process dies."""
     whole = json.dumps({"text": "x" * size}).encode()
-    fragments = [whole[at : at + lifeline._FRAGMENT] for at in range(0, len(whole), lifeline._FRAGMENT)]
+    fragments = [whole[at : at + connection._FRAGMENT] for at in range(0, len(whole), connection._FRAGMENT)]
     wire = b"".join(
-        lifeline._HEADER.pack(lifeline._MAGIC, len(part), number == len(fragments) - 1, 1, -1, b"M") + part
+        connection._HEADER.pack(connection._MAGIC, len(part), number == len(fragments) - 1, 1, -1, b"M") + part
         for number, part in enumerate(fragments)
     )
     cuts = range(len(wire) + 1) if len(wire) < 1000 else range(0, len(wire) + 1, 97)
@@ -636,21 +636,21 @@ def test_words_have_a_bound() -> None:
     thread.start()
     assert _read_all(reader) == []
     thread.join()
-    assert len(reader.text()) == lifeline.WORDS_LIMIT
-    assert len(reader.words) <= 2 * lifeline.WORDS_LIMIT
+    assert len(reader.text()) == connection.WORDS_LIMIT
+    assert len(reader.words) <= 2 * connection.WORDS_LIMIT
 
 
 # --- ranks that are processes
 
 RANK = """
 import ctypes, faulthandler, json, os, resource, signal, socket, sys, threading, time, logging
-from mpicoll.transport import lifeline
+from mpicoll.transport.control import network, sockets
 
 rank, size, constants, prelude = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
 for name, value in constants.items():
-    setattr(lifeline, name, value)
+    setattr(next(one for one in (network, sockets) if hasattr(one, name)), name, value)
 exec(prelude)
-line = lifeline.Lifeline(rank, size, b"token of these processes")
+line = network.Lifeline(rank, size, b"token of these processes")
 faulthandler.enable(file=line.crash_fd)
 
 def tell(*what):
@@ -659,7 +659,7 @@ def tell(*what):
 def watch():
     while True:
         for one in line.poll(10.0):
-            if isinstance(one, lifeline.Message):
+            if isinstance(one, network.Message):
                 tell("message", one.source, one.body)
             else:
                 tell("gone", one.rank, one.why, one.words, one.pid, one.host)
