@@ -11,7 +11,7 @@ from pathlib import Path
 import mpicoll
 
 BLOCKING = {
-    *("sleep", "sched_yield", "give_way", "wait", "wait_for", "poll", "select", "acquire"),
+    *("sleep", "sched_yield", "yield_core", "wait", "wait_for", "poll", "select", "acquire"),
     *("Wait", "Waitall", "Waitany", "Waitsome", "Probe", "Mprobe", "Recv", "Send", "Sendrecv"),
 }
 """Names of what may wait, whatever it is called on."""
@@ -34,17 +34,17 @@ WAITS = {
         "torch/barrier_monitor.py::barrier",
         "transport/base.py::poll",
         "transport/mpi/pending.py::MpiPending.wait",
-        "transport/mpi/transport.py::MpiTransport._wait",
+        "transport/mpi/fault_tolerance.py::FailureState.wait_all",
         "transport/mpi/transport.py::MpiTransport._is_common",
-        "transport/mpi/transport.py::MpiTransport.ended",
-        "transport/mpi/transport.py::MpiTransport.exchange",
-        "transport/mpi/transport.py::MpiTransport.probe",
-        "transport/mpi/transport.py::MpiTransport.recv",
-        "transport/mpi/transport.py::MpiTransport.send",
-        "transport/mpi/transport.py::MpiTransport.sendrecv",
-        "transport/mpi/pending.py::MpiPending.take_back",
-        "transport/mpi/native.py::_repeat",
-        "transport/mpi/native.py::_repeat.again",
+        "transport/mpi/fault_tolerance.py::FailureState.complete",
+        "transport/mpi/messages.py::MessagePassing.exchange",
+        "transport/mpi/messages.py::MessagePassing.probe",
+        "transport/mpi/messages.py::MessagePassing.recv",
+        "transport/mpi/messages.py::MessagePassing.send",
+        "transport/mpi/messages.py::MessagePassing.sendrecv",
+        "transport/mpi/pending.py::MpiPending.cancel",
+        "transport/mpi/native.py::_bind_persistent",
+        "transport/mpi/native.py::_bind_persistent.again",
     },
     "a wait for a request, a job or a work, which is registered itself": {
         "collectives/arguments.py::within",
@@ -94,8 +94,8 @@ WAITS = {
         "parallel/p2p/pipe.py::PipeP2P._until",
         "torch/callback_comms.py::Lanes.drain",
         "transport/control/network.py::Lifeline.flush",
-        "transport/mpi/transport.py::MpiTransport._lost",
-        "transport/mpi/transport.py::MpiTransport.failed_already",
+        "transport/mpi/fault_tolerance.py::FailureState.rank_failed",
+        "transport/mpi/fault_tolerance.py::FailureState.has_failed",
         "transport/mpi/transport.py::MpiTransport.settle",
         "transport/mpi/session.py::abort",
         "transport/control/process_status.py::Process.status",
@@ -125,7 +125,7 @@ WAITS = {
     },
     "ranks that are threads of one process: bounded by the timeout of run_local": {
         "engine/world.py::run_local",
-        "transport/local.py::LocalPending.take_back",
+        "transport/local.py::LocalPending.cancel",
         "transport/local.py::LocalPending.wait",
         "transport/local.py::LocalTransport._received",
         "transport/local.py::LocalTransport.exchange",

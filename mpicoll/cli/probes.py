@@ -102,7 +102,7 @@ def _reductions(skip: str) -> dict[str, Any]:
     from mpicoll.transport import mpi
 
     transport = _two()
-    wrong: reductions.Wrong = {**reductions.attempt(mpi.reduce_local), **json.loads(skip)}
+    wrong: reductions.Defects = {**reductions.attempt(mpi.reduce_local), **json.loads(skip)}
     # Both ranks must leave out the same.
     known = {what for text in transport.texts(json.dumps(wrong)) for what in json.loads(text)}
     for op, dtype in reductions.PAIRS:

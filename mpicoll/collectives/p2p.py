@@ -350,7 +350,7 @@ class _Null:
     def wait(self, timeout: float | None) -> Envelope:
         return _NOTHING
 
-    def take_back(self) -> Envelope:
+    def cancel(self) -> Envelope:
         return _NOTHING
 
 
@@ -398,7 +398,7 @@ class _Transfer:
 
     def take_back(self) -> bool:
         """Give up a receive for which nothing has come; whether something has."""
-        return self._comm.progress.guarded(self._pending.take_back, self._call) is not None
+        return self._comm.progress.guarded(self._pending.cancel, self._call) is not None
 
     def value(self) -> Any:
         return self._finish(self._envelope)

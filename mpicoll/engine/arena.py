@@ -15,7 +15,7 @@ from mpicoll.engine.record import Call
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
-from mpicoll.transport.shm import give_way
+from mpicoll.transport.shm import yield_core
 
 _WORDS = 32
 """Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
@@ -457,7 +457,7 @@ class _Pause:
 
     def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
-        give_way()
+        yield_core()
         if self._turns < _PATIENCE:
             if self._turns % _LOOKS == 0:
                 self._transport.check_peers(0.0, peers)

@@ -146,8 +146,8 @@ def _mpi_world() -> Communicator:
     watch = _guard()
     transport = _watched(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
     if watch is not None:
-        watch.mourn = mpi.mourn
-        _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.survives()))
+        watch.mourn = mpi.mark_dead
+        _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.fault_tolerant()))
     table = _watched(watch, "sharing the tuned table", lambda: tuned_table.share(transport, mpi.library()))
     checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
     return Communicator(transport, watch, name="world", table=table, checks=checks)
@@ -293,8 +293,8 @@ def resolve(comm: CommLike) -> Communicator:
         from mpicoll.transport import mpi
 
         if mpi.is_communicator(comm):
-            made: Communicator = mpi.attached(
-                comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library, mpi.world_size(), mpi.members(comm))
+            made: Communicator = mpi.cached_communicator(
+                comm, lambda: _adopt(lambda: mpi.duplicate(comm), mpi.library, mpi.world_size(), mpi.world_ranks(comm))
             )
             return made
     raise CommunicatorError(

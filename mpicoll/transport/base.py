@@ -93,7 +93,7 @@ class Pending(Protocol):
     def wait(self, timeout: float | None) -> Envelope:
         """Block until it has completed. Raises Timeout after `timeout` seconds; None: the transport's own bound."""
 
-    def take_back(self) -> Envelope | None:
+    def cancel(self) -> Envelope | None:
         """Give up a receive, so that it swallows no later message; the envelope if one has come all the same."""
 
 
@@ -261,7 +261,7 @@ class Transport(Protocol):
     def free(self) -> None: ...
 
 
-MARGIN = 0.5
+SHARED_MEMORY_GRACE = 0.5
 """Seconds for which who waits in shared memory is more patient than who waits for a message: whom it waits for may be
 about to give up itself, and lets it through then."""
 
@@ -284,7 +284,7 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
     return value
 
 
-def does_not_fit(rank: int, message: Envelope, size: int) -> TruncationError:
+def truncation_error(rank: int, message: Envelope, size: int) -> TruncationError:
     """The error of `rank` for a message that is larger than the `size` bytes of memory for it."""
     return TruncationError(
         f"rank {rank}: a message of {message.nbytes} bytes from rank {message.source} (tag {message.tag}) does not fit"

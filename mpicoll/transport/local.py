@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
-from mpicoll.transport.base import MARGIN, Envelope, Memory, Message, Read, does_not_fit, renumber
+from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, Read, renumber, truncation_error
 
 T = TypeVar("T")
 
@@ -269,7 +269,7 @@ class LocalPending:
         with self._transport.world.changed:
             self._transport.withdraw(self._slot)
 
-    def take_back(self) -> Envelope | None:
+    def cancel(self) -> Envelope | None:
         with self._transport.world.changed:
             if self._done is None and self._slot is not None and self._slot.letter is None:
                 self._transport.withdraw(self._slot)
@@ -304,7 +304,7 @@ class LocalPending:
                 # As MPI libraries do.
                 slot.data[:] = memoryview(letter.data)[: slot.data.size]
                 message = Envelope(letter.source, letter.tag, len(letter.data))
-                raise does_not_fit(self._transport.rank, message, slot.data.size)
+                raise truncation_error(self._transport.rank, message, slot.data.size)
             slot.data[: len(letter.data)] = memoryview(letter.data)
             self._done = Envelope(letter.source, letter.tag, len(letter.data))
         return self._done
@@ -439,7 +439,7 @@ class LocalTransport:
             raise RankFailed(f"rank {self.rank}: rank {min(lost)} is gone", tuple(sorted(lost)))
         if self.group_key in self.world.revoked:
             raise self.world.lost(f"rank {self.rank}")
-        if waited > self.timeout + MARGIN:
+        if waited > self.timeout + SHARED_MEMORY_GRACE:
             missing = ", ".join(str(self._members[peer]) for peer in peers)
             raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
 

@@ -30,7 +30,7 @@ from mpicoll.ufuncs import UFUNCS
 Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
 """``reduce(op, source, target)`` makes `target` what `op` makes of the two, as MPI_Reduce_local does."""
 
-Wrong: TypeAlias = "dict[str, str]"
+Defects: TypeAlias = "dict[str, str]"
 """What must not be left to the MPI library, by :func:`name`, and why."""
 
 _LOGIC = ("land", "lor", "lxor")
@@ -102,14 +102,14 @@ def refusal(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | No
     return wrong.get(what)
 
 
-def found(reduce: Reduce) -> Wrong:
+def find_defects(reduce: Reduce) -> Defects:
     """What the library of this process computes wrongly: as was found before, else as :func:`attempt` finds."""
     conditions = _conditions()
     entry = FILE.read(conditions)
     if entry is None:
         entry = entry_of(conditions, attempt(reduce))
         FILE.write(entry)
-    wrong: Wrong = entry["wrong"]
+    wrong: Defects = entry["wrong"]
     return wrong
 
 
@@ -124,7 +124,7 @@ def probe() -> tuple[dict[str, Any] | None, str]:
     program = launcher.find()
     if program is None:
         return None, "there is neither mpirun nor mpiexec to try it"
-    wrong: Wrong = {}
+    wrong: Defects = {}
     while True:
         ended, told = _trial(program, "reductions", json.dumps(wrong))
         found = [one["done"]["wrong"] for one in told if "done" in one]
@@ -155,7 +155,7 @@ def _trial(program: str, *arguments: str) -> tuple[launcher.Ended, list[dict[str
     return ended, list(cuda_awareness.told_by(ended.output))
 
 
-def entry_of(conditions: Mapping[str, Any], wrong: Wrong) -> dict[str, Any]:
+def entry_of(conditions: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
     """An entry of the file, for what :func:`attempt` has found."""
     now = strftime("%Y-%m-%d %H:%M:%S")
     return {**conditions, "wrong": wrong, "collectives": False, "in_place": None, "tried": now}
@@ -208,7 +208,7 @@ def _processor() -> list[str]:
     return [line for line in first.splitlines() if line.startswith(telling)]
 
 
-def attempt(reduce: Reduce) -> Wrong:
+def attempt(reduce: Reduce) -> Defects:
     """What `reduce` computes wrongly, among all :data:`PAIRS`."""
     wrong = {name(op, dtype): why for op, dtype in PAIRS if (why := _attempt(reduce, op, dtype)) is not None}
     _layout.cache_clear()

@@ -173,7 +173,7 @@ def _yielder() -> Callable[[], object]:
         return os.sched_yield
 
 
-give_way = _yielder()
+yield_core = _yielder()
 """Let other processes and threads have this core."""
 
 

@@ -18,9 +18,9 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages go as derived datatypes from 100 bytes on, native collectives end at 100 elements."""
     from mpicoll.transport import mpi
 
-    monkeypatch.setattr(mpi.transport, "_INT_MAX", 100)
+    monkeypatch.setattr(mpi.messages, "INT_MAX", 100)
     monkeypatch.setattr(mpi.MpiNative, "max_count", 100)
-    monkeypatch.setattr(mpi.transport, "_BLOCK", 64)
+    monkeypatch.setattr(mpi.messages, "_BLOCK", 64)
 
 
 @pytest.fixture

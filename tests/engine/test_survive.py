@@ -275,13 +275,13 @@ try:
 except mpicoll.RankFailed:
     pass
 for victim in victims * 2:
-    mpi.mourn(victim)
+    mpi.mark_dead(victim)
 new = old
 while set(new.members) & set(victims):
     new = new.shrink()
 inner = new.group((0, 1))
 for victim in victims:
-    mpi.mourn(victim)
+    mpi.mark_dead(victim)
 try:
     pending.wait()
     sys.exit("a message that nobody has sent")

@@ -122,13 +122,13 @@ def refuse(*args: Any) -> Any:
 
 
 def test_it_is_tried_once_for_each_library(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = reductions.found(library(signed))
+    found = reductions.find_defects(library(signed))
     assert "max L" in found
-    assert reductions.found(refuse) == found
+    assert reductions.find_defects(refuse) == found
     monkeypatch.setattr(launcher, "library", lambda: launcher.Library("Some MPI v2", "/lib/libmpi.so", "4"))
-    assert reductions.found(library()) == {}
+    assert reductions.find_defects(library()) == {}
     monkeypatch.setenv("OMPI_MCA_op", "^avx")
-    assert reductions.found(library(saturating)).keys() == {"sum b"}
+    assert reductions.find_defects(library(saturating)).keys() == {"sum b"}
     assert len(json.loads(file.read_text())["entries"]) == 3
 
 
@@ -137,18 +137,18 @@ def test_it_is_tried_once_for_each_library(file: Path, monkeypatch: pytest.Monke
     [{"wrong": ["max L"]}, {"wrong": {"max L": 1}}, {"wrong": {"max": "x"}}, {"tried": None}, {"in_place": "no"}],
 )
 def test_what_is_not_understood_is_tried_again(change: dict[str, Any], file: Path) -> None:
-    reductions.found(library())
+    reductions.find_defects(library())
     content = json.loads(file.read_text())
     content["entries"][0] |= change
     file.write_text(json.dumps(content))
-    assert "max L" in reductions.found(library(signed))
+    assert "max L" in reductions.find_defects(library(signed))
     file.write_text("{")
-    assert reductions.found(library()) == {}
+    assert reductions.find_defects(library()) == {}
 
 
 def test_a_file_that_cannot_be_written_is_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    assert reductions.found(library()) == {}
+    assert reductions.find_defects(library()) == {}
 
 
 # --- the collectives themselves
@@ -187,7 +187,7 @@ def test_both_ranks_and_the_file_say_what_is_wrong(jobs: Callable[..., list[list
     assert source == f"kept in {file}"
     assert (entry["wrong"], entry["in_place"], entry["collectives"]) == ({"sum i": "a", "max i": "b"}, True, True)
     # What a job finds in the file it doesn't try.
-    assert reductions.found(refuse) == {"sum i": "a", "max i": "b"}
+    assert reductions.find_defects(refuse) == {"sum i": "a", "max i": "b"}
 
 
 def test_what_crashes_is_not_tried_again(jobs: Callable[..., list[list[str]]]) -> None:
@@ -263,7 +263,7 @@ def test_what_one_library_computes_wrongly_is_left_to_none(monkeypatch: pytest.M
 
     world = MPI.COMM_WORLD
     wrong = reductions.attempt(library(signed)) if world.rank == world.size - 1 else {}
-    monkeypatch.setattr(mpi.ops, "_wrong_here", lambda: wrong)
+    monkeypatch.setattr(mpi.ops, "_defects_here", lambda: wrong)
     comm = Communicator(
         mpi.MpiTransport(world.Dup(), world.Dup(), tuple(range(world.size))), None, name="several", world=False
     )
@@ -283,13 +283,13 @@ def test_what_one_library_computes_wrongly_is_left_to_none(monkeypatch: pytest.M
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("wrong", [{}, {"min l": "it is wrong", "min q": "it is wrong"}], ids=["right", "wrong"])
-def test_words_are_compared_whatever_min_does(wrong: reductions.Wrong) -> None:
+def test_words_are_compared_whatever_min_does(wrong: reductions.Defects) -> None:
     from mpi4py import MPI
 
     from mpicoll.transport import mpi
 
     world = MPI.COMM_WORLD
-    end = mpi.MpiTransport(world.Dup(), world.Dup(), (0,) * world.size, wrong=wrong)
+    end = mpi.MpiTransport(world.Dup(), world.Dup(), (0,) * world.size, defects=wrong)
     rank, size = end.rank, end.size
     for word in (0, 2**62 - 1, 5):
         assert end.compare(word, lambda: "unused", lambda: None) is None

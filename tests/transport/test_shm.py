@@ -524,6 +524,6 @@ def test_give_way_lets_other_threads_run() -> None:
     begin = time.monotonic()
     thread.start()
     while not seen:
-        shm.give_way()
+        shm.yield_core()
         assert time.monotonic() - begin < 10
     thread.join()

@@ -1,35 +1,48 @@
-"""MPI through mpi4py. Importing this package initialises MPI."""
+"""The transport over MPI, through mpi4py. Importing this package initialises MPI.
+
+Modules, lowest first: :mod:`~mpicoll.transport.mpi.ops` (predefined reductions),
+:mod:`~mpicoll.transport.mpi.native` (MPI's own collectives), :mod:`~mpicoll.transport.mpi.translation` (envelopes and
+exceptions), :mod:`~mpicoll.transport.mpi.fault_tolerance` (failed ranks, ULFM), :mod:`~mpicoll.transport.mpi.pending`
+(non-blocking transfers), :mod:`~mpicoll.transport.mpi.messages` (point-to-point and rounds),
+:mod:`~mpicoll.transport.mpi.shared_access` (memory of a node), :mod:`~mpicoll.transport.mpi.transport` (the transport),
+:mod:`~mpicoll.transport.mpi.user_comms` (the program's communicators), :mod:`~mpicoll.transport.mpi.session` (start and
+end of this process in the job).
+"""
 
 import sys
 
 import mpi4py
 
 if "mpi4py.MPI" not in sys.modules:
-    # mpi4py would finalise MPI in forked children too, where that hangs; see session.py.
+    # mpi4py would finalise MPI in forked children too, which hangs there; session.py finalises instead.
     mpi4py.rc.finalize = False
 
-from mpicoll.transport.mpi.fault_tolerance import mourn, survives
+from mpicoll.transport.mpi.fault_tolerance import fault_tolerant, mark_dead
 from mpicoll.transport.mpi.native import MpiNative
 from mpicoll.transport.mpi.ops import reduce_in_place, reduce_local
-from mpicoll.transport.mpi.pending import MpiPending, _under_way  # noqa: F401  engine.report looks at it
+from mpicoll.transport.mpi.pending import MpiPending, active_transfers
 from mpicoll.transport.mpi.session import abort, library, world, world_rank, world_size
-from mpicoll.transport.mpi.transport import MpiTransport
-from mpicoll.transport.mpi.user_comms import attached, duplicate, is_communicator
+from mpicoll.transport.mpi.transport import MpiTransport, world_ranks
+from mpicoll.transport.mpi.user_comms import cached_communicator, duplicate, is_communicator
 
 __all__ = [
     "MpiNative",
     "MpiPending",
     "MpiTransport",
     "abort",
-    "attached",
+    "active_transfers",
+    "cached_communicator",
     "duplicate",
+    "fault_tolerant",
     "is_communicator",
     "library",
-    "mourn",
+    "mark_dead",
     "reduce_in_place",
     "reduce_local",
-    "survives",
     "world",
     "world_rank",
+    "world_ranks",
     "world_size",
 ]
+
+_under_way = active_transfers  # engine/report.py reads it under this name

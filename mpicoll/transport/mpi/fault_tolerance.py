@@ -1,4 +1,9 @@
-"""Deaths of ranks, in a job that goes on after them."""
+"""Fault tolerance: jobs in which communication goes on after the failure of a rank (MPI's ULFM extension).
+
+MPI reports a failure only to calls that involve the failed rank. So this process also learns of failures from the
+control network (:func:`mark_dead`), and revokes every communicator that has a failed member: all its ranks then leave
+their waits with RankFailed.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,58 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 from mpi4py import MPI
 
-_GLANCE = 0.05
-"""Seconds between two looks for deaths, of those who wait."""
+from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed
+from mpicoll.transport.base import Memory
+from mpicoll.transport.mpi.translation import translate_error
+from mpicoll.transport.shm import yield_core
 
+_POLL_INTERVAL = 0.05
+"""Seconds between two queries of MPI for failed ranks, by waiting threads."""
 
-# Errors that a death brings about, those that name it first. Not all of them are known to every MPI.
-_DEATHS = tuple(
+_DETECTION_TIME = 1.0
+"""Seconds within which a failure becomes known to the surviving ranks."""
+
+_IDENTIFICATION_TIME = 2.0
+"""Seconds within which a survivor learns which rank has failed, after one of its operations has failed."""
+
+_SPINS = 20
+"""Polls of a request before the waiting thread yields its core."""
+
+_YIELDS = 1000
+"""Polls of a request before the waiting thread sleeps between polls."""
+
+_SLEEP = 1e-3
+
+# Error classes that report a failed rank. Not every MPI library defines all of them.
+_FAILURES = tuple(
     getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
 )
-_VAGUE = (MPI.ERR_INTERN, MPI.ERR_OTHER, MPI.ERR_UNKNOWN)
+_UNSPECIFIC = (MPI.ERR_INTERN, MPI.ERR_OTHER, MPI.ERR_UNKNOWN)
+"""Error classes that Open MPI also raises when a rank has failed."""
 
+_REMEDY = (
+    "This communicator can't be used any more; the survivors continue with comm.shrink(), which all of them must call,"
+    " or run their loop by mpicoll.resilient"
+)
 
-_mourning = threading.RLock()
+_lock = threading.RLock()
+"""Guards what follows, and which communicators are revoked or freed."""
 _dead: set[int] = set()
-_transports: WeakSet[Any] = WeakSet()
+_states: WeakSet[FailureState] = WeakSet()
+_polled_at = 0.0
 
 
 @lru_cache(maxsize=1)
-def survives() -> bool:
-    """Whether the job goes on when a rank dies: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
+def fault_tolerant() -> bool:
+    """True if the job continues when a rank fails: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
     return (
         os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112  it is called so
         and hasattr(MPI.Comm, "Shrink")
@@ -38,52 +70,222 @@ def survives() -> bool:
     )
 
 
-def mourn(rank: int) -> None:
-    """Rank `rank` of the job has died: whoever waits on a communicator that it belongs to gets RankFailed. For whoever
-    learns of it; MPI itself knows only of deaths in its way. Does nothing if the death is known already, or in a job
-    that does not survive deaths."""
-    if survives() and not MPI.Is_finalized():
-        with _mourning:
+def mark_dead(rank: int) -> None:
+    """Record that `rank` of the job has died, and revoke all communicators of which it is a member: waits on them raise
+    RankFailed. Does nothing if the death is known already, or if the job is not fault-tolerant."""
+    if fault_tolerant() and not MPI.Is_finalized():
+        with _lock:
             if rank in _dead:
                 return
             _dead.add(rank)
-            for one in list(_transports):
-                if rank in one.members:
-                    one.revoke()
+            for state in list(_states):
+                if rank in state.members:
+                    state.revoke()
 
 
-_glanced = 0.0
-
-
-def _glance() -> set[int]:
-    """The same as :func:`_look`, which it calls now and then."""
-    global _glanced  # noqa: PLW0603  the look is one for all
+def _poll_dead() -> set[int]:
+    """Return the ranks of the job that are known to be dead; query MPI at intervals only."""
+    global _polled_at  # noqa: PLW0603  the interval is one for all communicators
     now = time.monotonic()
-    if now - _glanced > _GLANCE:
-        _glanced = now
-        _look()
+    if now - _polled_at > _POLL_INTERVAL:
+        _polled_at = now
+        _query_dead()
     return _dead
 
 
-def _look() -> set[int]:
-    """The ranks of the job that are known to be dead."""
+def _query_dead() -> set[int]:
+    """Return the ranks of the job that are known to be dead, those included that MPI knows of now."""
     failed, whole = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), whole)
     failed.Free()
     whole.Free()
     for rank in set(ranks) - _dead:
-        mourn(rank)
+        mark_dead(rank)
     return set(_dead)
 
 
-_REMEDY = (
-    "Nothing goes on this communicator any more; the survivors go on by comm.shrink(), which all of them must call, or"
-    " run their loop by mpicoll.resilient"
-)
+class FailureState:
+    """Failures and revocation of a transport's communicators.
+
+    Where the job is not fault-tolerant (see :func:`fault_tolerant`) MPI ends it when a rank fails; then only
+    :meth:`explain` and :meth:`retain` are of use.
+    """
+
+    def __init__(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, members: tuple[int, ...]) -> None:
+        self.members = members
+        self._rank, self._size = collective.rank, collective.size
+        self._collective, self._p2p = collective, p2p
+        self.handles = [collective, p2p]
+        """The communicators that belong to the transport, which are revoked and freed together."""
+        self._retained: list[Any] = []
+        self._derived: WeakSet[FailureState] = WeakSet()
+        self.revoked_here = self._freed = False
+        self._dead_before: frozenset[int] = frozenset()
+        if fault_tolerant():
+            with _lock:
+                self._dead_before = frozenset(_dead.difference(members))
+                _states.add(self)
+                if not _dead.isdisjoint(members):  # these deaths are reported no second time
+                    self.revoke()
+
+    # --- revocation
+
+    def revoke(self) -> None:
+        """Revoke the communicators and all that were derived from them: on every rank, waits on them raise RankFailed.
+        Returns at once. Raises CommunicatorError if the job is not fault-tolerant."""
+        if not fault_tolerant():
+            raise CommunicatorError(
+                f"shrink: rank {self._rank} of {self._size} is in a job that ends when a rank dies; start it by"
+                " `mpirun --with-ft ulfm` of Open MPI 5 to have it go on"
+            )
+        with _lock:
+            derived = list(self._derived)
+            if not self.revoked_here and not self._freed:
+                self.revoked_here = True
+                for comm in self.handles:
+                    with suppress(MPI.Exception):  # some of the ranks to be informed have ended
+                        comm.Revoke()
+        for one in derived:
+            one.revoke()
+
+    def add_handle(self, comm: MPI.Intracomm) -> None:
+        """Revoke and free `comm` with the other communicators of the transport."""
+        with _lock:
+            self.handles.append(comm)
+            if self.revoked_here:
+                with suppress(MPI.Exception):
+                    comm.Revoke()
+
+    def is_revoked(self) -> bool:
+        """True if this rank or another one has revoked the communicator."""
+        return self.revoked_here or bool(self._collective.Is_revoked())
+
+    def add_derived(self, derived: FailureState) -> None:
+        """Revoke `derived` with this one, from now on."""
+        with _lock:
+            self._derived.add(derived)
+            revoked = self.revoked_here
+        if revoked:
+            derived.revoke()
+
+    def mark_freed(self) -> bool:
+        """The transport is about to free the communicators: revoke them no more. False if they must not be freed."""
+        with _lock:
+            self._freed = True
+            _states.discard(self)
+        # After MPI_Finalize nothing is left to free, and MPI would abort the process. Freeing a revoked communicator
+        # would wait for its dead members.
+        return not MPI.Is_finalized() and not (fault_tolerant() and self.is_revoked())
+
+    def has_failed(self) -> bool:
+        """True if a member is known to be dead or the communicator is revoked; waits a second for such reports. Always
+        False if the job is not fault-tolerant."""
+        deadline = time.monotonic() + _DETECTION_TIME
+        while fault_tolerant() and time.monotonic() < deadline:
+            MPI.COMM_SELF.Iprobe()
+            if self.is_revoked() or _query_dead() & set(self.members):
+                return True
+            time.sleep(_SLEEP)
+        return False
+
+    def agree(self, flag: bool) -> bool:
+        """Collective over the living ranks, whatever dies meanwhile: the logical and of their flags."""
+        if not fault_tolerant():
+            # A reduction of an object would match the barrier at the exit of a rank that has left.
+            agreed = np.array([flag], np.int32)
+            self._collective.Allreduce(MPI.IN_PLACE, agreed, MPI.LAND)
+            return bool(agreed[0])
+        while True:
+            # Each failure makes Agree raise on all ranks until all have acknowledged it.
+            self._collective.Ack_failed()
+            try:
+                return bool(self._collective.Agree(int(flag)))
+            except MPI.Exception as error:
+                if error.Get_error_class() not in _FAILURES:
+                    raise
+
+    # --- errors
+
+    def explain(self, error: Exception) -> Exception:
+        """Return this library's exception for an exception of MPI's; any other one as it is."""
+        if isinstance(error, MPI.Exception):
+            return self.operation_error(error)
+        # In shared memory, the error of a rank whose peer can't continue does not name the reason.
+        aborted = type(error) is CommunicationError and fault_tolerant()
+        if aborted and (self.is_revoked() or _query_dead() & set(self.members)):
+            return self.rank_failed(str(error))
+        return error
+
+    def operation_error(self, error: MPI.Exception, memory: Any = None) -> CommunicationError:
+        """Return the exception for an operation that has failed with `error`; `memory` is what MPI may still use."""
+        if fault_tolerant():
+            kind = error.Get_error_class()
+            if kind in _FAILURES or (kind in _UNSPECIFIC and _query_dead() & set(self.members)):
+                self.retain(memory)
+                return self.rank_failed(error.Get_error_string())
+        return translate_error(self._rank, error)
+
+    def rank_failed(self, reason: str) -> RankFailed:
+        """Return the exception for an operation that has failed because ranks have died. Revokes the communicators, so
+        that the other ranks leave their waits as well."""
+        self.revoke()
+        deadline = time.monotonic() + _IDENTIFICATION_TIME
+        while not (dead := _query_dead() - self._dead_before) and time.monotonic() < deadline:
+            MPI.COMM_SELF.Iprobe()
+            time.sleep(_SLEEP)
+        ranks = tuple(sorted(dead & set(self.members) or dead))
+        return RankFailed(f"rank {self._rank} of {self._size}: {_describe_dead(ranks)} ({reason}). {_REMEDY}", ranks)
+
+    def retain(self, memory: Any) -> None:
+        """Keep memory alive that MPI may still use after a failed operation."""
+        self._retained.append(memory)
+
+    # --- transfers of a fault-tolerant job
+
+    def complete(self, request: MPI.Request, status: MPI.Status) -> bool:
+        """Complete a transfer if it has finished; return True if so. Raises RankFailed.
+
+        Open MPI frees a request that it reports as failed, and aborts the job when another part of the transfer fails
+        afterwards. So MPI is asked to complete only requests that have succeeded.
+        """
+        if request.Get_status(status):
+            if status.Get_error() != MPI.SUCCESS:
+                raise MPI.Exception(status.Get_error())
+            request.Wait()
+            return True
+        if (
+            self.revoked_here
+            or self._p2p.Is_revoked()
+            or self._collective.Is_revoked()
+            or _poll_dead() & set(self.members)
+        ):
+            raise self.rank_failed("while it waited for a message")
+        return False
+
+    def wait_all(self, requests: Sequence[MPI.Request], statuses: Sequence[MPI.Status]) -> None:
+        """Wait until all transfers have completed. Raises RankFailed."""
+        for request, status in zip(requests, statuses, strict=False):
+            polls = 0
+            while not self.complete(request, status):
+                polls += 1
+                if polls > _YIELDS:
+                    time.sleep(50e-6)
+                elif polls > _SPINS:
+                    yield_core()
+
+    def wait(self, request: MPI.Request, data: Memory) -> MPI.Status:
+        """Wait until the transfer of `data` has completed, and return its status. Raises RankFailed."""
+        status = MPI.Status()
+        try:
+            self.wait_all([request], [status])
+        except BaseException:
+            self.retain((request, data))
+            raise
+        return status
 
 
-def _who(ranks: Sequence[int]) -> str:
+def _describe_dead(ranks: Sequence[int]) -> str:
     if not ranks:
-        return "another rank has given up the communicator"
+        return "another rank has revoked the communicator"
     names = ", ".join(map(str, ranks))
     return f"rank {names} of the job has died" if len(ranks) == 1 else f"ranks {names} of the job have died"

@@ -1,32 +1,218 @@
-"""Messages as MPI and mpi4py see them: envelopes, and errors of receives."""
+"""Messages over MPI: the rounds of schedules, and the caller's point-to-point messages."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
 from mpi4py import MPI
 
-from mpicoll.errors import CommunicationError, TruncationError
-from mpicoll.transport.base import Envelope, Memory, does_not_fit
+from mpicoll.errors import CommunicatorError, TruncationError
+from mpicoll.transport.base import Envelope, Memory, Message, Traffic, poll, truncation_error
+from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
+from mpicoll.transport.mpi.native import INT_MAX
+from mpicoll.transport.mpi.pending import MpiPending, active_transfers
+from mpicoll.transport.mpi.translation import envelope_of, translate_truncation, translates_errors
 
-_INT_MAX = 2**31 - 1
-"""The largest count that MPI implementations without the large-count interface take."""
+R = TypeVar("R")
 
-
-def _envelope(status: MPI.Status) -> Envelope:
-    return Envelope(status.Get_source(), status.Get_tag(), status.Get_elements(MPI.BYTE))
-
-
-def _explained(rank: int, error: MPI.Exception) -> CommunicationError:
-    kind = error.Get_error_class()
-    text = f"rank {rank}: {error.Get_error_string()}"
-    if kind == MPI.ERR_TRUNCATE:
-        return TruncationError(f"{text}; the sender's message is larger than the buffer that receives it")
-    return CommunicationError(text)
+_BLOCK = 1 << 30
+"""Bytes of the blocks into which messages of more than INT_MAX bytes are divided."""
 
 
-def _too_large(rank: int, error: MPI.Exception, status: MPI.Status, data: Memory) -> CommunicationError | None:
-    """What to raise for the error of a receive, if the message was larger than `data`."""
-    if error.Get_error_class() != MPI.ERR_TRUNCATE:
-        return None
-    message = _envelope(status)
-    # Not every MPI library says how large it was.
-    return does_not_fit(rank, message, data.size) if message.nbytes > data.size else _explained(rank, error)
+def _reject_post(*args: Any) -> Any:
+    raise CommunicatorError("this process was forked from an MPI rank, and can't communicate; only the rank itself can")
+
+
+def _reject_transfers() -> None:
+    """In a forked child: replace the function through which every transfer goes."""
+    global _post  # noqa: PLW0603
+    _post = _reject_post  # type: ignore[assignment]  # it accepts any arguments
+
+
+os.register_at_fork(after_in_child=_reject_transfers)
+
+
+class MessagePassing:
+    """The messages of one process on two communicators of the same ranks: `collective` for the rounds of schedules,
+    `p2p` for the caller's messages."""
+
+    def __init__(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, members: tuple[int, ...]) -> None:
+        self.rank = collective.rank
+        self.size = collective.size
+        self.members = members
+        self.failures = FailureState(collective, p2p, members)
+        self.traffic = Traffic()
+        self._sends, self._receives = self.traffic.sends, self.traffic.receives
+        self._collective = collective
+        self._p2p = p2p
+
+    def explain(self, error: Exception) -> Exception:
+        return self.failures.explain(error)
+
+    @translates_errors
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        comm = self._collective
+        requests: list[MPI.Request] = []
+        statuses = [MPI.Status() for _ in range(len(recvs) + len(sends))]
+        try:
+            for source, data in recvs:
+                requests.append(_post(comm.Irecv, data, source, tag))
+            for dest, data in sends:
+                requests.append(_post(comm.Isend, data, dest, tag))
+            if fault_tolerant():
+                self.failures.wait_all(requests, statuses)
+            else:
+                MPI.Request.Waitall(requests, statuses)
+        except BaseException as error:
+            # Some transfers may be unfinished: nothing may be received any more, and the memory of the sends must
+            # outlive the failure.
+            for request in () if fault_tolerant() else requests[: len(recvs)]:
+                if request != MPI.REQUEST_NULL:
+                    request.Cancel()
+                    request.Free()
+            self.failures.retain((requests, sends, recvs))
+            if isinstance(error, MPI.Exception):
+                self._raise_first(recvs, statuses)
+            raise
+        for (source, data), status in zip(recvs, statuses, strict=False):
+            received = status.Get_elements(MPI.BYTE)
+            if received != data.size:
+                raise self._size_mismatch(source, data, f"{received}")
+
+    def _size_mismatch(self, source: int | None, data: Memory, received: str) -> TruncationError:
+        return TruncationError(
+            f"rank {self.rank} expected {data.size} bytes from rank {source}, got {received}:"
+            " the ranks disagree about the size of the operation"
+        )
+
+    def _raise_first(self, recvs: Sequence[Message], statuses: Sequence[MPI.Status]) -> None:
+        """Raise the error of the first transfer that failed, which is more specific than "error in status"."""
+        for at, status in enumerate(statuses):
+            kind = status.Get_error()
+            if kind in (MPI.SUCCESS, MPI.ERR_PENDING):
+                continue
+            error = MPI.Exception(kind)
+            if error.Get_error_class() == MPI.ERR_TRUNCATE and at < len(recvs):
+                source, data = recvs[at]
+                received = status.Get_elements(MPI.BYTE)
+                # Not every MPI library reports the size of the message.
+                raise self._size_mismatch(source, data, f"{received}" if received > data.size else "more") from error
+            raise error
+
+    @translates_errors
+    def send(self, data: Memory, dest: int, tag: int) -> None:
+        next(self._sends[dest, tag])
+        if fault_tolerant():
+            self.failures.wait(_post(self._p2p.Isend, data, dest, tag), data)
+        else:
+            _post(self._p2p.Send, data, dest, tag)
+
+    @translates_errors
+    def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
+        if fault_tolerant():
+            request = _post(self._p2p.Irecv, data, _source(source), _tag(tag))
+            return self._count_receive(self.failures.wait(request, data))
+        status = MPI.Status()
+        # Open MPI writes all of a large message that arrives through shared memory, also past the end of a receive
+        # buffer that is too small. So the size is queried first.
+        if _post is _reject_post:
+            _reject_post(self._p2p.Mprobe, data)
+        message = self._p2p.Mprobe(_source(source), _tag(tag), status)
+        envelope = envelope_of(status)
+        if envelope.nbytes > data.size:
+            whole = np.empty(envelope.nbytes, np.uint8)
+            _post(message.Recv, whole)
+            next(self._receives[envelope.source, envelope.tag])
+            # The first bytes may contain a header that identifies the message.
+            data[:] = whole[: data.size]
+            raise truncation_error(self.rank, envelope, data.size)
+        _post(message.Recv, data)
+        next(self._receives[envelope.source, envelope.tag])
+        return envelope
+
+    def _count_receive(self, status: MPI.Status) -> Envelope:
+        envelope = envelope_of(status)
+        next(self._receives[envelope.source, envelope.tag])
+        return envelope
+
+    @translates_errors
+    def sendrecv(
+        self, data: Memory, dest: int, tag: int, into: Memory, source: int | None, recvtag: int | None
+    ) -> Envelope:
+        next(self._sends[dest, tag])
+        if fault_tolerant():
+            receiving = _post(self._p2p.Irecv, into, _source(source), _tag(recvtag))
+            sending = _post(self._p2p.Isend, data, dest, tag)
+            self.failures.wait(sending, data)
+            return self._count_receive(self.failures.wait(receiving, into))
+        status = MPI.Status()
+        try:
+            if max(data.size, into.size) <= INT_MAX:
+                self._p2p.Sendrecv(data, dest, tag, into, _source(source), _tag(recvtag), status)
+            else:
+                sending = _post(self._p2p.Isend, data, dest, tag)
+                _post(self._p2p.Recv, into, _source(source), _tag(recvtag), status)
+                sending.Wait()
+        except MPI.Exception as error:
+            raise (translate_truncation(self.rank, error, status, into) or error) from error
+        return self._count_receive(status)
+
+    @translates_errors
+    def isend(self, data: Memory, dest: int, tag: int) -> MpiPending:
+        next(self._sends[dest, tag])
+        request = _post(self._p2p.Isend, data, dest, tag)
+        return MpiPending(self.rank, self.failures, self.traffic, request, data, (None, None, None))
+
+    @translates_errors
+    def irecv(self, data: Memory, source: int | None, tag: int | None) -> MpiPending:
+        request = _post(self._p2p.Irecv, data, _source(source), _tag(tag))
+        return MpiPending(self.rank, self.failures, self.traffic, request, data, (self._p2p, source, tag))
+
+    def takes_own(self, tag: int) -> bool:
+        return any(source in (None, self.rank) and wanted in (None, tag) for source, wanted in self.receiving())
+
+    def receiving(self) -> list[tuple[int | None, int | None]]:
+        posted = active_transfers.posted_receives()
+        return [(source, tag) for comm, source, tag in posted if comm is self._p2p]
+
+    @translates_errors
+    def iprobe(self, source: int | None, tag: int | None) -> Envelope | None:
+        if MPI.Is_finalized():  # a communicator that is freed late looks for messages that were not received
+            return None
+        status = MPI.Status()
+        return envelope_of(status) if self._p2p.Iprobe(_source(source), _tag(tag), status) else None
+
+    @translates_errors
+    def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope:
+        status = MPI.Status()
+        if timeout is None:
+            self._p2p.Probe(_source(source), _tag(tag), status)
+        else:
+            poll(lambda: self._p2p.Iprobe(_source(source), _tag(tag), status), timeout, f"rank {self.rank}: probe")
+        return envelope_of(status)
+
+
+def _post(call: Callable[..., R], data: Memory, *envelope: Any) -> R:
+    """Start a transfer of bytes. More than INT_MAX bytes are sent as one element of a derived datatype."""
+    if data.size <= INT_MAX:
+        return call(data, *envelope)
+    whole, rest = divmod(data.size, _BLOCK)
+    chunk = MPI.BYTE.Create_contiguous(_BLOCK)
+    large = MPI.Datatype.Create_struct([whole, rest], [0, whole * _BLOCK], [chunk, MPI.BYTE]).Commit()
+    try:
+        return call([data, 1, large], *envelope)
+    finally:
+        # MPI itself keeps a freed datatype until the transfers that use it have completed.
+        chunk.Free()
+        large.Free()
+
+
+def _source(source: int | None) -> int:
+    return MPI.ANY_SOURCE if source is None else source
+
+
+def _tag(tag: int | None) -> int:
+    return MPI.ANY_TAG if tag is None else tag

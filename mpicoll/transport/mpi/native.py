@@ -12,37 +12,39 @@ from mpi4py import MPI
 
 from mpicoll.transport import reductions
 from mpicoll.transport.base import Memory, Native
-from mpicoll.transport.mpi.messages import _INT_MAX
-from mpicoll.transport.mpi.ops import _OPS
+from mpicoll.transport.mpi.ops import OPS
+
+INT_MAX = 2**31 - 1
+"""The largest count that MPI libraries without the large-count interface (MPI 4) accept."""
 
 
 class MpiNative:
-    """The MPI library's own collectives. They raise MPI's exceptions, which the engine has explained."""
+    """The MPI library's own collectives. They raise MPI's exceptions; :meth:`MpiTransport.explain` translates them."""
 
-    max_count = _INT_MAX
+    max_count = INT_MAX
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
 
     def allreduce(self, source: Memory, target: Memory, op: str) -> None:
-        self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, _OPS[op])
+        self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, OPS[op])
 
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
         if source is target and root and not reductions.reduces_in_place():
             source = source.copy()
-        self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, _OPS[op], root)
+        self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, OPS[op], root)
 
     def scan(self, source: Memory, target: Memory, op: str) -> None:
-        self._comm.Scan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
+        self._comm.Scan(MPI.IN_PLACE if source is target else source, target, OPS[op])
 
     def exscan(self, source: Memory, target: Memory, op: str) -> None:
-        self._comm.Exscan(MPI.IN_PLACE if source is target else source, target, _OPS[op])
+        self._comm.Exscan(MPI.IN_PLACE if source is target else source, target, OPS[op])
 
     def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
         if counts is None:
-            self._comm.Reduce_scatter_block(source, target, _OPS[op])
+            self._comm.Reduce_scatter_block(source, target, OPS[op])
         else:
-            self._comm.Reduce_scatter(source, target, counts, _OPS[op])
+            self._comm.Reduce_scatter(source, target, counts, OPS[op])
 
     def bcast(self, data: Memory, root: int) -> None:
         self._comm.Bcast(data, root)
@@ -63,7 +65,7 @@ class MpiNative:
         if counts is None:
             self._comm.Allgather(source, target)
         else:
-            self._comm.Allgatherv(source, [target, list(counts)])  # a pair would be counts and displacements
+            self._comm.Allgatherv(source, [target, list(counts)])  # a tuple would be (counts, displacements)
 
     def alltoall(self, source: Memory, target: Memory) -> None:
         self._comm.Alltoall(source, target)
@@ -72,7 +74,7 @@ class MpiNative:
         self._comm.Barrier()
 
     def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
-        allreduce, reduction, datatype = self._comm.Allreduce, _OPS[op], MPI.Datatype.fromcode(dtype.char)
+        allreduce, reduction, datatype = self._comm.Allreduce, OPS[op], MPI.Datatype.fromcode(dtype.char)
         buffer, nbytes, in_place = MPI.buffer.fromaddress, count * dtype.itemsize, MPI.IN_PLACE
         return lambda address: allreduce(in_place, (buffer(address, nbytes), datatype), reduction)
 
@@ -85,13 +87,13 @@ class MpiNative:
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
         buffer = MPI.buffer.fromaddress
-        # mpi4py takes such a specification wherever it takes an array, and reads it faster. A count in it would mean
-        # that of a block where there is one for each rank.
+        # mpi4py accepts such a specification wherever it accepts an array, and parses it faster. It must not contain a
+        # count: in calls with one block for each rank that would be the count of a block.
         return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
 
 
 class _Bound(MpiNative):
-    """Takes down the collective that is called on it, instead of carrying it out."""
+    """Records the collective that is called on it as the function :attr:`again`, without running it."""
 
     def __init__(self, comm: MPI.Intracomm, persistent: bool) -> None:
         super().__init__(cast(Any, self))
@@ -100,25 +102,25 @@ class _Bound(MpiNative):
         self._real = comm
 
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
-        # It may have to copy what is there at each call.
+        # Each call may have to copy the operand.
         self.again = lambda: MpiNative(self._real).reduce(source, target, op, root)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """In the place of a method of mpi4py's communicator, which the methods of the base class call."""
-        return lambda *args: self._take(name, args)
+        """Stand in for the methods of mpi4py's communicator, which the methods of the base class call."""
+        return lambda *args: self._record(name, args)
 
-    def _take(self, name: str, args: tuple[Any, ...]) -> None:
+    def _record(self, name: str, args: tuple[Any, ...]) -> None:
         if self._persistent:
             with suppress(NotImplementedError, AttributeError):  # MPI libraries before MPI 4
                 request = getattr(self._real, f"{name}_init")(*args)
-                self.again = _repeat(request)
+                self.again = _bind_persistent(request)
                 return
         call = getattr(self._real, name)
-        given = [_parsed(one) if isinstance(one, np.ndarray) else one for one in args]
+        given = [buffer_spec(one) if isinstance(one, np.ndarray) else one for one in args]
         self.again = lambda: call(*given)
 
 
-def _repeat(request: MPI.Prequest) -> Callable[[], None]:
+def _bind_persistent(request: MPI.Prequest) -> Callable[[], None]:
     start, wait = request.Start, request.Wait
 
     def again() -> None:
@@ -134,6 +136,6 @@ def _free_request(request: MPI.Prequest) -> None:
         request.Free()
 
 
-def _parsed(array: Memory) -> Any:
-    """`array` in a form that mpi4py reads faster."""
+def buffer_spec(array: Memory) -> Any:
+    """Return a buffer specification of `array`, which mpi4py parses faster than an array."""
     return MPI.buffer.frombuffer(array, not array.flags.writeable), MPI.Datatype.fromcode(array.dtype.char)

@@ -1,4 +1,4 @@
-"""MPI's predefined reductions, and which of them the library computes wrongly."""
+"""MPI's predefined reduction operations, and which of them this MPI library computes wrongly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpicoll.errors import CommunicationError
 from mpicoll.transport import reductions
 from mpicoll.transport.base import Memory
 
-_OPS = {
+OPS = {
     "sum": MPI.SUM,
     "prod": MPI.PROD,
     "min": MPI.MIN,
@@ -22,38 +22,42 @@ _OPS = {
     "lor": MPI.LOR,
     "lxor": MPI.LXOR,
 }
+"""MPI's operation for each name of :class:`~mpicoll.transport.base.Native`."""
 
 
-def _agree_on_reductions(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> reductions.Wrong:
-    """Collective: what the library computes wrongly on one of the nodes. The ranks of a node have it in common."""
-    found = _wrong_here() if nodes.index(nodes[comm.rank]) == comm.rank else {}
-    return {what: why for one in reversed(comm.allgather(found)) for what, why in one.items()}
+def reduce_local(op: str, source: Memory, target: Memory) -> None:
+    """Set `target` to ``source op target``, computed by the MPI library (MPI_Reduce_local). Raises
+    CommunicationError."""
+    try:
+        OPS[op].Reduce_local(source, target)
+    except MPI.Exception as error:
+        raise CommunicationError(error.Get_error_string()) from error
+
+
+def reduce_in_place(data: Memory, op: str, root: int) -> None:
+    """Collective over all ranks of the job: reduce `data` by MPI_Reduce, in place at the root, whether or not the
+    library is known to support that."""
+    at_root = MPI.COMM_WORLD.rank == root
+    MPI.COMM_WORLD.Reduce(MPI.IN_PLACE if at_root else data, data if at_root else None, OPS[op], root)
+
+
+def agree_on_defects(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> reductions.Defects:
+    """Collective: the reductions that the library computes wrongly on any node. All ranks of a node load the same
+    library, so one of them answers for the node."""
+    found = _defects_here() if nodes.index(nodes[comm.rank]) == comm.rank else {}
+    return {name: reason for one in reversed(comm.allgather(found)) for name, reason in one.items()}
 
 
 @lru_cache(maxsize=1)
-def _wrong_here() -> reductions.Wrong:
-    """What the library computes wrongly in this process."""
-    # Programs may have chosen that errors end the job; one tells here that an operation is not there.
+def _defects_here() -> reductions.Defects:
+    """Return the reductions that the library computes wrongly in this process."""
+    # The program may have set error handlers that end the job; an operation that does not exist must only raise here.
     handlers = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
     try:
         for comm, _ in handlers:
             comm.Set_errhandler(MPI.ERRORS_RETURN)
-        return reductions.found(reduce_local)
+        return reductions.find_defects(reduce_local)
     finally:
         for comm, handler in handlers:
             comm.Set_errhandler(handler)
             handler.Free()
-
-
-def reduce_in_place(data: Memory, op: str, root: int) -> None:
-    """Collective over all ranks of the job: reduce `data`, at the root in place, whether the library can or not."""
-    at_root = MPI.COMM_WORLD.rank == root
-    MPI.COMM_WORLD.Reduce(MPI.IN_PLACE if at_root else data, data if at_root else None, _OPS[op], root)
-
-
-def reduce_local(op: str, source: Memory, target: Memory) -> None:
-    """Make `target` what `op` makes of the two, by the library's functions. Raises CommunicationError."""
-    try:
-        _OPS[op].Reduce_local(source, target)
-    except MPI.Exception as error:
-        raise CommunicationError(error.Get_error_string()) from error

@@ -1,4 +1,4 @@
-"""Non-blocking transfers, and all of them that may be under way."""
+"""Non-blocking transfers, and a registry of those that MPI may still be carrying out."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ import itertools
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError, RankFailed
-from mpicoll.transport.base import Envelope, Memory, poll
-from mpicoll.transport.mpi.fault_tolerance import survives
-from mpicoll.transport.mpi.messages import _envelope, _too_large
+from mpicoll.transport.base import Envelope, Memory, Traffic, poll
+from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
+from mpicoll.transport.mpi.translation import envelope_of, translate_truncation
 
-if TYPE_CHECKING:
-    from mpicoll.transport.mpi.transport import MpiTransport
-
-Takes: TypeAlias = tuple[Any, int | None, int | None]
-"""What a transfer receives: communicator, source and tag; no communicator if it sends."""
+PostedRecv: TypeAlias = tuple[Any, int | None, int | None]
+"""Communicator, source and tag (None: any) of a posted receive; for a send the communicator is None."""
 
 
 class MpiPending:
-    """A non-blocking transfer. It remembers how it ended, since MPI tells that only once, and only to one thread."""
+    """A non-blocking transfer. It stores its outcome, since MPI reports that only once, and to one thread only."""
 
-    def __init__(self, owner: MpiTransport, request: MPI.Request, data: Memory, takes: Takes) -> None:
-        self.rank = owner.rank
-        self._owner = owner
+    def __init__(
+        self,
+        rank: int,
+        failures: FailureState,
+        traffic: Traffic,
+        request: MPI.Request,
+        data: Memory,
+        takes: PostedRecv,
+    ) -> None:
+        self.rank = rank
         self.takes = takes
+        self._failures = failures
+        self._traffic = traffic
         self._request = request
         self._data = data
         self._status = MPI.Status()
@@ -36,19 +42,19 @@ class MpiPending:
         self._error: CommunicationError | None = None
         self._cancelling = False
         self._lock = threading.Lock()
-        _under_way.keep(self)
+        active_transfers.add(self)
 
     def test(self) -> Envelope | None:
-        # A thread that waits holds the lock inside MPI, and will see the end by itself.
+        # A waiting thread holds the lock inside MPI, and completes the transfer itself.
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._advance(self._owner.ended if survives() else MPI.Request.Test)
+            return self._advance(self._failures.complete if fault_tolerant() else MPI.Request.Test)
         finally:
             self._lock.release()
 
     def wait(self, timeout: float | None) -> Envelope:
-        if timeout is None and not survives():
+        if timeout is None and not fault_tolerant():
             with self._lock:
                 self._advance(MPI.Request.Wait)
         else:
@@ -56,72 +62,76 @@ class MpiPending:
         assert self._done is not None
         return self._done
 
-    def take_back(self) -> Envelope | None:
+    def cancel(self) -> Envelope | None:
         with self._lock:
             if self._done is None and self._error is None:
                 self._cancelling = True
                 self._request.Cancel()
-            # A message that was on its way to it comes all the same.
+            # A message that had been matched with the receive before still arrives.
             self._advance(MPI.Request.Wait)
             return None if self._status.Is_cancelled() else self._done
 
     def _advance(self, step: Callable[[MPI.Request, MPI.Status], bool]) -> Envelope | None:
+        """Call `step`, which completes the request if it can. Return the envelope if it has; raise the transfer's
+        error."""
         if self._error is not None:
             raise self._error
         if self._done is None:
             try:
                 finished = step(self._request, self._status)
             except MPI.Exception as error:
-                too_large = None if self.takes[0] is None else _too_large(self.rank, error, self._status, self._data)
-                self._error = too_large or self._owner.failed(error, (self._request, self._data))
-                _under_way.drop(self)
+                received = self.takes[0] is not None
+                truncated = translate_truncation(self.rank, error, self._status, self._data) if received else None
+                self._error = truncated or self._failures.operation_error(error, (self._request, self._data))
+                active_transfers.remove(self)
                 raise self._error from error
             except RankFailed as error:
                 self._error = error
-                _under_way.drop(self)
-                self._owner.keep((self._request, self._data))
+                active_transfers.remove(self)
+                self._failures.retain((self._request, self._data))
                 raise
             if finished:
-                self._done = _envelope(self._status)
+                self._done = envelope_of(self._status)
                 if self.takes[0] is not None and not (self._cancelling and self._status.Is_cancelled()):
-                    next(self._owner.traffic.receives[self._done.source, self._done.tag])
-                _under_way.drop(self)
+                    next(self._traffic.receives[self._done.source, self._done.tag])
+                active_transfers.remove(self)
         return self._done
 
 
-class _UnderWay:
-    """All transfers that may be under way: MPI uses their memory even when the caller has dropped them, and their
-    communicator."""
+class ActiveTransfers:
+    """All transfers that MPI may still be carrying out. MPI uses their memory even if the program has dropped the
+    requests and the communicator, so this registry keeps it alive."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._pending: dict[int, MpiPending] = {}
 
-    def keep(self, pending: MpiPending) -> None:
-        """Keep `pending`, and look at the two oldest, which bounds the number of those that nobody waits for."""
+    def add(self, pending: MpiPending) -> None:
+        """Register `pending`, and test the two oldest transfers: that bounds the number of completed ones on which the
+        program never waits."""
         with self._lock:
             oldest = list(itertools.islice(self._pending.items(), 2))
             for key, _ in oldest:
                 self._pending[key] = self._pending.pop(key)
             self._pending[id(pending)] = pending
         for _, one in oldest:
-            with suppress(CommunicationError):  # for its own wait to say
+            with suppress(CommunicationError):  # raised again by the transfer's own wait
                 one.test()
 
-    def drop(self, pending: MpiPending) -> None:
-        """`pending` has ended."""
+    def remove(self, pending: MpiPending) -> None:
+        """`pending` has completed or failed."""
         with self._lock:
             self._pending.pop(id(pending), None)
 
-    def receives(self) -> list[Takes]:
-        """What is being received."""
+    def posted_receives(self) -> list[PostedRecv]:
+        """Return the receives that have not completed; entries of unfinished sends (communicator None) are included."""
         with self._lock:
-            everything = list(self._pending.values())
-        for one in everything:
+            registered = list(self._pending.values())
+        for one in registered:
             with suppress(CommunicationError):
                 one.test()
         with self._lock:
             return [one.takes for one in self._pending.values()]
 
 
-_under_way = _UnderWay()
+active_transfers = ActiveTransfers()

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share or read, as far as they can."""
+"""Access of the ranks of a node to each other's memory: whether it works, and in which order stores become visible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import secrets
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeAlias, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -16,48 +16,58 @@ from mpi4py import MPI
 from mpicoll.config import config
 from mpicoll.transport import shm
 
-Access: TypeAlias = "tuple[str | None, str | None, bool]"
-"""Why the ranks of a node can't share memory, why they can't read each other's, and whether memory needs a name."""
+
+class SharedAccess(NamedTuple):
+    """How the ranks of a node reach each other's memory; the same on all ranks of a communicator."""
+
+    unshared: str | None
+    """Why they can't share memory; None if they can."""
+    unread: str | None
+    """Why they can't read each other's private memory; None if they can."""
+    named: bool
+    """True if shared memory must have a name in the file system (MPICOLL_SHARED_MEMORY=named)."""
 
 
-def _probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> Access:
-    """Collective: why the ranks of a node can't share memory or read each other's, found out by doing it."""
-    asked = comm.allgather(config().shared_memory)
-    named = "named" in asked
-    if "off" in asked:
-        refusal = f"MPICOLL_SHARED_MEMORY=off on rank {asked.index('off')}"
-        return refusal, refusal, named
+def probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> SharedAccess:
+    """Collective: find out by trying how the ranks of each node reach each other's memory."""
+    settings = comm.allgather(config().shared_memory)
+    named = "named" in settings
+    if "off" in settings:
+        reason = f"MPICOLL_SHARED_MEMORY=off on rank {settings.index('off')}"
+        return SharedAccess(reason, reason, named)
     node = cast(MPI.Intracomm, comm.Split(nodes[comm.rank], comm.rank))
     try:
         unshared = shm.share(8, node.allgather, node.rank, named=named)[1] or None
-        unread = _unread(node, comm.rank)
+        unread = _try_reading_peers(node, comm.rank)
     finally:
         node.Free()
-    told = comm.allgather((unshared, unread))
-    first = [next((one for one in why if one), None) for why in zip(*told, strict=True)]
-    return first[0], first[1], named
+    reasons = comm.allgather((unshared, unread))
+    first = [next((one for one in why if one), None) for why in zip(*reasons, strict=True)]
+    return SharedAccess(first[0], first[1], named)
 
 
-def _unread(node: MPI.Intracomm, rank: int) -> str | None:
-    """Collective over a node: why this rank can't read the memory of another one."""
+def _try_reading_peers(node: MPI.Intracomm, rank: int) -> str | None:
+    """Collective over a node: return why this rank can't read the memory of another one, or None."""
     word, copy = np.array([secrets.randbits(63)]), np.zeros(1, np.int64)
-    seen: str | None = None
+    reason: str | None = None
     for pid, address, value in node.allgather((os.getpid(), word.ctypes.data, int(word[0]))):
         try:
             shm.reader(pid)(address, copy.ctypes.data, 8)
             if copy[0] != value:
-                seen = f"rank {rank} sees other processes by the numbers of its peers"
+                reason = f"rank {rank} sees other processes by the numbers of its peers"
         except OSError as error:
-            seen = f"rank {rank} may not read its peers: {error.strerror}"
-    node.Barrier()  # nobody's word goes before all have read it
-    return seen
+            reason = f"rank {rank} may not read its peers: {error.strerror}"
+    node.Barrier()  # every rank's word must live until all have read it
+    return reason
 
 
 @lru_cache(maxsize=1)
-def _fence() -> Callable[[], object] | None:
+def memory_fence() -> Callable[[], object] | None:
+    """Return a function that orders this process's accesses to shared memory; None where the processor keeps stores in
+    order, and loads too."""
     if platform.machine() in ("x86_64", "AMD64"):
-        return None  # these processors keep stores in order, and loads too
-    # What orders accesses to windows orders all of a process' accesses.
+        return None
+    # MPI_Win_sync is a memory barrier for all accesses of a process, not only those to the window.
     window = MPI.Win.Allocate_shared(8, comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     atexit.register(_free_window, window, os.getpid())

@@ -1,4 +1,4 @@
-"""The program's own mpi4py communicators."""
+"""The program's own mpi4py communicators: transports on private duplicates of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from mpicoll.transport.mpi.transport import MpiTransport
 
 R = TypeVar("R")
 
+_ATTRIBUTE = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, owner: owner.free())
+
+
+def is_communicator(x: Any) -> bool:
+    """True if `x` is an mpi4py communicator."""
+    return isinstance(x, MPI.Comm)
+
 
 def duplicate(comm: Any) -> MpiTransport:
-    """The transport on private duplicates of the mpi4py communicator `comm`. Collective over it."""
+    """Return a transport on private duplicates of the mpi4py communicator `comm`. Collective over it."""
     collective, p2p = comm.Dup(), comm.Dup()
     for own in (collective, p2p):
         own.Set_errhandler(MPI.ERRORS_RETURN)
@@ -25,25 +32,18 @@ def duplicate(comm: Any) -> MpiTransport:
     return MpiTransport(collective, p2p, renumber(leaders))
 
 
-_ATTACHED = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, owner: owner.free())
+def cached_communicator(comm: Any, make: Callable[[], R]) -> R:
+    """Return the object that is cached on the mpi4py communicator `comm`: ``make()`` at its first use. The object is
+    freed when `comm` is freed.
 
-
-def attached(comm: Any, make: Callable[[], R]) -> R:
-    """What `make` gives for the mpi4py communicator `comm`: made at first use, kept with it, freed when it is freed.
-
-    Raises CommunicatorError if it can't carry our collectives.
+    Raises CommunicatorError if collectives of this library can't run on `comm`.
     """
     if comm == MPI.COMM_NULL:
         raise CommunicatorError("comm is MPI.COMM_NULL: it was freed, or this process is not a member of it")
     if comm.Is_inter():
         raise CommunicatorError("comm is an intercommunicator; merge it first (Intercomm.Merge)")
-    owner: R | None = comm.Get_attr(_ATTACHED)
+    owner: R | None = comm.Get_attr(_ATTRIBUTE)
     if owner is None:
         owner = make()
-        comm.Set_attr(_ATTACHED, owner)
+        comm.Set_attr(_ATTRIBUTE, owner)
     return owner
-
-
-def is_communicator(x: Any) -> bool:
-    """Whether `x` is an mpi4py communicator."""
-    return isinstance(x, MPI.Comm)

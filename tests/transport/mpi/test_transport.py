@@ -33,10 +33,10 @@ def end() -> Iterator[Any]:
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages over 64 bytes are large, and made of blocks of 16."""
-    from mpicoll.transport.mpi import transport
+    from mpicoll.transport.mpi import messages
 
-    monkeypatch.setattr(transport, "_INT_MAX", 64)
-    monkeypatch.setattr(transport, "_BLOCK", 16)
+    monkeypatch.setattr(messages, "INT_MAX", 64)
+    monkeypatch.setattr(messages, "_BLOCK", 16)
 
 
 def needs_peers() -> None:
@@ -369,7 +369,7 @@ def test_errors_are_returned_whatever_the_original_says() -> None:
 def _under_way() -> list[Any]:
     from mpicoll.transport import mpi
 
-    return mpi._under_way.receives()
+    return mpi.active_transfers.posted_receives()
 
 
 def test_memory_outlives_the_communicator_that_was_dropped() -> None:
