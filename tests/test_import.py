@@ -72,8 +72,6 @@ BY_NAME = {
     # Whether MPI has been loaded is asked without loading it.
     "engine/report.py": {"mpicoll.transport.mpi"},
     "engine/world.py": {"mpicoll.transport.mpi"},
-    # The program of two ranks that tries the MPI library.
-    "transport/cuda_awareness.py": {"mpicoll.cli.probes"},
 }
 """The modules that are named by a string, where the contracts on imports don't see them."""
 

@@ -19,8 +19,9 @@ BLOCKING = {
 JOINED = ("thread", "keeper", "leave()")
 """What is joined, where it is a thread."""
 
-ELSEWHERE = ("cli", "launch", "schedules", "transport/launcher.py")
-"""Programs that start jobs, which are no ranks themselves, and schedules, whose Send and Recv are data."""
+ELSEWHERE = ("cli", "launch", "schedules", "transport/launcher.py", "engine/cuda_probes.py")
+"""Programs that start jobs, which are no ranks themselves, those that such a job runs under its own time limit, and
+schedules, whose Send and Recv are data."""
 
 WAITS = {
     "registered: an entry of the watch's `active`, or the operation of a queue": {

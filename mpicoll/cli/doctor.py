@@ -237,17 +237,19 @@ def _own_command(program: str) -> Finding:
 
 
 def _is_of_library(plain: str) -> bool:
-    """Whether the ranks that this launcher starts meet."""
-    from mpicoll.transport import cuda_awareness, launcher
+    """True if the ranks that this launcher starts are one job."""
+    from mpicoll.cli import job_probe
+    from mpicoll.transport import launcher, probes
 
     environ = launcher.environment_here(os.environ, root=os.geteuid() == 0) | {"MPICOLL_REPORT": "off"}
-    ended = launcher.attempt([plain, "-np", "2", *launcher.module(cuda_awareness.TRIALS, "job")], environ, _SECONDS)
-    ranks = [one["done"]["ranks"] for one in cuda_awareness.told_by(ended.output) if "done" in one]
+    ended = launcher.attempt([plain, "-np", "2", *launcher.module(job_probe.__name__, "job")], environ, _SECONDS)
+    ranks = [one["done"]["ranks"] for one in probes.reports_in(ended.output) if "done" in one]
     return ended.status == 0 and ranks == [2, 2]
 
 
 def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
-    from mpicoll.transport import cuda_awareness, launcher
+    from mpicoll.cli import job_probe
+    from mpicoll.transport import launcher, probes
 
     begin = time.monotonic()
     # It leaves nothing behind, however it ends.
@@ -255,11 +257,9 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
         "MPICOLL_REPORT": "off"
     }
     environ = launcher.environment_here(settings, root=os.geteuid() == 0)
-    command = [program, "-np", "2", *launcher.module(cuda_awareness.TRIALS, "job")]
+    command = [program, "-np", "2", *launcher.module(job_probe.__name__, "job")]
     ended = launcher.attempt(command, environ, _SECONDS)
-    told: dict[str, Any] = {}
-    for one in cuda_awareness.told_by(ended.output):
-        told |= one
+    told = probes.merged_reports(ended.output)
     if ended.status == 0 and "done" in told and told["done"]["ranks"] == 2:
         job |= told["done"]
         return Finding("MPI", "a job of 2 ranks", "ok", f"works, and took {time.monotonic() - begin:.1f} s")
@@ -274,12 +274,12 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
 
 def _reductions(probe: bool | None) -> Iterator[Finding]:
     """What the library computes wrongly, which is not left to it."""
-    from mpicoll.transport import reductions
+    from mpicoll.transport import reduction_probes, reductions
 
     entry = None if probe else reductions.kept_entry()
     source = "" if entry is None else f"tried on {entry['tried']}, kept in {reductions.FILE.path}"
     if probe or (probe is None and (entry is None or not entry["collectives"])):
-        entry, source = reductions.probe()
+        entry, source = reduction_probes.probe_reductions()
         source = source if entry is None else f"tried now, {source}"
     if entry is None:
         yield Finding("MPI", "reductions", "not there", source or "not tried", "run mpicoll doctor --probe")
@@ -358,7 +358,7 @@ def _cuda(probe: bool | None) -> Iterator[Finding]:
     if not _cupys():
         yield Finding("CUDA", "cupy", "not there", "not installed", _CUPY if driver else "")
         return
-    found = _trial("devices")
+    found = _probe_device("devices")
     if "done" not in found:
         problem = found.get("unable") or found["failed"]
         state: State = "problem" if driver else "not there"
@@ -377,9 +377,10 @@ def _cuda(probe: bool | None) -> Iterator[Finding]:
 
 def _aware(probe: bool | None) -> Iterator[Finding]:
     """What MPI does with device memory."""
+    from mpicoll.engine import cuda_probes
     from mpicoll.transport import cuda_awareness
 
-    verdict = cuda_awareness.verdict(probe=probe is not False, fresh=probe is True)
+    verdict = cuda_awareness.verdict(None if probe is False else cuda_probes.PROGRAM, fresh=probe is True)
     words = {"send": "messages", "move": "moving collectives", "reduce": "reductions"}
     for name in cuda_awareness.CLASSES:
         takes = getattr(verdict, name)
@@ -468,14 +469,13 @@ def _driver() -> str:
         return ", ".join(found)
 
 
-def _trial(name: str) -> dict[str, Any]:
-    """What a trial in a process of its own tells; ``failed`` if that ended before it could."""
-    from mpicoll.transport import cuda_awareness, launcher
+def _probe_device(name: str) -> dict[str, Any]:
+    """Run a probe in a process of its own and return its reports; ``failed`` if it ended without a result."""
+    from mpicoll.engine import cuda_probes
+    from mpicoll.transport import launcher, probes
 
-    ended = launcher.attempt(launcher.module(cuda_awareness.TRIALS, name), os.environ, _SECONDS)
-    told: dict[str, Any] = {}
-    for one in cuda_awareness.told_by(ended.output):
-        told |= one
+    ended = launcher.attempt(launcher.module(cuda_probes.PROGRAM, name), os.environ, _SECONDS)
+    told = probes.merged_reports(ended.output)
     if not told.keys() & {"done", "wrong", "unable"}:
         late = f"no answer within {_SECONDS:g} s"
         told["failed"] = late if ended.status is None else launcher.last_lines(ended.errors, 2)
@@ -483,7 +483,7 @@ def _trial(name: str) -> dict[str, Any]:
 
 
 def _ipc() -> Finding:
-    told = _trial("ipc")
+    told = _probe_device("ipc")
     if "done" in told:
         return Finding("CUDA", "IPC", "ok", told["done"])
     if "unable" in told:

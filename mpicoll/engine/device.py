@@ -25,7 +25,7 @@ from mpicoll.buffers.device import Device, DeviceArray, Event, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Reduction
 from mpicoll.buffers.streams import record_events
-from mpicoll.engine import ipc, nccl
+from mpicoll.engine import cuda_probes, ipc, nccl
 from mpicoll.engine.selection.catalogue import IPC, NCCL, DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.engine.selection.selector import Choice, choose
@@ -85,7 +85,7 @@ class Devices:
         failure: MpicollError | None = None
         try:
             # To try takes seconds, and matters only where messages leave the node.
-            verdict = cuda_awareness.verdict(probe=self._several and self._prober)
+            verdict = cuda_awareness.verdict(cuda_probes.PROGRAM if self._several and self._prober else None)
             if self._prober or not self._several:
                 told["aware"] = [name for name in cuda_awareness.CLASSES if getattr(verdict, name)]
         except MpicollError as error:
@@ -349,7 +349,7 @@ class _Staged:
 
 def takes_straight(checked: bool) -> bool:
     """Whether a message between two ranks goes straight from or to device memory. Ranks may differ in that."""
-    return not checked and cuda_awareness.verdict(probe=False).send
+    return not checked and cuda_awareness.verdict(None).send
 
 
 def fetched(buffer: Buffer, device: Device) -> Array:

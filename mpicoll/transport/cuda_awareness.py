@@ -7,11 +7,10 @@ for later runs, in a JSON file with an entry for each kind of device, driver, MP
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,19 +20,11 @@ from typing import Any
 
 from mpicoll import user_cache
 from mpicoll.config import CUDA_AWARE, config
-from mpicoll.transport import launcher
+from mpicoll.transport import launcher, probes
 
 CLASSES = CUDA_AWARE
 """The classes of operations: messages between two ranks, also those that are completed by a thread which has never
 used a device, as the engine's poller has not; collectives that move data; collectives that reduce."""
-
-MARK = "mpicoll-trial "
-"""What the lines of a trial's output begin with that have something to tell; JSON follows: what is done next (`step`),
-what has come out wrong (`wrong`), why it could not be tried at all (`unable`), or, at the end, what went well (`done`).
-"""
-
-TRIALS = "mpicoll.cli.probes"
-"""The program that carries out trials, by its name: it is above this layer."""
 
 FORMAT = "mpicoll CUDA-aware MPI"
 VERSION = 2
@@ -75,7 +66,7 @@ _known: Verdict | None = None
 _UNKNOWN = "not probed"
 
 
-def verdict(*, probe: bool, fresh: bool = False) -> Verdict:
+def verdict(program: str | None, *, fresh: bool = False) -> Verdict:
     """What MPI can do with device memory: as MPICOLL_CUDA_AWARE says; else as was found before on such a machine;
     else, if `probe`, as is found now, which takes some seconds, and a minute and a half at worst; else nothing.
 
@@ -86,13 +77,13 @@ def verdict(*, probe: bool, fresh: bool = False) -> Verdict:
     if asked is not None:
         return asked
     known = _known
-    if known is not None and not fresh and (known.source != _UNKNOWN or not probe):
+    if known is not None and not fresh and (known.source != _UNKNOWN or program is None):
         return known  # without waiting for a thread that tries
     with _lock:
         if _known is None:
             _known = _read(_depends()) or _nothing(_UNKNOWN, _UNKNOWN)
-        if fresh or (probe and _known.source == _UNKNOWN):
-            _known = _probe(_depends())
+        if program is not None and (fresh or _known.source == _UNKNOWN):
+            _known = _probe(program, _depends())
         return _known
 
 
@@ -144,7 +135,7 @@ def _gpus() -> dict[str, Any]:
     return {"gpus": sorted(models), "driver": driver}
 
 
-def _probe(depends: dict[str, Any]) -> Verdict:
+def _probe(module: str, depends: dict[str, Any]) -> Verdict:
     """Try all classes, and keep what was found for later runs."""
     program = launcher.find()
     if program is None:
@@ -154,7 +145,7 @@ def _probe(depends: dict[str, Any]) -> Verdict:
         )
     tried: dict[str, _Tried] = {}
     for name in CLASSES:
-        tried[name] = _try(program, name)
+        tried[name] = _try(program, module, name)
         if not tried[name].possible:
             return _nothing(f"it can't be tried: {tried[name].evidence}", "can't be tried")
     good = {name: one.good for name, one in tried.items()}
@@ -166,15 +157,13 @@ def _probe(depends: dict[str, Any]) -> Verdict:
 _SAY = "if it does, say so by MPICOLL_CUDA_AWARE"
 
 
-def _try(program: str, name: str) -> _Tried:
+def _try(program: str, module: str, name: str) -> _Tried:
     ended = launcher.attempt(
-        [program, "-np", "2", *launcher.module(TRIALS, name)],
+        [program, "-np", "2", *launcher.module(module, name)],
         launcher.environment_here(os.environ, root=os.geteuid() == 0),
         _SECONDS,
     )
-    told: dict[str, str] = {}
-    for one in told_by(ended.output):
-        told |= one
+    told = probes.merged_reports(ended.output)
     if "unable" in told:
         return _Tried(False, told["unable"], possible=False)
     if "wrong" in told:
@@ -182,27 +171,12 @@ def _try(program: str, name: str) -> _Tried:
     if ended.status == 0 and "done" in told:
         return _Tried(True, told["done"])
     how = f"no end within {_SECONDS:g} s" if ended.status is None else f"status {ended.status}"
-    said = last_words(ended)
+    said = probes.failure_text(ended)
     if "step" not in told:
         # It has not come to the first operation: that says nothing about device memory.
         return _Tried(False, f"{program}: {how}: {said}", possible=False)
     where = "at its end" if "done" in told else f"in {told['step']}"
     return _Tried(False, f"{how}, {where}: {said}")
-
-
-def last_words(ended: launcher.Ended) -> str:
-    """What the launcher has said of a signal, to stderr or, as MPICH's does, to stdout; else the end of stderr."""
-    others = [line for line in ended.output.splitlines() if not line.startswith(MARK)]
-    signals = [line for line in [*others, *ended.errors.splitlines()] if "signal" in line.lower()]
-    return signals[-1].strip() if signals else launcher.last_lines(ended.errors, 2)
-
-
-def told_by(output: str) -> Iterator[dict[str, Any]]:
-    """What the ranks of a trial have told, in their output."""
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            with suppress(ValueError):  # lines of two ranks may be mixed up
-                yield json.loads(line[len(MARK) :])
 
 
 def cache() -> Path | None:

@@ -9,7 +9,6 @@ made: some milliseconds, once for each library and processor, since the result i
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ import numpy as np
 
 from mpicoll import user_cache
 from mpicoll.errors import MpicollError
-from mpicoll.transport import cuda_awareness, launcher
+from mpicoll.transport import launcher
 from mpicoll.transport.base import Memory
 from mpicoll.ufuncs import UFUNCS
 
@@ -53,12 +52,6 @@ _NAMES = frozenset(f"{op} {dtype.char}" for op, dtype in PAIRS)
 
 _VECTOR = 64
 """Bytes of the longest vectors of processors."""
-
-_SECONDS = 60.0
-"""For which collectives are tried."""
-
-_CRASHES = 8
-"""Operations and dtypes that crash, past which a library is not tried further."""
 
 _FIELDS = ("wrong", "collectives", "in_place", "tried")
 
@@ -104,10 +97,10 @@ def refusal(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | No
 
 def find_defects(reduce: Reduce) -> Defects:
     """What the library of this process computes wrongly: as was found before, else as :func:`attempt` finds."""
-    conditions = _conditions()
-    entry = FILE.read(conditions)
+    here = conditions()
+    entry = FILE.read(here)
     if entry is None:
-        entry = entry_of(conditions, attempt(reduce))
+        entry = entry_of(here, attempt(reduce))
         FILE.write(entry)
     wrong: Defects = entry["wrong"]
     return wrong
@@ -115,50 +108,13 @@ def find_defects(reduce: Reduce) -> Defects:
 
 def kept_entry() -> dict[str, Any] | None:
     """What the file says of the MPI library of this process, or of the one that it would load."""
-    return FILE.read(_conditions())
+    return FILE.read(conditions())
 
 
-def probe() -> tuple[dict[str, Any] | None, str]:
-    """Try the collectives themselves, in jobs of two ranks that may crash, and keep what was found. Returns the entry,
-    and where it is kept; or None, and why they can't be tried."""
-    program = launcher.find()
-    if program is None:
-        return None, "there is neither mpirun nor mpiexec to try it"
-    wrong: Defects = {}
-    while True:
-        ended, told = _trial(program, "reductions", json.dumps(wrong))
-        found = [one["done"]["wrong"] for one in told if "done" in one]
-        if ended.status == 0 and found:
-            break
-        # Whatever it was doing is not for this library; the rest is tried again without it.
-        step = next((one["step"] for one in reversed(told) if "step" in one), None)
-        unable = next((one["unable"] for one in told if "unable" in one), None)
-        if unable is not None or step is None or step in wrong or len(wrong) == _CRASHES:
-            return None, unable or f"a job of two ranks fails: {cuda_awareness.last_words(ended)}"
-        how = f"did not end within {_SECONDS:g} s" if ended.status is None else cuda_awareness.last_words(ended)
-        wrong[step] = f"the MPI library fails in {words(step)}: {how}"
-    for one in found:
-        wrong = one | wrong
-    ended, told = _trial(program, "in-place")
-    in_place = ended.status == 0 and any("done" in one for one in told)
-    entry = entry_of(_conditions(), wrong) | {"collectives": True, "in_place": in_place}
-    return entry, FILE.write(entry)
-
-
-def _trial(program: str, *arguments: str) -> tuple[launcher.Ended, list[dict[str, Any]]]:
-    """How a trial of two ranks has ended, and what they have told."""
-    ended = launcher.attempt(
-        [program, "-np", "2", *launcher.module(cuda_awareness.TRIALS, *arguments)],
-        launcher.environment_here(os.environ, root=os.geteuid() == 0),
-        _SECONDS,
-    )
-    return ended, list(cuda_awareness.told_by(ended.output))
-
-
-def entry_of(conditions: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
+def entry_of(found_under: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
     """An entry of the file, for what :func:`attempt` has found."""
     now = strftime("%Y-%m-%d %H:%M:%S")
-    return {**conditions, "wrong": wrong, "collectives": False, "in_place": None, "tried": now}
+    return {**found_under, "wrong": wrong, "collectives": False, "in_place": None, "tried": now}
 
 
 @lru_cache(maxsize=1)
@@ -171,7 +127,7 @@ def reduces_in_place() -> bool:
     return not isinstance(library, str) and " ".join(library.version.split()).startswith(_IN_PLACE)
 
 
-def _conditions() -> dict[str, Any]:
+def conditions() -> dict[str, Any]:
     """What it depends on how a library reduces."""
     library = launcher.library()
     if isinstance(library, str):

@@ -17,7 +17,7 @@ from support.launch import ROOT
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
 from mpicoll.engine.selection import tuned_table
-from mpicoll.transport import cuda_awareness, launcher, reductions
+from mpicoll.transport import cuda_awareness, launcher, probes, reduction_probes, reductions
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
 
@@ -73,7 +73,7 @@ def examined(*arguments: str, fake: bool = False, **variables: str) -> Report:
 def reduced() -> None:
     """It seems to be known of all reductions of this library that they are wrong, so none is tried."""
     wrong = {reductions.name(*one): "not tried here" for one in reductions.PAIRS}
-    entry = reductions.entry_of(reductions._conditions(), wrong)
+    entry = reductions.entry_of(reductions.conditions(), wrong)
     reductions.FILE.write(entry | {"collectives": True})
 
 
@@ -145,8 +145,8 @@ def test_on_a_fake_device(tmp_path: Path) -> None:
 def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[dict[str, bool]] = []
 
-    def verdict(**how: bool) -> cuda_awareness.Verdict:
-        heard.append(how)
+    def verdict(program: str | None, *, fresh: bool) -> cuda_awareness.Verdict:
+        heard.append({"probe": program is not None, "fresh": fresh})
         evidence = {"send": "it crashes", "move": "it works", "reduce": "wrong data"}
         return cuda_awareness.Verdict(False, True, False, evidence, "tried now")
 
@@ -154,7 +154,7 @@ def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypa
     device |= {"driver": "12.4", "runtime": "12.2", "cupy": "13"}
     monkeypatch.setattr(cuda_awareness, "verdict", verdict)
     monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
-    monkeypatch.setattr(doctor, "_trial", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
+    monkeypatch.setattr(doctor, "_probe_device", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
     for name in ("_versions", "_settings"):
         monkeypatch.setattr(doctor, name, lambda: iter([]))
     for name in ("_mpi", "_machine"):
@@ -408,7 +408,7 @@ def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pyte
         return now, "kept in a file"
 
     monkeypatch.setattr(reductions, "kept_entry", lambda: before)
-    monkeypatch.setattr(reductions, "probe", attempt)
+    monkeypatch.setattr(reduction_probes, "probe_reductions", attempt)
     findings = list(doctor._reductions(probe))
     found = {one.name: one for one in findings}
     assert len(findings) == len(found)
@@ -421,7 +421,7 @@ def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pyte
     tried.clear()
     of(doctor._reductions, None)
     assert not tried
-    monkeypatch.setattr(reductions, "probe", lambda: (None, "no mpirun"))
+    monkeypatch.setattr(reduction_probes, "probe_reductions", lambda: (None, "no mpirun"))
     failed = of(doctor._reductions, True)["reductions"]
     assert (failed.state, failed.value) == ("not there", "no mpirun")
 
@@ -501,14 +501,14 @@ def test_a_part_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPa
     ids=["good", "unable", "wrong", "crash"],
 )
 def test_ipc(told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_trial", lambda name: told)
+    monkeypatch.setattr(doctor, "_probe_device", lambda name: told)
     found = doctor._ipc()
     assert (found.state, found.value) == (state, next(iter(told.values())))
 
 
 def test_devices_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
-    monkeypatch.setattr(doctor, "_trial", lambda name: {"unable": "the driver is too old"})
+    monkeypatch.setattr(doctor, "_probe_device", lambda name: {"unable": "the driver is too old"})
     for driver, state in (("NVRM 535", "problem"), ("", "not there")):
         monkeypatch.setattr(doctor, "_driver", lambda driver=driver: driver)
         assert of(doctor._cuda, None)["devices"].state == state
@@ -525,6 +525,6 @@ def test_nccl() -> None:
 
 @pytest.mark.parametrize("status", [None, 139])
 def test_a_trial_that_says_nothing(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = launcher.Ended(status, f'{cuda_awareness.MARK}{{"step": "x"}}\n', "Segmentation fault")
+    ended = launcher.Ended(status, f'{probes.MARK}{{"step": "x"}}\n', "Segmentation fault")
     monkeypatch.setattr(launcher, "attempt", lambda *args: ended)
-    assert doctor._trial("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")
+    assert doctor._probe_device("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")

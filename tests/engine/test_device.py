@@ -159,9 +159,9 @@ def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch)
     asked: list[bool] = []
     verdict = cuda_awareness.verdict
 
-    def counted(*, probe: bool) -> cuda_awareness.Verdict:
-        asked.append(probe)
-        return verdict(probe=False)
+    def counted(program: str | None) -> cuda_awareness.Verdict:
+        asked.append(program is not None)
+        return verdict(None)
 
     monkeypatch.setattr(cuda_awareness, "verdict", counted)
 
@@ -183,7 +183,7 @@ def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_can_not_tell_stops_all(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*, probe: bool) -> cuda_awareness.Verdict:
+    def failing(program: str | None) -> cuda_awareness.Verdict:
         if mpicoll.world().rank == 1:
             raise mpicoll.SetupError("no such thing")
         return cuda_awareness.Verdict(False, False, False, {}, "test")

@@ -17,8 +17,9 @@ from support import fake_cuda
 from support.launch import ROOT, mpirun
 
 from mpicoll.config import Config
+from mpicoll.engine.cuda_probes import PROGRAM
 from mpicoll.errors import SetupError
-from mpicoll.transport import cuda_awareness, launcher
+from mpicoll.transport import cuda_awareness, launcher, probes
 from mpicoll.transport.cuda_awareness import CLASSES, Verdict, verdict
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
@@ -58,7 +59,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 def says(**what: str) -> str:
-    return f"echo '{cuda_awareness.MARK}{json.dumps(what)}'"
+    return f"echo '{probes.MARK}{json.dumps(what)}'"
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +82,7 @@ def of(found: Verdict) -> list[bool]:
 def test_what_the_user_says_counts(text: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     read = Config.read({"MPICOLL_CUDA_AWARE": text})
     monkeypatch.setattr(cuda_awareness, "config", lambda: read)
-    found = verdict(probe=True, fresh=True)
+    found = verdict(PROGRAM, fresh=True)
     assert of(found) == expected
     assert found.source.startswith("MPICOLL_CUDA_AWARE=")
     assert set(found.evidence.values()) == {found.source}
@@ -95,7 +96,7 @@ def test_what_the_user_must_not_say() -> None:
 
 @pytest.mark.usefixtures("no_trials")
 def test_nothing_is_believed(cache: Path) -> None:
-    found = verdict(probe=False)
+    found = verdict(None)
     assert of(found) == [False] * 3
     assert found.source == "not probed"
     assert not cache.exists()
@@ -113,7 +114,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake")
 def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECUDA_AWARE", "1")
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [True] * 3, found
     for name, way in zip(CLASSES, ("Sendrecv", "Alltoall", "Reduce_scatter_block"), strict=True):
         assert found.evidence[name].startswith("8 B, 64 KiB and 4 MiB of device memory have arrived")
@@ -122,7 +123,7 @@ def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.Monkey
     # Later runs are told without trying.
     forget(monkeypatch)
     monkeypatch.setattr(launcher, "find", lambda: None)
-    later = verdict(probe=True)
+    later = verdict(PROGRAM)
     assert later == replace(found, source=later.source)
     assert later.source.endswith(f", from {cache}")
     assert later.source.startswith(f"tried on {json.loads(cache.read_text())['entries'][0]['tried']}")
@@ -131,17 +132,17 @@ def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("fake")
 def test_an_mpi_that_does_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FAKECUDA_AWARE", raising=False)
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [False] * 3
     for name, step in zip(CLASSES, ("Send and Recv", "Bcast", "Allreduce"), strict=True):
         assert f"in {step} of 8 bytes" in found.evidence[name], found.evidence
         assert "egmentation fault" in found.evidence[name]
     # That, too, is kept; and tried anew where that is asked for.
     forget(monkeypatch)
-    assert verdict(probe=False).evidence == found.evidence
+    assert verdict(None).evidence == found.evidence
     monkeypatch.setattr(launcher, "find", lambda: None)
-    assert verdict(probe=True).evidence == found.evidence
-    assert verdict(probe=True, fresh=True).source == "can't be tried"
+    assert verdict(PROGRAM).evidence == found.evidence
+    assert verdict(PROGRAM, fresh=True).source == "can't be tried"
 
 
 @pytest.mark.usefixtures("fake")
@@ -149,28 +150,28 @@ def test_inside_of_a_job(cache: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(FAKE)!r}); from mpi4py import MPI;"
         " from mpicoll.transport import cuda_awareness;"
-        " found = cuda_awareness.verdict(probe=True); print(found.send, found.move, found.reduce, found.evidence)"
+        f" found = cuda_awareness.verdict({PROGRAM!r}); print(found.send, found.move, found.reduce, found.evidence)"
     )
     done = mpirun(1, "-c", program, FAKECUDA_AWARE="1", seconds=100)
     assert "True True True" in done.stdout, done.stdout
     # A program that no launcher has started goes by the same entry.
-    assert of(verdict(probe=False)) == [True] * 3
+    assert of(verdict(None)) == [True] * 3
 
 
 def test_transfers_that_another_thread_completes() -> None:
     """MPI may take device memory in the threads of the program alone; but the poller has one of its own."""
     program = (
-        "import sys, threading; from mpicoll.cli import probes; from mpicoll.transport import mpi;"
+        "import sys, threading; from mpicoll.engine import cuda_probes; from mpicoll.transport import mpi, probes;"
         " test = mpi.MpiPending.test\n"
         "def elsewhere(self):\n"
         "    assert threading.current_thread() is threading.main_thread(), 'no context'\n"
         "    return test(self)\n"
         "mpi.MpiPending.test = elsewhere\n"
-        "sys.exit(probes.main('send'))"
+        "sys.exit(probes.run(cuda_probes._PROBES, 'send'))"
     )
     done = mpirun(2, "-c", program, **fake_cuda.environment(FAKECUDA_AWARE="1"))
     assert done.returncode != 0
-    steps = [one["step"] for one in cuda_awareness.told_by(done.stdout) if "step" in one]
+    steps = [one["step"] for one in probes.reports_in(done.stdout) if "step" in one]
     assert steps[-1] == "Isend and Irecv that another thread completes of 8 bytes", done.stdout
 
 
@@ -178,7 +179,7 @@ def test_without_cupy(cache: Path) -> None:
     pytest.importorskip("mpi4py")
     if any((Path(place) / "cupy").is_dir() for place in sys.path):
         pytest.skip("there is a cupy")
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [False] * 3
     assert found.evidence["send"] == "it can't be tried: No module named 'cupy'"
     assert not cache.exists()
@@ -186,7 +187,7 @@ def test_without_cupy(cache: Path) -> None:
 
 def test_without_a_launcher(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "find", lambda: None)
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [False] * 3
     assert found.evidence["move"].startswith("there is neither mpirun nor mpiexec")
     assert "MPICOLL_CUDA_AWARE" in found.evidence["move"]
@@ -196,10 +197,10 @@ def test_without_a_launcher(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("fake")
 def test_a_launcher_of_another_mpi(pretend: Callable[..., None], cache: Path) -> None:
     pretend('shift; shift; OMPI_COMM_WORLD_SIZE=2 exec "$@"')
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert "belong to different MPI installations" in found.evidence["send"]
     pretend('shift; shift; exec "$@"')
-    found = verdict(probe=True, fresh=True)
+    found = verdict(PROGRAM, fresh=True)
     assert of(found) == [False] * 3
     assert "the launcher gives worlds of 1" in found.evidence["send"]
     assert not cache.exists()
@@ -207,7 +208,7 @@ def test_a_launcher_of_another_mpi(pretend: Callable[..., None], cache: Path) ->
 
 def test_a_launcher_that_fails(pretend: Callable[..., None], cache: Path) -> None:
     pretend("echo no slots >&2", "exit 3")
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert found.evidence["reduce"].endswith("mpirun: status 3: no slots")
     assert found.source == "can't be tried"
     assert not cache.exists()
@@ -217,7 +218,7 @@ def test_a_trial_that_hangs(pretend: Callable[..., None], cache: Path, monkeypat
     monkeypatch.setattr(cuda_awareness, "_SECONDS", 0.5)
     pretend(says(step="Bcast of 8 bytes"), "exec sleep 1000")
     begin = time.monotonic()
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert time.monotonic() - begin < 15
     assert of(found) == [False] * 3
     assert found.evidence["move"] == "no end within 0.5 s, in Bcast of 8 bytes: it said nothing"
@@ -233,7 +234,7 @@ def test_each_class_for_itself(pretend: Callable[..., None], monkeypatch: pytest
         f"*) {says(done='all right')}; kill -9 $$;;",
         "esac",
     )
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [True, False, False]
     assert found.evidence["send"] == "all right"
     assert found.evidence["move"] == "wrong data"
@@ -243,7 +244,7 @@ def test_each_class_for_itself(pretend: Callable[..., None], monkeypatch: pytest
 
 def test_what_mpich_says_of_a_signal(pretend: Callable[..., None]) -> None:
     pretend(says(step="Bcast"), "echo TERMINATED: Segmentation fault '(signal 11)'", "echo see the FAQ", "exit 11")
-    assert verdict(probe=True).evidence["move"] == "status 11, in Bcast: TERMINATED: Segmentation fault (signal 11)"
+    assert verdict(PROGRAM).evidence["move"] == "status 11, in Bcast: TERMINATED: Segmentation fault (signal 11)"
 
 
 # --- the file
@@ -267,7 +268,7 @@ def put(file: Path, *entries: Any, **changes: Any) -> None:
 @pytest.mark.usefixtures("no_trials")
 def test_what_was_found_before(cache: Path) -> None:
     put(cache, "nonsense", entry(driver="another", good=dict.fromkeys(CLASSES, True)), entry())
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [True, False, False]
     assert found.source == f"tried on yesterday, from {cache}"
 
@@ -278,16 +279,16 @@ def test_what_was_found_before(cache: Path) -> None:
 def test_what_was_found_elsewhere_does_not_count(name: str, cache: Path) -> None:
     assert name in cuda_awareness._depends()
     put(cache, entry(**{name: "another"}))
-    assert verdict(probe=False).source == "not probed"
+    assert verdict(None).source == "not probed"
 
 
 def test_settings_of_mpi_count(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "sm")
     put(cache, entry())
-    assert verdict(probe=False).send
+    assert verdict(None).send
     forget(monkeypatch)
     monkeypatch.setenv("UCX_TLS", "sm,cuda_copy")
-    assert not verdict(probe=False).send
+    assert not verdict(None).send
 
 
 @pytest.mark.parametrize(
@@ -309,9 +310,9 @@ def test_settings_of_mpi_count(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_broken_file_is_written_anew(content: str, cache: Path, pretend: Callable[..., None]) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content.encode("latin1"))
-    assert verdict(probe=False).source == "not probed"
+    assert verdict(None).source == "not probed"
     pretend(says(step="Bcast"), says(done="all right"))
-    assert of(verdict(probe=True)) == [True] * 3
+    assert of(verdict(PROGRAM)) == [True] * 3
     (kept,) = json.loads(cache.read_text())["entries"]
     assert kept["good"] == dict.fromkeys(CLASSES, True)
 
@@ -319,7 +320,7 @@ def test_a_broken_file_is_written_anew(content: str, cache: Path, pretend: Calla
 def test_the_others_stay_in_the_file(cache: Path, pretend: Callable[..., None]) -> None:
     put(cache, *(entry(driver=str(number)) for number in range(150)), entry())
     pretend(says(step="Bcast"), says(done="all right"))
-    verdict(probe=True, fresh=True)
+    verdict(PROGRAM, fresh=True)
     kept = json.loads(cache.read_text())["entries"]
     assert [one["driver"] for one in kept[:-1]] == [str(number) for number in range(51, 150)]
     assert kept[-1]["good"] == dict.fromkeys(CLASSES, True)
@@ -329,7 +330,7 @@ def test_the_others_stay_in_the_file(cache: Path, pretend: Callable[..., None]) 
 def test_a_place_that_can_not_be_written(cache: Path, pretend: Callable[..., None]) -> None:
     cache.parents[1].write_text("a file")
     pretend(says(step="Bcast"), says(done="all right"))
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [True] * 3
     assert found.source == f"tried now, but {cache} can't be written: {os.strerror(errno.ENOTDIR)}"
 
@@ -341,6 +342,6 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch, pretend: Callable[..., None]) 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
     pretend(says(step="Bcast"), says(done="all right"))
-    found = verdict(probe=True)
+    found = verdict(PROGRAM)
     assert of(found) == [True] * 3
     assert "there is no home directory" in found.source

@@ -13,7 +13,7 @@ import pytest
 import mpicoll
 from mpicoll.engine.communicator import Communicator
 from mpicoll.errors import CommunicationError
-from mpicoll.transport import cuda_awareness, launcher, reductions
+from mpicoll.transport import launcher, probes, reduction_probes, reductions
 
 Change = Callable[[str, np.ndarray, np.ndarray, np.ndarray], Any]
 
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_written_is_no_harm(monkeypatch: pytest.MonkeyPatc
 
 
 def told(status: int | None, *what: dict[str, Any], errors: str = "") -> launcher.Ended:
-    return launcher.Ended(status, "".join(f"{cuda_awareness.MARK}{json.dumps(one)}\n" for one in what), errors)
+    return launcher.Ended(status, "".join(f"{probes.MARK}{json.dumps(one)}\n" for one in what), errors)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def jobs(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list
         ends = iter(ended)
 
         def attempt(command: list[str], environ: Any, seconds: float) -> launcher.Ended:
-            called.append(command[command.index(cuda_awareness.TRIALS) + 1 :])
+            called.append(command[command.index(reduction_probes.PROGRAM) + 1 :])
             return next(ends)
 
         monkeypatch.setattr(launcher, "find", lambda: "mpirun")
@@ -182,7 +182,7 @@ def test_both_ranks_and_the_file_say_what_is_wrong(jobs: Callable[..., list[list
         told(0, {"step": "sum i"}, {"done": {"wrong": {"sum i": "a"}}}, {"done": {"wrong": {"max i": "b"}}}),
         told(0, {"done": "works"}),
     )
-    entry, source = reductions.probe()
+    entry, source = reduction_probes.probe_reductions()
     assert entry is not None
     assert source == f"kept in {file}"
     assert (entry["wrong"], entry["in_place"], entry["collectives"]) == ({"sum i": "a", "max i": "b"}, True, True)
@@ -197,7 +197,7 @@ def test_what_crashes_is_not_tried_again(jobs: Callable[..., list[list[str]]]) -
         told(0, {"done": {"wrong": {"sum b": "a"}}}),
         told(139, errors="Signal: Segmentation fault (11)"),
     )
-    entry, _ = reductions.probe()
+    entry, _ = reduction_probes.probe_reductions()
     assert entry is not None
     assert entry["wrong"] == {
         "sum b": "a",
@@ -221,9 +221,9 @@ def test_what_cannot_be_tried(
     ended: launcher.Ended, why: str, jobs: Callable[..., list[list[str]]], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs(ended)
-    assert reductions.probe() == (None, why)
+    assert reduction_probes.probe_reductions() == (None, why)
     monkeypatch.setattr(launcher, "find", lambda: None)
-    assert reductions.probe() == (None, "there is neither mpirun nor mpiexec to try it")
+    assert reduction_probes.probe_reductions() == (None, "there is neither mpirun nor mpiexec to try it")
     assert not file.exists()
 
 
@@ -242,7 +242,7 @@ def test_where_reduce_works_in_place(
 ) -> None:
     monkeypatch.setattr(launcher, "library", lambda: launcher.Library(version, "/lib/libmpi.so", "4"))
     if in_place is not None:
-        entry = reductions.entry_of(reductions._conditions(), {})
+        entry = reductions.entry_of(reductions.conditions(), {})
         reductions.FILE.write(entry | {"in_place": in_place})
     reductions.reduces_in_place.cache_clear()
     try:
