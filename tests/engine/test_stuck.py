@@ -100,11 +100,13 @@ if rank == 0:
     world.agree(True)
 elif rank == 1:
     mpicoll.barrier(comm=comm)
+else:
+    mpicoll.recv(x, 0)
 """,
         [
-            "for rank 2, which has left the program; the job is ended",
-            "agree() number 1 on world waits for rank",
-            "first use of an mpi4py communicator of ranks (0,1,2) number 1 on world waits for rank",
+            "ranks 0-2 wait for each other",
+            "rank 0 waits in agree() number 1 on world",
+            "rank 1 waits in first use of an mpi4py communicator of ranks (0,1,2) number 1 on world",
         ],
     ),
     "a pipeline and a process group without a third rank": (
@@ -116,6 +118,8 @@ if rank == 0:
     p2p.recv(1)
 elif rank == 1:
     dist.init_process_group("mpicoll", store=dist.HashStore(), rank=rank, world_size=size)
+else:
+    mpicoll.recv(x, 0)
 """,
         [
             "rank 0 waits in PipeP2P.recv from stage 1",
