@@ -128,8 +128,30 @@ else:
     ),
 }
 
+# Collectives on a communicator that rank 0 has freed, while rank 0 runs its own program.
+FREED = """
+from pathlib import Path
+freed = world.duplicate()
+mpicoll.barrier(comm=freed)
+raised = [Path(__file__).with_name(f"raised-{other}") for other in range(1, size)]
+if rank == 0:
+    freed.free()
+    while not all(one.exists() for one in raised):
+        time.sleep(0.01)
+else:
+    try:
+        mpicoll.allreduce(x, comm=freed)
+    except mpicoll.MismatchError as failure:
+        assert "rank 0 has called free()" in str(failure), failure
+    else:
+        raise AssertionError("nothing was raised")
+    raised[rank - 1].touch()
+"""
+
 # Each rank that waits gets an error, on communicators that are used for nothing else.
-RAISING = """
+RAISING = (
+    FREED
+    + """
 from mpicoll.parallel.p2p import PipeP2P
 
 def fails(call, error, *words):
@@ -170,9 +192,12 @@ if rank == 0:
         assert time.monotonic() - begin < 6
     print("all raised")
 """
+)
 
 # The same without shared memory, where collectives are compared first.
-BETWEEN = """
+BETWEEN = (
+    FREED
+    + """
 other = world.duplicate()
 mpicoll.barrier(comm=other)
 mine = world if rank == 0 else other
@@ -193,6 +218,7 @@ assert mpicoll.allreduce(rank, comm=third) == 1
 if rank == 0:
     print("all raised")
 """
+)
 
 # Two operations fail in the background of each rank. The next call tells of the one, and the end of the program of the
 # other.
