@@ -431,7 +431,7 @@ def _exchange(
 
 
 def _weight(op: OpLike, comm: Communicator) -> complex | None:
-    """What the gradient of a linear `op` is multiplied by; None if it is not linear."""
+    """Return the factor of the gradient of a linear `op`; None if `op` is not linear."""
     if isinstance(op, Premul):
         return op.factor.conjugate()
     return {"sum": 1, "avg": 1 / comm.size}.get(op) if isinstance(op, str) else None

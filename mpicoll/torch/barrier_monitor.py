@@ -50,7 +50,10 @@ def barrier(
 
 
 def _collect(store: dist.Store, size: int, timeout: timedelta, wait_all_ranks: bool) -> str:
-    """What went wrong; empty if all have come. The words are torch's, for those who look for them."""
+    """Wait for all ranks, and return the error text; empty if all have arrived.
+
+    The text is that of torch, because programs may search for it.
+    """
     milliseconds = int(timeout.total_seconds() * 1000)
     if milliseconds <= 0:
         return f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms"

@@ -1,4 +1,4 @@
-"""What c10d knows while it makes a process group, and tells nobody."""
+"""Local variables of c10d's functions that make a process group, which c10d does not pass on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What happens to calls of torch.distributed that c10d would not let a backend of others answer.
+"""Patches for functions of torch.distributed that c10d implements for its built-in backends only.
 
-Each function gets torch's own, and the arguments of the call; calls that don't concern mpicoll go on to it unchanged.
+Each patch gets torch's own function and the arguments of the call; calls that don't concern mpicoll are passed on
+unchanged.
 """
 
 from __future__ import annotations

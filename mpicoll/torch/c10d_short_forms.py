@@ -85,8 +85,13 @@ def takes_short_forms(method: F) -> F:
 
 
 def full_form(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What c10d would pass to the method `name`: the data, and options. None stands for an argument that is not given.
-    Raises TypeError for arguments that it does not take."""
+    """Return the arguments that c10d would pass to the method `name`: the data, and options.
+
+    None stands for an argument that is not given.
+
+    Raises:
+        TypeError: an argument is not one of the method's.
+    """
     form = _FORMS[name]
     given, left = list(args), {key: value for key, value in named.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""In which order collectives run that are started by the callbacks of others.
+"""Ordering of collectives that are started from callbacks of other operations.
 
 All ranks must run the collectives of a communicator in the same order. What the program itself starts is in order,
 since all ranks run the same program; but a callback runs when its operation has completed, here sooner and there later
@@ -65,7 +65,7 @@ class Callbacks:
                 self._filled.notify()
 
     def busy(self) -> bool:
-        """Whether callbacks run, or wait to be run."""
+        """Return True if callbacks run, or wait to run."""
         return bool(self._queue) or self._running or (self._within is not None and self._within.busy())
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""For which devices a process group stands, and on which CUDA device a rank works where the program does not say."""
+"""Devices of a process group, and the CUDA device of a rank where the program does not choose one."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Quick:
         return True
 
     def _in_place(self, tensor: torch.Tensor, op: Any) -> Found:
-        """What reduces tensors like this one in place: at an address, or through shared memory."""
+        """Return a function that reduces tensors like this one in place: at an address, or through shared memory."""
         count = tensor.numel()
         found = self._reduction("allreduce", tensor, op, (count,))
         if isinstance(found, bool) or isinstance(found[0], Shared):
@@ -228,7 +228,7 @@ class Quick:
         return _InWork(reduce, _work(count) if wider else None, divisor), call
 
     def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
-        """What reduces `count` elements and scatters them."""
+        """Return a function that reduces `count` elements and scatters them."""
         size = self._comm.size
         found = False if count % size else self._reduction("reduce_scatter", tensor, op, (count // size,) * size)
         if isinstance(found, bool) or isinstance(found[0], Shared):
@@ -263,7 +263,7 @@ class Quick:
         return (ready, self._native), call
 
     def _move(self, collective: str, tensor: torch.Tensor | None, nbytes: int, root: int = 0) -> Found:
-        """What moves tensors like this rank's `tensor` as bytes, `nbytes` of them in all."""
+        """Return a function that moves tensors like this rank's `tensor` as bytes, `nbytes` of them in all."""
         size = self._comm.size
         blocks = {"barrier": 0, "bcast": 1}.get(collective, size)
         if (not nbytes and blocks) or not 0 <= root < size or (blocks and nbytes % blocks):
@@ -324,7 +324,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie at its address, one after the other."""
+    """Return True if the elements are contiguous at the tensor's address."""
     return (
         (tensor.__class__ is torch.Tensor or tensor.__class__ is torch.nn.Parameter)
         and tensor.is_cpu
@@ -336,7 +336,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _apart(output: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether both are plain, of one dtype, and apart from each other in memory."""
+    """Return True if both are contiguous, of one dtype, and do not overlap in memory."""
     if not _plain(tensor) or not _plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
         return False
     first, second = tensor.data_ptr(), output.data_ptr()

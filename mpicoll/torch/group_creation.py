@@ -1,4 +1,4 @@
-"""How a process group comes into being."""
+"""Creation of process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which communicator a torch process group means."""
+"""Translation of torch process groups to communicators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile must not look into: it would take communication for a part of the model."""
+"""Functions that torch.compile must not trace: it would compile communication as a part of the model."""
 
 from __future__ import annotations
 

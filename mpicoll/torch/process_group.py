@@ -122,7 +122,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return torch._C._distributed_c10d.Backend.Options(NAME, timedelta(seconds=self.comm.timeout))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take from now on, those under way as well."""
+        """Set the bound of operations from now on, pending ones included."""
         for comm in self._lanes.communicators():
             comm.timeout = _seconds(timeout)
 
@@ -463,7 +463,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
 
 def _seconds(timeout: timedelta) -> float:
-    """What torch calls a timeout. Where a program gives none, that is torch's default."""
+    """Convert a timeout of torch to seconds. Where a program passes none, it is torch's default."""
     return config().timeout if timeout == dist.default_pg_timeout else timeout.total_seconds()
 
 

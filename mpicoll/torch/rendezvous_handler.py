@@ -1,4 +1,4 @@
-"""Where the ranks of a process group meet: rank, size and store from MPI."""
+"""Rendezvous of the ranks of a process group: rank, size and store from MPI."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def place(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
 
 
 def environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:
-    """Whether ``env://`` finds all that it needs, and not because a process group of ours has put it there. `rank` and
-    `size` are what the caller has given, or -1."""
+    """Return True if the environment has all that ``env://`` needs, and not from a process group of mpicoll.
+
+    `rank` and `size` are the caller's, or -1.
+    """
     theirs = {name for name in _ENVIRONMENT if environ.get(name, "") != _published.get(name, "")}
     given = {"RANK": rank >= 0, "WORLD_SIZE": size > 0}
     return all(name in theirs or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))

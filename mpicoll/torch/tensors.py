@@ -18,11 +18,11 @@ _Extent: TypeAlias = "tuple[str, int, int]"
 
 
 def aside(*devices: torch.device) -> AbstractContextManager[None]:
-    """For what torch has to do in another thread than the caller's: inside, its work on the CUDA `devices` goes to the
-    streams of our own work there; it is done when the block is left. Without devices it does nothing.
+    """Run torch's work on the CUDA `devices` on mpicoll's streams, and wait for it at the end of the block.
 
-    In a thread of ours torch's current stream is the default one, where work would stand behind all that the program
-    has queued meanwhile, and where nobody would wait for it who computes on another stream.
+    For work in another thread than the caller's. Without devices it does nothing. In a thread of mpicoll torch's
+    current stream is the default one: work would queue behind all that the program has queued meanwhile, and a program
+    that computes on another stream would not wait for it.
     """
     return _on_streams(devices) if devices else nullcontext()
 
@@ -89,7 +89,7 @@ def protected_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[
 
 
 def _cross(operations: Sequence[Sequence[_Extent]]) -> bool:
-    """Whether memory of one operation overlaps that of another. Sorts, as there may be thousands of them."""
+    """Return True if memory of one operation overlaps that of another. Sorts, as there may be thousands of them."""
     end, owner, device = 0, -1, ""
     for (where, first, last), number in sorted((one, i) for i, several in enumerate(operations) for one in several):
         if where != device or first >= end:

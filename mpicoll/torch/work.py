@@ -1,4 +1,4 @@
-"""What an operation under way looks like to torch."""
+"""Pending operations as torch sees them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Handle(Protocol):
     """An operation under way: a job of a queue, or a transfer."""
 
     def test(self) -> Any:
-        """Whether it has completed."""
+        """Return True if it has completed."""
 
     def wait(self, timeout: float | None, bound: float | None = None) -> Any:
         """Return when it has; raises what went wrong, or Timeout. `bound` is what the caller was given, if `timeout` is
@@ -180,11 +180,11 @@ class Work(dist.Work):
         return bool(self.handle.test())
 
     def is_success(self) -> bool:
-        """Whether it has completed, and nothing went wrong."""
+        """Return True if it has completed without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, if it has completed; else None."""
+        """Return the error of a completed operation; else None."""
         if self._error is None and self.is_completed():
             # Since it has completed, this returns at once; what it raises is kept for those who ask.
             with suppress(BaseException):
