@@ -13,32 +13,32 @@ from mpicoll.buffers.dtypes import Array, DType
 
 
 class Library(Protocol):
-    """What the engine needs of an array library."""
+    """The operations of an array library that the engine uses."""
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-        """A new contiguous array of `like`'s dtype."""
+        """Return a new contiguous array of `like`'s dtype."""
 
     def finish(self, buffer: Buffer) -> Any:
-        """What the caller gets for a filled `buffer` of :meth:`empty`."""
+        """Return the caller's result for a filled `buffer` of :meth:`empty`."""
 
     def wrap(self, view: Array) -> Any:
-        """An array of this library on the memory of `view`, for a user's function."""
+        """Return an array of this library on the memory of `view`, for a user's function."""
 
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
-        """``target[...] = source`` between storage and work dtype of `dtype`, either way, rounding to nearest."""
+        """Assign ``target[...] = source`` between storage and work dtype of `dtype`, rounding to nearest."""
 
     def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        """For half-precision: ``target[...] = left + right``, rounded once, without a detour by `convert`. Whether that
-        was done; if this library can't, nothing has happened."""
+        """Assign ``target[...] = left + right`` for half precision, rounded once, without `convert`. Return False, with
+        nothing changed, if this library can't."""
 
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
-        """What the caller's streams have to have done before `buffer` may be touched, as of now; None if nothing."""
+        """Record an event on the caller's stream, to be done before `buffer` is touched; None on the host."""
 
 
 @dataclass(slots=True)
 class Buffer:
-    """An array of the caller's: the object, a numpy view of its memory (a DeviceArray, if that is a device's), its
-    dtype and its library."""
+    """An array that a caller passed: the object, a numpy view of its memory (a DeviceArray on a device), its dtype and
+    its library."""
 
     user: Any
     array: Array
@@ -46,7 +46,7 @@ class Buffer:
     library: Library
 
     def result(self) -> Any:
-        """The filled buffer as an object of its library."""
+        """Return the filled buffer as an object of its library."""
         return self.library.finish(self)
 
     def load(self, target: Array) -> None:
@@ -66,7 +66,7 @@ class Buffer:
             self.library.convert(shaped, self.array, self.dtype)
 
     def same_memory(self, other: Buffer) -> bool:
-        """Whether both are the same elements in the same order."""
+        """Return True if both are the same elements in the same order."""
         a, b = self.array, other.array
         # The bounds come first: they are cheap, and nearly always decide.
         if a is not b and not np.may_share_memory(a, b):
@@ -74,16 +74,16 @@ class Buffer:
         return a.ctypes.data == b.ctypes.data and a.shape == b.shape and a.strides == b.strides
 
     def overlaps(self, other: Buffer) -> bool:
-        """Whether writing one may change the other (by the bounds of their memory)."""
+        """Return True if writing one may change the other, by the bounds of their memory."""
         return np.may_share_memory(self.array, other.array)
 
 
 Wrap: TypeAlias = "Callable[[Array], Any] | None"
-"""What makes an array of a library and dtype on the memory of one of numpy's; None: that is one already."""
+"""Makes an array of a library and dtype on the memory of a numpy array; None: the numpy array is the result."""
 
 View: TypeAlias = "tuple[Array, Wrap, Wrap]"
-"""numpy's view of an array, what makes another one of its kind, and what makes the caller's result of an array."""
+"""A numpy view of an array, the function that makes another array of its kind, and the one that makes the result."""
 
 VIEWS: dict[type, Callable[[Any], View | None]] = {}
-"""For types of other libraries: the view of such an array, if its memory is what it shows. Libraries enter themselves
-when they are first met."""
+"""By type of array: the function that returns its view, or None if its memory differs from its values. The module of a
+library adds its types when it is imported."""

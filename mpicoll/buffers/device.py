@@ -21,17 +21,17 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.errors import DeviceError, DTypeError
 
 StreamEvent: TypeAlias = Any
-"""What a caller's stream has to have done before memory may be touched: an event of the device that was recorded."""
+"""An event that was recorded on a caller's stream; it must be done before the memory may be touched."""
 
 
 class Event(Protocol):
-    """A moment in the work of a device."""
+    """A point in the work of a device."""
 
     def wait(self) -> None:
-        """Return when all work given before is done."""
+        """Return when all work submitted before is done."""
 
     def done(self) -> bool:
-        """Whether it is."""
+        """Return True if all work submitted before is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +69,25 @@ class Device(Protocol):
         """The stream of this thread's work, as libraries of its kind take it."""
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """Scratch memory: flat, contiguous, not filled."""
+        """Allocate scratch memory: flat, contiguous, not filled."""
 
     def pinned(self, nbytes: int) -> Array:
-        """Host memory (flat ``uint8``) that is copied from and to without detours. When nobody refers to it any more it
-        serves the next one who asks."""
+        """Allocate page-locked host memory (flat ``uint8``). It returns to a pool when it is unreferenced."""
 
     def register_host_memory(self, memory: Array) -> None:
-        """Make contiguous host memory like that of :meth:`pinned`, until it goes. Does nothing a second time, nor where
-        the system refuses."""
+        """Page-lock contiguous host memory until it is freed. Does nothing a second time, nor where the system
+        refuses."""
 
     def working(self, after: Sequence[StreamEvent] = ()) -> AbstractContextManager[None]:
-        """Give work in this thread. It begins when `after` is done. Returns from the block when all that was given is
-        done, also if the block raises. May be nested: the inner block waits likewise."""
+        """Submit work from this thread in the block. It begins when `after` is done. The block ends when all submitted
+        work is done, also if it raises. May be nested: the inner block waits likewise."""
 
     def synchronize(self) -> None:
-        """Inside of ``working``: return when all that this thread has given is done. Then the host, MPI and other ranks
+        """Wait, inside of ``working``, for all work that this thread has submitted. Then the host, MPI and other ranks
         may touch the memory."""
 
     def record_event(self) -> Event:
-        """Inside of ``working``: this moment."""
+        """Record an event, inside of ``working``, after all work that this thread has submitted."""
 
     def copy(self, target: Array, source: Any) -> None:
         """``target[...] = source``, given as work: of one dtype, of any strides, broadcast as numpy does. Either may
@@ -110,7 +109,7 @@ class Device(Protocol):
         """
 
     def export(self, memory: DeviceArray) -> Export | None:
-        """How other processes reach `memory`; None if they can't."""
+        """Return how other processes reach `memory`; None if they can't."""
 
     def reach(self, export: Export) -> DeviceArray:
         """The whole allocation of another process (or of this one) as bytes; it stays open while that lives. Raises
@@ -175,7 +174,7 @@ class DeviceArray(np.ndarray[Any, Any]):
 
 
 class _Place:
-    """What numpy makes an array of, and keeps alive with it."""
+    """The array interface of device memory, with the owner that an array keeps alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -210,7 +209,7 @@ def view(
 
 
 def device_of(*arrays: Array | None) -> Device | None:
-    """The device on which `arrays` lie; None if they lie on the host."""
+    """Return the device on which `arrays` lie; None if they lie on the host."""
     for array in arrays:
         if isinstance(array, DeviceArray):
             return array.on
@@ -218,7 +217,7 @@ def device_of(*arrays: Array | None) -> Device | None:
 
 
 def empty_beside(array: Array, count: int, dtype: np.dtype[Any] | None = None) -> Array:
-    """Flat scratch memory, not filled, where `array` lies; of its dtype, if none is given."""
+    """Allocate flat scratch memory, not filled, where `array` lies; of its dtype, if none is given."""
     wanted = array.dtype if dtype is None else dtype
     return array.on.empty(count, wanted) if isinstance(array, DeviceArray) else np.empty(count, wanted)
 

@@ -16,7 +16,7 @@ from mpicoll.errors import DTypeError
 
 
 class NumpyLibrary:
-    """numpy arrays, and whatever numpy can view but not create."""
+    """numpy arrays, and objects that numpy can view but not create."""
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
         created = np.empty(shape, like.array.dtype)
@@ -40,7 +40,7 @@ class NumpyLibrary:
 
 
 class WordsLibrary(NumpyLibrary):
-    """numpy arrays in host memory, also of bfloat16 as words of 16 bits: what stands in for a device's arrays there."""
+    """numpy arrays in host memory that hold the elements of device arrays; bfloat16 is words of 16 bits."""
 
     @dtypes.silent
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
@@ -56,14 +56,14 @@ class WordsLibrary(NumpyLibrary):
 
 
 class PythonScalars(NumpyLibrary):
-    """Python's numbers: a result without dimensions is a Python number again, any other a numpy array."""
+    """Python numbers: a result without dimensions is a Python number again, any other a numpy array."""
 
     def finish(self, buffer: Buffer) -> Any:
         return buffer.array.item() if buffer.user is buffer.array and buffer.array.ndim == 0 else buffer.user
 
 
 class NumpyScalars(NumpyLibrary):
-    """numpy's scalars, likewise."""
+    """numpy scalars: a result without dimensions is a scalar again, any other a numpy array."""
 
     def finish(self, buffer: Buffer) -> Any:
         return buffer.array[()] if buffer.user is buffer.array else buffer.user

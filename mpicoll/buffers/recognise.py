@@ -1,4 +1,4 @@
-"""Which library an array is of: the one place that knows them all."""
+"""Recognition of an array's library: the only module that knows all libraries."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 
 def numpy_views(x: Any, out: Any) -> tuple[Array | None, Array | None, Wrap, Wrap] | None:
-    """numpy's views of `x` and `out`, either of which may be None, and what makes an array of their kind and the
-    caller's result of numpy's; None if there is more to it."""
+    """Return numpy views of `x` and `out`, either of which may be None, and the functions that make an array of their
+    kind and the caller's result; None if :func:`recognise` has to look at them."""
     given = None if x is None else _view(x, SCALAR_VIEWS)
     if given is None and x is not None:
         return None
@@ -51,8 +51,8 @@ def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | No
 
 
 def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
-    """The buffer of `x`: a numpy array or scalar, a Python number, a torch tensor, a CUDA array (cupy's, or anything
-    with the CUDA array interface), or any object with DLPack, the array interface or Python's buffer protocol.
+    """Return the buffer of `x`: a numpy array or scalar, a Python number, a torch tensor, a CUDA array (cupy's,
+    or any with the CUDA array interface), or any object with DLPack, the array interface or Python's buffer protocol.
 
     Raises DeviceError for memory of devices other than CUDA's, and of CUDA's where it can't be used, and DTypeError for
     everything else, naming `operation` and `argument`.
@@ -124,7 +124,7 @@ def _on_device(operation: str, x: Any, argument: str) -> Buffer:
 
 
 def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-    """The buffer of the caller's `out`, which must have `shape`, `like`'s dtype, and be writable.
+    """Return the buffer of the caller's `out`, which must have `shape`, `like`'s dtype, and be writable.
 
     Raises ShapeError or DTypeError that names both sides.
     """
@@ -150,6 +150,6 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
 
 
 def _shown(buffer: Buffer) -> str:
-    """The dtype for a message: with byte order and fields, where it has them."""
+    """Return the dtype for a message, with byte order and fields if it has them."""
     dtype = buffer.array.dtype
     return buffer.dtype.name if dtype.isnative and dtype.names is None else str(dtype)

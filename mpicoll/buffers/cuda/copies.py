@@ -20,7 +20,7 @@ _PITCH = (1 << 31) - 1
 """Bytes from row to row, at most, in CUDA's copies of rows."""
 
 _ROW = 512
-"""Bytes that are worth a transfer of their own; what lies in smaller pieces is put together first."""
+"""The fewest bytes of a row that is copied by a transfer; smaller pieces are packed first."""
 
 
 _Lines = list[tuple[int, int, int]]
@@ -28,8 +28,8 @@ _Lines = list[tuple[int, int, int]]
 
 
 def _lines(target: Array, source: Array) -> _Lines:
-    """The fewest axes that lead to the same pairs of bytes as ``target[...] = source``. Raises ValueError if the source
-    can't be broadcast."""
+    """Return the fewest axes that lead to the same pairs of bytes as ``target[...] = source``. Raises ValueError if
+    the source can't be broadcast."""
     shape, strides = source.shape, source.strides
     if shape == target.shape and target.flags.c_contiguous and source.flags.c_contiguous:
         return [(target.nbytes, 1, 1)]
@@ -50,6 +50,7 @@ def _lines(target: Array, source: Array) -> _Lines:
 
 
 def copy(device: DeviceStreams, target: Array, source: Any) -> None:
+    """Assign ``target[...] = source``; see :meth:`mpicoll.buffers.device.Device.copy`."""
     if not isinstance(source, np.ndarray):
         source = np.asarray(source)
     if source.dtype != target.dtype:
@@ -111,7 +112,7 @@ def _across(device: DeviceStreams, target: Array, source: Array, lines: _Lines, 
 
 
 def _transfer(device: DeviceStreams, lines: _Lines, to: int, of: int) -> bool:
-    """Copy by the device's copying machinery, if it can, and is the best way."""
+    """Copy by a transfer of CUDA. Return False if the layout does not allow that, or rows are too short."""
     stream = device.thread_stream().stream.ptr
     width, _, _ = lines[-1]
     # Which of them the device's is CUDA knows best: arrays of the device may be managed, or the host's.
@@ -126,20 +127,21 @@ def _transfer(device: DeviceStreams, lines: _Lines, to: int, of: int) -> bool:
 
 
 def flatten(device: DeviceStreams, array: Array) -> Array:
-    """The elements in C order side by side on the device: `array` itself, if it is so."""
+    """Return the elements flat in C order on the device: `array` itself, if it is contiguous there."""
     whole = array if isinstance(array, DeviceArray) and array.flags.c_contiguous else clone(device, array)
     flat: Array = whole.reshape(-1)
     return flat
 
 
 def clone(device: DeviceStreams, array: Array) -> DeviceArray:
+    """Copy `array` to scratch memory of the device."""
     scratch: DeviceArray = device.empty(array.size, array.dtype).reshape(array.shape)
     copy(device, scratch, array)
     return scratch
 
 
 def wrap(device: DeviceStreams, array: Array) -> Any:
-    """cupy's array on memory of this device, which lives as long as that."""
+    """Return a cupy array on memory of this device, which it keeps alive."""
     if not array.size:
         with CurrentDevice(device.index):
             return cupy.empty(array.shape, array.dtype)
@@ -161,11 +163,11 @@ def _view(
 
 
 def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """How many bytes below and above the first element the others begin."""
+    """Return how many bytes below and above the first element the others begin."""
     steps = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
     return -sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
 
 
 def are_apart(one: Array, other: Array) -> bool:
-    """Whether they share no memory, by its bounds."""
+    """Return True if the arrays share no memory, by its bounds."""
     return not np.may_share_memory(one, other)

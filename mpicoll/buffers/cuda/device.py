@@ -53,7 +53,7 @@ class CudaDevice(DeviceStreams):
 
 
 def _machine() -> str:
-    """The same for all processes of a machine, and no other machine has it."""
+    """Return a name that all processes of this machine share, and no other machine has."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.uname().nodename
@@ -63,7 +63,7 @@ _devices: dict[tuple[int, int], CudaDevice] = {}
 
 
 def cuda_device(index: int) -> CudaDevice:
-    """The one object of this process for the CUDA device of that number. Raises DeviceError if there is none."""
+    """Return this process' one object for the CUDA device of that number. Raises DeviceError if there is none."""
     # A child of fork has none of its parent's streams.
     key = os.getpid(), index
     device = _devices.get(key)
@@ -76,6 +76,7 @@ def cuda_device(index: int) -> CudaDevice:
 
 
 def count_devices() -> int:
+    """Return the number of CUDA devices. Raises DeviceError where CUDA can't be used."""
     try:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:

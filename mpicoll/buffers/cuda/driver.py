@@ -1,4 +1,4 @@
-"""The current device and the capture mode of a thread, and what only the CUDA driver says of memory and devices."""
+"""The current device and the capture mode of a thread, and functions of the CUDA driver that cupy lacks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _BUFFER_ID = 7
 class CurrentDevice:
     """A block in which the device of that number is current.
 
-    Left is what was current before, but for a device that the process does not use: CUDA would begin to, for hundreds
-    of megabytes of its memory, and threads begin with the first one.
+    The device that was current before is restored, unless this process does not use it: a thread begins with device 0,
+    and to select it would create a context of hundreds of megabytes there.
     """
 
     __slots__ = ("_before", "_index")
@@ -36,8 +36,8 @@ class CurrentDevice:
 
 
 class RelaxedCapture:
-    """A block that may do what CUDA forbids while another thread captures a graph, and would end that capture for: our
-    work is none of it."""
+    """A block that may call functions which otherwise invalidate a graph capture of another thread: the work here is
+    not part of that capture."""
 
     __slots__ = ("_mode",)
 
@@ -51,7 +51,7 @@ class RelaxedCapture:
 
 @lru_cache(maxsize=1)
 def libcuda() -> Any:
-    """The driver, for what cupy has no functions for. Raises OSError where there is none."""
+    """Load the CUDA driver. Raises OSError where there is none."""
     driver = ctypes.CDLL("libcuda.so.1")
     number, place = ctypes.c_int, ctypes.c_uint64
     driver.cuMemGetAddressRange_v2.argtypes = [ctypes.POINTER(place), ctypes.POINTER(ctypes.c_size_t), place]
@@ -62,13 +62,13 @@ def libcuda() -> Any:
 
 
 def exchange_capture_mode(mode: Any) -> None:
-    """Set this thread's mode, and write what it was to `mode`."""
+    """Set this thread's capture mode to `mode`, which then holds the mode before."""
     with suppress(OSError):
         libcuda().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def is_in_use(index: int) -> bool:
-    """Whether this process has begun to use a device."""
+    """Return True if this process has a context on a device."""
     flags, active = ctypes.c_uint(), ctypes.c_int(1)
     with suppress(OSError):
         libcuda().cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
@@ -76,8 +76,8 @@ def is_in_use(index: int) -> bool:
 
 
 def find_allocation(address: int) -> tuple[int, int, int]:
-    """Where the allocation at `address` begins, its bytes, and a number that no other of this process has. Raises
-    OSError if there is none, or it has no such things. Its device has to be current."""
+    """Return where the allocation at `address` begins, its bytes, and its number, unique in this process. Raises
+    OSError if there is no such allocation. Its device has to be current."""
     base, nbytes, number = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
     driver = libcuda()
     failed = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), address)

@@ -12,13 +12,15 @@ from mpicoll.buffers.device import StreamEvent
 from mpicoll.errors import DeviceError
 
 _CAPTURE_ERRORS = range(900, 910)
-"""CUDA's errors that tell of a capture that is under way."""
+"""CUDA's errors for calls that a capture forbids."""
 
 _NOT_READY = 600
 """CUDA's error for an event that has not happened yet."""
 
 
 class RecordedEvent:
+    """An event in the work of a device; see :class:`mpicoll.buffers.device.Event`."""
+
     __slots__ = ("_event",)
 
     def __init__(self, event: Any) -> None:
@@ -30,7 +32,7 @@ class RecordedEvent:
     def done(self) -> bool:
         if runtime.eventQuery(self._event.ptr) == _NOT_READY:
             return False
-        # Raises what has gone wrong meanwhile.
+        # Raises an error of the work before the event.
         self._event.synchronize()
         return True
 
@@ -40,8 +42,8 @@ def new_event() -> Any:
 
 
 def record_event(index: int, stream: int) -> StreamEvent:
-    """What the stream of that address (a ``cudaStream_t``) on device `index` has been given up to now. Raises
-    DeviceError if it is given to a CUDA graph."""
+    """Record an event on the stream of that address (a ``cudaStream_t``) on device `index`. Raises DeviceError if the
+    stream is being captured."""
     with CurrentDevice(index):
         if _is_capturing(stream):
             raise DeviceError(capture_error(index))
@@ -51,7 +53,7 @@ def record_event(index: int, stream: int) -> StreamEvent:
 
 
 def is_capturing(index: int, stream: int) -> bool:
-    """Whether what that stream is given is captured into a CUDA graph, instead of being done."""
+    """Return True if the stream is being captured into a CUDA graph."""
     with CurrentDevice(index):
         return _is_capturing(stream)
 
@@ -83,6 +85,6 @@ def capture_error(index: int) -> str:
 
 
 def current_stream(index: int) -> int:
-    """cupy's current one."""
+    """Return the address of cupy's current stream on device `index`."""
     with CurrentDevice(index):
         return int(cupy.cuda.get_current_stream().ptr)

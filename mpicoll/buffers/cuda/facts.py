@@ -12,7 +12,7 @@ from mpicoll.errors import DeviceError
 
 
 def facts() -> list[dict[str, Any]]:
-    """What there is to know of each CUDA device, in their order.
+    """Describe each CUDA device, in their order.
 
     index, name, identity (its name among all devices of all nodes), bus (of PCI), capability (such as "9.0"), memory
     (bytes), peers (devices whose memory it can reach), and the versions of CUDA that the driver and cupy's runtime are

@@ -25,6 +25,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def apply(device: DeviceStreams, ufunc: str, inputs: Sequence[Any], out: DeviceArray) -> None:
+    """Call a ufunc; see :meth:`mpicoll.buffers.device.Device.apply`."""
     if not out.size:
         return
     op, dtype = _FOLDS.get(ufunc), out.dtype.name
@@ -53,6 +54,7 @@ def _operand(device: DeviceStreams, one: Any, out: Array, target: Any) -> Any:
 
 
 def convert(device: DeviceStreams, source: Array, target: Array, dtype: str) -> None:
+    """Convert between float32 and half precision; see :meth:`mpicoll.buffers.device.Device.convert`."""
     if not target.size:
         return
     # One kernel converts what lies side by side; everything else is made so.
@@ -66,6 +68,7 @@ def convert(device: DeviceStreams, source: Array, target: Array, dtype: str) -> 
 
 
 def fold(device: DeviceStreams, op: str, parts: Sequence[DeviceArray], outs: Sequence[DeviceArray], dtype: str) -> None:
+    """Combine `parts` into each of `outs`; see :meth:`mpicoll.buffers.device.Device.fold`."""
     if not kernels.known(op, dtype):
         raise DTypeError(f"there is no kernel that combines arrays of {dtype} by {op!r}")
     if not parts[0].size:
@@ -121,8 +124,8 @@ def _launch_aligned(
     wide_last: bool,
     count: int,
 ) -> None:
-    """By way of scratch memory: a kernel that reads an element where none may begin would end the process's use of
-    the device."""
+    """Launch on copies in scratch memory: a kernel that reads a misaligned element makes the device unusable for this
+    process."""
     moved = [clone(device, one) for one in parts]
     made = [device.empty(one.size, one.dtype) for one in outs]
     _launch(device, op, dtype, moved, made, wide_first=wide_first, wide_last=wide_last, count=count)
@@ -131,7 +134,7 @@ def _launch_aligned(
 
 
 def _alike(inputs: Sequence[Any], out: DeviceArray) -> bool:
-    """Whether operands are as the result is: flat in memory, of its shape and dtype, on the device."""
+    """Return True if operands are like the result: contiguous, of its shape and dtype, on the device."""
     return out.flags.c_contiguous and all(
         isinstance(one, DeviceArray)
         and one.dtype == out.dtype

@@ -29,6 +29,7 @@ class _Opened:
 
 
 def export(index: int, identity: str, memory: DeviceArray) -> Export | None:
+    """Describe `memory` of device `index` for other processes; None if they can't open it."""
     if not memory.size:
         return None
     address = memory.ctypes.data
@@ -42,6 +43,7 @@ def export(index: int, identity: str, memory: DeviceArray) -> Export | None:
 
 
 def open_export(device: Device, index: int, export: Export) -> DeviceArray:
+    """Open an allocation of another process, or of this one, as bytes. Raises DeviceError if that fails."""
     whole = (export.nbytes,)
     try:
         with RelaxedCapture(), CurrentDevice(index):
@@ -77,13 +79,13 @@ def _close(index: int, address: int) -> None:
 
 @lru_cache(maxsize=4096)
 def _handle(index: int, base: int, number: int) -> bytes:
-    """By what other processes open an allocation. Raises CUDARuntimeError if they can't: it is managed, or of a pool of
-    the driver's."""
+    """Return the handle by which other processes open an allocation. Raises CUDARuntimeError if they can't, because it
+    is managed memory or of a pool of the driver."""
     return bytes(runtime.ipcGetMemHandle(base))
 
 
 def process_name() -> str:
-    """What this process is called among all processes; numbers of processes are used again, and in every container."""
+    """Return a name that no other process has; process numbers are reused, and occur in every container."""
     # A child of fork is another process. Threads may ask at once, and have to be told the same.
     process = os.getpid()
     return _names.get(process) or _names.setdefault(process, secrets.token_hex(16))

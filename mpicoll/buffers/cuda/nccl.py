@@ -10,26 +10,26 @@ from mpicoll.errors import DeviceError
 
 
 def library() -> Any:
-    """cupy's module. Raises DeviceError where cupy has no NCCL."""
+    """Return cupy's module. Raises DeviceError where cupy has no NCCL."""
     if not getattr(nccl, "available", False):
         raise DeviceError("cupy finds no NCCL; pip install nvidia-nccl-cu12, or -cu13, as cupy is")
     return nccl
 
 
 def version() -> str:
-    """Such as 2.21.5. Raises DeviceError where there is no NCCL."""
+    """Return the version, such as 2.21.5. Raises DeviceError where there is no NCCL."""
     number = int(library().get_version())
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def new_key() -> bytes:
-    """What the ranks of a new communicator have in common. One of them makes it."""
+    """Make the unique id of a new communicator, which one rank passes to the others."""
     # cupy 13 has a tuple of C's chars, which are signed.
     return bytes(byte & 0xFF for byte in library().get_unique_id())
 
 
 def communicator(size: int, key: bytes, rank: int) -> Any:
-    """This rank's end of a new communicator, on the current device. Returns when all ranks have called it."""
+    """Create this rank's communicator on the current device. Returns when all ranks have called it."""
     make = library().NcclCommunicator
     try:
         return make(size, key, rank)

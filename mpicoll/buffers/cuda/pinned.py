@@ -1,4 +1,4 @@
-"""Page-locked host memory: a pool, and memory of others that is page-locked."""
+"""Page-locked host memory: a pool, and registration of other memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpicoll.buffers.cuda.driver import CurrentDevice, RelaxedCapture
 from mpicoll.buffers.dtypes import Array
 
 _PORTABLE = 1
-"""Page-locked memory is so for all devices."""
+"""Page-lock memory for all devices."""
 
 _IDLE = 256 << 20
-"""Bytes of page-locked memory that are kept for the next one who asks."""
+"""Bytes of unused page-locked memory that the pool keeps."""
 
 
 class _Block:
-    """What numpy makes an array of: page-locked memory."""
+    """The array interface of page-locked memory."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -39,7 +39,7 @@ class PinnedPool:
         self._idle: dict[int, deque[int]] = {1 << power: deque() for power in range(12, 48)}
 
     def take(self, nbytes: int) -> Array:
-        """Bytes that go back when nobody refers to them any more. A device has to be current."""
+        """Return memory that goes back to the pool when nothing refers to it any more. A device has to be current."""
         size = 1 << max(12, (nbytes - 1).bit_length())
         try:
             address = self._idle[size].pop()
@@ -52,7 +52,7 @@ class PinnedPool:
         return np.asarray(block)
 
     def _trim(self) -> None:
-        """Give back to CUDA what is too much. Not when it becomes so, as CUDA waits for the whole device then."""
+        """Free unused memory beyond the limit. Only before an allocation, because CUDA waits for the whole device."""
         for _, idle in sorted(self._idle.items(), reverse=True):
             while idle and sum(one * len(several) for one, several in self._idle.items()) > _IDLE:
                 with suppress(IndexError):  # another thread may have taken it
@@ -92,7 +92,7 @@ def _unregister(index: int, begin: int) -> None:
 
 
 def _origin(memory: Array) -> tuple[Array, Any]:
-    """The array of which `memory` is a part, and what both live as long as."""
+    """Return the array of which `memory` is a part, and the object that owns the memory of both."""
     base: Any = memory.base
     while isinstance(base, np.ndarray):
         memory, base = base, base.base

@@ -106,7 +106,7 @@ def _of_cupy(x: Any) -> DeviceArray:
 
 
 def _interface_stream(x: Any) -> int | None:
-    """The stream for which users of `x` have to wait."""
+    """Return the stream for which users of `x` have to wait."""
     interface = x.__cuda_array_interface__
     stream = interface.get("stream")
     if stream is None and interface.get("version", 0) < 3:
@@ -116,7 +116,7 @@ def _interface_stream(x: Any) -> int | None:
 
 
 def recognise_cuda(operation: str, x: Any, argument: str = "x") -> Buffer:
-    """The buffer of `x`: a cupy array, or any object with the CUDA array interface, or with DLPack on a CUDA device.
+    """Return the buffer of `x`: a cupy array, or any object with the CUDA array interface, or DLPack on a CUDA device.
 
     Raises DeviceError for addresses that are none of CUDA's, and while work is captured into a CUDA graph; DTypeError
     for a foreign byte order and malformed interfaces.

@@ -1,4 +1,4 @@
-"""The streams on which threads give a CUDA device work."""
+"""The streams on which threads submit work to a CUDA device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpicoll.buffers.dtypes import Array
 
 
 class ThreadStream:
-    """What a thread has of a device: its stream, an event to wait for it, and the host memory that is in use there."""
+    """A thread's stream on a device, an event to wait for it, and the host memory that its work uses."""
 
     __slots__ = ("__weakref__", "event", "kept", "stream")
 
@@ -67,7 +67,7 @@ class DeviceStreams:
         if lane is None:
             with CurrentDevice(self.index):
                 try:
-                    # Of a thread that has ended: cupy's pool holds memory for each stream that there ever was.
+                    # A stream of a thread that has ended: cupy's pool holds memory for each stream ever made.
                     stream = self._idle.pop()
                 except IndexError:
                     stream = cupy.cuda.Stream(non_blocking=True)
