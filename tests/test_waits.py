@@ -94,7 +94,7 @@ WAITS = {
         "engine/watch.py::Watch.inquire",
         "parallel/p2p/pipe.py::PipeP2P._until",
         "torch/callback_comms.py::Lanes.drain",
-        "transport/control/network.py::Lifeline.flush",
+        "transport/control/network.py::ControlNetwork.flush",
         "transport/mpi/fault_tolerance.py::FailureState.rank_failed",
         "transport/mpi/fault_tolerance.py::FailureState.has_failed",
         "transport/mpi/transport.py::MpiTransport.settle",
@@ -104,9 +104,9 @@ WAITS = {
     "a lock that is held for moments, or is not waited for": {
         "engine/progress.py::Progress.poke",
         "torch/work.py::Received.test",
-        "transport/control/network.py::Lifeline._before_fork",
-        "transport/control/network.py::Lifeline._post",
-        "transport/control/network.py::Lifeline.poll",
+        "transport/control/network.py::ControlNetwork._before_fork",
+        "transport/control/network.py::ControlNetwork._post",
+        "transport/control/network.py::ControlNetwork.poll",
         "transport/mpi/pending.py::MpiPending.test",
     },
     "a thread of ours that has nothing to do": {
@@ -122,7 +122,7 @@ WAITS = {
         "engine/watch.py::Watch._run",
         "engine/watch.py::Watch._terminated",
         "engine/watch.py::Watch._wait",
-        "transport/control/network.py::Lifeline._turn",
+        "transport/control/network.py::ControlNetwork._turn",
     },
     "ranks that are threads of one process: bounded by the timeout of run_local": {
         "engine/world.py::run_local",

@@ -29,7 +29,7 @@ from mpicoll.engine import report
 from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
 from mpicoll.engine.record import Call, Entry, Group, Raw
 from mpicoll.errors import CommunicationError, MismatchError, RankFailed
-from mpicoll.transport.control.network import Gone, Lifeline, Message
+from mpicoll.transport.control.network import ControlNetwork, Message, PeerExit
 from mpicoll.transport.control.process_status import Process, signal_name
 
 _log = logging.getLogger("mpicoll")
@@ -144,7 +144,7 @@ class Watch:
         # What has to be done about a rank that has died, where others survive that.
         self.mourn: Callable[[int], None] = lambda rank: None
         self.rank, self.size = 0, 1
-        self._line: Lifeline | None = None
+        self._line: ControlNetwork | None = None
         self._joined = threading.Event()
         self._job = ""
         self._folder: Path | None = None
@@ -172,7 +172,7 @@ class Watch:
         self._met: dict[str, int] = {}  # how many meetings of each sequence have begun, by its key
         self._asked = 0
         self._answers: dict[int, Any] = {}
-        self._later: deque[Message | Gone] = deque()
+        self._later: deque[Message | PeerExit] = deque()
         self._inquiries: deque[_Inquiry] = deque()
         self._answered = 0.0  # when somebody has got an answer, who is about to raise Timeout
         self._leaving = False
@@ -199,7 +199,13 @@ class Watch:
             queue.refuse()
 
     def join(
-        self, line: Lifeline, addresses: Sequence[dict[str, Any]], job: str, folder: Path | None, *, survives: bool
+        self,
+        line: ControlNetwork,
+        addresses: Sequence[dict[str, Any]],
+        job: str,
+        folder: Path | None,
+        *,
+        survives: bool,
     ) -> None:
         """Talk to the other ranks by `line` from now on, whose `addresses` it has. `job` names the job; reports go to
         `folder`, if that is not None."""
@@ -371,7 +377,7 @@ class Watch:
             bounds.append(0.05)  # of the last, the launcher's SIGTERM is next, and leaves little time
         return min(self._period, *bounds) if bounds else self._period
 
-    def _wait(self, seconds: float) -> list[Message | Gone]:
+    def _wait(self, seconds: float) -> list[Message | PeerExit]:
         line = self._line
         if line is not None:
             return line.poll(seconds)
@@ -394,8 +400,8 @@ class Watch:
 
     # --- what comes from the others
 
-    def _heed(self, event: Message | Gone) -> None:
-        if isinstance(event, Gone):
+    def _heed(self, event: Message | PeerExit) -> None:
+        if isinstance(event, PeerExit):
             if event.why != "left":
                 self._heed_death(event)
             return
@@ -423,7 +429,7 @@ class Watch:
             case "doomed":
                 self._doom(body["waits"], _Doom(body["why"], body["mismatch"]))
 
-    def _heed_death(self, gone: Gone) -> None:
+    def _heed_death(self, gone: PeerExit) -> None:
         if self.survives:
             self.mourn(gone.rank)
             return
@@ -723,7 +729,7 @@ def _key(entry: Entry) -> _Key:
     return entry.group.key, entry.number, entry.begin
 
 
-def _death(gone: Gone, status: int | None) -> str:
+def _death(gone: PeerExit, status: int | None) -> str:
     """How a rank came to its end."""
     if status is None and gone.words:
         return f"has crashed ({gone.words.splitlines()[0]})"

@@ -34,7 +34,7 @@ from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import claim, launch_env, local
 from mpicoll.transport.base import Transport
-from mpicoll.transport.control.network import Lifeline
+from mpicoll.transport.control.network import ControlNetwork
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ def _mpi_init_waits_for_all_ranks() -> Any:
 def _connect(watch: Watch, transport: Transport, *, survives: bool) -> None:
     """Collective: let the watches of all ranks talk to each other."""
     job, secret = transport.texts(f"{secrets.token_hex(4)} {secrets.token_hex(16)}")[0].split()
-    line = Lifeline(transport.rank, transport.size, bytes.fromhex(secret), config().outage)
+    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage)
     addresses = [json.loads(text) for text in transport.texts(json.dumps(line.address))]
     line.connect(addresses)
     folder = None if config().report == "off" else Path(config().report)

@@ -223,7 +223,7 @@ def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Wire:
-    """A lifeline between two ranks of one process."""
+    """A control network between two ranks of one process."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.size, self.gone = rank, 2, dict[int, Any]()

@@ -2,7 +2,7 @@
 
 The shape is a star. Its hub is the lowest living rank; all others are connected to it, and what they tell each other
 goes through it. When the hub is gone all connect to the next lowest rank: every rank listens from the start, so that
-this needs no MPI. Each rank's one watch thread drives it by :meth:`Lifeline.poll`; the class starts no thread.
+this needs no MPI. Each rank's one watch thread drives it by :meth:`ControlNetwork.poll`; the class starts no thread.
 
 Who is dead is the kernel's word, never a guess from silence: a connection ends at once with its process, and a host
 whose kernel does not answer is lost, but not before an outage of the network of OUTAGE seconds would be over: it is
@@ -93,10 +93,10 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class PeerExit:
     """A rank that is no longer there. `why` is
 
-    - "left": it said goodbye by :meth:`Lifeline.leave`;
+    - "left": it said goodbye by :meth:`ControlNetwork.leave`;
     - "closed": its process ended without a word: its connection did, or it listens no more and nobody knows a goodbye;
     - "unreachable": its host does not answer.
 
@@ -111,7 +111,7 @@ class Gone:
     host: str
 
 
-class Lifeline:
+class ControlNetwork:
     """This rank's connections to the others of its job.
 
     `token` is the job's secret, the same on all ranks: who does not prove to know it is not listened to, be it a
@@ -143,9 +143,9 @@ class Lifeline:
         self._lock = threading.Lock()  # of all below; held for no longer than it takes to do what does not block
         self._driver = threading.Lock()  # held by who waits in select
         self._outbox: deque[_Outgoing] = deque()
-        self._events: deque[Message | Gone] = deque()
-        self._gone: dict[int, Gone] = {}
-        self._unsure: dict[int, tuple[Gone, float, bool]] = {}  # and since when, and whether it may not have left
+        self._events: deque[Message | PeerExit] = deque()
+        self._gone: dict[int, PeerExit] = {}
+        self._unsure: dict[int, tuple[PeerExit, float, bool]] = {}  # and since when, and whether it may not have left
         self._peers: Sequence[dict[str, Any]] = ()
         self._clients: dict[int, _Connection] = {}
         self._others: set[_Connection] = set()  # strangers, attempts, probes
@@ -170,13 +170,13 @@ class Lifeline:
         self._accept_at = 0.0
         self._over = False
         self._selector = selectors.DefaultSelector()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._crash_fd = _stderr() if size > 1 else None
         self._crash_to: _Connection | None = None
         # Whoever writes to these may do so at any time, and must not meet another file that has the same number.
-        self._kept = [fd for fd in (self._bell, self._crash_fd) if fd is not None]
+        self._kept = [fd for fd in (self._wakeup_fd, self._crash_fd) if fd is not None]
         weakref.finalize(self, _close, self._kept).atexit = False
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
         self._listener = _listen(size)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._listening = True
@@ -215,22 +215,22 @@ class Lifeline:
         return self._target
 
     @property
-    def gone(self) -> dict[int, Gone]:
+    def gone(self) -> dict[int, PeerExit]:
         """The ranks that are gone."""
         return self._gone.copy()
 
     @property
     def crash_fd(self) -> int | None:
         """Where a process that dies may write text from a signal handler (``faulthandler.enable(file=...)``), which the
-        others get as :attr:`Gone.words`. It stays the same for life, whatever it leads to: a connection, or stderr
+        others get as :attr:`PeerExit.words`. It stays the same for life, whatever it leads to: a connection, or stderr
         while there is none and in forked children. None for a world of one."""
         return self._crash_fd
 
     def wake(self) -> None:
         """Let :meth:`poll` return."""
-        if self._bell in self._kept:
+        if self._wakeup_fd in self._kept:
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wakeup_fd, 1)
 
     def send(self, body: dict[str, Any], to: int | None = None) -> None:
         """Send `body` to rank `to`, or to all others. Returns at once; what is sent to a rank that is gone is dropped.
@@ -295,13 +295,13 @@ class Lifeline:
         self._over = True
         self._lock, self._driver = threading.Lock(), threading.Lock()
         self._close_all()
-        if self._bell in self._kept:
-            self._kept.remove(self._bell)
-            os.close(self._bell)
+        if self._wakeup_fd in self._kept:
+            self._kept.remove(self._wakeup_fd)
+            os.close(self._wakeup_fd)
 
     # --- the watch thread
 
-    def poll(self, timeout: float) -> list[Message | Gone]:
+    def poll(self, timeout: float) -> list[Message | PeerExit]:
         """Do all the work for at most `timeout` seconds, and return what has come by then. It returns as soon as there
         is something, sometimes earlier, and at once after :meth:`close`. For one thread, in a loop."""
         if self._over or not self._driver.acquire(timeout=timeout):
@@ -311,7 +311,7 @@ class Lifeline:
                 self._turn(0 if self._events else timeout)
         finally:
             self._driver.release()
-        events: list[Message | Gone] = []
+        events: list[Message | PeerExit] = []
         while self._events:
             events.append(self._events.popleft())
         return events
@@ -332,7 +332,7 @@ class Lifeline:
                     self._serve(key.data, mask)
                 else:
                     with contextlib.suppress(BlockingIOError):
-                        os.eventfd_read(self._bell)
+                        os.eventfd_read(self._wakeup_fd)
             self._on_time(time.monotonic())
             self._pump()
 
@@ -628,7 +628,7 @@ class Lifeline:
         elif role == "probe" and rank in self._asked:
             self._judge(one, self._asked[rank])
         elif role == "client" and established and rank not in self._gone and not self._leaving:
-            self._declare(self._obituary(rank, why, one.text()))
+            self._declare(self._exit_record(rank, why, one.text()))
         elif role == "hub" and established:
             self._hub_lost(one, why)
 
@@ -648,7 +648,7 @@ class Lifeline:
             return
         refused = all(why == "closed" for why in failed.values())
         if (self._near(rank) and refused) or self._is_late():
-            self._suspect(self._obituary(rank, "closed" if refused else "unreachable", ""), certain=False)
+            self._suspect(self._exit_record(rank, "closed" if refused else "unreachable", ""), certain=False)
 
     def _hub_lost(self, one: _Connection, why: str) -> None:
         # What has not been sent completely was not understood.
@@ -659,9 +659,9 @@ class Lifeline:
             self._elect()
         else:
             # One that had told this rank of the others and left would not have ended before its goodbye was here.
-            self._suspect(self._obituary(one.rank, why, one.text()), certain=one.told)
+            self._suspect(self._exit_record(one.rank, why, one.text()), certain=one.told)
 
-    def _suspect(self, gone: Gone, *, certain: bool) -> None:
+    def _suspect(self, gone: PeerExit, *, certain: bool) -> None:
         """A rank is gone; but others may know more about it: unless it is `certain` to have died, that it has left."""
         rank = gone.rank
         if gone.words or (certain and rank > self._target):
@@ -671,7 +671,7 @@ class Lifeline:
             self._unsure[rank] = gone, time.monotonic(), certain
         self._elect()
 
-    def _held_until(self, _: Gone, since: float, certain: bool) -> float:
+    def _held_until(self, _: PeerExit, since: float, certain: bool) -> float:
         """When a rank in ``_unsure`` counts as dead, if nobody has said anything else."""
         if certain:
             return since + HEAR_WITHIN
@@ -692,9 +692,9 @@ class Lifeline:
             for gone, _, _ in list(self._unsure.values()):
                 self._declare(gone)
 
-    def _obituary(self, rank: int, why: str, words: str) -> Gone:
+    def _exit_record(self, rank: int, why: str, words: str) -> PeerExit:
         peer = self._peers[rank] if self._peers else {}
-        return Gone(rank, why, words, int(peer.get("pid", 0)), str(peer.get("host", "")))
+        return PeerExit(rank, why, words, int(peer.get("pid", 0)), str(peer.get("host", "")))
 
     def _again(self, where: str) -> None:
         pause = self._retry.get(where, (0.0, 0.1))[1]
@@ -731,7 +731,7 @@ class Lifeline:
         for rank in self._clients:
             self._ask.pop(rank, None)
 
-    def _declare(self, gone: Gone, teller: _Connection | None = None) -> None:
+    def _declare(self, gone: PeerExit, teller: _Connection | None = None) -> None:
         """A rank is gone: tell it, once."""
         rank = gone.rank
         if rank in self._gone or rank == self.rank:
@@ -754,7 +754,7 @@ class Lifeline:
             self._hub_lost(one, gone.why)
         self._elect()
 
-    def _news(self, gone: Gone) -> _Outgoing:
+    def _news(self, gone: PeerExit) -> _Outgoing:
         if gone.rank in self._farewells:
             return self._farewells[gone.rank]
         what = {"rank": gone.rank, "why": gone.why, "words": gone.words, "pid": gone.pid, "host": gone.host}
@@ -796,7 +796,7 @@ class Lifeline:
             if one.role not in ("client", "hub"):
                 steps[one.role, kind]()
             elif kind == _GONE:
-                self._told(one, Gone(**content))
+                self._told(one, PeerExit(**content))
             elif kind == _HEARD:
                 self._heard = True
             elif kind == _TOLD:
@@ -823,9 +823,9 @@ class Lifeline:
             if source != one.rank:
                 self._hearsay_at = time.monotonic()
             self._farewells[source] = message
-            self._declare(self._obituary(source, "left", ""), one)
+            self._declare(self._exit_record(source, "left", ""), one)
 
-    def _told(self, one: _Connection, gone: Gone) -> None:
+    def _told(self, one: _Connection, gone: PeerExit) -> None:
         """Another rank tells of one that is gone. Who has a connection with that one knows better."""
         if not 0 <= gone.rank < self.size or (self._hub is not None and self._hub.rank == gone.rank):
             return
@@ -894,7 +894,7 @@ class Lifeline:
         """For the other this rank is dead: the network was cut for a while."""
         rank = one.rank
         self._drop(one)
-        self._suspect(self._obituary(rank, "unreachable", ""), certain=not self._leaving)
+        self._suspect(self._exit_record(rank, "unreachable", ""), certain=not self._leaving)
 
     def _join(self, one: _Connection) -> None:
         rank = one.rank
@@ -940,21 +940,21 @@ class Lifeline:
             self._lock.release()
 
 
-_all: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+_all: weakref.WeakSet[ControlNetwork] = weakref.WeakSet()
 
 
-def _each(what: Callable[[Lifeline], None]) -> Callable[[], None]:
+def _each(what: Callable[[ControlNetwork], None]) -> Callable[[], None]:
     def call() -> None:
-        for lifeline in list(_all):
-            what(lifeline)
+        for network in list(_all):
+            what(network)
 
     return call
 
 
 os.register_at_fork(
-    before=_each(Lifeline._before_fork),  # noqa: SLF001  they belong to the class
-    after_in_parent=_each(Lifeline._after_fork),  # noqa: SLF001
-    after_in_child=_each(Lifeline.forget),
+    before=_each(ControlNetwork._before_fork),  # noqa: SLF001  they belong to the class
+    after_in_parent=_each(ControlNetwork._after_fork),  # noqa: SLF001
+    after_in_child=_each(ControlNetwork.forget),
 )
 
 

@@ -23,7 +23,7 @@ import pytest
 from support.launch import ROOT
 
 from mpicoll.transport.control import connection, network
-from mpicoll.transport.control.network import Gone, Lifeline, Message
+from mpicoll.transport.control.network import ControlNetwork, Message, PeerExit
 
 TOKEN = b"the secret of this job"
 SOON = 20.0
@@ -45,8 +45,8 @@ class Star:
 
     def __init__(self, size: int, tokens: dict[int, bytes] | None = None) -> None:
         tokens = tokens or {}
-        self.lines = [Lifeline(rank, size, tokens.get(rank, TOKEN)) for rank in range(size)]
-        self.heard: list[list[Message | Gone]] = [[] for _ in range(size)]
+        self.lines = [ControlNetwork(rank, size, tokens.get(rank, TOKEN)) for rank in range(size)]
+        self.heard: list[list[Message | PeerExit]] = [[] for _ in range(size)]
         self.over = [False] * size
         self.threads = [threading.Thread(target=self._drive, args=(rank,)) for rank in range(size)]
 
@@ -80,7 +80,7 @@ class Star:
         return [one.body for one in heard if source in (None, one.source)]
 
     def gone(self, rank: int) -> list[tuple[int, str]]:
-        return sorted((one.rank, one.why) for one in self.heard[rank] if isinstance(one, Gone))
+        return sorted((one.rank, one.why) for one in self.heard[rank] if isinstance(one, PeerExit))
 
 
 Make = Callable[..., Star]
@@ -168,7 +168,7 @@ def test_goodbye(star: Make, leaver: int) -> None:
         assert job.heard[rank] == [
             Message(leaver, {"last": "word"}),
             Message(leaver, {"done": True}),
-            Gone(leaver, "left", "", os.getpid(), socket.gethostname()),
+            PeerExit(leaver, "left", "", os.getpid(), socket.gethostname()),
         ]
     # The star goes on without it.
     first, second = sorted(others)
@@ -342,7 +342,7 @@ def test_leaving_in_any_order(star: Make, seed: int, monkeypatch: pytest.MonkeyP
         step()
     for rank, heard in enumerate(job.heard):
         assert all(why == "left" for _, why in job.gone(rank)), heard
-        assert [one["bye"] for one in job.messages(rank)] == [one.rank for one in heard if isinstance(one, Gone)]
+        assert [one["bye"] for one in job.messages(rank)] == [one.rank for one in heard if isinstance(one, PeerExit)]
 
 
 def test_a_rank_that_is_late_hears_of_a_goodbye_from_before(star: Make) -> None:
@@ -387,13 +387,13 @@ def test_what_flush_hears_is_not_lost(star: Make) -> None:
     job.lines[0].send({"to": "one"})
     assert job.lines[0].flush(SOON)
     assert job.lines[1].flush(SOON)
-    heard: list[Message | Gone] = []
+    heard: list[Message | PeerExit] = []
     until(lambda: heard.extend(job.lines[0].poll(0.1)) or heard)
     assert heard == [Message(1, {"to": "zero"})]
 
 
 def test_poll_waits_no_longer_than_it_may_and_wakes() -> None:
-    line = Lifeline(0, 2, TOKEN)
+    line = ControlNetwork(0, 2, TOKEN)
     assert line.poll(0.0) == []
     woken = threading.Event()
 
@@ -429,7 +429,7 @@ def test_at_rest_nothing_wakes(star: Make) -> None:
 
 
 def test_a_world_of_one() -> None:
-    line = Lifeline(0, 1, TOKEN)
+    line = ControlNetwork(0, 1, TOKEN)
     line.connect([line.address])
     line.send({"to": "nobody"})
     assert line.flush(1.0)
@@ -441,8 +441,8 @@ def test_a_world_of_one() -> None:
 
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="rank 2 is not one of 2"):
-        Lifeline(2, 2, TOKEN)
-    line = Lifeline(1, 3, TOKEN)
+        ControlNetwork(2, 2, TOKEN)
+    line = ControlNetwork(1, 3, TOKEN)
     with pytest.raises(ValueError, match="1 addresses for 3 ranks"):
         line.connect([line.address])
     for to in (-1, 1, 3):
@@ -459,7 +459,7 @@ def test_arguments() -> None:
 
 
 def test_addresses() -> None:
-    line = Lifeline(0, 2, TOKEN)
+    line = ControlNetwork(0, 2, TOKEN)
     address = line.address
     line.close()
     assert json.loads(json.dumps(address)) == address
@@ -487,7 +487,7 @@ def test_closed_descriptors_are_given_back(star: Make) -> None:
 # --- strangers
 
 
-def _connect(line: Lifeline) -> socket.socket:
+def _connect(line: ControlNetwork) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", line.address["port"]), timeout=SOON)
     sock.settimeout(SOON)
     return sock
@@ -576,7 +576,7 @@ def _pair(role: str = "client") -> tuple[connection._Connection, connection._Con
 
 
 def _read_all(reader: connection._Connection) -> list[tuple[bytes, int, int, bytes]]:
-    """All messages until the end, as the lifeline reads them."""
+    """All messages until the end, as the network reads them."""
     got = []
     while True:
         try:
@@ -650,7 +650,7 @@ rank, size, constants, prelude = int(sys.argv[1]), int(sys.argv[2]), json.loads(
 for name, value in constants.items():
     setattr(next(one for one in (network, sockets) if hasattr(one, name)), name, value)
 exec(prelude)
-line = network.Lifeline(rank, size, b"token of these processes")
+line = network.ControlNetwork(rank, size, b"token of these processes")
 faulthandler.enable(file=line.crash_fd)
 
 def tell(*what):
