@@ -1,4 +1,4 @@
-"""Messages on a socket."""
+"""Framed messages on a socket, with flow control."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ALL = -1
 
 
 class _Violation(Exception):
-    """A peer does not keep to the protocol."""
+    """The peer has violated the protocol."""
 
 
 _Outgoing = tuple[bytes, int, int, bytes]  # kind, source, destination, payload
@@ -68,21 +68,21 @@ class _Connection:
         self._read = 0  # bytes not yet acknowledged
 
     def name(self) -> str:
-        """Who is at the other end."""
+        """Return a name of the peer for messages."""
         return f"rank {self.rank}" if self.rank >= 0 else "a stranger"
 
     @property
     def idle(self) -> bool:
-        """Whether all is handed to the kernel."""
+        """True if everything has been handed to the kernel."""
         return not (self.queue or self._wire or self._acks)
 
     @property
     def blocked(self) -> bool:
-        """Whether there is something that only the kernel keeps from being sent."""
+        """True if the kernel's send buffer is full and bytes wait for it."""
         return bool(self._wire)
 
     def write(self) -> None:
-        """Hand the kernel as much as it takes. An error is kept until the end has been read."""
+        """Hand the kernel as much as it accepts. An error is stored until the end of the stream has been read."""
         if self.connecting or self.error is not None:
             return
         while self._wire or self._next():
@@ -116,7 +116,7 @@ class _Connection:
         return bool(self._wire)
 
     def read(self) -> Iterator[_Outgoing]:
-        """The messages that have come. EOFError at the end of the connection, when all before it has been read."""
+        """Yield the messages that have arrived. Raises EOFError at the end of the connection, after all before it."""
         ended = False
         for _ in range(8):  # then others have their turn
             try:
@@ -153,9 +153,9 @@ class _Connection:
                     start = len(buffer) - partial if start < 0 else start
                 if start == 0:
                     return
-                # What is no frame was written by a signal handler of a process that dies.
+                # Bytes that are not a frame were written by a signal handler of a dying process.
                 if not known:
-                    raise _Violation("it speaks another language")
+                    raise _Violation("protocol mismatch: no frame header")
                 self._add_words(bytes(buffer[:start]))
                 del buffer[:start]
                 continue
@@ -187,11 +187,11 @@ class _Connection:
         self.words += data[: max(0, 2 * WORDS_LIMIT - len(self.words))]
 
     def spoilt(self, payload: bytes) -> None:
-        """What began as a message may have been cut by last words."""
+        """Take the crash output out of a payload that it has cut in the middle."""
         self._add_words(_from_fatal(payload))
 
     def text(self) -> str:
-        """The last words, without the remains of what they have cut."""
+        """Return the crash output, without the remains of the message that it has cut."""
         start = self.words.find(_FATAL)
         return self.words[start : start + WORDS_LIMIT].decode("utf-8", "backslashreplace") if start >= 0 else ""
 

@@ -1,16 +1,16 @@
-"""Connections among the ranks of a job beside MPI: a death is known at once, and word gets through when MPI is stuck.
+"""The control network: connections between the ranks of a job that are independent of MPI.
 
-The shape is a star. Its hub is the lowest living rank; all others are connected to it, and what they tell each other
-goes through it. When the hub is gone all connect to the next lowest rank: every rank listens from the start, so that
-this needs no MPI. Each rank's one watch thread drives it by :meth:`ControlNetwork.poll`; the class starts no thread.
+Messages and reports of deaths get through it also while MPI is blocked. Its shape is a star. The hub is the lowest
+living rank; all others are connected to it, and it forwards their messages. When the hub is gone, all connect to the
+next lowest rank: every rank listens from the start, so that this needs no MPI. Each rank's watch thread drives its end
+by :meth:`ControlNetwork.poll`; the class starts no thread.
 
-Who is dead is the kernel's word, never a guess from silence: a connection ends at once with its process, and a host
-whose kernel does not answer is lost, but not before an outage of the network of OUTAGE seconds would be over: it is
-found after 12 s at most (20 s on Linux before 6.15). A process that is stopped, sits in a debugger or holds the
-interpreter's lock for minutes does not read, but its kernel answers for it. For the same reason no more is under way on
-a connection than the receiver's kernel takes without the process's help (``_WINDOW``): TCP could not tell a full buffer
-from a lost host.
-"""
+Deaths are reported by the kernel, never concluded from silence of a process: a connection ends at once with its
+process. A host whose kernel does not answer is lost, but only after the OUTAGE seconds that an interruption of the
+network may last: it is detected within 12 s (20 s on Linux before 6.15). A process that is stopped, is in a debugger or
+holds the GIL for minutes does not read, but its kernel answers for it. For the same reason no more bytes are in flight
+on a connection than the receiver's kernel accepts without help of the process (``_WINDOW``): TCP can't tell a full
+buffer from a lost host."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOS
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What another rank has sent."""
+    """A message from another rank."""
 
     source: int
     body: dict[str, Any]
@@ -183,7 +183,7 @@ class ControlNetwork:
         self._fork_lock = False
         _all.add(self)
 
-    # --- what any thread may call
+    # --- for any thread
 
     @property
     def address(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class ControlNetwork:
         return self._crash_fd
 
     def wake(self) -> None:
-        """Let :meth:`poll` return."""
+        """Make :meth:`poll` return."""
         if self._wakeup_fd in self._kept:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._wakeup_fd, 1)
@@ -336,7 +336,7 @@ class ControlNetwork:
             self._on_time(time.monotonic())
             self._pump()
 
-    # --- from here on the lock is held
+    # --- all methods below: the lock is held
 
     def _post(self, message: _Outgoing) -> None:
         if self._farewell is not None or self._over or self.size == 1:
@@ -420,7 +420,7 @@ class ControlNetwork:
         return all(connection.idle and not _under_way(connection.sock) for connection in self._connections())
 
     def _watch_for(self) -> None:
-        """Tell the selector what to wait for."""
+        """Update the events for which the selector waits."""
         if not self._listening and time.monotonic() >= self._accept_at:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._listening = True
@@ -525,7 +525,7 @@ class ControlNetwork:
             self._others.add(stranger)
 
     def _rest(self, why: str) -> None:
-        """Accept nobody for a while."""
+        """Accept no connections for a second."""
         self._selector.unregister(self._listener)
         self._listening = False
         if not self._accept_at:
@@ -562,7 +562,7 @@ class ControlNetwork:
             self._lost(one)
 
     def _serve(self, one: _Connection, mask: int) -> None:
-        """Something can be done on a connection."""
+        """Read from and write to a connection that is ready."""
         if one.sock.fileno() < 0:
             return  # closed in this very turn
         if one.connecting:
@@ -603,7 +603,7 @@ class ControlNetwork:
             self._drop(one)
 
     def _drop(self, one: _Connection) -> None:
-        """Close a connection, whoever has it."""
+        """Close a connection and remove it from wherever it is registered."""
         if one.events:
             self._selector.unregister(one.sock)
             one.events = 0
@@ -617,7 +617,7 @@ class ControlNetwork:
         one.sock.close()
 
     def _lost(self, one: _Connection) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         role, rank = one.role, one.rank
         why = "unreachable" if one.error in _LOST_HOST else "closed"
         established = self._hub is one or self._clients.get(rank) is one
@@ -633,7 +633,7 @@ class ControlNetwork:
             self._hub_lost(one, why)
 
     def _is_late(self) -> bool:
-        """Whether there has been another hub: then all ranks had their time to start."""
+        """True if there has been another hub: then all ranks have had time to start."""
         return self._target > 0
 
     def _judge(self, one: _Connection, failed: dict[str, str]) -> None:
@@ -700,7 +700,7 @@ class ControlNetwork:
         pause = self._retry.get(where, (0.0, 0.1))[1]
         self._retry[where] = time.monotonic() + pause, min(pause * 2, 2.0)
 
-    # --- who is the hub
+    # --- election of the hub
 
     def _alive(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self._gone and rank not in self._unsure]
@@ -732,7 +732,7 @@ class ControlNetwork:
             self._ask.pop(rank, None)
 
     def _declare(self, gone: PeerExit, teller: _Connection | None = None) -> None:
-        """A rank is gone: tell it, once."""
+        """Report once that a rank is gone, here and to the other ranks."""
         rank = gone.rank
         if rank in self._gone or rank == self.rank:
             return
@@ -772,7 +772,7 @@ class ControlNetwork:
         else:
             _to_stderr(self._crash_fd)
 
-    # --- what the others say
+    # --- the protocol
 
     def _take(self, one: _Connection, message: _Outgoing) -> None:
         kind, _, _, payload = message
@@ -811,7 +811,7 @@ class ControlNetwork:
         if kind == _LEAVE and source == one.rank:
             self._leavers.append((one, message))
         elif kind != _LEAVE and one.role == "client" and source != one.rank:
-            raise _Violation("it speaks for another rank")
+            raise _Violation("a message with the source of another rank")
         if source in self._gone or not 0 <= source < self.size or source == self.rank:
             return
         if not self._leaving and dest in (_ALL, self.rank):
@@ -899,7 +899,7 @@ class ControlNetwork:
     def _join(self, one: _Connection) -> None:
         rank = one.rank
         if rank < 0 or self._is_dead(rank):
-            raise _Violation("not welcome")
+            raise _Violation("connection refused: this rank counts as dead, or has not proved the job token")
         old = self._clients.pop(rank, None)
         if old is not None:
             self._drop(old)
