@@ -1,4 +1,4 @@
-"""How other processes of this host have ended. Linux."""
+"""Exit status of other processes of this host. Linux."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ _GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 _EXIT = 8
 """PIDFD_INFO_EXIT: asks for the exit status, and says in the answer that it is there."""
 
-_PATIENCE = 0.1
-"""Seconds in which the status of a process appears that has just closed its descriptors."""
+_STATUS_DELAY = 0.1
+"""Seconds within which the exit status of a process is available after it has closed its descriptors."""
 
 
 class Process:
-    """A process of this host, watched from now on. Raises OSError if there is none of this number."""
+    """A process of this host, observed from now on. Raises OSError if no process has this id."""
 
     def __init__(self, pid: int) -> None:
         self._fd = os.pidfd_open(pid)
-        # Where the kernel can't be asked (before 6.15), the status stands here from its end until its parent has seen
-        # it, for those who had opened the file before.
+        # Before Linux 6.15, which has the ioctl, the status is in this file between the end of the process and the wait
+        # of its parent, if the file was opened before.
         self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Watch it no more."""
+        """Stop observing it."""
         os.close(self._fd)
         os.close(self._stat)
 
     def status(self) -> int | None:
-        """How it has ended, as :func:`os.waitstatus_to_exitcode` says it: its exit status, or the negative number of a
-        signal. None if it lives, or if nobody can tell. Takes a tenth of a second at most."""
-        deadline = time.monotonic() + _PATIENCE
+        """Return its exit status, or the negative number of the signal that killed it, as
+        :func:`os.waitstatus_to_exitcode` does. None if it is alive or if the status can't be read. Takes at most a
+        tenth of a second."""
+        deadline = time.monotonic() + _STATUS_DELAY
         while True:
-            found = self._asked()
+            found = self._query_kernel()
             if found is None:
-                found = self._read()
+                found = self._read_stat()
             if found is not None:
                 return os.waitstatus_to_exitcode(found & ~0x80)  # without the bit for a core dump
             if time.monotonic() > deadline:
                 return None
             time.sleep(1e-3)
 
-    def _asked(self) -> int | None:
+    def _query_kernel(self) -> int | None:
         answer = bytearray(64)
         struct.pack_into("Q", answer, 0, _EXIT)
         with suppress(OSError):
@@ -56,7 +57,7 @@ class Process:
                 return int(struct.unpack_from("i", answer, 60)[0])
         return None
 
-    def _read(self) -> int | None:
+    def _read_stat(self) -> int | None:
         with suppress(OSError):
             # PID (NAME) STATE ... STATUS, where the name may contain anything.
             fields = os.pread(self._stat, 4096, 0).rpartition(b")")[2].split()
@@ -66,7 +67,7 @@ class Process:
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGKILL."""
+    """Return the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
