@@ -215,8 +215,7 @@ def probe(
             given = communicator.timeout if bound is None else bound
             raise communicator.progress.late(str(call), given, "") from None
 
-    # The timeout comes last, where a report of where this rank stands looks for it.
-    return _status(communicator, communicator.progress.guarded(wait, call, bound))
+    return _status(communicator, communicator.progress.guarded(wait, call, bound, bounded=bound is not None))
 
 
 def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike = None) -> Status | None:
@@ -383,13 +382,13 @@ class _Transfer:
         return self._comm.timeout
 
     def wait(self, timeout: float | None, bound: float | None = None) -> None:
-        # The timeout comes last, where a report of where this rank stands looks for it.
+        guarded = self._comm.progress.guarded
         try:
-            self._envelope = self._comm.progress.guarded(self._within, self._call, bound, timeout)
+            self._envelope = guarded(self._within, self._call, timeout, bound, bounded=timeout is not None)
         except TruncationError as error:
             raise self._explained(error) from error
 
-    def _within(self, bound: float | None, timeout: float | None) -> Envelope:
+    def _within(self, timeout: float | None, bound: float | None) -> Envelope:
         try:
             return self._pending.wait(timeout)
         except Timeout:

@@ -11,6 +11,8 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.diagnostics.position import Executing, Position
+from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.record import Call
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
@@ -96,6 +98,7 @@ class Arena:
         describe: Describe | None = None,
         judge: Judge | None = None,
         check_wait: CheckWait | None = None,
+        executing: Executing | None = None,
     ) -> None:
         rank, size = transport.rank, transport.size
         words = size * _WORDS * 8
@@ -119,6 +122,8 @@ class Arena:
         self._describe = describe
         self._judge = judge
         self._check_wait = check_wait
+        self._executing = executing or Executing()
+        self._awaited: Sequence[int] | None = None  # by this rank; None: for the step in which it is
         self._step = 0
         self._operation = 0
         self._in_vain = False  # whether it was given up because others have not come
@@ -144,7 +149,10 @@ class Arena:
 
         It raises MismatchError on all ranks if they have begun different operations, after which they are in step;
         otherwise what :meth:`run` raises."""
-        mine, others, spins, asked = self._mine, self._others, self._spins, _ASKED[0]
+        spins = self._spins
+        # Where even and odd operations are told: by this rank, and by the others.
+        mine = tuple(self._mine + which for which in _ASKED)
+        others = tuple(tuple(at + which for at in self._others) for which in _ASKED)
 
         # A closure, since it comes before the shortest operations, and slots of an object take longer to reach.
 
@@ -155,16 +163,15 @@ class Arena:
                     return
                 signature = call.sign()
             self._operation = operation = self._operation + 1 & _OPERATIONS
-            words, which = self._words, asked + (operation & 1)
-            words[mine + which] = word = operation << 32 | signature
-            for at in others:
-                at += which
+            words, odd = self._words, operation & 1
+            words[mine[odd]] = word = operation << 32 | signature
+            for at in others[odd]:
                 if words[at] != word:
                     for _ in spins:
                         if words[at] == word:
                             break
                     else:
-                        self._match_late(which)
+                        self._match_late(_ASKED[odd])
                         return
 
         return match
@@ -190,21 +197,27 @@ class Arena:
         """Return when all ranks have begun this operation, or another in its place."""
         operation, words, pause = self._operation, self._words, _Pause(self._transport, self._check_wait)
         late = list(range(self.size))
-        while late := [peer for peer in late if words[peer * _WORDS + which] >> 32 != operation]:
-            try:
-                for peer in late:
-                    if words[peer * _WORDS] >= _GONE:
-                        raise CommunicationError(
-                            f"rank {self.rank} of {self.size} (of this node): rank {peer} has given up an operation;"
-                            " its own error says why; make another communicator"
-                        )
-                pause(late)
-            except RankFailed:
-                if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):
-                    raise  # they have not come and gone since
-            except CommunicationError:
-                self._in_vain = True
-                raise
+        executing = self._executing
+        outer, executing.executor = executing.executor, self
+        try:
+            while late := [peer for peer in late if words[peer * _WORDS + which] >> 32 != operation]:
+                self._awaited = late
+                try:
+                    for peer in late:
+                        if words[peer * _WORDS] >= _GONE:
+                            raise CommunicationError(
+                                f"rank {self.rank} of {self.size} (of this node): rank {peer} has given up an"
+                                " operation; its own error says why; make another communicator"
+                            )
+                    pause(late)
+                except RankFailed:
+                    if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):
+                        raise  # they have not come and gone since
+                except CommunicationError:
+                    self._in_vain = True
+                    raise
+        finally:
+            executing.executor, self._awaited = outer, None
 
     def sync(self) -> None:
         """End a step: what all ranks wrote before is there for all to read afterwards. Raises CommunicationError if
@@ -243,20 +256,31 @@ class Arena:
                 return seen
         which = _ASKED[self._operation & 1]
         mine, pause = words[self._mine + which], _Pause(self._transport, self._check_wait)
-        while (seen := words[at]) < step:
-            asked = words[at + which]
-            if asked >> 32 == self._operation and asked != mine:
-                self.agree()  # it may take fewer steps, and never come
-            try:
-                pause([at // _WORDS])
-            except RankFailed:
-                if words[at] < step:  # it may have come, and gone since
+        executing = self._executing
+        outer, executing.executor = executing.executor, self
+        try:
+            while (seen := words[at]) < step:
+                asked = words[at + which]
+                if asked >> 32 == self._operation and asked != mine:
+                    self.agree()  # it may take fewer steps, and never come
+                try:
+                    pause([at // _WORDS])
+                except RankFailed:
+                    if words[at] < step:  # it may have come, and gone since
+                        raise
+                except CommunicationError:
+                    # This rank waits no longer, so it can't stay in step with those that may still come.
+                    self._in_vain = True
                     raise
-            except CommunicationError:
-                # This rank waits no longer, so it can't stay in step with those that may still come.
-                self._in_vain = True
-                raise
+        finally:
+            executing.executor = outer
         return seen
+
+    def position(self, members: Sequence[int]) -> Position:
+        """Return which ranks are waited for."""
+        awaited = self._awaited
+        late = tuple(sorted(members[peer] for peer in (self.late() if awaited is None else awaited)))
+        return Position(f"shared memory{(late and f': waits for {rank_list(late)}') or ''}", late, polls=True)
 
     def late(self) -> list[int]:
         """The ranks that have not come to the step in which this one is."""
@@ -368,18 +392,24 @@ class Arena:
         them."""
         words, pause = self._words, _Pause(self._transport, self._check_wait)
         words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _BADLY | self._step - begin
-        while True:
-            reached = [self._reached(at, begin) for at in self._others]
-            self._barrier()
-            words[self._mine] = max(self._step, *(step for step, _ in reached)) | _FAILED
-            late = [at // _WORDS for at, (_, ended) in zip(self._others, reached, strict=True) if not ended]
-            if not late:
-                break
-            try:
-                pause(late)
-            except RankFailed:
-                if not all(self._reached(peer * _WORDS, begin)[1] for peer in late):
-                    raise
+        executing = self._executing
+        outer, executing.executor = executing.executor, self
+        try:
+            while True:
+                reached = [self._reached(at, begin) for at in self._others]
+                self._barrier()
+                words[self._mine] = max(self._step, *(step for step, _ in reached)) | _FAILED
+                late = [at // _WORDS for at, (_, ended) in zip(self._others, reached, strict=True) if not ended]
+                if not late:
+                    break
+                self._awaited = late
+                try:
+                    pause(late)
+                except RankFailed:
+                    if not all(self._reached(peer * _WORDS, begin)[1] for peer in late):
+                        raise
+        finally:
+            executing.executor, self._awaited = outer, None
         self._step = max(self._step, *(step for step, _ in reached))
         self.parity = self._step >> 1 & 1
         # Who waits for this rank in the next operation must not take this failure for one there.

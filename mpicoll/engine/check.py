@@ -22,6 +22,7 @@ from weakref import ref
 from zlib import crc32
 
 from mpicoll.config import UNCHECKED
+from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.record import Call, Entry, Group, Raw, Site, call_site
 from mpicoll.errors import CommunicationError, CommunicatorError, MismatchError, NumericsError, RankFailed, Timeout
 from mpicoll.transport.base import Transport
@@ -139,6 +140,9 @@ family = Family()
 """That of a process which is one rank."""
 
 
+_COMPARING = Position("the comparison of the ranks' calls", polls=True)
+
+
 class Check:
     """Observes the collectives of one communicator."""
 
@@ -151,6 +155,7 @@ class Check:
         self._transport = comm.transport
         self._options = options
         self._watch = comm.watch
+        self._executing = comm.progress.executing
 
     def before(self, raw: Raw, function: Callable[..., Any]) -> None:
         """Compare what the ranks call, and look at what goes in. Raises MismatchError or NumericsError on all ranks."""
@@ -214,6 +219,7 @@ class Check:
 
     def _compare(self, entry: Entry, word: int, told: Callable[[], Told]) -> list[str] | None:
         """The texts of all ranks, if their words differ. Raises what says that not all of them come."""
+        outer, self._executing.executor = self._executing.executor, _COMPARING
         try:
             return self._transport.compare(word, lambda: json.dumps(told()), lambda: self._look(entry))
         except Timeout:
@@ -223,6 +229,8 @@ class Check:
             what = f"{entry.call}, collective {entry.number} of {entry.group.name},{where}"
             error.args = (f"{what}: {error}",)
             raise
+        finally:
+            self._executing.executor = outer
 
     def _look(self, entry: Entry) -> None:
         if self._watch is not None:
@@ -504,6 +512,7 @@ class Queue(Protocol):
 
     group: Group
     current: Raw | None
+    executing: Executing
     match: Callable[[Call], None]
 
 
@@ -555,6 +564,8 @@ class Between:
             briefs = [brief(entry, runs=at == last) for at, entry in enumerate(entries)]
             return json.dumps([*zip(signatures, briefs, strict=True)])
 
+        executing = progress.executing
+        outer, executing.executor = executing.executor, _COMPARING
         try:
             texts = self._transport.compare(crc32(array("I", signatures)), described, lambda: self._look(entries[last]))
         except RankFailed:
@@ -562,6 +573,8 @@ class Between:
         except BaseException:
             self._refuse("an operation was given up, and the ranks are out of step since")
             raise
+        finally:
+            executing.executor = outer
         if texts is None:
             return
         told = [json.loads(text) for text in texts]

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpicoll.engine import check, notes
 from mpicoll.engine.arena import Arena
+from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.engine.record import WITHIN, Call, Group
@@ -30,6 +31,10 @@ T = TypeVar("T")
 
 _TAGS = 1 << 15
 """Tags of collectives wrap here: the smallest range that MPI guarantees."""
+
+
+_SHARING = Position("the making of shared memory")
+_SPLITTING = Position("the making of communicators for the nodes")
 
 
 class Communicator:
@@ -226,11 +231,15 @@ class Communicator:
     def _flags(self) -> Arena | None:
         """Collective at first use: what the ranks of a node keep in step by, if it can be had."""
         if self._arena is None and self.unshared is None and self.lost is None:
-            self._arena = self._share(lambda: Arena(self.transport, self._described, self._judged, self._check_wait))
+            self._arena = self._share(
+                lambda: Arena(self.transport, self._described, self._judged, self._check_wait, self.progress.executing)
+            )
         return self._arena
 
     def _share(self, make: Callable[[], T]) -> T | None:
         """Collective: what `make` gives, or None if there is no shared memory; ``lost`` says why."""
+        executing = self.progress.executing
+        outer, executing.executor = executing.executor, _SHARING
         try:
             return make()
         except (RankFailed, Timeout):
@@ -238,6 +247,8 @@ class Communicator:
         except CommunicationError as error:
             self.lost = str(error)
             return None
+        finally:
+            executing.executor = outer
 
     def _match_first(self, call: Call) -> None:
         """What the first collective begins with, for which all ranks have to come, whatever they call."""
@@ -277,8 +288,13 @@ class Communicator:
         """Collective at first use, and to be called by operations: private communicators of the ranks of this node, and
         of the ranks of equal local rank on all nodes, in the order of nodes."""
         if self._levels is None:
-            node = self.transport.split(self.node, self.rank)
-            lane = self.transport.split(self.local_rank, self.node)
+            executing = self.progress.executing
+            outer, executing.executor = executing.executor, _SPLITTING
+            try:
+                node = self.transport.split(self.node, self.rank)
+                lane = self.transport.split(self.local_rank, self.node)
+            finally:
+                executing.executor = outer
             assert node is not None
             assert lane is not None
             self._levels = self._made(node, "node"), self._made(lane, "lane")

@@ -278,7 +278,6 @@ class _Straight:
     """Exchanges device memory through an MPI library that takes it."""
 
     def __init__(self, transport: Transport, device: Device) -> None:
-        self.members = transport.members
         self._transport = transport
         self._device = device
 
@@ -296,7 +295,6 @@ class _Staged:
     """
 
     def __init__(self, transport: Transport, device: Device) -> None:
-        self.members = transport.members
         self._transport = transport
         self._device = device
         self._memory: dict[tuple[str, int, int], Array] = {}

@@ -11,6 +11,7 @@ import numpy as np
 from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine
+from mpicoll.engine.diagnostics.position import Position
 from mpicoll.errors import CommunicationError
 from mpicoll.schedules import Copy, Schedule
 from mpicoll.transport.base import Message
@@ -65,12 +66,14 @@ class Program:
 
     schedule: Schedule
     steps: list[_Step]
+    at: int = 0
+    """The step that is carried out."""
 
     def run(self, wire: Wire, tag: int) -> None:
         """Carry it out. Errors of the exchange say in which round of what they happened."""
-        number = 0
         try:
-            for number, step in enumerate(self.steps):  # noqa: B007
+            for number, step in enumerate(self.steps):
+                self.at = number
                 for function, arguments in step.before:
                     function(*arguments)
                 if step.sends or step.recvs:
@@ -78,11 +81,46 @@ class Program:
                 for function, arguments in step.after:
                     function(*arguments)
         except CommunicationError as error:
-            what = f"{self.schedule.collective}/{self.schedule.algorithm}"
-            now = f"round {self.steps[number].round + 1} of {len(self.schedule.rounds)}"
+            now = f"round {self.steps[self.at].round + 1} of {len(self.schedule.rounds)}"
             where = f"rank {self.schedule.rank} of {self.schedule.size}, {now}"
-            error.args = (f"{what} on {where}: {error}",)
+            error.args = (f"{self._name} on {where}: {error}",)
             raise
+
+    @property
+    def _name(self) -> str:
+        return f"{self.schedule.collective}/{self.schedule.algorithm}"
+
+    def position(self, members: Sequence[int]) -> Position:
+        """Return the round, what it sends and what it waits for."""
+        if not self.steps:
+            return Position(self._name)
+        step = self.steps[self.at]
+        one = self.schedule.rounds[step.round]
+        sent, received = {peer for peer, _ in step.sends}, {peer for peer, _ in step.recvs}
+        # What has no bytes is not exchanged.
+        words = [f"sends {_chunks(send.chunks)} to rank {members[send.to]}" for send in one.sends if send.to in sent]
+        words += [
+            f"waits for {_chunks(recv.chunks)} from rank {members[recv.source]}{' (reduce)' if recv.reduce else ''}"
+            for recv in one.recvs
+            if recv.source in received
+        ]
+        where = f"round {step.round + 1} of {len(self.schedule.rounds)} of {self._name}"
+        return Position(
+            f"{where}: {', '.join(words or ['local steps'])}", tuple(sorted(members[peer] for peer in received))
+        )
+
+
+def _chunks(chunks: Sequence[int]) -> str:
+    if not chunks:
+        return "a token"
+    runs: list[list[int]] = []
+    for chunk in chunks:
+        if runs and runs[-1][-1] == chunk - 1:
+            runs[-1] = [runs[-1][0], chunk]
+        else:
+            runs.append([chunk])
+    text = ", ".join("-".join(map(str, dict.fromkeys(run))) for run in runs[:6])
+    return f"chunk{'s' if len(chunks) > 1 else ''} {text}{', …' if len(runs) > 6 else ''}"
 
 
 def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> Program:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
 from mpicoll.engine import device as devices
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.execute import Region, cut, extents
 from mpicoll.engine.operation import Flat, Operation, carrier, chosen
 from mpicoll.engine.selection.query import SelectionQuery
@@ -65,20 +66,39 @@ class _Phases:
         self.root_lane = self.ranks[self.root_node].index(problem.root)
         self.failure: BaseException | None = None
         self._steps: list[_Step] = []
+        self._at = 0
         _PHASES[problem.collective](self)
 
     def run(self) -> None:
         """Carry it out. If it fails here, this rank still lets the others through what they share with it, as far as
         an operation does that which fails before it begins."""
-        for step, joint in self._steps:
-            if self.failure is None or joint:
-                try:
-                    step()
-                except BaseException as error:  # noqa: BLE001  raised below
-                    self.failure = self.failure or error
+        executing = self.comm.progress.executing
+        outer, executing.executor = executing.executor, self
+        try:
+            for number, (step, joint) in enumerate(self._steps):
+                self._at = number
+                if self.failure is None or joint:
+                    try:
+                        step()
+                    except BaseException as error:  # noqa: BLE001  raised below
+                        self.failure = self.failure or error
+        finally:
+            executing.executor = outer
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
+
+    def position(self, members: Sequence[int]) -> Position:
+        """Return the phase, and how far it has come."""
+        joint = [number for number, (_, joint) in enumerate(self._steps) if joint]
+        if self._at not in joint:
+            return Position(f"between the {len(joint)} phases")
+        phase = f"phase {joint.index(self._at) + 1} of {len(joint)}"
+        for level in (self.node, self.lane):
+            inner = level.progress.executing.position(level.members)
+            if inner.where:
+                return replace(inner, where=f"{phase}: {inner.where}")
+        return Position(phase)
 
     def check(self) -> None:
         """Raise what has failed before."""

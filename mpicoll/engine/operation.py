@@ -201,6 +201,7 @@ def scheduled(operation: Operation, choice: Choice, wire: Wire, *, bound: bool =
     comm, algorithm = operation.comm, choice.algorithm
     assert isinstance(algorithm, Algorithm)
     schedule = algorithm.schedule(comm.rank, comm.size, operation.problem.root, choice.segments)
+    executing = comm.progress.executing
 
     def program() -> Program:
         return bind(schedule, operation.regions(schedule), operation.combine)
@@ -213,7 +214,11 @@ def scheduled(operation: Operation, choice: Choice, wire: Wire, *, bound: bool =
         tag = comm.next_tag()
         current = ready or program()
         operation.load()
-        current.run(wire, tag)
+        outer, executing.executor = executing.executor, current
+        try:
+            current.run(wire, tag)
+        finally:
+            executing.executor = outer
         operation.store()
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
@@ -82,6 +83,7 @@ class Plan:
             return self._operation.result()
         # progress.run, written out for the call that is made most.
         with progress.lock:
+            progress.thread = get_ident()
             progress.number = number = progress.number + 1
             progress.current = entry = (progress.group, number, self._call, monotonic(), None)
             try:

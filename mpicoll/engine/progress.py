@@ -11,7 +11,6 @@ lock first may differ from rank to rank. Whoever finds the lock free need not lo
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -20,13 +19,13 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
-from mpicoll.engine import report
+from mpicoll.engine.diagnostics.position import Executing
+from mpicoll.engine.diagnostics.stacks import thread_names
 from mpicoll.engine.process_local import refuse_pickling
-from mpicoll.engine.record import Call, Group, Raw, Site, call_site, keepers
+from mpicoll.engine.record import Call, Group, Raw, Site, Wait, call_site, keepers
 from mpicoll.engine.watch import FULL_FROM, Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
 
@@ -188,20 +187,22 @@ class Job:
 
 
 class Waiting:
-    """A wait of this thread that polls, registered with the watch for as long as it is entered."""
+    """A wait of this thread, registered with the watch for as long as it is entered. One that `polls` calls
+    :meth:`check` now and then."""
 
-    __slots__ = ("_outer", "_watch", "entry")
+    __slots__ = ("_outer", "_polls", "_watch", "entry")
 
-    def __init__(self, watch: Watch | None, entry: Raw) -> None:
+    def __init__(self, watch: Watch | None, entry: Raw, *, polls: bool = True) -> None:
         self._watch = watch
         self.entry = entry
-        self._outer: Raw | None = None
+        self._polls = polls
+        self._outer: Wait | None = None
 
     def __enter__(self) -> Self:
         if self._watch is not None:
             active, ident = self._watch.active, get_ident()
             self._outer = active.get(ident)
-            active[ident] = self.entry
+            active[ident] = (self.entry, False, self._polls)
         return self
 
     def check(self) -> None:
@@ -229,7 +230,7 @@ class Progress:
     ) -> None:
         self.group = group
         self._watch = watch
-        self._background = background
+        self.background = background
         self.explain = explain
         self.lock = threading.Lock()
         self.queue: deque[Job] = deque()
@@ -241,14 +242,19 @@ class Progress:
         self.observer: Observer | None = None
         # What all collectives begin with: it raises on all ranks if they call different ones, where that costs little.
         self.match: Callable[[Call], None] = unmatched
-        # How many collectives have begun, which all ranks count alike; and the one that runs.
+        # How many collectives have begun, which all ranks count alike; the one that runs, what carries it out, and on
+        # which thread, which is stored first.
         self.number = 0
         self.current: Raw | None = None
+        self.executing = Executing()
+        self.thread = 0
         # Of the last job what `current` was then; the thread that runs a job or something else that is no blocking
         # collective; and the threads whose blocking collective comes after those.
         self._background_entry: Raw | None = None
         self.runner: int | None = None
         self._behind: list[tuple[int, Call]] = []
+        # Threads that wait, without a bound, for what was submitted.
+        self._awaiting: list[int] = []
         if watch is not None:
             watch.add(self)
 
@@ -257,9 +263,13 @@ class Progress:
         """Whether each call has to be prepared anew."""
         return self.observer is not None and self.observer.thorough
 
-    def guarded(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
+    def waiting_threads(self) -> set[int]:
+        """Return the threads that wait, without a bound, until it is their turn or what was submitted has ended."""
+        return {ident for ident, _ in self._behind.copy()}.union(self._awaiting)
+
+    def guarded(self, function: Callable[..., Any], call: Call, *args: Any, bounded: bool = False) -> Any:
         """Call `function` under the watch, which reports `call` if it takes too long. For whatever blocks outside the
-        queue.
+        queue. `bounded` says that the program has given the call a bound, past which it raises Timeout.
         """
         site = call_site() if self.observer is not None and self.observer.sites else None
         entry = (self.group, 0, call, monotonic(), site)
@@ -267,7 +277,7 @@ class Progress:
             return self._kept(entry, function, args)
         active, ident = self._watch.active, get_ident()
         outer = active.get(ident)  # of what a signal's handler has interrupted
-        active[ident] = entry
+        active[ident] = (entry, bounded, False)
         try:
             return self._kept(entry, function, args)
         finally:
@@ -287,7 +297,7 @@ class Progress:
         group = Group(f"{whole.key} {call.name}", whole.name, members, ranks.index(whole.rank), whole.timeout)
         site = call_site() if self.observer is not None and self.observer.sites else None
         entry = (group, watch.begin_meeting(group.key), call, monotonic(), site)
-        with Waiting(watch, entry):
+        with Waiting(watch, entry, polls=False):
             return self._kept(entry, function, ())
 
     def waiting(self, call: Call, timeout: float) -> Waiting:
@@ -317,6 +327,7 @@ class Progress:
             if self.observer is not None:
                 return self.carry_out(function, call, None, *args)
             # carry_out, written out for the calls that are made most.
+            self.thread = get_ident()
             self.number = number = self.number + 1
             self.current = entry = (self.group, number, call, monotonic(), None)
             try:
@@ -347,20 +358,25 @@ class Progress:
     def aside(self, function: Callable[[], Any], call: Call, ranks: Sequence[int] | None = None) -> Any:
         """:meth:`meet`, after everything that was submitted before it."""
         self._not_within(call)
-        with self.lock:
-            while self.queue:
-                self.queue.popleft().run()
-            self.runner = get_ident()
-            try:
-                return self.meet(function, call, ranks)
-            finally:
-                self.runner = None
+        self._awaiting.append(me := get_ident())
+        try:
+            with self.lock:
+                while self.queue:
+                    self.queue.popleft().run()
+                self.runner = me
+                try:
+                    return self.meet(function, call, ranks)
+                finally:
+                    self.runner = None
+        finally:
+            self._awaiting.remove(me)
 
     def carry_out(self, function: Callable[..., Any], call: Call, site: Site | None, *args: Any) -> Any:
         """Run an operation now, before the eyes of the observer. The lock is held."""
         observer = self.observer
         if observer is not None and observer.sites and site is None:
             site = call_site()
+        self.thread = get_ident()
         self.number += 1
         entry = (self.group, self.number, call, monotonic(), site)
         if self.runner is not None:
@@ -409,14 +425,14 @@ class Progress:
         with self._filled:
             self.queue.append(job)
             self._filled.notify()
-            if self._background and self._worker is None:
+            if self.background and self._worker is None:
                 self._worker = threading.Thread(target=self._work, name=f"mpicoll-{self.group.name}", daemon=True)
                 self._worker.start()
         return job
 
     def poke(self) -> None:
         """Without a worker, testing is what makes progress."""
-        if not self._background and self.queue and self.lock.acquire(blocking=False):
+        if not self.background and self.queue and self.lock.acquire(blocking=False):
             try:
                 self._head()
             finally:
@@ -427,9 +443,13 @@ class Progress:
         if timeout is None:
             if not job.done:
                 self._not_within(job.call, "wait() for ")
-            while not job.done:
-                with self.lock:
-                    self._head()
+            self._awaiting.append(me := get_ident())
+            try:
+                while not job.done:
+                    with self.lock:
+                        self._head()
+            finally:
+                self._awaiting.remove(me)
             return
         if self._watch is None:
             self._complete_within(job, timeout, bound)
@@ -461,10 +481,8 @@ class Progress:
             return f"{job.call} number {self.number + 1 + queue.index(job)}{behind}"
         if seconds < FULL_FROM:
             return f"{job.call} number {self.number}"
-        group = self.group
-        state = report.own_state(group.members[group.rank], len(group.members), [self], {}, full=False)
-        where = next((one["where"] for one in state.get("pending", ()) if one.get("waits_for")), "")
-        return f"{job.call} number {self.number}{where and f' (in {where})'}"
+        now = self.executing.position(self.group.members)
+        return f"{job.call} number {self.number}{f' (in {now.where})' if now.waits_for else ''}"
 
     def late(self, what: str, seconds: float, after: str = "; it is still pending") -> Timeout:
         """What to raise when `what` has not completed within `seconds`. From half a second on, it asks all ranks where
@@ -527,9 +545,13 @@ class Progress:
         if abandon:
             self.abandon()
         self._not_within(Call("free"))
-        with self.lock:
-            while self.queue:
-                self.queue.popleft().run()
+        self._awaiting.append(me := get_ident())
+        try:
+            with self.lock:
+                while self.queue:
+                    self.queue.popleft().run()
+        finally:
+            self._awaiting.remove(me)
         self.stop()
 
     def abandon(self) -> None:
@@ -575,7 +597,7 @@ class Progress:
         running = self._blocking()
         if self.runner == get_ident():
             within = "an operation" if self.current is None else _numbered(self.current)
-        elif running is not None and _runs_here(running):
+        elif running is not None and self.thread == get_ident():
             within = _numbered(running)
         else:
             return
@@ -626,22 +648,16 @@ def _numbered(entry: Raw) -> str:
     return f"{entry[2]} number {entry[1]}"
 
 
-def _runs_here(entry: Raw) -> bool:
-    """Whether `entry` runs on this thread, further out. To walk the frames of others may crash CPython."""
-    return any(frame.f_locals.get("entry") is entry for frame, _ in walk_stack(sys._getframe(1)))  # noqa: SLF001
-
-
 def _other_thread(ident: int | None) -> str:
     """The thread `ident`; if that isn't known, the threads of the program besides this one."""
-    # Not threading.enumerate(), which takes a lock: a signal handler may have interrupted the thread that holds it.
-    threads: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]  # noqa: SLF001
-    known = [threads[ident].name] if ident in threads else []
+    threads = thread_names()
+    known = [threads[ident]] if ident in threads else []
     this = get_ident()
     ours = ("mpicoll-callback", "mpicoll-rank-")
     names = known or sorted(
-        thread.name
-        for one, thread in threads.items()
-        if one != this and (not thread.name.startswith("mpicoll-") or thread.name.startswith(ours))
+        name
+        for one, name in threads.items()
+        if one != this and (not name.startswith("mpicoll-") or name.startswith(ours))
     )
     return f"thread {names[0]}" if len(names) == 1 else f"another thread (of {', '.join(names) or 'unknown name'})"
 

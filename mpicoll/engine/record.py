@@ -198,6 +198,10 @@ class Entry(NamedTuple):
 Raw: TypeAlias = "tuple[Group, int, Call, float, Site | None]"
 """An Entry as a plain tuple, which is made in a fifth of the time; ``Entry._make`` gives the names back."""
 
+Wait: TypeAlias = "tuple[Raw, bool, bool]"
+"""A wait outside of the queues: its entry, whether the program has given it a bound, and whether it polls: it checks
+now and then whether it can still complete, and raises if not."""
+
 Past: TypeAlias = "tuple[Raw, float | None, str]"
 """An operation, when it ended (None: a message that was only started), and what went wrong."""
 
@@ -239,6 +243,16 @@ class _Keepers:
 keepers = _Keepers()
 
 
+def is_ours(file: str) -> bool:
+    """True for a file of this package."""
+    return file.startswith(_PACKAGE)
+
+
+def is_inside(file: str) -> bool:
+    """True for a file of others that stands between a program and a call of ours."""
+    return any(part in file for part in _OTHERS_INSIDE)
+
+
 def call_site(frame: FrameType | None = None) -> Site | None:
     """The line of the program that (directly, or through torch) called us; `frame` is where to begin to look, by
     default here."""
@@ -246,9 +260,9 @@ def call_site(frame: FrameType | None = None) -> Site | None:
     outermost: Site | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_PACKAGE):
+        if not is_ours(file):
             site = Site(file, frame.f_lineno, frame.f_code.co_name)
-            if not any(part in file for part in _OTHERS_INSIDE):
+            if not is_inside(file):
                 return site
             outermost = outermost or site
         frame = frame.f_back

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from time import monotonic
 from typing import Any, TypeAlias
 
@@ -62,6 +63,7 @@ def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepar
         else:
             # progress.run, written out for the calls that are made most.
             with progress.lock:
+                progress.thread = get_ident()
                 progress.number = number = progress.number + 1
                 progress.current = entry = (progress.group, number, call, monotonic(), None)
                 try:

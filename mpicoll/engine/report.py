@@ -1,8 +1,7 @@
 """Where every rank of a job stands, in words: who waits for whom, who has not called what, who never will.
 
 The watch thread of each rank takes :func:`own_state`, one rank collects them and makes a text file and a JSON of them.
-Nothing is kept in the paths of operations for this: how far an operation has come is read from the frames of the thread
-that carries it out.
+How far an operation has come is what its executor publishes (:mod:`mpicoll.engine.diagnostics.position`).
 """
 
 from __future__ import annotations
@@ -15,25 +14,31 @@ import platform
 import re
 import socket
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
-import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
+from operator import itemgetter
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mpicoll.engine import record
-from mpicoll.engine.arena import Arena
-from mpicoll.engine.check import Between, Check
-from mpicoll.engine.execute import Program
-from mpicoll.engine.record import Call, Entry, Group, Raw, Site
+from mpicoll.engine.diagnostics.position import Executing, Position
+from mpicoll.engine.diagnostics.stacks import (
+    call_site_in,
+    is_idle,
+    program_site,
+    runs_program,
+    source_line,
+    stacks,
+    thread_names,
+)
+from mpicoll.engine.diagnostics.wording import READ, rank_list
+from mpicoll.engine.record import Call, Entry, Group, Raw, Site, Wait
 from mpicoll.errors import ArgumentError
 from mpicoll.transport.base import Tally
 
@@ -48,25 +53,20 @@ IN_TRANSIT = 30.0
 """Seconds for which a message may be on its way when its sender is done with it: a slow network takes 3 s for what the
 kernels keep."""
 
-_DEPTH = 400
-"""Frames of a stack that are looked at, from the innermost one."""
-
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
-_PROGRESS = str(Path(__file__).with_name("progress.py"))
-_COMMUNICATOR = str(Path(__file__).with_name("communicator.py"))
-_HIERARCHY = str(Path(__file__).with_name("hierarchy.py"))
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-_LIBRARIES = (_STANDARD, *_INSTALLED)
-
 
 class Queue(Protocol):
     """The queue of a communicator, in so far as it is looked at here: a :class:`~mpicoll.engine.progress.Progress`."""
 
     current: Raw | None
+    executing: Executing
+    thread: int
     number: int
     group: Group
     queue: deque[Any]
+    background: bool
+
+    def waiting_threads(self) -> set[int]:
+        """Return the threads that wait for their turn, or for what is in the queue."""
 
 
 # --- what a rank says of itself
@@ -76,16 +76,18 @@ def own_state(
     rank: int,
     size: int,
     queues: Iterable[Queue],
-    active: Mapping[int, Raw],
+    active: Mapping[int, Wait],
     *,
     full: bool,
     program: int | None = None,
+    started: Callable[[], Iterable[tuple[str, int | None]]] = tuple,
     calls: Sequence[Sequence[Any]] = (),
     met: Mapping[str, int] | None = None,
     retired: Mapping[str, int] | None = None,
 ) -> State:
     """The state of this rank, for JSON. `queues` are those of its communicators, `active` what blocks outside of them
-    by thread; `program` is the thread that runs the program, by default the main one. With `full` there are the stacks
+    by thread; `program` is the thread that runs the program, by default the main one; `started` gives the messages that
+    may be under way ("send" or "recv", and the tag). With `full` there are the stacks
     of all threads and the last operations too, as many as fit into ``LIMIT`` bytes. `calls` are collectives, as (key of
     the communicator, number), of which it says what it has called as them, if they have ended here; of meetings it says
     how many it has begun, of those in `met` (numbers by key). `retired` are the communicators on which the program
@@ -96,7 +98,7 @@ def own_state(
     """
     state: State = {"rank": rank, "size": size}
     try:
-        looker = _Looker(rank, list(queues), dict(active), program, state, calls)
+        looker = _Looker(rank, list(queues), dict(active), program, started, state, calls)
         looker.look(full=full)
         state |= looker.positions(met or {}, retired or {})
     except Exception as error:  # noqa: BLE001  what there is must be told
@@ -157,25 +159,31 @@ class _Looker:
         self,
         rank: int,
         queues: list[Queue],
-        active: dict[int, Raw],
+        active: dict[int, Wait],
         program: int | None,
+        started: Callable[[], Iterable[tuple[str, int | None]]],
         state: State,
         calls: Sequence[Sequence[Any]],
     ) -> None:
         self._rank = rank
         self._queues = queues
         self._active = active
-        self._frames = sys._current_frames()  # noqa: SLF001  there is no other way to ask
-        self._names = {one.ident: one.name for one in threading.enumerate()}
+        self._stacks: dict[int, list[Site]] = {}
+        self._names = thread_names()
         self._program = program or threading.main_thread().ident or 0
+        self._under_way = started
         self._twice: set[str] = set()
         # One look at each: they change meanwhile.
-        self._current = [(queue, queue.current) for queue in queues]
+        self._running = [(queue, _running(queue)) for queue in queues]
         self._state = state
         self._wanted = {(key, number) for key, number in calls}
 
     def look(self, *, full: bool) -> None:
         state = self._state
+        try:
+            self._stacks = stacks()
+        except OSError as error:
+            state["failed"] = [f"stacks: {error}"]
         with suppress(Exception):
             names = Counter(queue.group.name for queue in self._queues)
             self._twice = {name for name, times in names.items() if times > 1}
@@ -185,7 +193,7 @@ class _Looker:
             ("pending", self._pending),
             ("program", self._of_program),
             ("others", self._others),
-            ("started", self._started),
+            ("started", self._all_started),
             ("called", self._called),
         ]
         if full:
@@ -203,7 +211,7 @@ class _Looker:
         queues = self._state.get("queues", [])
         busy = {one["key"] for one in queues if one["running"] or one["queued"]}
         known = {*retired, *(one["key"] for one in queues)}
-        asked = {key for key, _ in self._wanted} | {raw[0].key for raw in self._active.values()}
+        asked = {key for key, _ in self._wanted} | {entry[0].key for entry, _, _ in self._active.values()}
         return {
             "retired": {key: number for key, number in retired.items() if key not in busy},
             "met": {key: met.get(key, 0) for key in asked if _is_meeting(key) and _whole(key) in known},
@@ -230,13 +238,13 @@ class _Looker:
                 "key": queue.group.key,
                 "name": self._name(queue.group),
                 "members": list(queue.group.members),
-                "number": queue.number if current is None else current[1],
-                "running": current is not None,
+                "number": queue.number if running is None else running.entry[1],
+                "running": running is not None,
                 "queued": len(queue.queue),
-                "background": bool(getattr(queue, "_background", True)),
+                "background": queue.background,
             }
             | self._traffic(queue.group)
-            for queue, current in self._current
+            for queue, running in self._running
         ]
 
     @staticmethod
@@ -265,29 +273,23 @@ class _Looker:
 
     def _pending(self) -> list[State]:
         found = []
-        for _, current in self._current:
-            if current is not None:
-                found.append(self._operation(current, self._runner(current)))
-        found += [self._operation(raw, ident) for ident, raw in self._active.items()]
+        for _, running in self._running:
+            if running is not None:
+                entry, thread, position = running
+                found.append(self._operation(entry, thread, position, bounded=False))
+        for ident, (entry, bounded, polls) in self._active.items():
+            found.append(self._operation(entry, ident, Position(polls=polls), bounded=bounded))
         return found
 
     def _name(self, group: Group) -> str:
         """What tells it from others."""
         return f"{group.name} [{_whole(group.key)}]" if group.name in self._twice else group.name
 
-    def _runner(self, current: Raw) -> int | None:
-        """The thread that carries out what runs in a queue."""
-        for ident, frame in self._frames.items():
-            for one in _walk(frame):
-                if _entry_of(one) is current:
-                    return ident
-        return None
-
-    def _operation(self, raw: Raw, ident: int | None) -> State:
+    def _operation(self, raw: Raw, ident: int | None, position: Position, *, bounded: bool) -> State:
         entry = Entry._make(raw)
-        frame = None if ident is None else self._frames.get(ident)
-        site = entry.site or _program_site(_operation_of(frame, raw))
-        found: State = {
+        site = entry.site or (None if ident is None else call_site_in(self._stacks.get(ident, [])))
+        native = "the MPI library" if entry.call.algorithm == "native" else ""
+        return {
             "key": entry.group.key,
             "group": self._name(entry.group),
             "members": list(entry.group.members),
@@ -298,72 +300,53 @@ class _Looker:
             "site": _site(site),
             "thread": "" if ident is None else self._names.get(ident, "?"),
             "program": ident == self._program,
+            "where": position.where or native,
+            "waits_for": list(position.waits_for),
+            "bounded": bounded,
+            "polls": position.polls,
         }
-        if frame is not None:
-            found |= _where(frame, raw)
-        return found
 
     def _of_program(self) -> State:
         """What the thread of the program does: nothing of ours, or in which wait it is."""
-        frame = self._frames.get(self._program)
-        if frame is None:
+        if self._program not in self._names:
             return {"site": None, "waits": "ended"}
-        return {"site": _site(_program_site(frame))} | self._wait_of(frame)
+        return {"site": _site(program_site(self._stacks.get(self._program, [])))} | self._wait_of_program()
 
-    def _wait_of(self, frame: FrameType) -> State:
-        """In which wait of ours the thread is whose innermost frame is `frame`: for a queue, or for a message. Those
-        that have a bound of their own are none."""
-        running = {id(raw): queue.group.key for queue, raw in self._current if raw is not None}
-        for one in _walk(frame):
-            code = one.f_code
-            if not code.co_filename.startswith(_PACKAGE):
-                continue
-            entry = _entry_of(one)
-            if id(entry) in running:
-                return {"waits": "queue", "key": running[id(entry)]}
-            polled = _polled(one)
-            if polled is not None and self._active.get(self._program) is polled:
-                return {"waits": "message"}
-            waits = code.co_name if code.co_filename == _PROGRESS else ""
-            if waits in ("guarded", "meet"):
-                held = self._active.get(self._program)
-                if held is None or held is not entry:
-                    return {"waits": ""}
-                return {"waits": "queue", "key": held[0].key} if held[1] else {"waits": "message"}
-            if waits == "complete":
-                bounded = one.f_locals.get("timeout") is not None
-                return {"waits": ""} if bounded else {"waits": "queue", "key": one.f_locals["self"].group.key}
-            if one is frame and (waits in ("run", "_run_behind", "aside", "close") or "progress" in code.co_varnames):
-                # With nothing of its own running it waits for the lock, if somebody else holds it.
-                queue = one.f_locals.get("self" if waits else "progress")
-                if queue in self._queues and queue.lock.locked():
-                    return {"waits": "queue", "key": queue.group.key}
+    def _wait_of_program(self) -> State:
+        """For what the thread of the program waits without a bound of its own: for a queue, or for a message."""
+        waits: list[tuple[float, State]] = [
+            (running.entry[3], {"waits": "queue", "key": queue.group.key})
+            for queue, running in self._running
+            if running is not None and running.thread == self._program
+        ]
+        if self._program in self._active:
+            group, number, _, begin, _ = self._active[self._program][0]
+            waits.append((begin, {"waits": "queue", "key": group.key} if number else {"waits": "message"}))
+        if waits:  # the last one has interrupted the others
+            return max(waits, key=itemgetter(0))[1]
+        for queue in self._queues:
+            if self._program in queue.waiting_threads():
+                return {"waits": "queue", "key": queue.group.key}
         return {"waits": ""}
 
     def _others(self) -> list[str]:
         """The threads that may communicate in the program's name, besides its own: also those of ours that run the
         program's code, as is done when an operation in the background ends."""
         found = []
-        for ident, frame in self._frames.items():
-            name = self._names.get(ident, "?")
+        for ident in self._stacks.keys() | self._names.keys():
+            name, stack = self._names.get(ident, "?"), self._stacks.get(ident, [])
             if ident in (threading.get_ident(), self._program) or name.startswith("mpicoll-rank-"):
                 continue
-            if _is_idle(frame):
-                continue
-            if not name.startswith("mpicoll-") or any(_is_foreign(one) for one in _walk(frame)):
+            if not is_idle(stack) and (not name.startswith("mpicoll-") or runs_program(stack)):
                 found.append(name)
         return found
 
-    def _started(self) -> list[State]:
+    def _all_started(self) -> list[State]:
         """Messages that may be under way though nobody waits here for them. To whom those go that are just being sent
         in the background is not known."""
-        kinds: set[tuple[str, str | None, int | None, int | None]] = set()
-        transport: Any = sys.modules.get("mpicoll.transport.mpi")
-        if transport is not None:
-            # Copied in one step: its lock may be held by who is stuck.
-            for pending in list(transport._under_way._pending.copy().values()):  # noqa: SLF001
-                comm, _, tag = pending.takes
-                kinds.add(("send" if comm is None else "recv", None, None, tag))
+        kinds: set[tuple[str, str | None, int | None, int | None]] = {
+            (way, None, None, tag) for way, tag in self._under_way()
+        }
         now = time.monotonic()
         for raw, end, _ in record.past.copy():
             group, _, call, _, _ = raw
@@ -378,18 +361,18 @@ class _Looker:
 
     def _threads(self) -> list[State]:
         found = []
-        for ident, frame in self._frames.items():
+        for ident, stack in self._stacks.items():
             if ident == threading.get_ident() != self._program:
                 continue  # it does this
-            stack = traceback.StackSummary.extract(itertools.islice(traceback.walk_stack(frame), _DEPTH))
             found.append(
                 {
                     "name": self._names.get(ident, "?"),
                     "ident": ident,
                     "program": ident == self._program,
                     "stack": [
-                        f"{one.filename}:{one.lineno} in {one.name}" + (f"\n    {one.line}" if one.line else "")
-                        for one in stack
+                        f"{frame.file}:{frame.line} in {frame.function}" + (f"\n    {line}" if line else "")
+                        for frame in stack
+                        for line in [source_line(frame)]
                     ],
                 }
             )
@@ -434,63 +417,29 @@ def _trim(state: State) -> None:
             del threads[len(threads) // 2 :]
 
 
-def _walk(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_DEPTH):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
+class _Running(NamedTuple):
+    """The operation of a queue: its entry, the thread that carries it out (None: not known), and its position."""
+
+    entry: Raw
+    thread: int | None
+    position: Position
 
 
-def _entry_of(frame: FrameType) -> Any:
-    """The raw entry that a frame of ours holds."""
-    code = frame.f_code
-    if "entry" not in code.co_varnames or not code.co_filename.startswith(_PACKAGE):
-        return None
-    return frame.f_locals.get("entry")
+def _running(queue: Queue) -> _Running | None:
+    """What runs in a queue. The parts are of one moment."""
+    entry = queue.current
+    for _ in range(_TRIES):
+        if entry is None:
+            return None
+        thread, position = queue.thread, queue.executing.position(queue.group.members)
+        before, entry = entry, queue.current
+        if entry is before:
+            return _Running(entry, thread, position)
+    # They are short, and none of them waits.
+    return None if entry is None else _Running(entry, None, Position())
 
 
-def _polled(frame: FrameType) -> Any:
-    """The raw entry of the wait that a frame of ours polls in, which holds it as ``waiting``."""
-    code = frame.f_code
-    if "waiting" not in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
-        return None
-    return getattr(frame.f_locals.get("waiting"), "entry", None)
-
-
-def _operation_of(frame: FrameType | None, raw: Raw) -> FrameType | None:
-    """The frame of ours that carries out `raw`, from which on the program is to be found."""
-    return next((one for one in _walk(frame) if _entry_of(one) is raw), frame)
-
-
-def _program_site(frame: FrameType | None) -> Site | None:
-    """The innermost line of the program; of a library that was installed if there is none. None for a thread that has
-    none of either, as one of ours that works in the background."""
-    sites = [site for one in _walk(frame) if (site := record.call_site(one)) is not None]
-    own = (site for site in sites if not site.file.startswith(_LIBRARIES))
-    return next(own, next((site for site in sites if site.file.startswith(_INSTALLED)), None))
-
-
-def _is_foreign(frame: FrameType) -> bool:
-    """Whether it belongs neither to us nor to the standard library."""
-    file = frame.f_code.co_filename
-    if file.startswith(_PACKAGE):
-        return False
-    return file.startswith(_INSTALLED) or not file.startswith((_STANDARD, "<frozen "))
-
-
-def _is_idle(frame: FrameType) -> bool:
-    """Whether a thread can't do anything by itself: only others of this process can wake it, as when it waits without a
-    bound for an event or for work; or it is known to do nothing that matters."""
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file == threading.__file__ and name == "wait":
-        return frame.f_locals.get("timeout") is None
-    return (file.endswith(_POOL) and name == "_worker") or any(
-        _MONITOR in one.f_code.co_filename for one in _walk(frame)
-    )
-
-
-_POOL, _MONITOR = "/concurrent/futures/thread.py", "/tqdm/_monitor.py"
+_TRIES = 10
 
 
 def _site(site: Site | None) -> State | None:
@@ -542,112 +491,6 @@ _SENDS = ("send", "isend", "ssend", "issend")
 _RECEIVES = ("recv", "irecv", "probe")
 
 
-# --- how far an operation has come
-
-
-def _where(frame: FrameType, raw: Raw) -> State:
-    """How far the operation has come that the thread of `frame` carries out, and whom it waits for in this very
-    moment, as ranks of the world; whether it has a bound of its own, and whether it polls, so that it can raise."""
-    found: State = {"where": "", "waits_for": [], "bounded": False, "polls": False}
-    for one in _walk(frame):
-        code = one.f_code
-        if not code.co_filename.startswith(_PACKAGE):
-            continue
-        if code in _POLLING or _polled(one) is raw:
-            found["polls"] = True
-        if code is Program.run.__code__ and not found["where"]:
-            found["where"], found["waits_for"] = _round(one)
-        elif code in _COMPARING and not found["where"]:
-            found["where"] = "the comparison of the ranks' calls"
-        elif code in _ARENA and not found["where"]:
-            found["where"], found["waits_for"] = _shared(one.f_locals["self"], one.f_locals)
-        elif code.co_filename == _HIERARCHY and code.co_name == "run" and "joint" in code.co_varnames:
-            phase = _phase(one.f_locals)
-            found["where"] = f"{phase}: {found['where']}" if found["where"] else phase
-        elif code.co_filename == _COMMUNICATOR and code.co_name in _MAKING and not found["where"]:
-            found["where"] = _MAKING[code.co_name]
-        elif _entry_of(one) is raw:
-            found["bounded"] = not raw[1] and _bounded(raw[2], one.f_locals.get("args", ()))
-            break
-    if not found["where"] and raw[2].algorithm == "native":
-        found["where"] = "the MPI library"
-    return found
-
-
-_ARENA = {
-    method.__code__
-    for method in (Arena.sync, Arena._wait, Arena._let_through, Arena._await)  # noqa: SLF001  same package
-}
-_COMPARING = {Check._compare.__code__, Between._compare.__code__}  # noqa: SLF001  same package
-_POLLING = _ARENA | _COMPARING
-"""Functions that look now and then whether the operation can still complete."""
-
-_MAKING = {"arena": "the making of shared memory", "levels": "the making of communicators for the nodes"}
-"""Methods of a communicator that are called by operations, and communicate."""
-
-
-def _bounded(call: Call, arguments: Sequence[Any]) -> bool:
-    """Whether a wait outside of the queues ends by itself: ``wait`` and ``probe`` are called with their bound last."""
-    return call.name in ("isend", "irecv", "probe") and bool(arguments) and arguments[-1] is not None
-
-
-def _round(frame: FrameType) -> tuple[str, list[int]]:
-    """Where the run of a Program stands."""
-    names = frame.f_locals
-    program: Program = names["self"]
-    schedule = program.schedule
-    members: Sequence[int] = getattr(names["wire"], "members", ()) or range(schedule.size)
-    name = f"{schedule.collective}/{schedule.algorithm}"
-    if not program.steps:
-        return name, []
-    step = program.steps[names["number"]]
-    one = schedule.rounds[step.round]
-    sent, received = {peer for peer, _ in step.sends}, {peer for peer, _ in step.recvs}
-    # What has no bytes is not exchanged.
-    words = [f"sends {_chunks(send.chunks)} to rank {members[send.to]}" for send in one.sends if send.to in sent]
-    words += [
-        f"waits for {_chunks(recv.chunks)} from rank {members[recv.source]}{' (reduce)' if recv.reduce else ''}"
-        for recv in one.recvs
-        if recv.source in received
-    ]
-    if not words:
-        words = ["local steps"]
-    where = f"round {step.round + 1} of {len(schedule.rounds)} of {name}: {', '.join(words)}"
-    return where, sorted({members[peer] for peer in received})
-
-
-def _chunks(chunks: Sequence[int]) -> str:
-    if not chunks:
-        return "a token"
-    runs: list[list[int]] = []
-    for chunk in chunks:
-        if runs and runs[-1][-1] == chunk - 1:
-            runs[-1] = [runs[-1][0], chunk]
-        else:
-            runs.append([chunk])
-    text = ", ".join("-".join(map(str, dict.fromkeys(run))) for run in runs[:6])
-    return f"chunk{'s' if len(chunks) > 1 else ''} {text}{', …' if len(runs) > 6 else ''}"
-
-
-def _shared(arena: Arena, names: Mapping[str, Any]) -> tuple[str, list[int]]:
-    """Who has not come to the step for which a rank waits in shared memory."""
-    members: Sequence[int] = getattr(arena._transport, "members", ()) or range(arena.size)  # noqa: SLF001
-    late = names["late"] if "late" in names else arena.late()
-    if not late:
-        return "shared memory", []
-    world = sorted(members[peer] for peer in late)
-    return f"shared memory: waits for {_ranks(world)}", world
-
-
-def _phase(names: Mapping[str, Any]) -> str:
-    """Which phase of a hierarchical operation this is."""
-    steps = [step for step, joint in names["self"]._steps if joint]  # noqa: SLF001  it keeps nothing else
-    at = next((i for i, step in enumerate(steps) if step is names.get("step")), None)
-    if at is None:
-        return f"between the {len(steps)} phases"
-    return f"phase {at + 1} of {len(steps)}"
-
-
 # --- what the states say together
 
 
@@ -677,7 +520,7 @@ class Deadlock:
             return "; ".join([*self.mismatches, *([words] if words else [])])
         if self.left:
             return words
-        who = _ranks(self.ranks)
+        who = rank_list(self.ranks)
         head = f"{who} wait for each other" if len(self.ranks) > 1 and self.cycle else f"{who} can't go on"
         return f"deadlock: {head}: {words}"
 
@@ -728,13 +571,13 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
         found.words.insert(
             0,
             f"rank {relay} does not answer (stopped or frozen?); it passes on what ranks tell each other, so nothing is"
-            f" known of {_ranks(found.unreached)}",
+            f" known of {rank_list(found.unreached)}",
         )
     elif found.silent and any("died" in state for state in known.values()):  # there was little time to answer
-        found.words.append(f"{_ranks(found.silent)} {_have(found.silent, 'has', 'have')} not answered")
+        found.words.append(f"{rank_list(found.silent)} {_have(found.silent, 'has', 'have')} not answered")
     elif found.silent:
         verb = _have(found.silent, "does", "do")
-        found.words.append(f"{_ranks(found.silent)} {verb} not answer (stopped or frozen?)")
+        found.words.append(f"{rank_list(found.silent)} {verb} not answer (stopped or frozen?)")
     if not found.words:
         found.words.append("no rank waits in an operation")
     return found
@@ -742,11 +585,8 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
 
 def _some(words: Sequence[str], what: str = "") -> list[str]:
     """No more of them than people read; all is in what is said of each rank."""
-    more = len(words) - _READ
-    return list(words) if more < 2 else [*words[:_READ], f"and {more} more{what and f' {what}'}"]
-
-
-_READ = 8
+    more = len(words) - READ
+    return list(words) if more < 2 else [*words[:READ], f"and {more} more{what and f' {what}'}"]
 
 
 def _have(ranks: Sequence[int], one: str, many: str) -> str:
@@ -824,11 +664,11 @@ def _mismatch(wait: State, known: Mapping[int, State]) -> list[str]:
     for alike in kinds:
         running = [rank for rank in alike if rank in wait["by"]]
         if running:
-            each.append(f"{_ranks(running)} {_have(running, 'calls', 'call')} {_call_at(wait['by'][running[0]])}")
+            each.append(f"{rank_list(running)} {_have(running, 'calls', 'call')} {_call_at(wait['by'][running[0]])}")
         else:
             one = ended[alike[0]]
             has = _have(alike, "has", "have")
-            each.append(f"{_ranks(alike)} {has} called {_text(one['call'])}{_at(one.get('site'))}")
+            each.append(f"{rank_list(alike)} {has} called {_text(one['call'])}{_at(one.get('site'))}")
     names = {_kind(one["call"]["name"]) for one in wait["by"].values()}
     each += [
         f"rank {rank} has called {one['call']}{_at(one['site'])}"
@@ -905,7 +745,7 @@ def _sentence(wait: State, known: Mapping[int, State]) -> str:
         if not missing:
             late = max(one["seconds"] for one in wait["by"].values())
             return f"{what} was begun by all its ranks, and has not ended after {late:.3g} s{_where_text(wait)}"
-        what += f" waits for {_ranks(missing)}"
+        what += f" waits for {rank_list(missing)}"
     else:
         (rank, one), *_ = wait["by"].items()
         what = f"rank {rank} has been waiting for {one['seconds']:.3g} s in {_call_at(one)}"
@@ -915,7 +755,7 @@ def _sentence(wait: State, known: Mapping[int, State]) -> str:
     for rank in missing:
         doing.setdefault(_whereabouts(known.get(rank), wait["key"] if number else ""), []).append(rank)
     if len(doing) > 1 or not number:
-        each = [f"{_ranks(ranks)} {_plural(text, ranks)}" for text, ranks in doing.items()]
+        each = [f"{rank_list(ranks)} {_plural(text, ranks)}" for text, ranks in doing.items()]
         return f"{what}: {', '.join(_some(each))}"
     (text,) = doing
     state = known.get(missing[0])
@@ -942,7 +782,7 @@ def _where_of(wait: State) -> dict[str, list[int]]:
 
 
 def _where_text(wait: State) -> str:
-    stand = [f"{_ranks(ranks)} {_have(ranks, 'is', 'are')} in {where}" for where, ranks in _where_of(wait).items()]
+    stand = [f"{rank_list(ranks)} {_have(ranks, 'is', 'are')} in {where}" for where, ranks in _where_of(wait).items()]
     return f": {'; '.join(_some(stand))}" if stand else ""
 
 
@@ -1009,26 +849,6 @@ def _call_at(one: State) -> str:
 
 def _at(site: State | None) -> str:
     return "" if site is None else f" at {Path(site['file']).name}:{site['line']} in {site['function']}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Such as ``rank 3``, ``ranks 0, 2-5``."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(one) for one in run])]
-    if not parts:
-        return "no rank"
-    if len(ordered) == 1:
-        return f"rank {parts[0]}"
-    if len(parts) > 2 * _READ:
-        return f"{len(ordered)} ranks ({', '.join(parts[:_READ])}, …)"
-    text = ", ".join(parts[:-1])
-    return f"ranks {text}{text and ' and '}{parts[-1]}"
 
 
 # --- deadlocks
@@ -1282,7 +1102,7 @@ class _Deadlocks:
             keys=tuple(sorted({key for _, key, _, _ in found})),
             waits=tuple(sorted(found)),
             words=tuple(
-                f"{_ranks(ranks)} {_have(ranks, 'waits', 'wait')} in {what} for {_ranks(on)}{self._gone(on)}"
+                f"{rank_list(ranks)} {_have(ranks, 'waits', 'wait')} in {what} for {rank_list(on)}{self._gone(on)}"
                 for (what, on), ranks in sorted(same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1]))
             ),
             mismatches=tuple(self._mismatched[one] for one in sorted(mismatched)),
@@ -1294,7 +1114,7 @@ class _Deadlocks:
         left = [rank for rank in ranks if "left" in self._states.get(rank, {})]
         if not left:
             return ""
-        who = "which" if len(left) == len(ranks) else f"of which {_ranks(left)}"
+        who = "which" if len(left) == len(ranks) else f"of which {rank_list(left)}"
         return f", {who} {_have(left, 'has', 'have')} left the program"
 
 

@@ -13,10 +13,8 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,8 +24,11 @@ from weakref import WeakSet
 
 from mpicoll.config import config
 from mpicoll.engine import report
+from mpicoll.engine.diagnostics import stacks
+from mpicoll.engine.diagnostics.position import Executing
+from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
-from mpicoll.engine.record import Call, Entry, Group, Raw
+from mpicoll.engine.record import Call, Entry, Group, Raw, Wait
 from mpicoll.errors import CommunicationError, MismatchError, RankFailed
 from mpicoll.transport.control.network import ControlNetwork, Message, PeerExit
 from mpicoll.transport.control.process_status import Process, signal_name
@@ -92,7 +93,13 @@ class Watched(Protocol):
     group: Group
     number: int
     current: Raw | None
+    executing: Executing
+    thread: int
+    background: bool
     queue: deque[Any]
+
+    def waiting_threads(self) -> set[int]:
+        """Return the threads that wait for their turn, or for what is in the queue."""
 
     def drain(self, timeout: float) -> bool:
         """Wait until there is nothing left to do; whether that came about."""
@@ -133,7 +140,7 @@ class Watch:
     """
 
     def __init__(self, period: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
-        self.active: dict[int, Raw] = {}
+        self.active: dict[int, Wait] = {}
         self.survives = False
         # Operations for which somebody who waited has got Timeout, and decides what is to be done.
         self.excused: deque[Call] = deque(maxlen=100)
@@ -143,6 +150,8 @@ class Watch:
         self.on_death: Callable[[int, str], None] = lambda rank, why: None
         # What has to be done about a rank that has died, where others survive that.
         self.mourn: Callable[[int], None] = lambda rank: None
+        # Returns the messages that this process has started, which may be under way: "send" or "recv", and the tag.
+        self.started: Callable[[], list[tuple[str, int | None]]] = list
         self.rank, self.size = 0, 1
         self._line: ControlNetwork | None = None
         self._joined = threading.Event()
@@ -239,7 +248,7 @@ class Watch:
         if self.rank != min(ranks):
             time.sleep(_BEHIND)  # in which this process is ended
             ranks = {self.rank}
-        say(f"{report._ranks(ranks)} of {self.size} {of}", separate=True)  # noqa: SLF001  same package
+        say(f"{rank_list(ranks)} of {self.size} {of}", separate=True)
 
     def _tell_end(self, of: str, alike: str = "") -> None:
         """Tell the other watches, so that they don't look for another reason, and do what is to be done before."""
@@ -385,7 +394,7 @@ class Watch:
         return []
 
     def _waiting(self) -> list[Entry]:
-        found = [*self.active.copy().values(), *(queue.current for queue in self.queues())]
+        found = [*(entry for entry, _, _ in self.active.copy().values()), *(queue.current for queue in self.queues())]
         return [Entry._make(one) for one in found if one is not None]
 
     def _reachable(self) -> set[int]:
@@ -490,6 +499,7 @@ class Watch:
             self.queues(),
             self.active.copy(),
             full=full,
+            started=self.started,
             calls=calls,
             met=self._met.copy(),
             retired={key: number for key, (_, number) in self._positions.copy().items()},
@@ -705,8 +715,7 @@ class Watch:
             if self._speaker() == self.rank:
                 say(self._suspect, separate=True)
         elif not self._told:
-            stack = "".join(traceback.format_stack(sys._current_frames().get(threading.main_thread().ident or 0)))  # noqa: SLF001
-            self.dying(f"died of SIGTERM; the job is ended. It was here:\n{stack}")
+            self.dying(f"died of SIGTERM; the job is ended. It was here:\n{stacks.traceback_of_main_thread()}")
         elif set(self._told.values()) == {"was ended by SIGTERM"} and self.rank < min(self._told):
             ranks = ", ".join(map(str, [self.rank, *sorted(self._told)]))
             say(f"ranks {ranks} of {self.size} were ended by SIGTERM", separate=True)

@@ -28,6 +28,7 @@ from mpicoll.engine.ending import (
     let_signals_come,
     listen_for_signals,
 )
+from mpicoll.engine.progress import Waiting
 from mpicoll.engine.record import Call, Group, Past, keepers
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.watch import Watch
@@ -146,7 +147,7 @@ def _mpi_world() -> Communicator:
     watch = _guard()
     transport = _watched(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
     if watch is not None:
-        watch.mourn = mpi.mark_dead
+        watch.mourn, watch.started = mpi.mark_dead, mpi.active_transfers.started
         _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.fault_tolerant()))
     table = _watched(watch, "sharing the tuned table", lambda: tuned_table.share(transport, mpi.library()))
     checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
@@ -183,11 +184,8 @@ def _watched(watch: Watch | None, what: str, make: Callable[[], T]) -> T:
     if watch is None:
         return make()
     group = Group("", "world", (), 0, config().timeout)
-    watch.active[threading.get_ident()] = (group, 0, Call(what, collective=False), time.monotonic(), None)
-    try:
+    with Waiting(watch, (group, 0, Call(what, collective=False), time.monotonic(), None), polls=False):
         return make()
-    finally:
-        del watch.active[threading.get_ident()]
 
 
 def _close() -> None:

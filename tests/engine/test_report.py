@@ -20,6 +20,7 @@ import pytest
 
 import mpicoll
 from mpicoll.engine import record, report
+from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.engine.record import Call, Group
 from mpicoll.engine.report import absent, analyse, deadlock, own_state, text_of, unreached, words_of, write
@@ -316,7 +317,7 @@ def test_what_is_said_of_many_ranks() -> None:
     assert found.words[0].startswith("deadlock: ranks 0-999 wait for each other: rank ")
     assert found.words[0].endswith(", and 992 more")
     assert found.words[-1].endswith("more sentences")
-    assert report._ranks(range(0, size, 2)) == "500 ranks (0, 2, 4, 6, 8, 10, 12, 14, …)"
+    assert rank_list(range(0, size, 2)) == "500 ranks (0, 2, 4, 6, 8, 10, 12, 14, …)"
 
 
 # --- deadlocks
@@ -1335,6 +1336,9 @@ def test_what_can_not_be_found_out() -> None:
         def group(self) -> Group:
             raise RuntimeError("it is being freed")
 
+        def waiting_threads(self) -> set[int]:
+            return set()
+
     found = own_state(1, 2, [Broken()], {}, full=True)  # type: ignore[list-item]
     assert found["failed"] == ["queues: RuntimeError: it is being freed"]
     assert found["threads"]
@@ -1349,7 +1353,7 @@ def test_numbers_of_numpy() -> None:
     one = np.int64(1)
     call = Call("send", 8, "int8", (np.int32(8),), peer=one, tag=one, counts=(one,), collective=False)  # type: ignore[arg-type]
     group = Group("0.0", "world", (0, 1), 0, 60.0)
-    found = own_state(0, 2, [], {threading.get_ident(): (group, 0, call, 1.0, None)}, full=True)
+    found = own_state(0, 2, [], {threading.get_ident(): ((group, 0, call, 1.0, None), False, False)}, full=True)
     (one,) = json.loads(json.dumps(found))["pending"]
     assert (one["call"]["world"], one["call"]["tag"], one["call"]["shape"]) == (1, 1, [8])
 
@@ -1485,7 +1489,7 @@ def test_messages_under_way() -> None:
     mpicoll.barrier()
     if comm.rank == 0:
         request = mpicoll.isend(np.zeros(1 << 20), 1, tag=3)
-        found = own_state(0, comm.size, queues, comm.watch.active.copy(), full=False)
+        found = own_state(0, comm.size, queues, comm.watch.active.copy(), full=False, started=comm.watch.started)
         assert {"way": "send", "key": None, "peer": None, "tag": None} in found["started"]
         assert "failed" not in found
     mpicoll.barrier()

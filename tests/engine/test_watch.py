@@ -21,6 +21,7 @@ import pytest
 
 import mpicoll
 from mpicoll.engine import watch
+from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.ending import _fold, abort_on_failure, say
 from mpicoll.engine.progress import Job, Progress
 from mpicoll.engine.record import Call, Group, Raw
@@ -43,7 +44,8 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Queue:
-    number = 1
+    number, thread, background = 1, 0, True
+    executing = Executing()
 
     def __init__(self, current: Raw | None = None) -> None:
         self.current = current
@@ -58,6 +60,9 @@ class Queue:
 
     def unreported(self) -> list[Any]:
         return []
+
+    def waiting_threads(self) -> set[int]:
+        return set()
 
 
 class Watched:
@@ -99,7 +104,7 @@ def test_an_operation_that_waits_too_long(capfd: pytest.CaptureFixture[str]) -> 
 @pytest.mark.usefixtures("strict")
 def test_a_call_outside_of_the_queues(capfd: pytest.CaptureFixture[str]) -> None:
     watched = Watched()
-    watched.watch.active[-1] = entry("recv", 0.2)  # a thread that is not there, whose stack would be named
+    watched.watch.active[-1] = entry("recv", 0.2), False, False  # of a thread that is not there
     assert watched.ended.wait(20)
     assert "mpicoll: recv(8 bytes) number 1 on world, rank 1 of 2 has been waiting" in capfd.readouterr().err
 

@@ -44,5 +44,3 @@ __all__ = [
     "world_ranks",
     "world_size",
 ]
-
-_under_way = active_transfers  # engine/report.py reads it under this name

@@ -123,6 +123,12 @@ class ActiveTransfers:
         with self._lock:
             self._pending.pop(id(pending), None)
 
+    def started(self) -> list[tuple[str, int | None]]:
+        """Return the transfers that may be under way, as "send" or "recv" and the tag (None: any, or not known). Takes
+        no lock: the thread that holds it may be stuck."""
+        transfers = [one.takes for one in self._pending.copy().values()]
+        return [("send" if comm is None else "recv", tag) for comm, _, tag in transfers]
+
     def posted_receives(self) -> list[PostedRecv]:
         """Return the receives that have not completed; entries of unfinished sends (communicator None) are included."""
         with self._lock:
