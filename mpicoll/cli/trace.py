@@ -96,7 +96,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from mpicoll.engine.report import words_of
+    from mpicoll.engine.diagnostics.report_file import words_of
 
     print(words_of(args.path))
     return 0

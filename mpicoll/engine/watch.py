@@ -23,9 +23,11 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 from weakref import WeakSet
 
 from mpicoll.config import config
-from mpicoll.engine import report
-from mpicoll.engine.diagnostics import stacks
+from mpicoll.engine.diagnostics import report_file, stacks
+from mpicoll.engine.diagnostics.analysis import analyse
+from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
 from mpicoll.engine.diagnostics.position import Executing
+from mpicoll.engine.diagnostics.rank_state import absent, counts, last_calls, own_state, unreached
 from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
 from mpicoll.engine.record import Call, Entry, Group, Raw, Wait
@@ -170,7 +172,7 @@ class Watch:
         self._told: dict[int, str] = {}  # ranks that said of what they die
         self._alike: dict[str, set[int]] = {}  # the same, by what marks those that die alike
         self._heard_end = threading.Condition()  # of the two
-        self._left: dict[int, dict[str, Any]] = {}  # ranks that have exited, as report.absent() takes them
+        self._left: dict[int, dict[str, Any]] = {}  # ranks that have exited, as absent() takes them
         self._doomed: dict[_Key, _Doom] = {}  # operations that can never complete
         self._doomed_since: dict[_Key, float] = {}
         self._found: tuple[Any, ...] = ()  # the waits that the last look has found to be stuck
@@ -297,11 +299,11 @@ class Watch:
         return {
             "numbers": {key: number for key, (_, number) in positions.items()} | self._met,
             "sent": {
-                key: report.counts(group, group.traffic.sent)
+                key: counts(group, group.traffic.sent)
                 for key, (group, _) in positions.items()
                 if group.traffic is not None and not group.traffic.uncounted
             },
-            "calls": report.last_calls(self.rank),
+            "calls": last_calls(self.rank),
         }
 
     def check(self, raw: Raw | None) -> None:
@@ -493,7 +495,7 @@ class Watch:
             self._line.send({"kind": "state", "number": number, "state": state}, to)
 
     def _state(self, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
-        return report.own_state(
+        return own_state(
             self.rank,
             self.size,
             self.queues(),
@@ -528,11 +530,11 @@ class Watch:
         if line is not None:
             for rank, one in line.gone.items():
                 how, words = ("left", "") if one.why == "left" else ("died", self._told.get(rank, one.why))
-                states[rank] = report.absent(rank, how, words, **self._left.get(rank, {}))
+                states[rank] = absent(rank, how, words, **self._left.get(rank, {}))
             silent = {rank for rank, state in states.items() if state is None}
             # One that passes on the answers of others is there, though its own may be late.
             if line.hub in silent and len(silent) + len(line.gone) == self.size - 1:
-                states |= {rank: report.unreached(rank, line.hub) for rank in silent - {line.hub}}
+                states |= {rank: unreached(rank, line.hub) for rank in silent - {line.hub}}
         return states
 
     # --- what goes wrong
@@ -544,8 +546,8 @@ class Watch:
             left & set(entry.group.members) and now - entry.begin > _LEFT and _key(entry) not in self._doomed
             for entry in waiting
         ):
-            states = {rank: report.absent(rank, "left", **one) for rank, one in self._left.items()}
-            found = report.deadlock(states | {self.rank: self._state(full=False)}, self.size)
+            states = {rank: absent(rank, "left", **one) for rank, one in self._left.items()}
+            found = find_deadlock(states | {self.rank: self._state(full=False)}, self.size)
             if found is not None:
                 self._doom(found.waits, _Doom(str(found), bool(found.mismatches)))
 
@@ -597,14 +599,14 @@ class Watch:
             self._doom(found.waits, _Doom(str(found), bool(found.mismatches)))
             self._found = ()
 
-    def _stuck(self) -> report.Deadlock | None:
+    def _stuck(self) -> Deadlock | None:
         """What the states of all ranks prove to be stuck, if they don't change."""
         states = {rank: one for rank, one in self._collect(_ANSWER, full=False).items() if one is not None}
-        questions = report.open_questions(states)
+        questions = open_questions(states)
         if questions:
             answers = self._collect(_ANSWER, full=False, calls=questions)
             states = {rank: one for rank, one in answers.items() if one is not None}
-        return report.deadlock(states, self.size)
+        return find_deadlock(states, self.size)
 
     def _doom(self, waits: Sequence[Sequence[Any]], doom: _Doom) -> None:
         """`waits` can never complete: those of this rank raise, or the job is ended."""
@@ -627,10 +629,10 @@ class Watch:
         says where it is, or why there is none. The function may block for as long as the file system does."""
         try:
             states = self._collect(seconds, full=True)
-            questions = report.open_questions({rank: one for rank, one in states.items() if one is not None})
+            questions = open_questions({rank: one for rank, one in states.items() if one is not None})
             if questions and seconds > _ANSWER_AT_DEATH:
                 states = self._collect(seconds, full=True, calls=questions)
-            analysis = report.analyse(states, self.size)
+            analysis = analyse(states, self.size)
         except Exception as error:  # noqa: BLE001  whatever is wrong with it must not keep the job from being ended
             return f"There is no report, because of {error!r}", str
         words = "\n".join(one for one in analysis.words if one != why)
@@ -639,7 +641,7 @@ class Watch:
             if self._folder is None:
                 return ""
             try:
-                path, _ = report.write(self._folder, self._job, why, states, analysis)
+                path, _ = report_file.write(self._folder, self._job, why, states, analysis)
             except Exception as error:  # noqa: BLE001  as above
                 return (
                     f"The report can't be written to {self._folder} ({error!r}); set MPICOLL_REPORT to a folder that"

@@ -246,9 +246,9 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], actio
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from mpicoll.engine import report
+    from mpicoll.engine.diagnostics import report_file
 
-    monkeypatch.setattr(report, "words_of", lambda path: f"what {path.name} says")
+    monkeypatch.setattr(report_file, "words_of", lambda path: f"what {path.name} says")
     assert printed(capsys, "report", tmp_path / "some.json") == "what some.json says\n"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 READ = 8
 """How many parts of a list people read."""
@@ -26,3 +26,27 @@ def rank_list(ranks: Iterable[int]) -> str:
         return f"{len(ordered)} ranks ({', '.join(parts[:READ])}, …)"
     text = ", ".join(parts[:-1])
     return f"ranks {text}{text and ' and '}{parts[-1]}"
+
+
+def shorten(words: Sequence[str], what: str = "") -> list[str]:
+    """No more of them than people read; all is in what is said of each rank."""
+    more = len(words) - READ
+    return list(words) if more < 2 else [*words[:READ], f"and {more} more{what and f' {what}'}"]
+
+
+def inflect(ranks: Sequence[int], one: str, many: str) -> str:
+    return one if len(ranks) == 1 else many
+
+
+def inflect_phrase(what: str, ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return what
+    for one, many in (
+        ("is ", "are "),
+        ("has ", "have "),
+        ("runs its ", "run their "),
+        ("waits ", "wait "),
+    ):
+        if what.startswith(one):
+            return many + what[len(one) :]
+    return what

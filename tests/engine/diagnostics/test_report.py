@@ -19,11 +19,16 @@ import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.engine import record, report
+from mpicoll.engine import record
+from mpicoll.engine.diagnostics import rank_state
+from mpicoll.engine.diagnostics.analysis import analyse
+from mpicoll.engine.diagnostics.call_facts import describe_call, messages_of, ranks_needed
+from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
+from mpicoll.engine.diagnostics.rank_state import absent, own_state, unreached
+from mpicoll.engine.diagnostics.report_file import text_of, words_of, write
 from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.engine.record import Call, Group
-from mpicoll.engine.report import absent, analyse, deadlock, own_state, text_of, unreached, words_of, write
 from mpicoll.errors import ArgumentError
 
 State = dict[str, Any]
@@ -46,7 +51,7 @@ def doing(
 ) -> State:
     """A pending operation."""
     key, name, members = group
-    described = report._described(call, Group(key, name, members, 0, 60.0))
+    described = describe_call(call, Group(key, name, members, 0, 60.0))
     site = {"file": "/home/me/train.py", "line": line, "function": "step"}
     found = {"key": key, "group": name, "members": list(members), "number": number, "call": described, "site": site}
     return found | {"begin": 1.5, "seconds": seconds, "thread": "MainThread", "program": True, "where": ""} | more
@@ -325,7 +330,7 @@ def test_what_is_said_of_many_ranks() -> None:
 
 def doomed(*states: State | None) -> tuple[int, ...]:
     """The ranks that are accused."""
-    found = deadlock({rank: one for rank, one in enumerate(states) if one is not None}, len(states))
+    found = find_deadlock({rank: one for rank, one in enumerate(states) if one is not None}, len(states))
     return () if found is None else found.ranks
 
 
@@ -341,7 +346,7 @@ def crossed() -> tuple[State, State]:
 
 
 def test_two_orders() -> None:
-    found = deadlock(dict(enumerate(crossed())), 2)
+    found = find_deadlock(dict(enumerate(crossed())), 2)
     assert found is not None
     assert str(found) == (
         "deadlock: ranks 0 and 1 wait for each other:"
@@ -358,10 +363,10 @@ def test_one_look_is_enough_after_some_time() -> None:
     assert analyse({0: first, 1: second}, 2).deadlock is not None
     second["pending"][0]["seconds"] = 1.0
     assert analyse({0: first, 1: second}, 2).deadlock is None
-    assert deadlock({0: first, 1: second}, 2) is not None
+    assert find_deadlock({0: first, 1: second}, 2) is not None
     received = [in_message("recv", 1, seconds=1.0), in_message("recv", 0)]
     assert analyse(dict(enumerate(received)), 2).deadlock is None
-    assert deadlock(dict(enumerate(received)), 2) is not None
+    assert find_deadlock(dict(enumerate(received)), 2) is not None
 
 
 def test_another_thread_may_call_it() -> None:
@@ -381,7 +386,7 @@ def test_what_is_not_known_is_no_reason() -> None:
 
 def test_left() -> None:
     first, _ = crossed()
-    found = deadlock({0: first, 1: absent(1, "left", numbers={"0.1": 3})}, 2)
+    found = find_deadlock({0: first, 1: absent(1, "left", numbers={"0.1": 3})}, 2)
     assert found is not None
     assert str(found) == (
         "rank 0 waits in allreduce(float32[1000], op=sum) number 4 on world/pair at train.py:10 in step for rank 1,"
@@ -414,7 +419,7 @@ def test_behind_what_is_stuck_in_the_background() -> None:
     first = waits(4, group, Call("bcast", 8, "int8", (8,), root=2))
     second = state([begun(group, 2)], doing(WORLD, 0, message("recv", 0, 3)))
     third = waits(3, group, Call("scan", 8, "int8", (8,)), program=False)
-    found = deadlock({0: first, 1: second, 2: third}, 3)
+    found = find_deadlock({0: first, 1: second, 2: third}, 3)
     assert found is not None
     assert found.cycle == (0, 2, 1)
     assert doomed(first, second | {"pending": []}, third) == ()
@@ -441,7 +446,7 @@ def test_the_end_of_an_operation_may_start_others() -> None:
 
 
 def test_two_receives() -> None:
-    found = deadlock({0: in_message("recv", 1), 1: in_message("recv", 0, 6)}, 2)
+    found = find_deadlock({0: in_message("recv", 1), 1: in_message("recv", 0, 6)}, 2)
     assert found is not None
     assert str(found) == (
         "deadlock: ranks 0 and 1 wait for each other:"
@@ -556,9 +561,9 @@ DUPLICATE = ("0.1 duplicate(tag=0)", "world/pair", (0, 1))
 )
 def test_meetings(other: State, accused: bool) -> None:
     first = state([begun(PAIR, 3)], doing(DUPLICATE, 2, Call("duplicate(tag=0)", collective=False)))
-    found = deadlock({0: first | {"met": {DUPLICATE[0]: 2}}, 1: other}, 2)
+    found = find_deadlock({0: first | {"met": {DUPLICATE[0]: 2}}, 1: other}, 2)
     assert (found is not None) == accused
-    assert report.open_questions({0: first, 1: at_work()}) == [(DUPLICATE[0], 2)]
+    assert open_questions({0: first, 1: at_work()}) == [(DUPLICATE[0], 2)]
     assert found is None or "rank 0 waits in duplicate(tag=0) number 2 on world/pair" in str(found)
 
 
@@ -574,7 +579,7 @@ def test_what_is_known_of_meetings() -> None:
 def test_calls_of_one_number_that_differ_never_complete() -> None:
     bcast = Call("bcast", 8, "int8", (8,), root=0)
     second, third = waits(call=bcast, line=12), waits(seconds=3.0)
-    found = deadlock({0: waits(), 1: second, 2: third, 3: at_work(16)}, 4)
+    found = find_deadlock({0: waits(), 1: second, 2: third, 3: at_work(16)}, 4)
     assert found is not None
     mismatch = (
         "collective number 17 on world is not the same on all ranks:"
@@ -583,7 +588,7 @@ def test_calls_of_one_number_that_differ_never_complete() -> None:
     )
     assert (found.ranks, found.mismatches, str(found)) == ((0, 1, 2), (mismatch,), mismatch)
     # Others wait because of that.
-    found = deadlock({0: waits(), 1: second, 2: third, 3: in_message("recv", 0)}, 4)
+    found = find_deadlock({0: waits(), 1: second, 2: third, 3: in_message("recv", 0)}, 4)
     assert found is not None
     assert str(found) == (
         f"{mismatch}; rank 3 waits in recv(float64[3], peer=0, tag=5) on world at train.py:40 in step for rank 0"
@@ -600,8 +605,8 @@ def test_calls_that_have_ended_differ(gone: bool) -> None:
     else:
         call = {"name": "bcast", "root": 1, "text": "bcast(int8[8], root=1)"}
         second = at_work(17, called=[{"key": key, "number": 17, "call": call, "site": None}])
-        assert report.open_questions({0: waits(), 1: at_work(17)}) == [(key, 17)]
-    assert report.open_questions({0: waits(), 1: at_work(16), 2: waits()}) == []
+        assert open_questions({0: waits(), 1: at_work(17)}) == [(key, 17)]
+    assert open_questions({0: waits(), 1: at_work(16), 2: waits()}) == []
     assert doomed(waits(), second) == (0,)
     assert doomed(waits(call=Call("broadcast", 8, root=1)), second) == ()
     assert "rank 1 has called bcast" in said(waits(), second)[0]
@@ -687,7 +692,7 @@ def test_sendrecv() -> None:
     ids=str,
 )
 def test_whose_data_a_rank_needs(call: Call, rank: int, needed: set[int]) -> None:
-    assert report._needed(doing(WORLD, 1, call)["call"], (0, 1, 2, 3), rank) == needed
+    assert ranks_needed(doing(WORLD, 1, call)["call"], (0, 1, 2, 3), rank) == needed
 
 
 def test_who_gives_may_be_done_at_once() -> None:
@@ -891,7 +896,7 @@ class Machine:
             for key, number in rank.number.items()
         ]
         called = [
-            {"key": key, "number": number, "call": report._described(by[me], Group(key, key, (), 0, 60.0))}
+            {"key": key, "number": number, "call": describe_call(by[me], Group(key, key, (), 0, 60.0))}
             for (key, number), by in self.called.items()
             if me in by and (key not in rank.running or rank.number[key] != number)
         ]
@@ -987,7 +992,7 @@ def random_machine(random: Random, *, mixed: bool, background: bool, messages: b
     return Machine(groups, programs)
 
 
-def accused_of(found: report.Deadlock) -> set[tuple[int, str, int]]:
+def accused_of(found: Deadlock) -> set[tuple[int, str, int]]:
     """The operations that can't end, as they are named in `Machine.done`."""
     return {(rank, key, number) if number else (rank, "", int(begin)) for rank, key, number, begin in found.waits}
 
@@ -1005,12 +1010,12 @@ def test_who_is_accused_never_goes_on(mixed: bool, background: bool, messages: b
             # What has been sent arrives before anybody looks for a second time, unless messages are counted.
             counted = random.random() < 0.5
             if random.random() < 0.3 and (counted or not machine.arriving()):
-                found = deadlock(machine.states(counted=counted), len(machine.ranks))
+                found = find_deadlock(machine.states(counted=counted), len(machine.ranks))
                 looks += [] if found is None else [accused_of(found)]
             random.choice(steps)()
         for accused in looks:
             assert not accused & machine.done
-        found = deadlock(machine.states(counted=True), len(machine.ranks))
+        found = find_deadlock(machine.states(counted=True), len(machine.ranks))
         accusations += len(looks) + (found is not None)
         stuck = {rank for rank in range(len(machine.ranks)) if not machine.finished(rank)}
         if not mixed:
@@ -1216,7 +1221,7 @@ def test_a_wait_that_polls() -> None:
     def ready(states: dict[int, State]) -> bool:
         if states[0]["pending"]:
             (one,) = states[0]["pending"]
-            tags = tuple(way["tag"] for way in report._messages(one["call"], one["key"]))
+            tags = tuple(way["tag"] for way in messages_of(one["call"], one["key"]))
             looks.append((states[0]["program"]["waits"], one["polls"], tags))
         return len(looks) > 20
 
@@ -1359,7 +1364,7 @@ def test_numbers_of_numpy() -> None:
 
 
 def test_a_state_is_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "LIMIT", 60_000)
+    monkeypatch.setattr(rank_state, "LIMIT", 60_000)
     group = Group("0.0", "world", (0, 1), 1, 60.0)
     call = Call("allgather", None, "int8", (4, 5), counts=tuple(range(1000)))
     for number in range(1000):
@@ -1461,7 +1466,7 @@ def test_words_of_a_report(tmp_path: Path) -> None:
     states = {0: first, 1: second}
     _, data = write(tmp_path, "job", "asked for", states, analyse(states, 2))
     lines = words_of(data).splitlines()
-    assert lines[0] == str(deadlock(states, 2))
+    assert lines[0] == str(find_deadlock(states, 2))
     assert lines[4].startswith("Job job, 20")
     assert lines[4].endswith(" UTC: asked for")
     assert "Rank 0: pid None on None ()" in lines

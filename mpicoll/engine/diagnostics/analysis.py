@@ -1,0 +1,147 @@
+"""Who waits for whom, who has not called what, and who never will, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mpicoll.engine.diagnostics.call_facts import State, at_site, call_text, call_with_site, whole_key
+from mpicoll.engine.diagnostics.deadlock import SURE, Deadlock, Deadlocks
+from mpicoll.engine.diagnostics.pending import describe_mismatches, pending_operations
+from mpicoll.engine.diagnostics.wording import inflect, inflect_phrase, rank_list, shorten
+
+
+@dataclass(slots=True)
+class Analysis:
+    """What happened, in `words`: sentences, the first of which is the point. `waiting` are the operations that ranks
+    wait in, each with the ranks that have begun it and those that have not; `missing` are all ranks that are waited
+    for, `silent` those that have not answered, `unreached` those that could not be asked."""
+
+    words: list[str] = field(default_factory=list)
+    waiting: list[State] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
+    unreached: list[int] = field(default_factory=list)
+    deadlock: Deadlock | None = None
+
+
+def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
+    """What the states of the ranks of a job of `size` say together; None is that of a rank that did not answer."""
+    known = {rank: state for rank, state in states.items() if state is not None}
+    found = Analysis(
+        silent=[rank for rank in range(size) if rank not in known],
+        unreached=[rank for rank, state in sorted(known.items()) if "unreached" in state],
+    )
+    collectives, messages = pending_operations(known)
+    for wait in collectives:
+        found.mismatches += describe_mismatches(wait, known)
+    found.deadlock = Deadlocks(known, SURE).find()
+    roots: list[str] = []
+    others: list[str] = []
+    for wait in [*collectives, *messages]:
+        (roots if _is_root(wait, known) else others).append(_sentence(wait, known))
+        found.waiting.append({name: wait[name] for name in ("key", "group", "number", "call", "begun", "missing")})
+        found.missing = sorted({*found.missing, *wait["missing"]} - {*found.unreached})
+    others += [_stand(wait) for wait in collectives if wait["missing"] and any(_where_of(wait))]
+    found.words = [*found.mismatches]
+    if found.deadlock is not None:
+        found.words = [one for one in found.words if one not in found.deadlock.mismatches]
+        found.words.insert(0, str(found.deadlock))
+    found.words += shorten(roots + others, "sentences")
+    found.words += [
+        f"rank {rank} {describe_rank(state, '')}" for rank, state in sorted(known.items()) if "died" in state
+    ]
+    if found.unreached:
+        relay = known[found.unreached[0]]["unreached"]
+        found.words.insert(
+            0,
+            f"rank {relay} does not answer (stopped or frozen?); it passes on what ranks tell each other, so nothing is"
+            f" known of {rank_list(found.unreached)}",
+        )
+    elif found.silent and any("died" in state for state in known.values()):  # there was little time to answer
+        found.words.append(f"{rank_list(found.silent)} {inflect(found.silent, 'has', 'have')} not answered")
+    elif found.silent:
+        verb = inflect(found.silent, "does", "do")
+        found.words.append(f"{rank_list(found.silent)} {verb} not answer (stopped or frozen?)")
+    if not found.words:
+        found.words.append("no rank waits in an operation")
+    return found
+
+
+def _sentence(wait: State, known: Mapping[int, State]) -> str:
+    """Who waits for whom in an operation."""
+    missing, number = wait["missing"], wait["number"]
+    if number:
+        what = f"{wait['call']} number {number} on {wait['group']}"
+        if not missing:
+            late = max(one["seconds"] for one in wait["by"].values())
+            return f"{what} was begun by all its ranks, and has not ended after {late:.3g} s{_where_text(wait)}"
+        what += f" waits for {rank_list(missing)}"
+    else:
+        (rank, one), *_ = wait["by"].items()
+        what = f"rank {rank} has been waiting for {one['seconds']:.3g} s in {call_with_site(one)}"
+        if not missing:
+            return what
+    doing: dict[str, list[int]] = {}
+    for rank in missing:
+        doing.setdefault(describe_rank(known.get(rank), wait["key"] if number else ""), []).append(rank)
+    if len(doing) > 1 or not number:
+        each = [f"{rank_list(ranks)} {inflect_phrase(text, ranks)}" for text, ranks in doing.items()]
+        return f"{what}: {', '.join(shorten(each))}"
+    (text,) = doing
+    state = known.get(missing[0])
+    if state is None or state.keys() & {"left", "died", "unreached"}:
+        return f"{what}, which {inflect_phrase(text, missing)}"
+    called = f"which {inflect(missing, 'has', 'have')} not called it: {inflect(missing, 'it', 'they')}"
+    return f"{what}, {called} {inflect_phrase(text, missing)}"
+
+
+def _is_root(wait: State, known: Mapping[int, State]) -> bool:
+    """Whether others may wait because of this one: some that are missing don't wait themselves, or none is missing."""
+    if not wait["missing"]:
+        return bool(wait["number"])
+    return any(not known.get(rank, {}).get("pending") for rank in wait["missing"])
+
+
+def _where_of(wait: State) -> dict[str, list[int]]:
+    """The ranks by how far they have come."""
+    found: dict[str, list[int]] = {}
+    for rank, one in wait["by"].items():
+        if one.get("where"):
+            found.setdefault(one["where"], []).append(rank)
+    return found
+
+
+def _where_text(wait: State) -> str:
+    stand = [f"{rank_list(ranks)} {inflect(ranks, 'is', 'are')} in {where}" for where, ranks in _where_of(wait).items()]
+    return f": {'; '.join(shorten(stand))}" if stand else ""
+
+
+def _stand(wait: State) -> str:
+    return f"{wait['call']} number {wait['number']} on {wait['group']}{_where_text(wait)}"
+
+
+def describe_rank(state: State | None, key: str) -> str:
+    """What a rank does that has not come: a verb and what follows."""
+    if state is None:
+        return "has not answered"
+    if "left" in state:
+        return "has left the job without calling it" if whole_key(key) in state["numbers"] else "has left the job"
+    if "died" in state:
+        return f"has died{f' ({words})' if (words := state['died']) else ''}"
+    if "unreached" in state:
+        return f"could not be asked, since rank {state['unreached']} does not answer"
+    pending = state.get("pending", [])
+    own = next((one for one in pending if one["key"] == key and one["number"]), None)
+    if own is not None:
+        return f"is still in number {own['number']}, {call_with_site(own)}"
+    program = state.get("program", {})
+    now = next((one for one in pending if one["program"]), None)
+    if now is not None:
+        return f"is in {call_with_site(now)}"
+    if program.get("waits") == "queue":
+        behind = next((one for one in pending if one["key"] == program["key"] and one["number"]), None)
+        after = f", behind {call_text(behind['call'])}" if behind is not None else ""
+        return f"waits for what it has started{after}{at_site(program.get('site'))}"
+    return f"runs its own program{at_site(program.get('site'))}"

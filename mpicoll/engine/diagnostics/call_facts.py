@@ -1,0 +1,186 @@
+"""Facts about calls, as the ranks tell them to each other: what must agree, and whose data a call needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mpicoll.engine.record import Call, Group
+
+State: TypeAlias = dict[str, Any]
+"""What a rank says of itself, for JSON; of one that is gone what :func:`absent` says, of one that could not be asked
+what :func:`unreached` says."""
+
+
+def is_meeting(key: str) -> bool:
+    """Whether it is the key of a sequence of meetings, and not that of a communicator."""
+    return " " in key
+
+
+def whole_key(key: str) -> str:
+    """The key of the communicator, where `key` may be that of meetings of some of its ranks."""
+    return key.partition(" ")[0]
+
+
+def describe_call(call: Call, group: Group) -> State:
+    """`call` for JSON, with the peers of messages as ranks of the world too."""
+    found = {name: plain(getattr(call, name)) for name in Call.__slots__ if name != "parts"}
+    # A shape without dimensions says something, and so does it that no messages are taken; no counts don't.
+    kept = ("shape", "takes")
+    found = {
+        name: value for name, value in found.items() if value is not None and (value not in ("", []) or name in kept)
+    }
+    found["text"] = str(call)
+    if not call.collective and call.peer is not None and 0 <= call.peer < len(group.members):
+        found["world"] = group.members[call.peer]
+    if call.parts:
+        found["parts"] = [describe_call(part, group) for part in call.parts]
+    return found
+
+
+def plain(value: Any) -> Any:
+    """`value` for JSON: callers pass numpy's numbers, too."""
+    if isinstance(value, (tuple, list)):
+        return [plain(one) for one in value]
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return int(value) if hasattr(value, "__index__") else str(value)
+
+
+def messages_of(call: State, key: str) -> list[State]:
+    """The messages that a call sends or receives: to or from whom (None: any rank), with which tag (None: any). None
+    if some of them are not known."""
+    if call.get("collective"):
+        return []
+    parts = call.get("parts", [call])
+    found = []
+    for part in parts:
+        name = part["name"]
+        way = "send" if name in _SENDS else "recv" if name in _RECEIVES else None
+        if way is None:
+            return []
+        found.append({"way": way, "key": key, "peer": part.get("world"), "tag": part.get("tag")})
+    return found
+
+
+_SENDS = ("send", "isend", "ssend", "issend")
+
+
+_RECEIVES = ("recv", "irecv", "probe")
+
+
+def call_text(call: State) -> str:
+    """The call without its algorithm."""
+    text: str = call["text"]
+    return text.removesuffix(f" by {call.get('algorithm')}")
+
+
+def call_with_number(one: State) -> str:
+    """A call with its number and its communicator."""
+    number = f" number {one['number']}" if one["number"] else ""
+    return f"{call_text(one['call'])}{number} on {one['group']}"
+
+
+def call_with_site(one: State) -> str:
+    """A call with where it was called; on the world unless it says otherwise."""
+    on = "" if one["group"] == "world" else f" on {one['group']}"
+    return f"{call_text(one['call'])}{on}{at_site(one.get('site'))}"
+
+
+def at_site(site: State | None) -> str:
+    return "" if site is None else f" at {Path(site['file']).name}:{site['line']} in {site['function']}"
+
+
+def group_alike(calls: Mapping[int, State]) -> list[list[int]]:
+    """The ranks, together with those whose calls may be the same collective."""
+    kinds: list[list[int]] = []
+    for rank, call in calls.items():
+        for alike in kinds:
+            if not _conflict(calls[alike[0]], call):
+                alike.append(rank)
+                break
+        else:
+            kinds.append([rank])
+    return kinds
+
+
+def _conflict(one: State, other: State) -> bool:
+    """Whether two calls can't be the same collective. Only what both say counts: some keep no dtype."""
+    if kind_of(one["name"]) != kind_of(other["name"]):
+        return True
+    fields = [(call.get("dtype"), call.get("op"), call.get("root"), call.get("algorithm")) for call in (one, other)]
+    if any(a is not None and b is not None and a != b for a, b in zip(*fields, strict=True)):
+        return True
+    if "arrivals" not in one and "arrivals" not in other and kind_of(one["name"]) != "alltoall":
+        if "counts" in one and "counts" in other:
+            return list(one["counts"]) != list(other["counts"])
+        shapes = [call["shape"] for call in (one, other) if "shape" in call and "counts" not in call]
+        if len(shapes) == 2 and math.prod(shapes[0]) != math.prod(shapes[1]):
+            return True
+    parts = [call.get("parts", []) for call in (one, other)]
+    return len(parts[0]) != len(parts[1]) or any(map(_conflict, *parts))
+
+
+_KINDS = (
+    ("allreduce", "allreduce"),
+    ("allgather", "allgather"),
+    ("alltoall", "alltoall"),
+    ("barrier", "barrier"),
+    ("bcast", "bcast"),
+    ("broadcast", "bcast"),
+    ("exscan", "exscan"),
+    ("gather", "gather"),
+    ("reducescatter", "reduce_scatter"),
+    ("reduce", "reduce"),
+    ("scan", "scan"),
+    ("scatter", "scatter"),
+    ("split", "split"),
+)
+
+
+def kind_of(name: str) -> str:
+    """Which collective it is that is called `name` here or by torch."""
+    short = name.replace("_", "")
+    return next((kind for begin, kind in _KINDS if short.startswith(begin)), name)
+
+
+FROM_ROOT, TO_ROOT = ("bcast", "scatter"), ("reduce", "gather")
+
+
+_ALL_NEED_ALL = ("allreduce", "allgather", "alltoall", "reduce_scatter", "barrier", "split")
+
+
+def ranks_needed(call: State, members: Sequence[int], me: int) -> set[int]:
+    """The ranks of the world without which a collective can't end on the `me`-th of `members`, whatever algorithm
+    carries it out: those whose data it needs."""
+    if call.get("parts"):
+        return {rank for part in call["parts"] for rank in ranks_needed(part, members, me)}
+    name, counts, root = kind_of(call["name"]), call.get("counts", []), call.get("root")
+    if moves_nothing(call):
+        return set()
+    if name in ("scan", "exscan"):
+        return set(members[:me])
+    if name in FROM_ROOT:
+        empty = name == "scatter" and counts and not counts[me]
+        return set() if empty or root is None else {members[root]}
+    if name in TO_ROOT and root != me:
+        return set()
+    if name not in (*_ALL_NEED_ALL, *TO_ROOT):
+        return set()
+    if name in ("allgather", "gather", "alltoall"):
+        blocks = call.get("arrivals", []) if name == "alltoall" else counts
+        return {rank for rank, count in zip(members, blocks, strict=True) if count} if blocks else set(members)
+    if name == "reduce_scatter" and counts and not counts[me]:
+        return set()
+    return set(members)
+
+
+def moves_nothing(call: State) -> bool:
+    """Whether nothing is moved, and nobody need wait."""
+    if kind_of(call["name"]) in ("barrier", "split"):
+        return False
+    shape = call.get("shape")
+    uneven = "counts" in call or "arrivals" in call
+    return bool(shape is not None and 0 in (shape[1:] if uneven else shape))

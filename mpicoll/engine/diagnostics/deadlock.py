@@ -1,0 +1,344 @@
+"""Ranks that can't go on, whatever happens: cycles, and waits for ranks that have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from mpicoll.engine.diagnostics.call_facts import (
+    FROM_ROOT,
+    TO_ROOT,
+    State,
+    at_site,
+    call_with_number,
+    is_meeting,
+    kind_of,
+    messages_of,
+    moves_nothing,
+    ranks_needed,
+    whole_key,
+)
+from mpicoll.engine.diagnostics.pending import describe_mismatches, number_begun, pending_operations
+from mpicoll.engine.diagnostics.rank_state import IN_TRANSIT
+from mpicoll.engine.diagnostics.wording import inflect, rank_list, shorten
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock:
+    """Ranks that wait for each other, none of which can go on.
+
+    `waits` are the operations in which they wait, as (rank, key of the communicator, number, begin): the same at two
+    looks if and only if these are. `keys` are the communicators of these, `cycle` ranks that wait each for the next,
+    and the last for the first (empty where all wait for one that has left), `words` a sentence for each operation,
+    those of the cycle first. `mismatches` are sentences about collectives that ranks have called differently, whose
+    operations have no other words; `left` says that all wait for ranks that have left, directly or not.
+    """
+
+    ranks: tuple[int, ...]
+    cycle: tuple[int, ...]
+    keys: tuple[str, ...]
+    waits: tuple[tuple[int, str, int, float], ...]
+    words: tuple[str, ...]
+    mismatches: tuple[str, ...] = ()
+    left: bool = False
+
+    def __str__(self) -> str:
+        """All in one sentence."""
+        words = ", ".join(shorten(self.words))
+        if self.mismatches:
+            return "; ".join([*self.mismatches, *([words] if words else [])])
+        if self.left:
+            return words
+        who = rank_list(self.ranks)
+        head = f"{who} wait for each other" if len(self.ranks) > 1 and self.cycle else f"{who} can't go on"
+        return f"deadlock: {head}: {words}"
+
+
+SURE = 2.0
+"""Seconds for which ranks must have waited if there is only one look: longer than it takes to look at all ranks."""
+
+
+_Agent: TypeAlias = tuple[str, int, str]
+"""What waits for one thing at a time: ("queue", rank, key), or ("program", rank, "")."""
+
+
+def find_deadlock(states: Mapping[int, State], size: int) -> Deadlock | None:
+    """Ranks that can't go on, whatever happens, as each waits for others that can't go on either; None if there are
+    none, or if that is not certain. Call it when the same operations were pending at two looks 2 s or more apart.
+
+    A collective is taken to wait for no more ranks than the data that it moves makes it, and for those that its
+    algorithm is just waiting for; a message may be under way if its other side has been started. Ranks without a state
+    may do anything, and so may a rank with threads of its own beside that of the program.
+    """
+    return Deadlocks(states, 0.0).find()
+
+
+def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
+    """Collectives, by key of the communicator and number, that have ended on ranks while others wait in them, and
+    meetings. What they were there, and how many of them there were, is a question for :func:`own_state`."""
+    collectives, _ = pending_operations(states)
+    return [
+        (wait["key"], wait["number"])
+        for wait in collectives
+        if any(
+            rank not in wait["by"] and "queues" in states.get(rank, {})
+            for rank in (wait["members"] if is_meeting(wait["key"]) else wait["begun"])
+        )
+    ]
+
+
+class Deadlocks:
+    """`least` are the seconds that an operation must have been pending to count."""
+
+    def __init__(self, states: Mapping[int, State], least: float) -> None:
+        # One that was not asked may do anything, as one that has not answered.
+        self._states = {rank: state for rank, state in states.items() if "unreached" not in state}
+        self._least = least
+        self._absent: dict[tuple[str, int], list[int]] = {}
+        self._mismatched: dict[tuple[str, int], str] = {}
+        waits, _ = pending_operations(states)
+        for wait in waits:
+            for words in describe_mismatches(wait, states):
+                self._mismatched[wait["key"], wait["number"]] = words
+        self._queues = {
+            (rank, queue["key"]): queue for rank, state in self._states.items() for queue in state.get("queues", [])
+        }
+
+    def find(self) -> Deadlock | None:
+        released: dict[_Agent, _Wait] = {}
+        for rank, state in self._states.items():
+            for one in state.get("pending", []):
+                if one["number"] and one["seconds"] >= self._least:
+                    released["queue", rank, one["key"]] = self._collective(rank, one)
+                elif not one["number"] and not one["program"]:
+                    wait = self._message(rank, one)
+                    if wait is not None:
+                        released["thread", rank, one["thread"]] = wait
+            wait = self._program(rank, state)
+            if wait is not None:
+                released["program", rank, ""] = wait
+        stuck = set(released)
+        while True:
+            free = {agent for agent in stuck if released[agent].may_go_on(stuck)}
+            if not free:
+                break
+            stuck -= free
+        return self._told({agent: released[agent] for agent in sorted(stuck)}, stuck) if stuck else None
+
+    def _collective(self, rank: int, one: State) -> _Wait:
+        members, number, key = one["members"], one["number"], one["key"]
+        if (key, number) in self._mismatched:
+            return _Wait(rank, one, lambda stuck: False, lambda stuck: [])
+        absent = self._absent.get((key, number))
+        if absent is None:
+            absent = [peer for peer in members if not self._has_begun(peer, key, number)]
+            self._absent[key, number] = absent
+        call = one["call"]
+        if is_meeting(key):
+            needed = {peer for peer in members if "died" not in self._states.get(peer, {})}
+        else:
+            needed = ranks_needed(call, members, members.index(rank)) | set(one.get("waits_for", []))
+        needs = [peer for peer in absent if peer in needed]
+        # Who only gives may be done without the others, but not while nobody at all is there to take it.
+        gives = kind_of(call["name"]) in (*FROM_ROOT, *TO_ROOT, "scan", "exscan") and not moves_nothing(call)
+        some = absent if gives and not needs and len(absent) == len(members) - 1 else []
+
+        def may_go_on(stuck: set[_Agent]) -> bool:
+            if needs:
+                return all(self._comes(peer, key, stuck) for peer in needs)
+            return not some or any(self._comes(peer, key, stuck) for peer in some)
+
+        return _Wait(
+            rank, one, may_go_on, lambda stuck: [peer for peer in needs or some if not self._comes(peer, key, stuck)]
+        )
+
+    def _has_begun(self, rank: int, key: str, number: int) -> bool:
+        queue = self._queues.get((rank, key))
+        begun = number_begun(self._states.get(rank), key) or 0 if queue is None else queue["number"]
+        return bool(begun >= number)
+
+    def _comes(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
+        """Whether `rank` may still begin another collective of a communicator, or another meeting of a sequence."""
+        state, whole = self._states.get(rank, {}), whole_key(key)
+        if "left" in state:
+            return whole not in state["numbers"]  # of one that was dropped long ago nothing is known
+        if is_meeting(key) and number_begun(state, key) is None:
+            return True
+        if whole in state.get("retired", ()):
+            return False
+        if (rank, whole) not in self._queues:
+            return True
+        return ("queue", rank, key) not in stuck and self._goes_on(rank, stuck)
+
+    def _goes_on(self, rank: int, stuck: set[_Agent]) -> bool:
+        """Whether `rank` may still do something."""
+        state = self._states.get(rank, {})
+        if "left" in state:
+            return False
+        if ("program", rank, "") not in stuck or state.get("others", True):
+            return True
+        # What is in the background may be just that, and what is done when it ends may start others.
+        return any(
+            (one["running"] or (one["queued"] and one["background"])) and ("queue", rank, one["key"]) not in stuck
+            for one in state.get("queues", [])
+        )
+
+    def _program(self, rank: int, state: State) -> _Wait | None:
+        """What the program of `rank` waits for, if that has no bound."""
+        program = state.get("program", {})
+        if program.get("waits") == "queue":
+            agent = ("queue", rank, program["key"])
+            return _Wait(rank, None, lambda stuck: agent not in stuck, lambda stuck: [])
+        if program.get("waits") != "message":
+            return None
+        one = next((one for one in state.get("pending", []) if one["program"] and not one["number"]), None)
+        return None if one is None else self._message(rank, one)
+
+    def _message(self, rank: int, one: State) -> _Wait | None:
+        """A wait for messages, if it is known for which, and if it has no bound."""
+        if one.get("bounded") or one["seconds"] < self._least:
+            return None
+        ways = messages_of(one["call"], one["key"])
+        if not ways:
+            return None
+        others = [peer for peer in one["members"] if peer != rank]
+        takes = one["call"].get("takes")
+
+        def peers(way: State) -> list[int]:
+            return others if way["peer"] is None else [way["peer"]]
+
+        def may_come(way: State, stuck: set[_Agent]) -> bool:
+            if takes is not None:
+                return any(self._may_answer(rank, way["key"], peer, stuck) for peer in peers(way))
+            return any(
+                self._under_way(rank, way, peer, one["seconds"]) or self._goes_on(peer, stuck) for peer in peers(way)
+            )
+
+        def may(stuck: set[_Agent]) -> bool:
+            # Of a sendrecv either way may be the one that is still to come.
+            return (any if takes is None else all)(may_come(way, stuck) for way in ways)
+
+        def on(stuck: set[_Agent]) -> list[int]:
+            return [peer for way in ways if takes is None or not may_come(way, stuck) for peer in peers(way)]
+
+        return _Wait(rank, one, may, on)
+
+    def _count(self, rank: int, key: str, what: str, peer: int, tag: int | None) -> int | None:
+        """How many messages with `tag` (None: any) `rank` has "sent" to or "received" from `peer` on a communicator;
+        None if that is not known."""
+        state = self._states.get(rank, {})
+        queue = self._queues.get((rank, key))
+        tally = (state.get("sent", {}).get(key) if what == "sent" else None) if queue is None else queue.get(what)
+        if tally is None:
+            return None
+        of_peer = [(other, number) for to, other, number in tally if to == peer]
+        if tag is not None and any(other is None for other, _ in of_peer):
+            return None
+        found: int = sum(number for other, number in of_peer if tag in (None, other))
+        return found
+
+    def _all_received(self, source: int, dest: int, key: str, tag: int | None = None) -> bool | None:
+        """Whether no message with `tag` (None: any) from `source` to `dest` is under way; None if that is not known."""
+        sent = self._count(source, key, "sent", dest, tag)
+        received = self._count(dest, key, "received", source, tag)
+        return None if sent is None or received is None else sent == received
+
+    def _may_answer(self, rank: int, key: str, peer: int, stuck: set[_Agent]) -> bool:
+        """Whether a message from `peer` may still come to a wait that lasts until it does: one that is under way, one
+        that `peer` sends when it goes on, or one by which it answers a message that it takes while it waits."""
+        if not self._all_received(peer, rank, key) or self._goes_on(peer, stuck):
+            return True
+        state = self._states[peer]
+        waits = [one for one in state.get("pending", []) if one["key"] == key and "takes" in one["call"]]
+        takes = any(rank in (one["members"][stage] for stage in one["call"]["takes"]) for one in waits)
+        takes = takes or self._queues.get((peer, key), {}).get("answered", False)
+        return takes and not self._all_received(rank, peer, key)
+
+    def _under_way(self, rank: int, way: State, peer: int, waited: float) -> bool:
+        """Whether the other side of a message may have been started, so that the message may be on its way."""
+        state = self._states.get(peer)
+        if state is None:
+            return True
+        if way["way"] == "recv":
+            received = self._all_received(peer, rank, way["key"], way["tag"])
+            if received is None:  # the tags were too many, perhaps
+                received = self._all_received(peer, rank, way["key"])
+            if received is not None:
+                return not received
+        started = list(state.get("started", []))
+        for one in state.get("pending", []):
+            started += messages_of(one["call"], one["key"])
+        if "left" in state and waited < IN_TRANSIT:
+            return True
+        return any(
+            other["key"] in (None, way["key"])
+            and other["way"] != way["way"]
+            and other["peer"] in (None, rank)
+            and (other["tag"] is None or way["tag"] is None or other["tag"] == way["tag"])
+            for other in started
+        )
+
+    def _told(self, waits: dict[_Agent, _Wait], stuck: set[_Agent]) -> Deadlock:
+        """In words."""
+        edges: dict[int, list[int]] = {}
+        same: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        found = []
+        for wait in waits.values():
+            one = wait.one
+            if one is None:
+                continue
+            on = tuple(dict.fromkeys(wait.on(stuck)))
+            edges.setdefault(wait.rank, []).extend(on)
+            found.append((wait.rank, one["key"], one["number"], one["begin"]))
+            if (one["key"], one["number"]) not in self._mismatched:
+                same.setdefault((f"{call_with_number(one)}{at_site(one.get('site'))}", on), []).append(wait.rank)
+        cycle = _cycle(edges)
+        mismatched = {(key, number) for _, key, number, _ in found} & self._mismatched.keys()
+        return Deadlock(
+            ranks=tuple(sorted(edges)),
+            cycle=cycle,
+            keys=tuple(sorted({key for _, key, _, _ in found})),
+            waits=tuple(sorted(found)),
+            words=tuple(
+                f"{rank_list(ranks)} {inflect(ranks, 'waits', 'wait')} in {what} for {rank_list(on)}{self._gone(on)}"
+                for (what, on), ranks in sorted(same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1]))
+            ),
+            mismatches=tuple(self._mismatched[one] for one in sorted(mismatched)),
+            left=not mismatched and not cycle,
+        )
+
+    def _gone(self, ranks: Sequence[int]) -> str:
+        """What is said of ranks that will never come since they have left."""
+        left = [rank for rank in ranks if "left" in self._states.get(rank, {})]
+        if not left:
+            return ""
+        who = "which" if len(left) == len(ranks) else f"of which {rank_list(left)}"
+        return f", {who} {inflect(left, 'has', 'have')} left the program"
+
+
+@dataclass(slots=True)
+class _Wait:
+    """An agent that waits: `one` is the operation, `may_go_on` and `on` (for whom) depend on what else is stuck."""
+
+    rank: int
+    one: State | None
+    may_go_on: Callable[[set[_Agent]], bool]
+    on: Callable[[set[_Agent]], list[int]]
+
+
+def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    """Ranks that wait each for the next, and the last for the first; empty if there are none, as when all wait for one
+    that has left."""
+    left = dict(edges)
+    while idle := [rank for rank, peers in left.items() if not any(peer in left for peer in peers)]:
+        for rank in idle:
+            del left[rank]
+    if not left:
+        return ()
+    path = [min(left)]
+    while (following := next(peer for peer in left[path[-1]] if peer in left)) not in path:
+        path.append(following)
+    found = path[path.index(following) :]
+    first = found.index(min(found))
+    return (*found[first:], *found[:first])

@@ -1,0 +1,138 @@
+"""The report: a text for people, and JSON that can be read again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+from mpicoll.engine.diagnostics.analysis import Analysis, analyse, describe_rank
+from mpicoll.engine.diagnostics.call_facts import State, at_site
+from mpicoll.errors import ArgumentError
+
+
+def write(
+    folder: Path, job: str, why: str, states: Mapping[int, State | None], analysis: Analysis
+) -> tuple[Path, Path]:
+    """Write the report to `folder`, which is made if need be: as text, and as JSON for :func:`words_of`. A later report
+    of the same `job` gets a number; none is ever overwritten. Both appear as a whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "mpicoll-report-" + (re.sub(r"[^\w.-]+", "_", job) or "job")
+    content = {
+        "format": _FORMAT,
+        "job": job,
+        "why": why,
+        "time": time.time(),
+        "size": 1 + max(states, default=-1),
+        "states": {str(rank): state for rank, state in sorted(states.items())},
+        "analysis": asdict(analysis),
+    }
+    text, data = text_of(why, states, analysis).encode(), json.dumps(content).encode()
+    for number in itertools.count(1):
+        stem = folder / (name if number == 1 else f"{name}-{number}")
+        paths = stem.with_name(f"{stem.name}.txt"), stem.with_name(f"{stem.name}.json")
+        if not paths[0].exists() and _new(paths[1], data):
+            _new(paths[0], text)
+            return paths
+    raise AssertionError
+
+
+_FORMAT = "mpicoll report 1"
+
+
+def _new(path: Path, content: bytes) -> bool:
+    """Make a file of `content`; whether there was none of that name before."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        temporary.chmod(0o644)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError:  # a file system without links; then the name is taken first
+            path.touch(exist_ok=False)
+            temporary.replace(path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def text_of(why: str, states: Mapping[int, State | None], analysis: Analysis) -> str:
+    """The report for people: what happened, then each rank."""
+    lines = [*analysis.words, "", f"Reason: {why}"]
+    lines.append(f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
+    for rank, state in sorted(states.items()):
+        lines += ["", *_rank_lines(rank, state)]
+        for thread in (state or {}).get("threads", []):
+            lines += ["", f"  Thread {thread['name']} (most recent call first):"]
+            lines += [f"    {line}" for one in thread["stack"] for line in one.split("\n")]
+        past = (state or {}).get("past", [])
+        if past:
+            lines += ["", f"  Last {len(past)} operations, the last one first:"]
+            lines += [f"    {_past_line(one)}" for one in reversed(past)]
+    return "\n".join(lines) + "\n"
+
+
+def _rank_lines(rank: int, state: State | None) -> list[str]:
+    """A rank in a few lines."""
+    if state is None:
+        return [f"Rank {rank}: no answer"]
+    if state.keys() & {"left", "died", "unreached"}:
+        return [f"Rank {rank}: {describe_rank(state, '')}"]
+    process = state.get("process", {})
+    versions = ", ".join(f"{name} {version}" for name, version in process.get("versions", {}).items())
+    lines = [f"Rank {rank}: pid {process.get('pid')} on {process.get('host')} ({versions})"]
+    for one in state.get("pending", []):
+        number = f" number {one['number']}" if one["number"] else ""
+        where = one.get("where", "")
+        lines.append(
+            f"  in {one['call']['text']}{number} on {one['group']} for {one['seconds']:.3g} s{at_site(one['site'])}"
+            f" [{one['thread']}]{f'; {where}' if where else ''}"
+        )
+    if not any(one["program"] for one in state.get("pending", [])):
+        lines.append(f"  {describe_rank(state | {'pending': []}, '')}")
+    lines += [
+        f"  {one['name']}: {one['number']} collectives begun{', one runs' if one['running'] else ''}"
+        + (f", {one['queued']} queued" if one["queued"] else "")
+        for one in state.get("queues", [])
+        if one["number"] or one["queued"]
+    ]
+    lines += [f"  could not be found out: {failure}" for failure in state.get("failed", [])]
+    return lines
+
+
+def _past_line(one: State) -> str:
+    number = f" number {one['number']}" if one["number"] else ""
+    took = "" if one["seconds"] is None else f" in {one['seconds'] * 1e3:.3g} ms"
+    error = f": {one['error']}" if one["error"] else ""
+    return f"{one['call']}{number} on {one['group']}: {one['state']}{took}{at_site(one['site'])}{error}"
+
+
+def words_of(path: Path) -> str:
+    """What happened, from the JSON of a report. Raises ArgumentError if it is none."""
+    try:
+        content = json.loads(Path(path).read_bytes())
+        known = content["format"] == _FORMAT
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(f"{path} is no report of mpicoll: {type(error).__name__}: {error}") from error
+    if not known:
+        raise ArgumentError(f"{path} is no report that this version can read: {content['format']!r}")
+    states = {int(rank): state for rank, state in content["states"].items()}
+    analysis = analyse(states, content["size"])
+    when = f"{datetime.fromtimestamp(content['time'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    lines = [*analysis.words, "", f"Job {content['job']}, {when}: {content['why']}", ""]
+    for rank, state in sorted(states.items()):
+        lines += _rank_lines(rank, state)
+    return "\n".join(lines) + "\n"
