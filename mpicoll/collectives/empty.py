@@ -13,7 +13,7 @@ from mpicoll.buffers import dtypes
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives.arguments import names_rank, within
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.record import Call
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError, ShapeError

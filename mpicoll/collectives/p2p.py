@@ -19,8 +19,8 @@ from mpicoll.collectives.memory import Source, Target
 from mpicoll.engine import notes
 from mpicoll.engine.communicator import Communicator
 from mpicoll.engine.device import Landing, fetched, takes_straight
+from mpicoll.engine.diagnostics.flight_recorder import Call, call_site, keepers
 from mpicoll.engine.progress import Progress
-from mpicoll.engine.record import Call, call_site, keepers
 from mpicoll.engine.request import Request, waitall
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import CommunicationError, MismatchError, RankError, Timeout, TruncationError

@@ -11,9 +11,9 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.diagnostics.wording import rank_list
-from mpicoll.engine.record import Call
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport

@@ -22,8 +22,8 @@ from weakref import ref
 from zlib import crc32
 
 from mpicoll.config import UNCHECKED
+from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, Group, Raw, Site, call_site
 from mpicoll.engine.diagnostics.position import Executing, Position
-from mpicoll.engine.record import Call, Entry, Group, Raw, Site, call_site
 from mpicoll.errors import CommunicationError, CommunicatorError, MismatchError, NumericsError, RankFailed, Timeout
 from mpicoll.transport.base import Transport
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from mpicoll.engine import check, notes
 from mpicoll.engine.arena import Arena
+from mpicoll.engine.diagnostics.flight_recorder import WITHIN, Call, Group
 from mpicoll.engine.diagnostics.position import Position
+from mpicoll.engine.diagnostics.watchdog import Watch
 from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.engine.progress import Progress, unmatched
-from mpicoll.engine.record import WITHIN, Call, Group
 from mpicoll.engine.selection.layout import layout_of
 from mpicoll.engine.selection.query import UNTUNED, TunedTable, selection_context
-from mpicoll.engine.watch import Watch
 from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
 

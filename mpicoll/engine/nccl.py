@@ -146,7 +146,7 @@ class Nccl:
     when this rank's part is done. A failure ends it for good, and so does a rank that is gone, or does not come within
     the timeout, while this one waits for the device. While NCCL connects the ranks, which it does when it is made and
     again at the first collective of each kind, it blocks in the host, and can't be left: then only the watch
-    (:mod:`mpicoll.engine.watch`) bounds the wait, and ends the job.
+    (:mod:`mpicoll.engine.diagnostics.watchdog`) bounds the wait, and ends the job.
 
     NCCL wants the operations of all communicators on a device in one order on all ranks, or it may wait for ever. That
     order is the caller's: of two communicators that use NCCL, each with an operation in the background, all ranks must

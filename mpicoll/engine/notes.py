@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.engine.record import Call, Site
+from mpicoll.engine.diagnostics.flight_recorder import Call, Site
 from mpicoll.errors import MpicollError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from mpicoll.engine import device as devices
 from mpicoll.engine import ipc, shared
 from mpicoll.engine.arena import Arena, Body
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.diagnostics.flight_recorder import WITHIN, Call
 from mpicoll.engine.execute import Program, Region, Wire, bind
-from mpicoll.engine.record import WITHIN, Call
 from mpicoll.engine.request import Request
 from mpicoll.engine.selection.catalogue import DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import SelectionQuery

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from mpicoll.engine import timeline
-from mpicoll.engine.ending import last_acts, say
-from mpicoll.engine.record import Call, Group, Past, Sink, Site, described, keepers
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Past, Sink, Site, described, keepers
+from mpicoll.engine.diagnostics.process_exit import last_acts, say
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import CommunicationError, SetupError, Timeout
 from mpicoll.transport.base import Transport

@@ -20,7 +20,8 @@ from typing import Any, TypeAlias, TypeVar
 from mpicoll.config import config
 from mpicoll.engine import check, nccl, notes
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.ending import (
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Past, keepers
+from mpicoll.engine.diagnostics.process_exit import (
     abort_on_failure,
     cause_of,
     hold_back_signals,
@@ -28,10 +29,9 @@ from mpicoll.engine.ending import (
     let_signals_come,
     listen_for_signals,
 )
+from mpicoll.engine.diagnostics.watchdog import Watch
 from mpicoll.engine.progress import Waiting
-from mpicoll.engine.record import Call, Group, Past, keepers
 from mpicoll.engine.selection import tuned_table
-from mpicoll.engine.watch import Watch
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import claim, launch_env, local
 from mpicoll.transport.base import Transport

@@ -39,8 +39,8 @@ from mpicoll.collectives import (
 )
 from mpicoll.collectives.arguments import key_of, names_rank
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.operation import Operation, Task, task
-from mpicoll.engine.record import Call
 from mpicoll.engine.repeat import repeated_task
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.torch.tensors import (

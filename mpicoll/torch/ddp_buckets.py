@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.record import Call
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError
 from mpicoll.torch.groups import communicator
 

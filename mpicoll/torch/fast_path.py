@@ -16,8 +16,8 @@ from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import problem
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.operation import Shared, Unshared
-from mpicoll.engine.record import Call
 from mpicoll.engine.repeat import KEPT
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, forced

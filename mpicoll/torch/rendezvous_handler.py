@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mpicoll.collectives.bcast import bcast
 from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.record import Call
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
 

@@ -11,8 +11,8 @@ from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives import allgather
 from mpicoll.collectives.arguments import names_rank
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.operation import Task, task
-from mpicoll.engine.record import Call
 from mpicoll.errors import DTypeError
 from mpicoll.torch.c10d_collectives import op_of
 from mpicoll.torch.tensors import aside, cuda_devices

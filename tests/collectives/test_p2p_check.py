@@ -13,7 +13,7 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine import notes
-from mpicoll.engine.record import Call, Site
+from mpicoll.engine.diagnostics.flight_recorder import Call, Site
 
 HERE = Path(__file__).name
 

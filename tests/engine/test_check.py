@@ -14,7 +14,7 @@ from support.ranks import Ranks
 import mpicoll
 from mpicoll.config import Config
 from mpicoll.engine.check import TEXT, Options, brief, from_texts, hashed, judged
-from mpicoll.engine.record import Call, Group, Site
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Site
 from mpicoll.errors import SetupError
 
 HERE = Path(__file__).name

@@ -20,8 +20,8 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine import progress
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.progress import Job, Progress
-from mpicoll.engine.record import Call, Group
 from mpicoll.transport import local
 
 WHAT = Call("a test of the queue")

@@ -13,8 +13,8 @@ import pytest
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.progress import Progress
-from mpicoll.engine.record import Call, Group
 from mpicoll.engine.request import Request
 
 

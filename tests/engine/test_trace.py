@@ -20,9 +20,10 @@ from support.traces import ALLREDUCE, BARRIER, message, names, operations, part,
 
 import mpicoll
 from mpicoll.cli.trace import summarise
-from mpicoll.engine import ending, timeline
+from mpicoll.engine import timeline
 from mpicoll.engine import trace as tracing
-from mpicoll.engine.record import Call, Group, Site, keepers
+from mpicoll.engine.diagnostics import process_exit
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Site, keepers
 from mpicoll.engine.trace import Recorder, Tracing, trace
 from mpicoll.errors import SetupError
 
@@ -413,15 +414,15 @@ def test_written_before_the_end(tmp_path: Path) -> None:
     def body() -> Path:
         under_way = Tracing(tmp_path, mpicoll.world().transport, 10.0)
         mpicoll.barrier()
-        ending.last_acts[-1]()
+        process_exit.last_acts[-1]()
         assert len(timeline.load_parts(under_way._parts)) == 1
         under_way.stop()
         return under_way._parts
 
-    before = ending.last_acts.copy()
+    before = process_exit.last_acts.copy()
     (folder,) = mpicoll.run_local(body, 1)
     assert len(timeline.load_parts(folder)) == 1
-    assert ending.last_acts == before
+    assert process_exit.last_acts == before
 
 
 def test_a_disk_that_is_full(capfd: pytest.CaptureFixture[str]) -> None:

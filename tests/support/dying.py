@@ -1,4 +1,6 @@
-"""Jobs in which one rank dies: what they must show, and what they do. For ci/deaths.py and tests/engine/test_deaths.py.
+"""Jobs in which one rank dies: what they must show, and what they do.
+
+For ci/deaths.py and tests/engine/diagnostics/test_deaths.py.
 
 A case is a kind of death, the moment at which it comes, the number of ranks and the victim among them. As a program,
 this is what each rank of such a job runs.

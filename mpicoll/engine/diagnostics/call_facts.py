@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mpicoll.engine.record import Call, Group
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 
 State: TypeAlias = dict[str, Any]
 """What a rank says of itself, for JSON; of one that is gone what :func:`absent` says, of one that could not be asked

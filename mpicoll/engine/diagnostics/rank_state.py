@@ -18,8 +18,9 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
-from mpicoll.engine import record
+from mpicoll.engine.diagnostics import flight_recorder
 from mpicoll.engine.diagnostics.call_facts import State, describe_call, is_meeting, messages_of, plain, whole_key
+from mpicoll.engine.diagnostics.flight_recorder import Entry, Group, Raw, Site, Wait
 from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.diagnostics.stacks import (
     call_site_in,
@@ -30,7 +31,6 @@ from mpicoll.engine.diagnostics.stacks import (
     stacks,
     thread_names,
 )
-from mpicoll.engine.record import Entry, Group, Raw, Site, Wait
 from mpicoll.transport.base import Tally
 
 LIMIT = 1_000_000
@@ -121,7 +121,7 @@ def last_calls(rank: int) -> list[list[Any]]:
     """The last collectives of `rank`, which is one of this process: the key of the communicator, number, name and
     root. Few, as each rank that leaves sends them to all others."""
     found = []
-    for (group, number, call, _, _), _, _ in reversed(record.past.copy()):
+    for (group, number, call, _, _), _, _ in reversed(flight_recorder.past.copy()):
         if number and group.members[group.rank] == rank:
             found.append([group.key, number, call.name, plain(call.root)])
             if len(found) == _LAST_CALLS:
@@ -252,7 +252,7 @@ class _Looker:
                 "call": describe_call(call, group),
                 "site": _site(site),
             }
-            for (group, number, call, _, site), end, _ in record.past.copy()
+            for (group, number, call, _, site), end, _ in flight_recorder.past.copy()
             if end is not None and (group.key, number) in self._wanted and self._mine(group)
         ]
 
@@ -333,7 +333,7 @@ class _Looker:
             (way, None, None, tag) for way, tag in self._under_way()
         }
         now = time.monotonic()
-        for raw, end, _ in record.past.copy():
+        for raw, end, _ in flight_recorder.past.copy():
             group, _, call, _, _ = raw
             if not call.collective and end is not None and now - end < IN_TRANSIT and self._mine(group):
                 sent = messages_of(describe_call(call, group), group.key)
@@ -365,7 +365,7 @@ class _Looker:
 
     def _past(self) -> list[State]:
         found = []
-        for raw, end, error in record.past.copy():
+        for raw, end, error in flight_recorder.past.copy():
             entry = Entry._make(raw)
             if not self._mine(entry.group):
                 continue

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Sequence
 
-from mpicoll.engine.record import Site, is_inside, is_ours
+from mpicoll.engine.diagnostics.flight_recorder import Site, is_inside, is_ours
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))

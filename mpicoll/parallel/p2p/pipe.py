@@ -16,9 +16,9 @@ import torch
 
 from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.poller import poller
 from mpicoll.engine.progress import Progress, Waiting
-from mpicoll.engine.record import Call
 from mpicoll.engine.request import Request
 from mpicoll.engine.world import world
 from mpicoll.errors import CommunicationError, CommunicatorError, DTypeError, RankError, ShapeError, Timeout

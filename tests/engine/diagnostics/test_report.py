@@ -19,16 +19,15 @@ import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.engine import record
-from mpicoll.engine.diagnostics import rank_state
+from mpicoll.engine.diagnostics import flight_recorder, rank_state
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.call_facts import describe_call, messages_of, ranks_needed
 from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.rank_state import absent, own_state, unreached
 from mpicoll.engine.diagnostics.report_file import text_of, words_of, write
 from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.progress import Progress, unmatched
-from mpicoll.engine.record import Call, Group
 from mpicoll.errors import ArgumentError
 
 State = dict[str, Any]
@@ -1292,7 +1291,7 @@ def test_everything_about_a_rank() -> None:
         found.update(bench.states(full=True))
         return True
 
-    record.past.clear()
+    flight_recorder.past.clear()
     bench.run(body, ready)
     one = found[0]
     assert (one["rank"], one["size"]) == (0, 2)
@@ -1368,13 +1367,13 @@ def test_a_state_is_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group("0.0", "world", (0, 1), 1, 60.0)
     call = Call("allgather", None, "int8", (4, 5), counts=tuple(range(1000)))
     for number in range(1000):
-        record.past.append(((group, number, call, 1.0, None), 2.0, ""))
+        flight_recorder.past.append(((group, number, call, 1.0, None), 2.0, ""))
 
     def deep(depth: int) -> State:
         return deep(depth - 1) if depth else own_state(1, 2, [], {}, full=True)
 
     found = deep(100)
-    record.past.clear()
+    flight_recorder.past.clear()
     assert len(json.dumps(found)) <= 60_000
     assert found["past"][-1]["number"] == 999
     assert len(found["past"]) > 50

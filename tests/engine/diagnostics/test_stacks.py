@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import mpicoll
+from mpicoll.engine.diagnostics.flight_recorder import Site
 from mpicoll.engine.diagnostics.stacks import call_site_in, is_idle, program_site, runs_program, source_line, stacks
-from mpicoll.engine.record import Site
 
 OURS = str(Path(mpicoll.__file__).parent / "engine" / "progress.py")
 INSTALLED = pytest.__file__
@@ -22,8 +22,8 @@ FRAMES = {"_getframe", "_current_frames", "walk_stack", "f_locals", "f_back", "t
 """By which Python's frames are looked at."""
 
 LOOKS = {
-    "engine/ending.py": "folds the traceback of an error that ends the program",
-    "engine/record.py": "finds the line that calls us, at the time of the call",
+    "engine/diagnostics/process_exit.py": "folds the traceback of an error that ends the program",
+    "engine/diagnostics/flight_recorder.py": "finds the line that calls us, at the time of the call",
     "launch/rank.py": "shows the traceback of a function",
     "autoload.py": "is called by torch without what it needs",
     "torch/c10d_frames.py": "the same",

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 from mpicoll.errors import MpicollError
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
 last_acts: list[Callable[[], None]] = []
 """What is to be done before this process ends the job. Must neither wait nor raise."""

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.engine import watch
+from mpicoll.engine.diagnostics import watchdog
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Raw
 from mpicoll.engine.diagnostics.position import Executing
-from mpicoll.engine.ending import _fold, abort_on_failure, say
+from mpicoll.engine.diagnostics.process_exit import _fold, abort_on_failure, say
+from mpicoll.engine.diagnostics.watchdog import Watch
 from mpicoll.engine.progress import Job, Progress
-from mpicoll.engine.record import Call, Group, Raw
-from mpicoll.engine.watch import Watch
 from mpicoll.transport.control.network import Message
 
 Starter = Callable[..., "CompletedProcess[str]"]
@@ -85,7 +85,7 @@ class Watched:
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch leaves no time to calls that raise by themselves: there are none."""
-    monkeypatch.setattr(watch, "_PRIVATE", 0.0)
+    monkeypatch.setattr(watchdog, "_PRIVATE", 0.0)
 
 
 @pytest.mark.usefixtures("strict")
@@ -130,7 +130,7 @@ def test_a_wait_with_a_bound_of_its_own_is_left_to_it() -> None:
     def find_stuck() -> None:
         assert progress.current is not None
         _, number, _, begin, _ = progress.current
-        watched.watch._doom([(0, "0.0", number, begin)], watch._Doom("it can never complete", mismatch=False))
+        watched.watch._doom([(0, "0.0", number, begin)], watchdog._Doom("it can never complete", mismatch=False))
         watched.watch.check(progress.current)
 
     def begin(name: str) -> Job:
@@ -250,7 +250,7 @@ class Wire:
 
 def die(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *texts: str, joined: bool) -> list[str]:
     """What two ranks say that die of these at the same time, each of which waits for the other to end the job."""
-    monkeypatch.setattr(watch, "_BEHIND", 0.5)
+    monkeypatch.setattr(watchdog, "_BEHIND", 0.5)
     wires, watches = [Wire(0), Wire(1)], []
     if joined:
         wires[0].other, wires[1].other = wires[1], wires[0]
@@ -408,8 +408,8 @@ def test_many_short_operations_are_no_long_one(job: Starter) -> None:
         2,
         """
 import time
-from mpicoll.engine import watch
-watch._PRIVATE = 0.5  # the loop takes longer than this and the bound
+from mpicoll.engine.diagnostics import watchdog
+watchdog._PRIVATE = 0.5  # the loop takes longer than this and the bound
 x, begin = np.ones(2), time.monotonic()
 go_on = True
 while go_on:

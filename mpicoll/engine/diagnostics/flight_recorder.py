@@ -21,7 +21,7 @@ from mpicoll.transport.base import Traffic
 LENGTH = 1000
 """How many operations are kept."""
 
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 
 _OTHERS_INSIDE = (
     "/torch/distributed/",

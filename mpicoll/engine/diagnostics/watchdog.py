@@ -26,11 +26,11 @@ from mpicoll.config import config
 from mpicoll.engine.diagnostics import report_file, stacks
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
+from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, Group, Raw, Wait
 from mpicoll.engine.diagnostics.position import Executing
+from mpicoll.engine.diagnostics.process_exit import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
 from mpicoll.engine.diagnostics.rank_state import absent, counts, last_calls, own_state, unreached
 from mpicoll.engine.diagnostics.wording import rank_list
-from mpicoll.engine.ending import end_launcher, last_acts, leave_signals_alone, left_to_the_watch, say
-from mpicoll.engine.record import Call, Entry, Group, Raw, Wait
 from mpicoll.errors import CommunicationError, MismatchError, RankFailed
 from mpicoll.transport.control.network import ControlNetwork, Message, PeerExit
 from mpicoll.transport.control.process_status import Process, signal_name
@@ -137,8 +137,9 @@ class Watch:
     or when a rank has died, unless ranks may (`survives`, under ULFM).
 
     Who waits says so in ``current`` (a queue of collectives) or in ``active``, by thread; ``period`` is the most
-    seconds between two looks. `interrupts`, from :func:`~mpicoll.engine.ending.listen_for_signals`, lets it end the job
-    when Ctrl-C can't interrupt who waits, and say what SIGTERM has ended.
+    seconds between two looks. `interrupts`, from
+    :func:`~mpicoll.engine.diagnostics.process_exit.listen_for_signals`, lets it end the job when Ctrl-C can't interrupt
+    who waits, and say what SIGTERM has ended.
     """
 
     def __init__(self, period: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
