@@ -5,8 +5,8 @@
                                     host 1 loses its link when the file `cut` appears, and has it again with `back`
 
 Each host has its own name, address and /dev/shm; mpirun (Open MPI 5) reaches them without ssh. All of it lives in
-namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. The exit status is
-the program's.
+namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. TMPDIR is a folder
+of this run too. The exit status is the program's.
 """
 
 from __future__ import annotations
@@ -123,9 +123,15 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     command += [*shlex.split(arguments.mpirun), *arguments.program]
     environment = 'source "$0" && exec nsenter --target "$1" --net --uts --mount --wd="$PWD" "${@:2}"'
     setting = str(_ROOT / "ci" / "env.sh")
+    # Open MPI names its session folders by the ids of processes, which in a namespace of their own are the same in
+    # each run: a folder that an earlier run has left behind would stop this one.
+    temporary = folder / "tmp"
+    temporary.mkdir()
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", "-c", environment, setting, str(first), *command], check=False, env=os.environ | {"PATH": path}
+        ["bash", "-c", environment, setting, str(first), *command],
+        check=False,
+        env=os.environ | {"PATH": path, "TMPDIR": str(temporary)},
     ).returncode
 
 
@@ -139,7 +145,8 @@ def main() -> None:
         namespaces = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         os.execvp("unshare", ["unshare", *namespaces, sys.executable, __file__, *sys.argv[1:]])
     del os.environ[_INSIDE]
-    with tempfile.TemporaryDirectory(prefix="mpicoll-hosts-") as folder:
+    # A host that was cut off may still write there; it ends with this process.
+    with tempfile.TemporaryDirectory(prefix="mpicoll-hosts-", ignore_cleanup_errors=True) as folder:
         status = _run(arguments, Path(folder))
     raise SystemExit(status)
 

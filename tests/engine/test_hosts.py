@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from support import apart
 
@@ -16,6 +18,15 @@ def test_results_are_right() -> None:
     done = apart.right()
     assert done.returncode == 0, done.stdout
     assert [done.stdout.count(f"rank {rank}: all right") for rank in range(4)] == [1] * 4, done.stdout
+
+
+def test_what_an_earlier_run_left_in_the_temporary_folder_stops_no_other(tmp_path: Path) -> None:
+    # What Open MPI calls its folders; the ids of processes start anew in each run's own namespace.
+    for pid in range(1, 200):
+        (tmp_path / f"prted.{pid}").touch()
+    done = apart.start(TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert len(list(tmp_path.iterdir())) == 199
 
 
 def test_a_cut_of_seconds_is_no_loss() -> None:

@@ -75,9 +75,17 @@ def _environ(mark: str, variables: dict[str, str]) -> dict[str, str]:
 
 def right(seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run dozens of operations and some steps of DDP. Each rank that has seen nothing wrong says "all right"."""
-    command = [*hosts(2, 2), sys.executable, __file__, "right"]
+    return _run(hosts(2, 2), __file__, "right", seconds=seconds, **variables)
+
+
+def start(**variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a rank on each of two hosts that does nothing."""
+    return _run(hosts(2, 1), "-c", "from mpi4py import MPI", seconds=60, **variables)
+
+
+def _run(launch: list[str], *program: str, seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["timeout", "--kill-after=5", str(seconds), *command],
+        ["timeout", "--kill-after=5", str(seconds), *launch, sys.executable, *program],
         env=_environ(uuid.uuid4().hex, variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
