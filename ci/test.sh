@@ -1,25 +1,43 @@
 #!/usr/bin/env bash
-# Every check of the project: ci/test.sh
-# One of them:                ci/test.sh lint|types|layers|unit|suite|mpi [ranks]
+# Every check of the project:          ci/test.sh
+# A sample, in two minutes:            ci/test.sh quick
+# All there is, in hours:              ci/test.sh long
+# One stage:                           ci/test.sh lint|types|layers|unit|suite|mpi [ranks]
+# How much of the tests each of the three takes is in tests/support/tiers.py.
 # Makes .venv first, if it is absent. pytest also reads PYTEST_ADDOPTS.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-usage="usage: $0 [lint|types|layers|unit|suite|mpi [ranks]]"
-only=${1:-all}
-case $#,$only in
-    0,*) ;;
-    1,lint | 1,types | 1,layers | 1,unit | 1,suite | 1,mpi) ;;
-    2,mpi) [[ $2 =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; } ;;
+usage="usage: $0 [quick|long|lint|types|layers|unit|suite|mpi [ranks]]"
+only=all tier=default
+case $#,${1:-} in
+    0,) ;;
+    1,quick | 1,long) tier=$1 ;;
+    1,lint | 1,types | 1,layers | 1,unit | 1,suite | 1,mpi) only=$1 ;;
+    2,mpi) only=$1; [[ $2 =~ ^[1-9][0-9]*$ ]] || { echo "$usage" >&2; exit 2; } ;;
     *) echo "$usage" >&2; exit 2 ;;
 esac
-ranks=${2:-1 2 3 4}
+ranks=${2:-}
 
 source ci/setup.sh
 source ci/stages.sh
 
+# Without the cache of compiled modules each of hundreds of processes would compile mpicoll and the tests again.
+unset PYTHONDONTWRITEBYTECODE
+
+# More would only wait for each other: many tests start several ranks.
+workers=$(nproc)
+workers=$((workers > 4 ? 4 : workers))
+
 # wanted STAGE: is it to run?
 wanted() { [[ $only == all || $only == "$1" ]]; }
+
+# mpi NP OPTIONS...: the tests marked mpi at so many ranks, which share no cache directory: they would write to it at once.
+mpi() {
+    local np=$1
+    shift
+    tests "mpi-$np" 3600 mpirun -np "$np" python -m pytest --with-mpi -q "$color" -p no:cacheprovider --tier "$tier" "$@"
+}
 
 if wanted lint; then
     check lint 60 ruff check .
@@ -35,16 +53,34 @@ if wanted layers; then
     check layers 60 env PYTHONPATH=. lint-imports
 fi
 if wanted unit; then
-    tests unit 3600 python -m pytest -m "not mpi" -q "$color" --durations=5
+    tests unit 5400 python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
+        --numprocesses "$workers" --dist worksteal
 fi
-if wanted suite; then
+if wanted suite && [[ $tier != quick ]]; then
     tests suite 400 python ci/torch_suite.py
 fi
 if wanted mpi; then
-    for np in $ranks; do
-        # Ranks share no cache directory: they would write to it at once.
-        tests "mpi-$np" 1500 mpirun -np "$np" python -m pytest --with-mpi -m mpi -q "$color" -p no:cacheprovider
-    done
+    if [[ -n $ranks ]]; then
+        mpi "$ranks" -m mpi
+    elif [[ $tier == quick ]]; then
+        mpi 3 -m mpi tests/transport tests/collectives
+    elif [[ $tier == long ]]; then
+        for np in 1 2 3 4; do mpi "$np" -m mpi; done
+    else
+        mpi 3 -m mpi
+        for np in 2 4; do mpi "$np" -m "mpi and every_size"; done
+    fi
+fi
+if [[ $tier == long ]]; then
+    check soak 1800 mpirun -np 2 python ci/soak.py --operations 100000
+    check soak-torch 1800 mpirun -np 3 python ci/soak.py --operations 100000 --torch
+    check programs 1800 python ci/random_operations.py --operations 10000
+    check programs-mpi 1800 mpirun -np 4 python ci/random_operations.py --operations 10000
+    check programs-torch 1800 mpirun -np 4 python ci/random_operations.py --operations 5000 --torch
+    check mismatches 3600 python ci/mismatches.py
+    check deaths 7200 python ci/deaths.py
+    check partition 1200 python ci/partition.py
+    check torch 7200 ci/torch.sh
 fi
 
 sum_up

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# The tests that torch matters to, with other versions of it than the pinned one: ci/torch.sh 2.11.0 2.15.0
+# The tests that torch matters to, with other versions of it than the pinned one: ci/torch.sh [VERSION...]
+# Without arguments: the oldest that mpicoll supports, and the newest that it has been tested with.
 # Each version gets an environment of its own, .venv-torch-VERSION: several gigabytes, where torch comes with CUDA.
 # PYTHON names the interpreter to make it with (default: python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-[[ $# -gt 0 ]] || { echo "usage: $0 VERSION..." >&2; exit 2; }
+[[ $# -gt 0 ]] || set -- 2.11.0 2.15.0
 
 source ci/env.sh
 source ci/stages.sh

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import hypothesis
 import pytest
+from support import tiers
 
 from mpicoll.config import config
 
@@ -24,6 +25,11 @@ hypothesis.settings.register_profile("mpicoll", deadline=None)
 hypothesis.settings.register_profile(
     "mpicoll-mpi", deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
+
+
+# How much of the tests to run, by the option --tier.
+pytest_addoption = tiers.pytest_addoption
+pytest_collection_modifyitems = tiers.pytest_collection_modifyitems
 
 
 def pytest_configure(config: pytest.Config) -> None:

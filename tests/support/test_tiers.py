@@ -1,0 +1,100 @@
+"""What each tier takes of some tests, whose parameters and marks are like those of the project's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from support.launch import ROOT
+
+TESTS = """
+import pytest
+from support.ranks import ranks, several
+
+@pytest.mark.parametrize("c", range(3))
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize("a", range(4))
+def test_product(a, b, c): pass
+
+@pytest.mark.parametrize("b", range(3))
+@pytest.mark.parametrize(("a", "c"), [(1, 1), (2, 2)])
+def test_table(a, b, c): pass
+
+def test_ranks(ranks): pass
+
+def test_several(several): pass
+
+@pytest.mark.every_size
+def test_sizes(ranks): pass
+
+@pytest.mark.long
+def test_long(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_some(a): pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_those.py").write_text(TESTS)
+    return tmp_path
+
+
+def collected(folder: Path, *options: str) -> dict[str, list[str]]:
+    """The parameters of what is collected, by the name of the test."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml"]
+    command += [f"--rootdir={folder}", "-m", "not mpi", "--collect-only", "-q", *options, folder]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("test_those.py::"):
+            name, _, parameters = line.removeprefix("test_those.py::").partition("[")
+            found.setdefault(name, []).append(parameters.removesuffix("]"))
+    return found
+
+
+def test_tiers(folder: Path) -> None:
+    long = collected(folder)
+    assert {name: len(rows) for name, rows in long.items()} == {
+        "test_product": 36,
+        "test_table": 6,
+        "test_ranks": 4,
+        "test_several": 3,
+        "test_sizes": 4,
+        "test_long": 1,
+        "test_slow": 1,
+        "test_some": 2,
+    }
+    assert collected(folder, "--tier", "long") == long
+
+    default = collected(folder, "--tier", "default")
+    product = [row.split("-") for row in default.pop("test_product")]
+    assert len(product) < 20
+    for one, other in combinations(range(3), 2):
+        wanted = {(row.split("-")[one], row.split("-")[other]) for row in long["test_product"]}
+        assert {(row[one], row[other]) for row in product} == wanted
+    assert default == {
+        "test_table": long["test_table"],  # `a` and `c` are one choice
+        "test_ranks": ["local-1", "local-3"],
+        "test_several": ["local-2", "local-3"],
+        "test_sizes": long["test_sizes"],
+        "test_slow": [""],
+        "test_some": ["1"],
+    }
+
+    quick = collected(folder, "--tier", "quick")
+    assert {name: len(rows) for name, rows in quick.items()} == dict.fromkeys(
+        ("test_product", "test_table", "test_ranks", "test_several", "test_sizes", "test_some"), 1
+    )
+    assert all(set(rows) <= set(long[name]) for name, rows in quick.items())

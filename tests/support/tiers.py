@@ -1,0 +1,92 @@
+"""Tiers: how much of the tests a run takes. A plugin that conftest.py registers, with the option ``--tier``.
+
+``long``     every test: what pytest does by itself
+``default``  without tests and parameters marked `long`; of a product of three or more parameters, rows in which any two
+             values of two parameters meet; ranks as threads at the sizes that `SIZES` names, unless a test is marked
+             `every_size`
+``quick``    of that, one item of each test function, without tests marked `slow`
+
+A test that hangs on its parameters in another way says so by a mark on the test, or on one of its parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+TIERS = ("quick", "default", "long")
+
+SIZES = {"ranks": ("local-1", "local-3"), "several": ("local-2", "local-3")}
+"""The worlds of threads outside of the long tier, by the name of the fixture: one and odd, or even and odd."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, default="long", help="how much of the tests to run (default: all)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tier = config.getoption("--tier")
+    if tier == "long":
+        return
+    chosen = [item for item in items if item.get_closest_marker("long") is None and _is_usual_size(item)]
+    chosen = list(_thinned(chosen, to_one=tier == "quick"))
+    if tier == "quick":
+        chosen = [item for item in chosen if item.get_closest_marker("slow") is None]
+    kept = {id(item) for item in chosen}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def _is_usual_size(item: pytest.Item) -> bool:
+    if item.get_closest_marker("every_size") is not None:
+        return True
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    return all(
+        not str(values.get(fixture, "")).startswith("local-") or values[fixture] in sizes
+        for fixture, sizes in SIZES.items()
+    )
+
+
+def _thinned(items: Iterable[pytest.Item], *, to_one: bool) -> Iterator[pytest.Item]:
+    functions: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        # What runs under mpirun is another run of the same test.
+        functions[item.nodeid.partition("[")[0], item.get_closest_marker("mpi") is not None].append(item)
+    for (name, _), rows in functions.items():
+        if to_one:
+            # Neither always the first value, which is the simplest, nor one that depends on chance.
+            yield rows[len(name) % len(rows)]
+        else:
+            yield from _covering(rows)
+
+
+def _covering(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Items of a test function in which any two values of two parameters meet as they do in all of the `items`."""
+    # Values by their identity, as not all can be compared; each is the same object in all rows that have it.
+    rows = [list(map(id, item.callspec.params.values())) if hasattr(item, "callspec") else [] for item in items]
+    columns = [_numbered(column) for column in zip(*rows, strict=True)]
+    # Parameters that are given together, in one tuple, change together; one that is always the same is none.
+    axes = [axis for axis in dict.fromkeys(columns) if len(set(axis)) > 1]
+    if len(axes) < 3:
+        yield from items
+        return
+    pairs = [
+        {(a, row[a], b, row[b]) for a, b in itertools.combinations(range(len(axes)), 2)}
+        for row in zip(*axes, strict=True)
+    ]
+    missing = set().union(*pairs)
+    kept = []
+    while missing:
+        best = max(range(len(items)), key=lambda number: len(pairs[number] & missing))
+        missing -= pairs[best]
+        kept.append(best)
+    yield from (items[number] for number in sorted(kept))
+
+
+def _numbered(column: Iterable[int]) -> tuple[int, ...]:
+    """The values of a parameter in all rows, numbered in the order in which they first come."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(value, len(numbers)) for value in column)
