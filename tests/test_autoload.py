@@ -56,7 +56,8 @@ def finish(programs: list[subprocess.Popen[str]]) -> None:
         assert program.returncode == 0, output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "torch.multiprocessing"])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("torch.multiprocessing", marks=pytest.mark.long)])
 def test_a_program_sees_no_difference(launcher: str, tmp_path: Path) -> None:
     """All that torch.distributed shows, and a training on gloo, with and without mpicoll."""
     # torch's variable hides all packages that announce themselves to it: an honest "without" if there is no other.

@@ -82,6 +82,7 @@ def program(text: str, notes: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_results_by_rank(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size, factor = 4, 3.0
 
@@ -99,6 +100,7 @@ def test_results_by_rank(scratch: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert sorted(err.splitlines()) == [f"rank {rank} complains" for rank in range(size)]
 
 
+@pytest.mark.slow
 def test_a_rank_may_spawn(scratch: Path) -> None:
     """The inner job's ranks must not take themselves for the outer one's."""
 
@@ -114,6 +116,7 @@ def test_a_rank_may_spawn(scratch: Path) -> None:
     assert mpicoll.spawn(function) == [[(0, 3.0), (0, 3.0)]]
 
 
+@pytest.mark.slow
 def test_from_a_script(scratch: Path) -> None:
     """Its functions and classes travel by value, the modules beside it are found, prints come through."""
     (scratch / "beside.py").write_text("def double(x):\n    return 2 * x\n")
@@ -144,6 +147,7 @@ def test_from_a_script(scratch: Path) -> None:
     assert err == ""
 
 
+@pytest.mark.slow
 def test_the_first_failure_ends_the_others(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(Exception):
         pass
@@ -169,6 +173,7 @@ def test_the_first_failure_ends_the_others(scratch: Path, capsys: pytest.Capture
     assert said == ["mpicoll: rank 1 of 3 died of Broken: no more oil; the job is ended"]
 
 
+@pytest.mark.slow
 def test_sys_exit(scratch: Path) -> None:
     def function(rank: int) -> None:
         if rank == 1:
@@ -188,6 +193,7 @@ def test_sys_exit_without_failure_counts_as_none(code: int | None, tmp_path: Pat
     assert pickle.loads(rank_of_job._run(tmp_path, 0)) is None
 
 
+@pytest.mark.slow
 def test_a_killed_rank(scratch: Path) -> None:
     def function(rank: int) -> None:
         mpicoll.barrier()
@@ -212,6 +218,7 @@ def test_a_result_that_cannot_be_handed_over(tmp_path: Path) -> None:
         rank_of_job._run(tmp_path, 3)
 
 
+@pytest.mark.slow
 def test_interrupt(scratch: Path) -> None:
     def interrupt() -> None:
         wait_for(scratch / "0", scratch / "1")
@@ -226,6 +233,7 @@ def test_interrupt(scratch: Path) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 def test_timeout(scratch: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(mpicoll.Timeout, match=r"the job of 2 ranks has taken more than 1\.5 s"):
@@ -233,6 +241,7 @@ def test_timeout(scratch: Path) -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_without_join(scratch: Path) -> None:
     def function(rank: int) -> int:
         mpicoll.barrier()
@@ -253,6 +262,7 @@ def test_without_join(scratch: Path) -> None:
     assert job.results() == pids
 
 
+@pytest.mark.slow
 def test_terminate(scratch: Path) -> None:
     job = mpicoll.spawn(stuck(scratch), nprocs=2, join=False)
     wait_for(scratch / "0", scratch / "1")
@@ -262,6 +272,7 @@ def test_terminate(scratch: Path) -> None:
             job.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "daemon"])
 def test_no_rank_outlives_the_program(scratch: Path, end: str) -> None:
     running = program(
@@ -306,6 +317,7 @@ def test_the_program_waits_for_a_job_that_nobody_joined(scratch: Path) -> None:
     assert "RuntimeError: unseen" in err
 
 
+@pytest.mark.slow
 def test_children_of_a_rank_do_not_disturb_it(scratch: Path) -> None:
     """However they end: the job goes on, and ends well."""
 

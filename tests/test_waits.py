@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import mpicoll
 
 BLOCKING = {
@@ -168,6 +170,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
 
+@pytest.mark.slow
 def test_all_waits_are_known() -> None:
     package = Path(mpicoll.__file__).parent
     found: set[str] = set()

@@ -136,6 +136,7 @@ def assert_same(got: Array, wanted: Array, exactly: bool = True) -> None:
         np.testing.assert_array_equal(views[0].view(words), views[1].view(words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=[f"{op}-{dtype}" for op, dtype in CASES])
 def test_combination(kernel: Kernels, op: str, dtype: str, size: int) -> None:

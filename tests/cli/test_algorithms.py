@@ -61,6 +61,7 @@ def test_cost_beside_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None
     assert messages[-1] == "40"
 
 
+@pytest.mark.slow
 def test_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "draw", "allreduce/tree", "--ranks", "4"]) == 0
     shown = capsys.readouterr().out

@@ -334,6 +334,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> OfTwo:
     return OfTwo(tmp_path_factory.mktemp("of-two"))
 
 
+@pytest.mark.slow
 def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
     text, found = of_two.printed["sweep"], of_two.found["sweep"]
     assert of_two.picture.read_bytes().startswith(b"\x89PNG")
@@ -362,6 +363,7 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
         assert f"{collective}, 2 ranks, float32 sum numpy" in text
 
 
+@pytest.mark.slow
 def test_tensors_and_plans_of_three_ranks(tmp_path: Path) -> None:
     text, found = bench(
         *(3, tmp_path / "found.json", "allreduce", "bcast", "scan", "--sizes", "1k", "--blocks", "13"),
@@ -404,6 +406,7 @@ sys.exit(main(["bench", "--sizes", "8,4k", "--seconds", "0.01"]))
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
@@ -428,6 +431,7 @@ def alone() -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.mark.slow
 def test_it_starts_its_ranks_itself(alone: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     done = alone("-np", "3", "--sizes", "8", "--against", "none", "--json", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
@@ -440,6 +444,7 @@ def test_it_starts_its_ranks_itself(alone: Callable[..., subprocess.CompletedPro
     assert len(only["mpicoll"]["blocks"]) >= 11
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 def test_overlap(like: str, of_two: OfTwo) -> None:
     text, found = of_two.printed[f"overlap of {like}"], of_two.found[f"overlap of {like}"]
@@ -451,6 +456,7 @@ def test_overlap(like: str, of_two: OfTwo) -> None:
     assert "hidden" in text
 
 
+@pytest.mark.slow
 def test_overhead(of_two: OfTwo) -> None:
     text, found = of_two.printed["overhead"], of_two.found["overhead"]
     assert [one["collective"] for one in found["points"]] == ["scatter", "barrier"]

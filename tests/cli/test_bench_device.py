@@ -53,6 +53,7 @@ def test_a_copy_is_done_when_the_call_returns(cuda: ModuleType) -> None:
         assert (cuda.asnumpy(target) == 1).all()
 
 
+@pytest.mark.slow
 def test_sweep(tmp_path: Path) -> None:
     text, found = bench(
         *(2, tmp_path / "found.json", "allreduce", "bcast", "reduce_scatter", "barrier", "--sizes", "4,100k"),
@@ -75,6 +76,7 @@ def test_sweep(tmp_path: Path) -> None:
     assert "nccl: allreduce: algorithm 'nccl' can't serve this: ranks 0 and 1 share a device" in text
 
 
+@pytest.mark.long
 def test_plans_of_three_ranks_on_their_own_devices(tmp_path: Path) -> None:
     _, found = bench(
         *(3, tmp_path / "found.json", "allgather", "--sizes", "64k", "--plan", "--blocks", "2", "--dtype", "int16"),
@@ -84,6 +86,7 @@ def test_plans_of_three_ranks_on_their_own_devices(tmp_path: Path) -> None:
     assert found["points"][0]["contestants"]["mpicoll"]["verified"]
 
 
+@pytest.mark.slow
 def test_a_wrong_result_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)

@@ -92,6 +92,7 @@ def of(part: Callable[..., Any], *arguments: Any) -> dict[str, Finding]:
 # --- a whole examination
 
 
+@pytest.mark.slow
 def test_this_installation(tmp_path: Path) -> None:
     report = examined()
     assert (report.ok, report.status) == (True, 0), [one for one in report.findings if one.state == "problem"]
@@ -110,6 +111,7 @@ def test_this_installation(tmp_path: Path) -> None:
     assert report["settings", "MPICOLL_TIMEOUT"].value == "1800, default"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("reduced")
 def test_on_a_fake_device(tmp_path: Path) -> None:
     kept = tmp_path / "cache" / "mpicoll" / "cuda-aware.json"
@@ -171,6 +173,7 @@ def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypa
     assert report["CUDA", "MPI: known from"].value.startswith("tried now; what was tried is kept in ")
 
 
+@pytest.mark.slow
 def test_nothing_is_tried_if_that_is_not_wanted(tmp_path: Path) -> None:
     report = examined("--no-probe", fake=True)
     assert report["CUDA", "MPI: messages"].value == "takes no device memory: not probed"
@@ -181,6 +184,7 @@ def test_nothing_is_tried_if_that_is_not_wanted(tmp_path: Path) -> None:
     assert said["settings", "MPICOLL_CUDA_AWARE"].value == "send, environment"
 
 
+@pytest.mark.slow
 def test_without_anything(tmp_path: Path) -> None:
     """No MPI, no torch, no cupy, no rich, no mpirun, no GPU."""
     hidden = tmp_path / "hidden"
@@ -210,6 +214,7 @@ def test_without_anything(tmp_path: Path) -> None:
         assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_broken_job_and_a_broken_setting(tmp_path: Path) -> None:
     # An mpirun whose ranks don't know each other, and a variable that nobody can read.
     path = tmp_path / "bin"

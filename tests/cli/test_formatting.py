@@ -163,6 +163,7 @@ def run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "shown"),
     [

@@ -205,6 +205,7 @@ if mpicoll.world().rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tuned.json"
     # A table that is forced, and a file that is not there yet, are no hindrance.
@@ -249,6 +250,7 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     assert "tuned" not in mpirun(3, program, MPICOLL_TUNED=str(path)).stdout
 
 
+@pytest.mark.slow
 def test_more_is_added_by_jobs_that_it_starts_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tuned.json"
     words = ["--sizes", "8", "--blocks", "1", "--output", str(path)]
@@ -261,6 +263,7 @@ def test_more_is_added_by_jobs_that_it_starts_itself(tmp_path: Path, capfd: pyte
     assert capfd.readouterr().out.count(f"written to {path}") == 3
 
 
+@pytest.mark.slow
 def test_measured_anew_and_nothing_written(tmp_path: Path) -> None:
     lines = plain(
         job(3, "reduce", "allgather", "--sizes", "12,3k", "--check", "--dry-run", XDG_CACHE_HOME=str(tmp_path))

@@ -45,6 +45,7 @@ if world.rank == 0:
 """
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     lines = job(2, path, "allreduce", "bcast", "scan", "--sizes", "8,4k", "--dtypes", "float32,float16", "--check")
@@ -80,6 +81,7 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     assert not any("tuned" in choice for choice in choices(FAKECUDA_DEVICES="2"))
 
 
+@pytest.mark.long
 def test_devices_of_their_own_are_tuned_apart(tmp_path: Path) -> None:
     lines = job(3, tmp_path / "tuned.json", "allgather", "--sizes", "3k", FAKECUDA_DEVICES="3")
     assert any(line.startswith(f"moved on {MODEL}: allgather:") for line in lines)

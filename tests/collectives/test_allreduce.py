@@ -26,6 +26,7 @@ from support.ranks import Ranks
 import mpicoll
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows(ranks: Ranks, dtype: str) -> None:
     ranks(run_rows, "allreduce", dtype)
@@ -42,6 +43,7 @@ def _each_algorithm(dtype: str, op: str, shape: tuple[int, ...]) -> None:
             want.check(got, (op, name))
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_op_with_each_algorithm(ranks: Ranks, dtype: str) -> None:
     def body() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from support.exercise import algorithm_names, run_rows
 from support.ranks import Ranks
 
 import mpicoll
 
 
+@pytest.mark.every_size
 def test_rows(ranks: Ranks) -> None:
     ranks(run_rows, "bcast")
 

@@ -34,6 +34,7 @@ def arrays(cuda: ModuleType) -> Iterator[Cupy]:
     made.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.timeout(300)
 def test_rows(ranks: Ranks, arrays: Cupy, collective: str) -> None:
@@ -41,11 +42,13 @@ def test_rows(ranks: Ranks, arrays: Cupy, collective: str) -> None:
     ranks(bodies.run_rows, arrays, collective, ranks.local > 1, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 def test_each_op_in_each_way(ranks: Ranks, arrays: Cupy, dtype: str) -> None:
     ranks(bodies.each_op_in_each_way, arrays, dtype, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
 def test_body(ranks: Ranks, arrays: Cupy, body: Callable[[Cupy], Any]) -> None:
     ranks(body, arrays, timeout=100)
@@ -55,15 +58,18 @@ def test_half_precision_is_summed_in_single(ranks: Ranks, arrays: Cupy) -> None:
     ranks(bodies.half_precision_is_summed_in_single, arrays, "float16")
 
 
+@pytest.mark.slow
 def test_an_odd_large_number_of_elements(ranks: Ranks, arrays: Cupy) -> None:
     """Several pieces of page-locked memory for each message, the last one short."""
     ranks(bodies.large, arrays, 1_300_001, timeout=100)
 
 
+@pytest.mark.long
 def test_memory_does_not_grow(ranks: Ranks, arrays: Cupy) -> None:
     ranks(bodies.memory_does_not_grow, arrays, 100, timeout=100)
 
 
+@pytest.mark.slow
 def test_memory_that_cannot_be_shared(ranks: Ranks, arrays: Cupy) -> None:
     ranks(bodies.memory_that_cannot_be_shared, arrays)
 
@@ -95,7 +101,8 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_straight_messages(size: int, tmp_path: Path) -> None:
     script = tmp_path / "straight.py"
     script.write_text(STRAIGHT)

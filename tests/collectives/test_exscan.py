@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from support.data import DTYPES, OPS, Expected, dtype_of, expected, make_op, means, neutral, numbers, random
 from support.exercise import algorithm_names, run_rows, serves
 from support.ranks import Ranks
@@ -12,6 +13,7 @@ from support.ranks import Ranks
 import mpicoll
 
 
+@pytest.mark.every_size
 def test_rows(ranks: Ranks) -> None:
     ranks(run_rows, "exscan")
 

@@ -106,6 +106,7 @@ def _check(result: Any, want: Any, library: str, names: tuple[str, str]) -> None
         np.testing.assert_array_equal(unwrap(library, got, name, value.shape), value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", REDUCTIONS)
 def test_values_and_indices(ranks: Ranks, collective: str) -> None:
     def body() -> None:

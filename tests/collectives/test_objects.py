@@ -96,6 +96,7 @@ def test_objects_of_all_kinds(ranks: Ranks) -> None:
     ranks(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 5_000_000])
 def test_arrays_go_past_the_pickle(several: Ranks, count: int) -> None:
     """They arrive aligned, writable and apart from what was sent."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -206,6 +207,7 @@ def _run(lines: list[Any]) -> None:
     Machine().run(lines)
 
 
+@pytest.mark.slow
 @given(lines=program)
 @settings(max_examples=80, suppress_health_check=list(HealthCheck))
 def test_random_programs(ranks: Ranks, together: Callable[[], AbstractContextManager[None]], lines: list[Any]) -> None:

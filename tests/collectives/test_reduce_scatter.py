@@ -13,6 +13,8 @@ from support.ranks import Ranks
 import mpicoll
 
 
+@pytest.mark.every_size
+@pytest.mark.slow
 def test_rows(ranks: Ranks) -> None:
     ranks(run_rows, "reduce_scatter")
 
@@ -34,6 +36,7 @@ def _counts() -> list[list[int]]:
     return [[2] * size, [(2 * rank) % 3 for rank in range(size)], [0] * (size - 1) + [3]]
 
 
+@pytest.mark.slow
 def test_each_dtype_and_op_with_each_algorithm(ranks: Ranks) -> None:
     """Equal, uneven and nearly empty blocks take turns."""
 

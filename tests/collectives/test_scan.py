@@ -13,6 +13,8 @@ from support.ranks import Ranks
 import mpicoll
 
 
+@pytest.mark.every_size
+@pytest.mark.slow
 def test_rows(ranks: Ranks) -> None:
     ranks(run_rows, "scan")
 

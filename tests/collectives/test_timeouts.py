@@ -118,6 +118,7 @@ def come_late(side: mpicoll.Communicator) -> None:
 # --- collectives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_collective_that_is_given_up_completes_later(name: str, several: Ranks) -> None:
     def main() -> None:
@@ -525,12 +526,14 @@ def run(tmp_path: Path, size: int, program: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_who_waits_in_shared_memory_for_too_long_can_go_on(tmp_path: Path) -> None:
     status, output = run(tmp_path, 3, IN_SHARED_MEMORY)
     assert status == 0, output
     assert output.count("went on") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation",
     ["mpicoll.allreduce(np.ones(3), comm=comm)", "mpicoll.iallreduce(np.ones(3), comm=comm); time.sleep(60)"],

@@ -477,6 +477,7 @@ def test_memory_of_all_ranks_is_reached(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.slow
 def test_memory_may_go_while_it_is_looked_for() -> None:
     """A finaliser runs when it likes: on another thread, or between any two lines of this one."""
 

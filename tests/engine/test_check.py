@@ -497,6 +497,7 @@ mpicoll.barrier()
 """
 
 
+@pytest.mark.slow
 def test_what_one_rank_asks_for_counts_for_all(job: Callable[..., CompletedProcess[str]]) -> None:
     done = job(3, _ON_ONE_RANK)
     assert done.returncode == 0, done.stdout
@@ -515,6 +516,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checked", [False, True])
 def test_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]], checked: bool) -> None:
     done = job(2, _LEFT_BEHIND.format(count=2), **({"MPICOLL_CHECK": "1"} if checked else {}))
@@ -529,6 +531,7 @@ def test_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]]
         assert ("program.py:7 in <module>" in line) is checked
 
 
+@pytest.mark.slow
 def test_many_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]]) -> None:
     done = job(2, _LEFT_BEHIND.format(count=50))
     assert done.returncode == 0, done.stdout
@@ -547,6 +550,7 @@ if world.rank:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_the_others(job: Callable[..., CompletedProcess[str]]) -> None:
     done = job(2, _EARLY)
     assert (done.returncode, done.stdout.split()) == (0, ["late"])

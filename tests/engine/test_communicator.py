@@ -368,6 +368,7 @@ def test_with_does_not_free_after_an_exception(ranks: Ranks) -> None:
     ranks(main)
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_inside_with_does_not_hang(job: Job) -> None:
     done = job(
         3,
@@ -588,6 +589,7 @@ def test_no_communicator_at_all(wrong: object) -> None:
         mpicoll.barrier(comm=wrong)
 
 
+@pytest.mark.slow
 def test_first_use_of_an_mpi4py_communicator_needs_its_members_only(job: Job) -> None:
     done = job(
         3,
@@ -610,6 +612,7 @@ print("done", flush=True)
     assert done.stdout.split() == ["done"] * 3
 
 
+@pytest.mark.slow
 def test_communicators_that_are_still_there_at_the_end(job: Job) -> None:
     done = job(
         2,
@@ -625,6 +628,7 @@ for comm in (kept[0], MPI.COMM_WORLD, MPI.COMM_SELF, kept[2]):
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_without_threads_in_mpi(job: Job) -> None:
     """Then there is no background: testing is what makes progress."""
     done = job(

@@ -276,6 +276,7 @@ def test_the_dead_are_still_named_after_context_was_added() -> None:
     mpicoll.run_local(main, 3, faults=[local.Kill(1)], timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "larger"), [("recursive_doubling", 0), ("recursive_doubling", 1), ("ring", 0), ("tree", 1)]
 )

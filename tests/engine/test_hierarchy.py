@@ -70,6 +70,7 @@ def _rows(collective: str) -> list[dict[str, Any]]:
     return covering(axes, lambda row: allowed(collective, {**row, "algorithm": None}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("size", "local"), WORLDS)
 def test_rows(collective: str, size: int, local: int) -> None:
@@ -91,6 +92,7 @@ def _lengths(size: int) -> list[int]:
     return sorted({max(0, n + d) for n in around for d in (-1, 0, 1)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["block", "cyclic", "mixed"])
 @pytest.mark.parametrize(("size", "local"), WORLDS)
 def test_every_length(size: int, local: int, order: str) -> None:
@@ -280,6 +282,7 @@ def test_communicators_are_made_once_and_freed() -> None:
 # --- when something is amiss
 
 
+@pytest.mark.slow
 def test_without_shared_memory_messages_do_it_all() -> None:
     """With faults in messages, the ranks of this transport share no memory; these only come late."""
 
@@ -383,6 +386,7 @@ def _no_hosts() -> str:
     return f"can't make namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+@pytest.mark.slow
 def test_on_two_hosts(tmp_path: Path) -> None:
     if why := _no_hosts():
         pytest.skip(why)

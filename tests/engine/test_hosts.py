@@ -14,12 +14,14 @@ def hosts() -> None:
         pytest.skip(f"this machine can't play hosts: {why}")
 
 
+@pytest.mark.slow
 def test_results_are_right() -> None:
     done = apart.right()
     assert done.returncode == 0, done.stdout
     assert [done.stdout.count(f"rank {rank}: all right") for rank in range(4)] == [1] * 4, done.stdout
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_left_in_the_temporary_folder_stops_no_other(tmp_path: Path) -> None:
     # What Open MPI calls its folders; the ids of processes start anew in each run's own namespace.
     for pid in range(1, 200):
@@ -29,12 +31,14 @@ def test_what_an_earlier_run_left_in_the_temporary_folder_stops_no_other(tmp_pat
     assert len(list(tmp_path.iterdir())) == 199
 
 
+@pytest.mark.slow
 def test_a_cut_of_seconds_is_no_loss() -> None:
     done = apart.blink()
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("all right") == 4, done.stdout
 
 
+@pytest.mark.slow
 def test_a_frozen_host_keeps_no_launcher() -> None:
     said, seconds = apart.freeze()
     assert "ranks 2 and 3 do not answer (stopped or frozen?)" in said, said
@@ -42,7 +46,8 @@ def test_a_frozen_host_keeps_no_launcher() -> None:
     assert seconds < 25, said
 
 
-@pytest.mark.parametrize("loop", ["hierarchical", "recv"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", [pytest.param("hierarchical", marks=pytest.mark.long), "recv"])
 def test_hosts_that_lose_each_other(loop: str) -> None:
     outcome = apart.part(loop)
     assert not outcome.problems, f"{outcome.problems}\n" + "\n".join(outcome.said)

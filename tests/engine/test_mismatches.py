@@ -47,6 +47,7 @@ def test_mismatches_between_nodes(size: int) -> None:
         assert failures == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_mismatches_between_processes(size: int, tmp_path: Path) -> None:
     script = tmp_path / "program.py"

@@ -724,12 +724,14 @@ def _program(*, destroying: str = "pass", ending: str = "") -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_nccl_is_freed_before_the_interpreter_goes() -> None:
     status, output = _program()
     assert status == 0, output
     assert sorted(output.splitlines()) == ["rank 0 frees"] * 2 + ["rank 1 frees"] * 2
 
 
+@pytest.mark.slow
 def test_nccl_that_can_not_be_freed() -> None:
     patience = "from mpicoll.engine import nccl; nccl._FREED = 0.5"
     status, output = _program(destroying="rank or time.sleep(1000)", ending=patience)
@@ -737,6 +739,7 @@ def test_nccl_that_can_not_be_freed() -> None:
     assert sorted(output.splitlines()) == ["rank 0 frees"] * 2 + ["rank 1 frees"] * 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_with_nccl() -> None:
     status, output = _program(
         destroying="time.sleep(1000)", ending="if rank: raise ValueError('on purpose')\nmpicoll.barrier()"

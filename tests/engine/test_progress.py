@@ -458,6 +458,7 @@ def workers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("mpicoll-")]
 
 
+@pytest.mark.slow
 def test_no_worker_stays_behind() -> None:
     """Neither those of freed communicators nor those of dropped ones."""
     gc.collect()

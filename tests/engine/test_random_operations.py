@@ -38,6 +38,7 @@ def test_on_mpi(delays: bool) -> None:
         random_programs.run("mpi", number, sleeps=delays)
 
 
+@pytest.mark.slow
 def test_every_algorithm_has_its_turn() -> None:
     """What refuses everything would never be wrong."""
     collectives = set(mpicoll.schedules.collectives()) - {"barrier"}
@@ -69,6 +70,7 @@ def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         programs()
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     """On MPI and by torch, and what it prints."""
     ran = mpirun(2, ROOT / "ci" / "random_operations.py", "--operations", "80", "--torch", seconds=110)
@@ -76,6 +78,7 @@ def test_the_command() -> None:
     assert ran.stdout.count("80 operations, 0 wrong") == 2, ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("2000",), ("500", "--torch")], ids=["native", "torch"])
 def test_soak(arguments: tuple[str, ...]) -> None:
     # in so few operations memory does not come to rest
@@ -84,6 +87,7 @@ def test_soak(arguments: tuple[str, ...]) -> None:
     assert "after the warm-up" in ran.stdout
 
 
+@pytest.mark.slow
 def test_a_leak_is_told(python: Callable[..., CompletedProcess[str]]) -> None:
     ran = python(
         f"""

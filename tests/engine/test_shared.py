@@ -70,6 +70,7 @@ def _fits(collective: str, row: dict[str, Any]) -> bool:
     return allowed(collective, {**row, "algorithm": None})
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_rows(several: Ranks, collective: str) -> None:
     def body() -> None:
@@ -213,6 +214,7 @@ KINDS = (("float32", "sum"), ("bfloat16", "sum"), ("complex64", "sum"), (">f8", 
 MOVED = (("float32", ""), ("int8", ""))
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_every_length(several: Ranks, collective: str) -> None:
     """The order of ranks is the order of operands, so every method gives the same bits, on every rank."""
@@ -593,6 +595,7 @@ class _Stress:
         self.pending.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_operations_of_all_kinds_follow_each_other(several: Ranks, seed: int) -> None:
     """Nothing is written while it is still read, however far ahead or behind a rank is."""

@@ -163,6 +163,7 @@ def test_shrink_without_a_death() -> None:
     assert mpicoll.run_local(body, 3) == [6] * 3
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_with_its_first_rank_says_so(tmp_path: Path) -> None:
     script = tmp_path / "refused.py"
     script.write_text(
@@ -232,6 +233,7 @@ print("fine\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "victim"),
     [
@@ -296,6 +298,7 @@ print("fine\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_repeated_news_of_deaths_spares_the_new_communicator(tmp_path: Path) -> None:
     """Two ranks die at once; both deaths are reported before and after shrink, and old operations fail late."""
     script = tmp_path / "repeated.py"

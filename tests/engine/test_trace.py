@@ -455,6 +455,7 @@ def test_nothing_is_taken_down_after_the_end(tmp_path: Path) -> None:
     assert not any(thread.name == "mpicoll-trace" and thread is made._thread for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_many_operations_in_little_memory(tmp_path: Path, recorder: Recorder) -> None:
     calls = [Call("allreduce", 8 * size, "float64", (size,), op="sum", algorithm="ring") for size in range(50)]
     for number in range(100_000):
@@ -722,6 +723,7 @@ mpicoll.iallreduce(np.ones(100_000))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_job(job: Job, tmp_path: Path, size: int) -> None:
     done = job(size, PROGRAM, MPICOLL_TRACE=str(tmp_path / "traces"))
@@ -743,6 +745,7 @@ def test_a_job(job: Job, tmp_path: Path, size: int) -> None:
     assert re.fullmatch(r"Rank 1 makes the others wait \d+% of their time in communication\.", words[0])
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed(job: Job, tmp_path: Path) -> None:
     program = (
         PROGRAM
@@ -762,6 +765,7 @@ mpicoll.barrier()
         assert [one["name"] for one in operations(events, rank)].count("allreduce") == 4
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_done_before_it_fails(job: Job, tmp_path: Path) -> None:
     done = job(
         2, PROGRAM + "\nif world.rank == 1:\n    raise ZeroDivisionError\n", MPICOLL_TRACE=str(tmp_path / "traces")
@@ -772,6 +776,7 @@ def test_what_a_rank_has_done_before_it_fails(job: Job, tmp_path: Path) -> None:
     assert [line.calls[one]["name"] for one in line.call[line.rank == 1]].count("allreduce") >= 3
 
 
+@pytest.mark.slow
 def test_a_program_with_communicators_of_its_own(job: Job, tmp_path: Path) -> None:
     program = "from mpi4py import MPI\nmpicoll.barrier(comm=MPI.COMM_WORLD)"
     done = job(2, program, MPICOLL_TRACE=str(tmp_path / "traces"))
@@ -780,11 +785,13 @@ def test_a_program_with_communicators_of_its_own(job: Job, tmp_path: Path) -> No
     assert [one["args"]["communicator"] for one in operations(read(file))] == ["mpi4py"] * 2
 
 
+@pytest.mark.slow
 def test_a_job_that_is_not_traced(job: Job, tmp_path: Path) -> None:
     done = job(1, "mpicoll.barrier()\nimport sys\nprint('mpicoll.engine.trace' in sys.modules)")
     assert done.stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_a_world_of_one_without_mpi(python: Job, tmp_path: Path) -> None:
     program = "import numpy as np, mpicoll\nmpicoll.allreduce(np.ones(4))"
     done = python(program, MPICOLL_TRACE=str(tmp_path))
@@ -794,6 +801,7 @@ def test_a_world_of_one_without_mpi(python: Job, tmp_path: Path) -> None:
     assert (one["name"], one["args"]["bytes"]) == ("allreduce", 32)
 
 
+@pytest.mark.slow
 def test_a_variable_on_one_rank_counts_for_all(job: Job, tmp_path: Path) -> None:
     program = f"""
 import os

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
+import pytest
+
 import mpicoll
 
 Python = Callable[..., "CompletedProcess[str]"]
@@ -59,16 +61,19 @@ print("everything")
 """
 
 
+@pytest.mark.slow
 def test_without_a_launcher_everything_works_without_mpi(python: Python) -> None:
     done = python(NO_MPI4PY + EVERYTHING)
     assert (done.returncode, done.stdout.split()) == (0, ["everything"]), done.stdout
 
 
+@pytest.mark.slow
 def test_without_a_launcher_mpi_is_not_loaded(python: Python) -> None:
     done = python("import sys, numpy as np, mpicoll\n" + EVERYTHING + "assert 'mpi4py' not in sys.modules\n")
     assert (done.returncode, done.stdout.split()) == (0, ["everything"]), done.stdout
 
 
+@pytest.mark.slow
 def test_a_launcher_without_an_mpi_library(python: Python) -> None:
     for without, why in ((NO_LIBRARY, "cannot load MPI library"), (NO_MPI4PY, "No module named 'mpi4py'")):
         done = python(without + "mpicoll.barrier()", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
@@ -80,11 +85,13 @@ def test_a_launcher_without_an_mpi_library(python: Python) -> None:
         assert "MPICOLL_TRANSPORT=local" in told
 
 
+@pytest.mark.slow
 def test_the_remedy_works(python: Python) -> None:
     done = python(NO_LIBRARY + EVERYTHING, OMPI_COMM_WORLD_SIZE="2", MPICOLL_TRANSPORT="local")
     assert (done.returncode, done.stdout.split()) == (0, ["everything"]), done.stdout
 
 
+@pytest.mark.slow
 def test_mpi_asked_for_without_a_library(python: Python) -> None:
     done = python(NO_LIBRARY + "mpicoll.barrier()", MPICOLL_TRANSPORT="mpi")
     assert done.returncode == 1
@@ -92,6 +99,7 @@ def test_mpi_asked_for_without_a_library(python: Python) -> None:
     assert "started by an MPI launcher" not in done.stdout, "nobody did"
 
 
+@pytest.mark.slow
 def test_mpi_asked_for_without_a_launcher(python: Python) -> None:
     done = python(
         "import numpy as np, mpicoll, sys\n"
@@ -103,6 +111,7 @@ def test_mpi_asked_for_without_a_launcher(python: Python) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_program_that_has_started_mpi_by_itself(python: Python) -> None:
     done = python(
         "from mpi4py import MPI\nimport numpy as np, mpicoll\n"
@@ -112,6 +121,7 @@ def test_a_program_that_has_started_mpi_by_itself(python: Python) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_launcher_of_another_mpi(python: Python) -> None:
     done = python("import mpicoll; mpicoll.barrier()", OMPI_COMM_WORLD_SIZE="4", MPICOLL_TRANSPORT="mpi")
     assert done.returncode == 1
@@ -121,6 +131,7 @@ def test_a_launcher_of_another_mpi(python: Python) -> None:
     assert "SetupError: the launcher started 3 processes" in other.stdout
 
 
+@pytest.mark.slow
 def test_malformed_variables_are_told_at_the_first_use(python: Python) -> None:
     for name, value in (("MPICOLL_TIMEOUT", "soon"), ("MPICOLL_TRANSPORT", "tcp")):
         done = python("import mpicoll\nprint('imported', flush=True)\nmpicoll.world()", **{name: value})
@@ -129,6 +140,7 @@ def test_malformed_variables_are_told_at_the_first_use(python: Python) -> None:
         assert f"mpicoll.errors.SetupError: {name}={value!r}: must be" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_bound_of_a_world_of_one(python: Python) -> None:
     done = python(
         "import numpy as np, mpicoll\n"
@@ -139,6 +151,7 @@ def test_the_bound_of_a_world_of_one(python: Python) -> None:
     assert done.stdout == "rank 0 waits for a message from rank 0, tag None: nothing within 0.2 s\n"
 
 
+@pytest.mark.slow
 def test_world_is_made_once_by_many_threads(python: Python) -> None:
     done = python("""
 import threading, mpicoll

@@ -63,6 +63,7 @@ def table(page: str, header: str) -> list[list[str]]:
 # Code
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("size", [0, 3])
 def test_code(size: int, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_code_for_devices() -> None:
         compile(block, "docs/gpus.md", "exec")
 
 
+@pytest.mark.slow
 def test_printed_output(tmp_path: Path) -> None:
     """A text block that begins with a command shows the output of the Python block before it."""
     text = "\n".join(PAGES.values())

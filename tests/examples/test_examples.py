@@ -44,6 +44,7 @@ def trained(path: Path, size: int) -> dict[str, np.ndarray]:
         return dict(saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_digits_parameters_agree(size: int, reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     """A batch of 64 can't be shared evenly by 3, and the last one, of 3 samples, leaves the fourth of 4 without any."""
@@ -54,6 +55,7 @@ def test_digits_parameters_agree(size: int, reference: dict[str, np.ndarray], tm
         np.testing.assert_allclose(value, reference[name], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_digits_reaches_the_accuracy() -> None:
     output = digits(4)
     assert accuracy(output) > 0.95
@@ -61,6 +63,7 @@ def test_digits_reaches_the_accuracy() -> None:
     assert "\x1b" not in output, "no progress bar where nobody watches"
 
 
+@pytest.mark.slow
 def test_digits_refuses_nonsense() -> None:
     done = mpirun(1, DIGITS, "--epochs", "0")
     assert done.returncode == 2
@@ -73,6 +76,7 @@ def sections(output: str) -> dict[str, list[str]]:
     return {lines[0].split()[0].rstrip(":"): lines[1:] for lines in titled}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
 def test_hello(size: int) -> None:
     if size:
@@ -107,6 +111,7 @@ def test_hello(size: int) -> None:
     assert "allreduce/ring on 3 ranks, 4 rounds" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp"])
 def test_a_package_that_is_missing(name: str, tmp_path: Path) -> None:
     """One line says which, and how to get it; the docstring names the same packages."""

@@ -61,6 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow
 def test_goes_on_in_another_layout(runs: Runs) -> None:
     """Saved by one layout after half of the steps, resumed by another: the same losses as without a stop."""
     whole = runs.losses("whole")
@@ -70,6 +71,7 @@ def test_goes_on_in_another_layout(runs: Runs) -> None:
         assert runs.losses(layout) == pytest.approx(whole[3:], rel=0, abs=1e-10), layout
 
 
+@pytest.mark.slow
 def test_output(runs: Runs) -> None:
     """A layout, a speed, a text, and two pictures."""
     output = runs.ends["drawn"].output
@@ -85,6 +87,7 @@ def test_output(runs: Runs) -> None:
     assert "\x1b" not in output, "no progress bar where nobody watches"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NONSENSE)
 def test_refuses_nonsense(name: str, runs: Runs) -> None:
     """One rank says what is wrong, once; all of them leave."""

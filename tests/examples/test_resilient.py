@@ -44,6 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.
         return dict(saved), correct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deaths", "every"),
     [
@@ -64,6 +65,7 @@ def test_digits(
             np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_ddp(tmp_path: Path) -> None:
     """First rank 0 dies, then one that has been through that."""
     alone, path = tmp_path / "alone.pt", tmp_path / "left.pt"

@@ -162,6 +162,7 @@ def expected(name: str, size: int) -> list[str]:
 MODES: tuple[Sequence[str], ...] = ((), ("--drop-in",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 2, 3])
 @pytest.mark.parametrize("name", [*LINES, "barrier"])
 def test_basic(name: str, size: int, jobs: Jobs) -> None:
@@ -169,6 +170,7 @@ def test_basic(name: str, size: int, jobs: Jobs) -> None:
         assert jobs.output(size, BASIC / f"{name}.py", *mode).splitlines() == expected(name, size or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "drop_in"), [("send_recv", 4, True), ("isend_irecv", 1, False)])
 def test_basic_by_itself(name: str, size: int, drop_in: bool) -> None:
     assert by_itself(size, BASIC / f"{name}.py", *MODES[drop_in]).splitlines() == expected(name, size)
@@ -198,6 +200,7 @@ def accuracy(output: str) -> float:
     return float(match[1]) / 100
 
 
+@pytest.mark.slow
 def test_ddp_digits(jobs: Jobs, tmp_path: Path) -> None:
     """Two ranks reach the accuracy, and the parameters, of one rank that sees whole batches."""
     alone = tmp_path / "0.pt"
@@ -213,12 +216,14 @@ def test_ddp_digits(jobs: Jobs, tmp_path: Path) -> None:
     torch.testing.assert_close(two, one, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_ddp_digits_leaves_no_checkpoint_behind(jobs: Jobs) -> None:
     output = jobs.output(2, DIGITS, "--epochs", "2")
     assert accuracy(output) > 0.5, "parameters that nobody trained recognise every tenth sample"
     assert not list(jobs.temporary.rglob("*.pt*"))
 
 
+@pytest.mark.slow
 def test_ddp_digits_refuses_a_batch_that_would_train_nothing(jobs: Jobs) -> None:
     end = jobs.run(0)[DIGITS, "--batch", "1348"]
     assert isinstance(end, Ended), end
@@ -251,6 +256,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> str:
     return by_itself(0, GPT, *SHORT)
 
 
+@pytest.mark.slow
 def test_fsdp_gpt_does_the_same_on_three_ranks(one_rank: str, jobs: Jobs) -> None:
     three = jobs.output(3, GPT, *SHORT, "--plot", jobs.picture)
     # Five decimals are printed; ranks add up gradients in another order, in float32.
@@ -261,6 +267,7 @@ def test_fsdp_gpt_does_the_same_on_three_ranks(one_rank: str, jobs: Jobs) -> Non
     assert jobs.picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
+@pytest.mark.slow
 def test_fsdp_gpt_learns(one_rank: str) -> None:
     """From a guess among 256 bytes, of which the logarithm is 5.55, to the frequencies of letters and a bit more."""
     first, last = losses(one_rank)
@@ -268,6 +275,7 @@ def test_fsdp_gpt_learns(one_rank: str) -> None:
     assert last < 3.8
 
 
+@pytest.mark.slow
 def test_fsdp_gpt_in_bfloat16_shares_out_the_parameters(one_rank: str, jobs: Jobs) -> None:
     output = jobs.output(2, GPT, *SHORT, "--bf16")
     assert losses(output) != losses(one_rank)

@@ -211,6 +211,7 @@ def test_a_checkpoint_that_is_there_is_replaced(tmp_path: Path) -> None:
     other.check(1, adamw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["writing", "first rename", "second rename", "removing"])
 def test_a_save_that_is_cut_off_leaves_a_checkpoint(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
@@ -678,6 +679,7 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_one_process_and_several(tmp_path: Path) -> None:
     part = Part(adamw).start().train(1, 2)
     save(tmp_path / "one", part.module, part.optimizer, "one")

@@ -199,6 +199,7 @@ def _train(example: ModuleType, layout: Layout, dtype: str) -> Iterator[tuple[fl
         engine.free()
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("layout", _layouts())
 def test_float64(example: ModuleType, layout: Layout) -> None:
     """Losses and gradients of 20 steps to 1e-10."""
@@ -212,6 +213,7 @@ def test_float64(example: ModuleType, layout: Layout) -> None:
     assert count == STEPS
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [pytest.param("float32", 2e-4, id="float32"), pytest.param("bfloat16", 0.1, id="bfloat16")]
 )

@@ -46,6 +46,7 @@ def test_names() -> None:
     assert set(CHECKPOINT) <= set(dir(parallel.checkpoint))
 
 
+@pytest.mark.slow
 def test_what_takes_long_to_import_comes_with_its_use() -> None:
     """torch's compiler, which its pipelines bring, and its checkpoints."""
     program = (

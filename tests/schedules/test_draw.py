@@ -82,6 +82,7 @@ def test_deadlock_can_not_be_drawn() -> None:
         draw(replace(get("barrier", "dissemination"), generate=generate), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size"),
     [

@@ -40,6 +40,7 @@ def test_names() -> None:
     }
 
 
+@pytest.mark.slow
 @every
 def test_correct_for_every_size(algorithm: Algorithm) -> None:
     for size in SIZES:
@@ -148,6 +149,7 @@ def test_ring_neighbours_only() -> None:
             assert [recv.source for recv in step.recvs] == [5]
 
 
+@pytest.mark.slow
 def test_large_sizes_verify_quickly() -> None:
     assert verify("allreduce/tree", 16384).messages == 2 * 16383
     assert verify("reduce/binomial", 5000, root=4321).messages == 4999

@@ -52,6 +52,7 @@ def flat(size: int, alpha: float, beta: float, gamma: float) -> Cluster:
     return Cluster(1, size, node_alpha=alpha, node_beta=beta, net_alpha=0, net_beta=0, gamma=gamma)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", EVERYTHING, ids=full)
 def test_equals_price_on_one_link_class(algorithm: Algorithm) -> None:
     for size in range(1, 33):
@@ -89,6 +90,7 @@ class _TwoClasses(_Simulation):
         super().start(match)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", EVERYTHING, ids=full)
 def test_is_near_price_with_two_link_classes(algorithm: Algorithm) -> None:
     low, high = LOOSE.get(full(algorithm), (1 - 1e-9, 1.76 if full(algorithm) == "bcast/chain" else 1.34))
@@ -168,6 +170,7 @@ def test_messages_that_are_not_met_in_step_are_no_symmetry() -> None:
         profile(replace(get("allreduce", "ring"), generate=generate), 1, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -264,6 +267,7 @@ def test_what_is_beyond_the_budget_says_so() -> None:
         profile("allreduce/ring", 64, 1, budget=10)
 
 
+@pytest.mark.slow
 def test_every_allreduce_on_131072_ranks() -> None:
     forecasts = simulate("allreduce", Cluster(1024, 128), [8, 1 << 20, 1 << 30])
     assert {f.algorithm.name for f in forecasts} == set(algorithms_of("allreduce"))

@@ -532,12 +532,14 @@ def exercise(operation: str, body: Callable[[Case], None], row: dict[str, Any], 
         raise AssertionError(f"{operation} {row} on rank {case.rank} of {case.size}: {error!r}") from error
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("operation", MOVES)
 def test_moves(operation: str, groups: dict[str, Any]) -> None:
     for row in rows_of("move"):
         exercise(operation, MOVES[operation], row, groups[row["group"]])
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("operation", REDUCTIONS)
 def test_reductions(operation: str, groups: dict[str, Any]) -> None:
     for row in rows_of("reduce"):

@@ -82,6 +82,7 @@ def test_collectives(ranks: Ranks, async_op: bool, layout: str) -> None:
     ranks(body)
 
 
+@pytest.mark.slow
 def test_several_asynchronous_ones_at_once(ranks: Ranks) -> None:
     def body() -> None:
         with group_of_all() as group:
@@ -494,16 +495,19 @@ def test_a_device_that_is_in_use_is_kept(unused: dict[str, Any], monkeypatch: py
 
 
 # What differs between libraries is how arrays are recognised and made; the bodies run in full on cupy's.
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", ["allreduce", "allgather", "scatter", "reduce_scatter"])
 def test_native_rows(some_more: Ranks, collective: str) -> None:
     some_more(bodies.run_rows, Tensors(), collective, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bool", "int64", "bfloat16"])
 def test_native_ops(some_more: Ranks, dtype: str) -> None:
     some_more(bodies.each_op_in_each_way, Tensors(), dtype, timeout=100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
 def test_native(some_more: Ranks, body: Callable[[Any], Any]) -> None:
     some_more(body, Tensors(), timeout=100)

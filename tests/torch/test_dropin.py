@@ -351,6 +351,7 @@ print(f"rank {rank} of {size} is done")
 """torch and nothing else: mpicoll is not even imported by name."""
 
 
+@pytest.mark.slow
 def test_torch_alone_under_mpirun() -> None:
     """Made, destroyed and made again, three times."""
     done = mpirun(3, "-W", "error", "-c", SMALL)
@@ -360,6 +361,7 @@ def test_torch_alone_under_mpirun() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_without_mpirun_it_is_a_world_of_one() -> None:
     done = python("-W", "error", "-c", SMALL)
     assert (done.returncode, done.stdout) == (0, "rank 0 of 1 is done\n"), done.stdout
@@ -383,6 +385,7 @@ assert not {"mpi4py", "mpicoll.torch", "mpicoll.engine"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_import_of_torch_stays_what_it_was() -> None:
     """The backend is registered when it is named, and loaded when it is used."""
     done = python("-W", "error", "-c", IMPORT)
@@ -399,6 +402,7 @@ print(time.perf_counter() - begin)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["register", "register_backend"])
 def test_registration_takes_no_time(function: str) -> None:
     # tried again, because the machine may be busy with something else
@@ -423,6 +427,7 @@ mpicoll.torch.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_without_the_entry_point() -> None:
     """As torch's own variable has it; an import of mpicoll.torch does instead."""
     done = python("-W", "error", "-c", SWITCHED_OFF, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -454,6 +459,7 @@ print("done")
 """What ignite puts into the environment, and what older programs pass on to every backend."""
 
 
+@pytest.mark.slow
 def test_placeholders_do_not_count_for_mpi() -> None:
     """Under the name of MPI, rank and size are MPI's whatever the program says, as torch has it."""
     done = mpirun(2, "-c", PLACEHOLDERS.replace("PORT", repr(str(free_port()))))
@@ -472,6 +478,7 @@ except mpicoll.SetupError as error:
 
 
 # an id that is just "mpi" would be taken for the marker
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["mpicoll", "mpi", "cpu:mpicoll,cuda:gloo"], ids="backend {}".format)
 def test_started_by_torchrun_without_an_address(backend: str) -> None:
     done = python("-c", REFUSED, backend, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="none")
@@ -480,6 +487,7 @@ def test_started_by_torchrun_without_an_address(backend: str) -> None:
     assert "mpirun -np N python script.py" in done.stdout
 
 
+@pytest.mark.slow
 def test_started_by_another_launcher() -> None:
     """With all that env:// needs: the processes meet, and only then find that MPI doesn't know them."""
     meet = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
@@ -490,6 +498,7 @@ def test_started_by_another_launcher() -> None:
         assert "mpirun" in done.stdout
 
 
+@pytest.mark.slow
 def test_started_by_srun() -> None:
     done = python("-c", REFUSED, "mpicoll", SLURM_STEP_NUM_TASKS="4", SLURM_PROCID="1")
     assert done.returncode == 0, done.stdout

@@ -49,6 +49,7 @@ def end(tmp_path: Path, program: str, size: int = 3) -> tuple[int, str]:
 # --- what ends a job, or leaves something open at its end
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     status, output = end(tmp_path, "if rank == 1: raise ValueError('no such luck')\n" + GO_ON)
     assert status != 0
@@ -56,18 +57,21 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert "reached the end" not in output
 
 
+@pytest.mark.slow
 def test_sys_exit_on_one_rank(tmp_path: Path) -> None:
     status, output = end(tmp_path, "if rank == 1: sys.exit(5)\n" + GO_ON, size=2)
     assert status == 5
     assert "left by sys.exit with status 5" in output
 
 
+@pytest.mark.slow
 def test_sys_exit_with_a_text(tmp_path: Path) -> None:
     status, output = end(tmp_path, "if rank == 1: sys.exit('bad luck')\n" + GO_ON, size=2)
     assert status == 1
     assert "bad luck" in output
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_python(tmp_path: Path) -> None:
     status, output = end(
         tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n" + GO_ON, size=2
@@ -76,6 +80,7 @@ def test_an_interrupt_in_python(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in output
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_blocked_in_mpi(tmp_path: Path) -> None:
     program = """
 if rank == 0:
@@ -88,6 +93,7 @@ if rank == 1:
     assert re.search(r"interrupted, but all_reduce\(float32\[1000\].* goes on waiting; the job is ended", output)
 
 
+@pytest.mark.slow
 def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> None:
     status, output = end(tmp_path, "if rank == 0: dist.all_reduce(t, async_op=True)\n", size=2)
     assert status != 0
@@ -95,12 +101,14 @@ def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> N
     assert re.search("holds operations that the other ranks did not join|which has left the program", output)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_single_rank_with_a_receive_pending(tmp_path: Path) -> None:
     status, output = end(tmp_path, "dist.irecv(torch.zeros(3), 0)\nprint('reached the end')\n", size=1)
     assert status == 0, output
     assert "reached the end" in output
 
 
+@pytest.mark.slow
 def test_without_threads_in_mpi(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import mpi4py; mpi4py.rc.thread_level = 'serialized'\n" + BEGIN)
@@ -215,12 +223,14 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, float]
     return done.returncode, done.stdout, time.time()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HARMLESS)
 def test_it_does_no_harm(name: str, harmless: tuple[int, str, float]) -> None:
     _, output, _ = harmless
     assert output.count(f"past {name}\n") == 3, output
 
 
+@pytest.mark.slow
 def test_the_end_with_operations_that_complete(harmless: tuple[int, str, float]) -> None:
     status, output, over = harmless
     assert status == 0, output

@@ -81,7 +81,16 @@ print("fine\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize(("where", "victim"), [("backward", 0), ("step", 2), ("async", 1), ("barrier", 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "victim"),
+    [
+        ("backward", 0),
+        pytest.param("step", 2, marks=pytest.mark.long),
+        ("async", 1),
+        pytest.param("barrier", 0, marks=pytest.mark.long),
+    ],
+)
 def test_the_process_group_is_made_anew(where: str, victim: int, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(PROGRAM)
@@ -90,6 +99,7 @@ def test_the_process_group_is_made_anew(where: str, victim: int, tmp_path: Path)
     assert done.stdout.count("fine\n") == 2, done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_group_has_to_be_there(tmp_path: Path) -> None:
     script = tmp_path / "none.py"
     script.write_text(

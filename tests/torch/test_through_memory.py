@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support.launch import mpirun
 
 _PROGRAM = """
@@ -36,6 +37,7 @@ print("all here")
 """
 
 
+@pytest.mark.slow
 def test_blocking_and_asynchronous_calls_meet(tmp_path: Path) -> None:
     script = tmp_path / "meet.py"
     script.write_text(_PROGRAM)

@@ -198,6 +198,7 @@ SET = """dist.init_process_group("mpicoll")
 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.7))"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "operation", "words"),
     [

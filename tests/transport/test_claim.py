@@ -87,6 +87,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_what_a_rank_starts_does_not_pass_for_it() -> None:
     """Lightning without its plugin for MPI starts more processes from each rank."""
     done = mpirun(2, "-W", "error", "-c", PROGRAM, PROGRAM)

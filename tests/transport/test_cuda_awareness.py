@@ -111,6 +111,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(FAKE), *sys.path])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECUDA_AWARE", "1")
@@ -129,6 +130,7 @@ def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.Monkey
     assert later.source.startswith(f"tried on {json.loads(cache.read_text())['entries'][0]['tried']}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 def test_an_mpi_that_does_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FAKECUDA_AWARE", raising=False)
@@ -145,6 +147,7 @@ def test_an_mpi_that_does_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert verdict(PROGRAM, fresh=True).source == "can't be tried"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake")
 def test_inside_of_a_job(cache: Path) -> None:
     program = (
@@ -158,6 +161,7 @@ def test_inside_of_a_job(cache: Path) -> None:
     assert of(verdict(None)) == [True] * 3
 
 
+@pytest.mark.slow
 def test_transfers_that_another_thread_completes() -> None:
     """MPI may take device memory in the threads of the program alone; but the poller has one of its own."""
     program = (

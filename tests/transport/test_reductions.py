@@ -177,6 +177,7 @@ def jobs(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list
     return make
 
 
+@pytest.mark.slow
 def test_both_ranks_and_the_file_say_what_is_wrong(jobs: Callable[..., list[list[str]]], file: Path) -> None:
     jobs(
         told(0, {"step": "sum i"}, {"done": {"wrong": {"sum i": "a"}}}, {"done": {"wrong": {"max i": "b"}}}),
@@ -190,6 +191,7 @@ def test_both_ranks_and_the_file_say_what_is_wrong(jobs: Callable[..., list[list
     assert reductions.find_defects(refuse) == {"sum i": "a", "max i": "b"}
 
 
+@pytest.mark.slow
 def test_what_crashes_is_not_tried_again(jobs: Callable[..., list[list[str]]]) -> None:
     called = jobs(
         told(139, {"step": "sum i"}, {"step": "max d"}, errors="Signal: Segmentation fault (11)"),
@@ -209,6 +211,7 @@ def test_what_crashes_is_not_tried_again(jobs: Callable[..., list[list[str]]]) -
     assert json.loads(called[2][1]).keys() == {"max d", "min d"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ended", "why"),
     [

@@ -101,6 +101,7 @@ def test_memory_without_a_name_is_nowhere_to_be_found() -> None:
         attach(own.handle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_it_goes_with_the_last_array(named: bool) -> None:
     mappings, descriptors = _mappings(), _descriptors()
@@ -149,6 +150,7 @@ def test_another_file_is_not_taken_for_the_memory(tmp_path: Path) -> None:
         own.seal()
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -180,6 +182,7 @@ def test_share_gives_the_memory_of_all() -> None:
     assert memories[1][3] == 4
 
 
+@pytest.mark.slow
 def test_share_fails_alike_where_one_can_not_allocate() -> None:
     why = "rank 1 can't allocate 5 bytes of shared memory: No space left on device"
     descriptors = _descriptors()
@@ -222,6 +225,7 @@ def test_sizes_beyond_all_measure_are_told_to_the_others(nbytes: int, named: boo
     assert not _left(before)
 
 
+@pytest.mark.slow
 def test_an_exchange_that_fails_leaves_nothing() -> None:
     def exchange(value: object) -> list[object]:
         raise KeyError("lost")
@@ -335,6 +339,7 @@ def _start(path: Path, size: int, **variables: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "named"])
 @pytest.mark.parametrize("who", ["one", "all"])
 def test_nothing_is_left_of_a_killed_job(program: Callable[[str], Path], who: str, kind: str) -> None:
@@ -372,6 +377,7 @@ want = np.arange(5000.0) * world.size + sum(range(world.size))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "named"])
 def test_a_job_leaves_nothing(program: Callable[[str], Path], kind: str) -> None:
     before = _ours()
@@ -390,6 +396,7 @@ assert all(("/dev/shm" in line) == ({kind!r} == "named") and "(deleted)" in line
     assert not _left(before)
 
 
+@pytest.mark.slow
 def test_without_shared_memory(program: Callable[[str], Path]) -> None:
     text = f"""{SWEEP}
 for algorithm in ("slots", "pieces", "cma"):
@@ -411,6 +418,7 @@ assert not re.search({MAPPED!r}, Path("/proc/self/maps").read_text())
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_with_fences(program: Callable[[str], Path]) -> None:
     """Where the processor may reorder accesses, each step takes a fence before and after."""
     text = f"""
@@ -440,6 +448,7 @@ np.testing.assert_array_equal(mpicoll.allreduce(memory, out=memory, algorithm="p
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_is_told(program: Callable[[str], Path]) -> None:
     """Named memory needs room there: without it the ranks go another way, and say why."""
     if os.getuid() or shutil.which("unshare") is None:
@@ -474,6 +483,7 @@ assert not [name for name in os.listdir("/dev/shm") if name.startswith("mpicoll"
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_of_another_namespace_is_not_taken_for_a_rank(program: Callable[[str], Path]) -> None:
     """One rank finds under the path of the other what does not belong to it: all do without, and say why."""
     text = f"""
@@ -495,6 +505,7 @@ with mpicoll.algorithms(allreduce="pieces"):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_ranks_that_may_not_read_each_other(program: Callable[[str], Path]) -> None:
     text = f"""
 from mpicoll.transport import shm

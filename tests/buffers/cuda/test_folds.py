@@ -18,6 +18,7 @@ Array = np.ndarray[Any, Any]
 PAIR = np.dtype([("value", "f8"), ("index", "i4")])
 
 
+@pytest.mark.slow
 def test_fold_of_each_op_and_dtype(on: Any) -> None:
     for dtype in kernels.ITEMSIZE:
         ops = [op for op in ("sum", "avg", "max", "lxor") if kernels.known(op, dtype)]
@@ -42,6 +43,7 @@ def test_fold_of_each_op_and_dtype(on: Any) -> None:
                 np.testing.assert_allclose(got, wanted, rtol=tolerance, err_msg=f"{op} {dtype}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_fold_of_more_parts_than_a_kernel_has(on: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_PARTS", 4)

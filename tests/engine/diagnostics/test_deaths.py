@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_death(case: dying.Case) -> None:
     outcome = dying.run(case)

@@ -80,6 +80,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_threads_that_run_meanwhile() -> None:
     """Frames that are about to go are read, and nothing crashes."""
     done = subprocess.run([sys.executable, "-c", BUSY], capture_output=True, text=True, timeout=60, check=False)

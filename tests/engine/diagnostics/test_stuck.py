@@ -316,6 +316,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDED)
 def test_the_job_is_ended(jobs: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
     done = jobs[name].result()
@@ -325,12 +326,14 @@ def test_the_job_is_ended(jobs: dict[str, Future[CompletedProcess[str]]], name: 
         assert word in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raising", "between"])
 def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
     done = jobs[name].result()
     assert (done.returncode, done.stdout.split("\n")[0]) == (0, "all raised"), done.stdout
 
 
+@pytest.mark.slow
 def test_an_error_that_nobody_waits_for_ends_the_job(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
     done = jobs["nobody waits"].result()
     what = r"allreduce\(float64\[20000\], op=sum\) by slots on world/duplicate \(2 ranks\)"
@@ -339,6 +342,7 @@ def test_an_error_that_nobody_waits_for_ends_the_job(jobs: dict[str, Future[Comp
     assert done.returncode not in (0, 124)
 
 
+@pytest.mark.slow
 def test_what_may_still_complete_is_left_alone(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
     done = jobs["late"].result()
     assert (done.returncode, done.stdout) == (0, "all done\n")

@@ -391,6 +391,7 @@ waits_here()
         yield {name: pool.submit(run, call) for name, (call, _) in WAITS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAITS)
 def test_a_rank_that_never_joins(waiting: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
     """Rank 0 does something else for ever; what the others wait for is named, with their stacks."""
@@ -403,6 +404,7 @@ def test_a_rank_that_never_joins(waiting: dict[str, Future[CompletedProcess[str]
     assert re.search(waits, done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_many_short_operations_are_no_long_one(job: Starter) -> None:
     done = job(
         2,
@@ -425,6 +427,7 @@ print("done")
     assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2)
 
 
+@pytest.mark.slow
 def test_an_uncaught_exception_ends_the_job(job: Starter) -> None:
     begin = time.monotonic()
     done = job(
@@ -444,6 +447,7 @@ mpicoll.allreduce(np.ones(2))
     assert "ZeroDivisionError: on rank 1 alone" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_exception_on_all_ranks_is_shown_once(job: Starter) -> None:
     done = job(3, "def breaks():\n    mpicoll.allreduce(np.ones(3, 'M8[s]'))\nbreaks()\n")
     assert done.returncode not in (0, 124), done.stdout
@@ -452,6 +456,7 @@ def test_an_exception_on_all_ranks_is_shown_once(job: Starter) -> None:
     assert "mpicoll/collectives" not in done.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_job(job: Starter) -> None:
     done = job(
         3,
@@ -466,6 +471,7 @@ mpicoll.barrier()
     assert "mpicoll: rank 1 of 3 died of KeyboardInterrupt" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(job: Starter) -> None:
     done = job(
         3,
@@ -481,6 +487,7 @@ mpicoll.barrier()
     assert re.search(r"mpicoll: rank 1 of 3 .* was killed by SIGKILL", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_0_is_the_suspect_also_without_a_report(job: Starter) -> None:
     """It passes on what the others say, so nothing is heard of them; and the folder for reports can't be made."""
     done = job(
@@ -512,6 +519,7 @@ mpicoll.barrier()
 # --- the end of the interpreter
 
 
+@pytest.mark.slow
 def test_pending_operations_complete_at_the_end(job: Starter) -> None:
     """The last rank joins late; the others are at their end by then, with nothing but the operations' own memory."""
     done = job(
@@ -532,6 +540,7 @@ else:
     assert (done.returncode, done.stdout.split()) == (0, ["3.0"])
 
 
+@pytest.mark.slow
 def test_pending_operations_that_can_not_complete(job: Starter) -> None:
     begin = time.monotonic()
     done = job(
@@ -551,6 +560,7 @@ if mpicoll.world().rank == 0:
     )
 
 
+@pytest.mark.slow
 def test_pending_operations_without_mpi(python: Callable[..., CompletedProcess[str]]) -> None:
     done = python("import numpy, mpicoll\nfor _ in range(50): mpicoll.iallreduce(numpy.ones(10_000))")
     assert (done.returncode, done.stdout) == (0, "")

@@ -380,6 +380,7 @@ def test_malformed_environment(environment: Callable[[str], None]) -> None:
     assert str(caught.value).startswith("MPICOLL_ALGORITHMS='allreduce:rong': allreduce has no algorithm 'rong'")
 
 
+@pytest.mark.slow
 def test_a_malformed_environment_is_told_at_the_first_call(python: Python) -> None:
     done = python("import numpy, mpicoll; mpicoll.allreduce(numpy.ones(2))", MPICOLL_ALGORITHMS="allreduce:4k:ring")
     assert done.returncode == 1

@@ -340,6 +340,7 @@ def tables(folder: Path, *names: str) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_ranks_with_different_files_choose_alike(job: Job, tmp_path: Path) -> None:
     """In the world, in what is made of it, and in mpi4py's communicators, whose rank 0 is another one."""
     paths = tables(tmp_path, "ring", "tree")
@@ -354,6 +355,7 @@ def test_ranks_with_different_files_choose_alike(job: Job, tmp_path: Path) -> No
     assert done.stdout.splitlines() == ["ring ring ring"] * 4
 
 
+@pytest.mark.slow
 def test_communicators_of_mpi4py_before_the_world(job: Job, tmp_path: Path) -> None:
     """Each goes by its own rank 0, on all of its ranks; then the world does."""
     paths = tables(tmp_path, "ring", "tree")
@@ -367,6 +369,7 @@ def test_communicators_of_mpi4py_before_the_world(job: Job, tmp_path: Path) -> N
     assert done.stdout.splitlines() == [" ".join([name] * 3) for name in ("tree", "ring", "tree", "ring")]
 
 
+@pytest.mark.slow
 def test_a_broken_named_table_is_an_error_on_all_ranks(job: Job, tmp_path: Path) -> None:
     (good,) = tables(tmp_path, "ring")
     (tmp_path / "broken").write_text("{")
@@ -381,6 +384,7 @@ def test_a_broken_named_table_is_an_error_on_all_ranks(job: Job, tmp_path: Path)
     assert done.stdout.strip() == str(["none"] * 2)
 
 
+@pytest.mark.slow
 def test_a_broken_default_table_is_one_warning(job: Job, tmp_path: Path) -> None:
     spoil(tmp_path / "mpicoll" / "tuned.json", "{")
     program = (

@@ -102,6 +102,7 @@ def test_process_group_of_torch() -> None:
         check(model, parallel, normal(S, B, H).requires_grad_(), mpicoll.world())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["row", "row-sp", "embedding", "norm"])
 def test_gradcheck_of_the_others(some_more: Ranks, layout: str) -> None:
     def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -237,6 +237,7 @@ def test_sibling_branches(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_gradcheck_of_column(several: Ranks, sequence_parallel: bool) -> None:
     """Of the function of whole tensors that all ranks hold alike, once and twice."""

@@ -36,6 +36,7 @@ def structure(what: Any) -> Any:
     return flatten("send", what, [])
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(values)
 def test_a_value_is_its_structure_and_its_tensors(what: Any) -> None:
@@ -45,6 +46,7 @@ def test_a_value_is_its_structure_and_its_tensors(what: Any) -> None:
     assert describe(spec)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(values, values)
 def test_equal_structures_mean_that_only_elements_differ(one: Any, other: Any) -> None:

@@ -172,6 +172,7 @@ def test_deadlock_can_not_be_drawn() -> None:
         draw(replace(find("gpipe"), generate=generate), 2, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages", "microbatches", "chunks"), SIZES)
 def test_pictures(tmp_path: Path, name: str, stages: int, microbatches: int, chunks: int) -> None:
     pytest.importorskip("matplotlib")
@@ -224,6 +225,7 @@ def test_a_picture_of_nothing(tmp_path: Path) -> None:
     assert "stage 1" in written_in(timeline_from_events([(1, Action("F", 0), 1.0, 1.0)]), tmp_path / "a.svg")
 
 
+@pytest.mark.slow
 def test_the_same_timeline_gives_the_same_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for suffix in ("svg", "png"):

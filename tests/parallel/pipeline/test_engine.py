@@ -675,6 +675,7 @@ except mpicoll.CommunicationError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_leaves_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     program = tmp_path / "leaves.py"
     program.write_text(LEAVES)

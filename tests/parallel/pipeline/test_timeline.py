@@ -163,6 +163,7 @@ BUBBLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_bubble_is_that_of_the_closed_form(name: str) -> None:
     for p, m, v in sizes(name):

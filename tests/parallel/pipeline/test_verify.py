@@ -54,6 +54,7 @@ def test_report() -> None:
         report.window = 0  # type: ignore[misc]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_built_in(name: str) -> None:
     ways = 2 if find(name).backward else 1

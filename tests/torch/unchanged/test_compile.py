@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [
     pytest.mark.mpi,
+    pytest.mark.every_size,
     pytest.mark.timeout(120),  # inductor starts with an empty cache: its C++ compiler has most of the work
     # New names came with torch 2.13; the old ones are those of all versions.
     pytest.mark.filterwarnings("ignore:`torch.distributed._functional_collectives:FutureWarning"),
