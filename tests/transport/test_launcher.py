@@ -91,7 +91,7 @@ def test_which_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     python, library, path = tmp_path / "a" / "bin", tmp_path / "b" / "lib" / "libmpi.so.40", tmp_path / "c"
     monkeypatch.setattr(sys, "executable", str(python / "python"))
     monkeypatch.setattr(launcher, "mapped_library", lambda: str(library))
-    monkeypatch.setattr(launcher.probe, "launched", lambda environ: False)
+    monkeypatch.setattr(launcher.launch_env, "launched", lambda environ: False)
     monkeypatch.setenv("PATH", str(path))
     assert launcher.find() is None
     for place, name in ((path, "mpirun"), (tmp_path / "b" / "bin", "mpiexec"), (python, "mpirun")):
@@ -167,7 +167,7 @@ def test_why_mpirun_starts_nothing(said: str, why: str, remedies: tuple[str, str
 def test_the_names_of_debian(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its libraries are in one directory, and `mpirun` belongs to one of them."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "a" / "python"))
-    monkeypatch.setattr(launcher.probe, "launched", lambda environ: False)
+    monkeypatch.setattr(launcher.launch_env, "launched", lambda environ: False)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     made = [script(tmp_path / "bin" / name) for name in ("mpirun.mpich", "mpirun.openmpi", "mpirun")]
     names = ("libmpich.so.12.2.2", "libmpi.so.40.30.4", "libmpi_cray.so.12")
