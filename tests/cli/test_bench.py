@@ -363,7 +363,7 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
         assert f"{collective}, 2 ranks, float32 sum numpy" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensors_and_plans_of_three_ranks(tmp_path: Path) -> None:
     text, found = bench(
         *(3, tmp_path / "found.json", "allreduce", "bcast", "scan", "--sizes", "1k", "--blocks", "13"),

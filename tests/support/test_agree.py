@@ -15,6 +15,8 @@ import pytest
 
 from support.launch import ROOT, mpirun
 
+pytestmark = pytest.mark.slow  # each test is a job
+
 HEADER = """
 import ctypes, os, time
 import pytest
@@ -54,7 +56,6 @@ def outcomes(module: str, output: str) -> list[str]:
 # --- jobs that come to their end
 
 
-@pytest.mark.slow
 def test_all_pass(tmp_path: Path) -> None:
     tests = """
 @pytest.mark.parametrize("x", range(20))
@@ -125,7 +126,6 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path]:
     return run(folder, FAILING, "-v", size=3), folder
 
 
-@pytest.mark.slow
 def test_failure_on_one_rank_is_everyones(failing: tuple[Done, Path]) -> None:
     done, folder = failing
     assert done.returncode == 1, done.stdout
@@ -137,7 +137,6 @@ def test_failure_on_one_rank_is_everyones(failing: tuple[Done, Path]) -> None:
     assert "5 failed, 4 passed, 1 skipped, 1 xfailed, 2 errors" in done.stdout
 
 
-@pytest.mark.slow
 def test_fixture_that_fails_on_one_rank(failing: tuple[Done, Path]) -> None:
     done, _ = failing
     assert outcomes("fixture", done.stdout) == ["ERROR", "PASSED", "ERROR", "PASSED"], done.stdout
@@ -158,7 +157,6 @@ def test_hypothesis_shrinks_in_step(failing: tuple[Done, Path]) -> None:
     assert "ranks 1, 2 of 3" in done.stdout or "rank 1 of 3" in done.stdout
 
 
-@pytest.mark.slow
 def test_marked_tests_are_skipped_without_the_option(tmp_path: Path) -> None:
     done = run(tmp_path, {"it": "def test_it(): assert False"}, with_mpi=False)
     assert done.returncode == 0, done.stdout
@@ -258,14 +256,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         yield one
 
 
-@pytest.mark.slow
 def test_failure_while_others_wait_ends_the_job(ended: Callable[[str], Done]) -> None:
     done = ended("stuck")
     assert "RuntimeError: rank 1 leaves early" in done.stdout
     assert done.stdout.count("comm.Barrier()  # waits here") >= 2, "both waiting ranks show where"
 
 
-@pytest.mark.slow
 def test_hang_ends_at_its_timeout_with_every_stack(ended: Callable[[str], Done]) -> None:
     done = ended("hang")
     assert "test_hang is over its time" in done.stdout
@@ -278,20 +274,17 @@ def test_hang_in_teardown_after_a_failure(ended: Callable[[str], Done]) -> None:
     assert "test_hang is over its time" in ended("teardown").stdout
 
 
-@pytest.mark.slow
 def test_hang_with_the_gil_held_on_all_ranks(ended: Callable[[str], Done]) -> None:
     done = ended("gil")
     assert "Timeout (" in done.stdout
     assert "in test_hang" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("leave", "said"), [("os._exit", ""), ("interrupt", "interrupted")])
 def test_rank_that_leaves_ends_the_job(ended: Callable[[str], Done], leave: str, said: str) -> None:
     assert said in ended(leave).stdout
 
 
-@pytest.mark.slow
 def test_ranks_that_collect_differently(ended: Callable[[str], Done]) -> None:
     done = ended("collection")
     assert "not on rank 0: test_it.py::test_one" in done.stdout
@@ -299,7 +292,6 @@ def test_ranks_that_collect_differently(ended: Callable[[str], Done]) -> None:
     assert "passed" not in done.stdout
 
 
-@pytest.mark.slow
 def test_import_that_fails_on_one_rank(ended: Callable[[str], Done]) -> None:
     done = ended("import")
     assert "No module named 'no_such_module'" in done.stdout

@@ -496,13 +496,18 @@ def test_a_device_that_is_in_use_is_kept(unused: dict[str, Any], monkeypatch: py
 
 # What differs between libraries is how arrays are recognised and made; the bodies run in full on cupy's.
 @pytest.mark.slow
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "scatter", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "collective",
+    ["reduce_scatter", *(pytest.param(one, marks=pytest.mark.long) for one in ("allreduce", "allgather", "scatter"))],
+)
 def test_native_rows(some_more: Ranks, collective: str) -> None:
     some_more(bodies.run_rows, Tensors(), collective, timeout=100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bool", "int64", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [*(pytest.param(one, marks=pytest.mark.long) for one in ("bool", "int64")), "bfloat16"]
+)
 def test_native_ops(some_more: Ranks, dtype: str) -> None:
     some_more(bodies.each_op_in_each_way, Tensors(), dtype, timeout=100)
 
