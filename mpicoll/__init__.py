@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from mpicoll.collectives.resilient import resilient
     from mpicoll.collectives.scan import iscan, scan, scan_init
     from mpicoll.collectives.scatter import iscatter, scatter, scatter_init
-    from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.core.communicator import Communicator
+    from mpicoll.engine.core.request import Request, waitall, waitany
     from mpicoll.engine.debug import debug
     from mpicoll.engine.plan import Plan
-    from mpicoll.engine.request import Request, waitall, waitany
     from mpicoll.engine.selection.selector import Choice, algorithms
     from mpicoll.engine.trace import trace
     from mpicoll.engine.world import run_local, world
@@ -162,10 +162,10 @@ _HOMES = {
     "collectives.resilient": "resilient",
     "collectives.scan": "iscan scan scan_init",
     "collectives.scatter": "iscatter scatter scatter_init",
-    "engine.communicator": "Communicator",
+    "engine.core.communicator": "Communicator",
     "engine.debug": "debug",
     "engine.plan": "Plan",
-    "engine.request": "Request waitall waitany",
+    "engine.core.request": "Request waitall waitany",
     "engine.selection.selector": "Choice algorithms",
     "engine.trace": "trace",
     "engine.world": "run_local world",

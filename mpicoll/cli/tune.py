@@ -335,9 +335,9 @@ def _met(library: Library) -> Any:
 
 def _candidates(point: _Point, size: int) -> list[str]:
     """All that can serve, each once."""
+    from mpicoll.engine.executors.shared_memory import piece_bytes
     from mpicoll.engine.selection.rules import format_range
     from mpicoll.engine.selection.selector import unsupported_reasons
-    from mpicoll.engine.shared import piece_bytes
 
     names = [name for name, refusal in unsupported_reasons(point.problem).items() if refusal is None]
     if "pieces" in names:

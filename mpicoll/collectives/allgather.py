@@ -18,12 +18,12 @@ from mpicoll.collectives.arguments import (
     within,
 )
 from mpicoll.collectives.memory import Source, Target
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.execute import Region, extents
+from mpicoll.engine.call_cache import repeated
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
+from mpicoll.engine.executors.schedule import Region, extents
 from mpicoll.engine.operation import Flat, Operation, start
 from mpicoll.engine.plan import Plan
-from mpicoll.engine.repeat import repeated
-from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
 

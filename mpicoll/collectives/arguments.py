@@ -17,9 +17,9 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike, Reduction
 from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
 from mpicoll.buffers.recognise import output, recognise
-from mpicoll.engine import device as devices
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.request import Request, seconds
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request, seconds
+from mpicoll.engine.executors import device as devices
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import choose
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from mpicoll.collectives.arguments import names_rank, problem, within
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.call_cache import repeated
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.operation import Flat, Operation, start
 from mpicoll.engine.plan import Plan
-from mpicoll.engine.repeat import repeated
-from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 
 _NOTHING = np.empty(0, np.uint8)

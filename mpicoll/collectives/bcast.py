@@ -8,11 +8,11 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import names_rank, problem, result, template, within
 from mpicoll.collectives.memory import Source, Target, vector
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.call_cache import repeated
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.operation import Flat, Operation, run, start
 from mpicoll.engine.plan import Plan
-from mpicoll.engine.repeat import repeated
-from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
 

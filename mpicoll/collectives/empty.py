@@ -12,9 +12,9 @@ import numpy as np
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives.arguments import names_rank, within
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError, ShapeError
 

@@ -12,7 +12,7 @@ from mpicoll.buffers.ops import OpLike
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import problem
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve

@@ -10,11 +10,11 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
 from mpicoll.collectives.memory import Work, flat_vectors, vector
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.call_cache import repeated
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.operation import Operation, run, start
 from mpicoll.engine.plan import Plan
-from mpicoll.engine.repeat import repeated
-from mpicoll.engine.request import Request
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.transport.base import Native
 

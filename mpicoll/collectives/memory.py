@@ -13,7 +13,7 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
-from mpicoll.engine.execute import Region, cut, extents
+from mpicoll.engine.executors.schedule import Region, cut, extents
 from mpicoll.engine.operation import Flat
 from mpicoll.schedules import Schedule
 

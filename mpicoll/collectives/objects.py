@@ -19,11 +19,11 @@ import numpy as np
 from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import allgather, arguments, bcast, gather, scatter
 from mpicoll.collectives.arguments import names_rank, within
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.execute import extents
+from mpicoll.engine.executors.schedule import extents
 from mpicoll.engine.operation import Operation, body_of, task
-from mpicoll.engine.request import Request
 from mpicoll.engine.selection.selector import choose, forced
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import ArgumentError, CommunicationError, DTypeError, MismatchError, ShapeError

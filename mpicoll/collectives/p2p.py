@@ -16,12 +16,12 @@ from mpicoll.buffers.streams import record_events
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import PROC_NULL, names_rank, result, seconds_of, template, within
 from mpicoll.collectives.memory import Source, Target
-from mpicoll.engine import notes
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.device import Landing, fetched, takes_straight
+from mpicoll.engine.checks import message_check
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.queue import Progress
+from mpicoll.engine.core.request import Request, waitall
 from mpicoll.engine.diagnostics.flight_recorder import Call, call_site, keepers
-from mpicoll.engine.progress import Progress
-from mpicoll.engine.request import Request, waitall
+from mpicoll.engine.executors.device import Landing, fetched, takes_straight
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import CommunicationError, MismatchError, RankError, Timeout, TruncationError
 from mpicoll.transport.base import Envelope, Pending
@@ -230,14 +230,14 @@ def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike 
 
 def _status(comm: Communicator, envelope: Envelope) -> Status:
     nbytes = envelope.nbytes
-    if comm.checks.calls and nbytes >= notes.LENGTH:
-        nbytes -= notes.LENGTH
+    if comm.checks.calls and nbytes >= message_check.LENGTH:
+        nbytes -= message_check.LENGTH
     return Status(envelope.source, envelope.tag, nbytes)
 
 
 def _noted(comm: Communicator, data: Array, call: Call) -> Array:
     """The message `data` as it is sent: with a note of what it is, where messages are checked."""
-    return notes.with_note(data, notes.note(call, call_site())) if comm.checks.calls else data
+    return message_check.with_note(data, message_check.note(call, call_site())) if comm.checks.calls else data
 
 
 class _Arrival:
@@ -252,11 +252,11 @@ class _Arrival:
         self._target = target
         self._name = call.name
         self.call = call
-        self._note: notes.Note | None = None
+        self._note: message_check.Note | None = None
         self.memory = target.raw
         if comm.checks.calls:
-            self._note = notes.note(call, call_site())
-            self.memory = notes.room(self.memory.size)
+            self._note = message_check.note(call, call_site())
+            self.memory = message_check.room(self.memory.size)
 
     def finish(self, envelope: Envelope, status: Status | None) -> Any:
         """The array, filled by what has come. Raises TruncationError or MismatchError if that is something else."""
@@ -267,9 +267,9 @@ class _Arrival:
             return self._out
         begin = 0
         if self._note is not None:
-            sent = notes.note_of(self.memory[:nbytes])
+            sent = message_check.note_of(self.memory[:nbytes])
             if sent is not None:
-                begin = notes.LENGTH
+                begin = message_check.LENGTH
                 nbytes -= begin
                 self._compare(sent, envelope.source, envelope.tag)
         if status is not None:
@@ -288,7 +288,7 @@ class _Arrival:
     def explained(self, error: TruncationError) -> TruncationError:
         """For a message that was larger than the memory for it: what it was, if its beginning has come."""
         if self._note is not None:
-            sent = notes.note_of(self.memory)
+            sent = message_check.note_of(self.memory)
             if sent is not None:
                 try:
                     self._compare(sent, self.call.peer, self.call.tag)
@@ -297,7 +297,7 @@ class _Arrival:
         comm = self._comm
         return TruncationError(f"{self.call} on {comm.name}, rank {comm.rank} of {comm.size}: {error}; {_AGREE}")
 
-    def _compare(self, sent: notes.Note, source: int | None, tag: int | None) -> None:
+    def _compare(self, sent: message_check.Note, source: int | None, tag: int | None) -> None:
         """Raise TruncationError or MismatchError if it was sent as something else than is expected here."""
         expected = self._note
         assert expected is not None
@@ -332,7 +332,7 @@ def _go_together(sent: Sequence[int] | None, expected: Sequence[int] | None) -> 
     return sent is None or expected is None or sent == expected or min(len(sent), len(expected)) < 2
 
 
-def _told(about: notes.Note) -> str:
+def _told(about: message_check.Note) -> str:
     return f"{about['text']}" + (f" at {about['site']}" if about["site"] else "")
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from mpicoll.collectives.allgather import allgather
 from mpicoll.collectives.bcast import bcast
-from mpicoll.engine import survive
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core import state_copy
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed
 
@@ -77,7 +77,7 @@ class _Loop:
         self._comm = comm
         self._every = every
         self._setup = setup
-        self._kept = 0, survive.taken(state)
+        self._kept = 0, state_copy.taken(state)
         self._members = comm.members
 
     def run(self) -> Any:
@@ -116,11 +116,11 @@ class _Loop:
         comm = self._comm
         done = allgather(np.array([self._kept[0]]), comm=comm).reshape(-1)
         source = int(done.argmax())
-        own = survive.packed(self._kept[1]) if comm.rank == source else np.empty(0, np.uint8)
+        own = state_copy.packed(self._kept[1]) if comm.rank == source else np.empty(0, np.uint8)
         size = int(bcast(np.array(own.size), root=source, comm=comm))
         data = bcast(own if comm.rank == source else np.empty(size, np.uint8), root=source, comm=comm)
         if comm.rank != source:
-            self._kept = int(done[source]), survive.unpacked(data)
+            self._kept = int(done[source]), state_copy.unpacked(data)
         if comm.rank == 0:
             gone = sorted(set(self._members) - set(comm.members))
             _log.warning(
@@ -130,7 +130,7 @@ class _Loop:
                 self._kept[0],
             )
         self._members = comm.members
-        self._state = survive.put_back(self._kept[1], self._state)
+        self._state = state_copy.put_back(self._kept[1], self._state)
 
     def _go_on(self) -> None:
         number = self._kept[0]
@@ -141,4 +141,4 @@ class _Loop:
                 self._state = returned
             number += 1
             if number % self._every == 0 or number == self._steps:
-                self._kept = number, survive.taken(self._state)
+                self._kept = number, state_copy.taken(self._state)

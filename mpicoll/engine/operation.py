@@ -16,13 +16,13 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine, Fold, Reduction
 from mpicoll.buffers.pair import parts_of
 from mpicoll.buffers.streams import record_events
-from mpicoll.engine import device as devices
-from mpicoll.engine import ipc, shared
-from mpicoll.engine.arena import Arena, Body
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.arena import Arena, Body
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import WITHIN, Call
-from mpicoll.engine.execute import Program, Region, Wire, bind
-from mpicoll.engine.request import Request
+from mpicoll.engine.executors import cuda_ipc, shared_memory
+from mpicoll.engine.executors import device as devices
+from mpicoll.engine.executors.schedule import Program, Region, Wire, bind
 from mpicoll.engine.selection.catalogue import DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose
@@ -190,7 +190,7 @@ def body_of(
         return _shared(operation, choice, call)
     if isinstance(choice.algorithm, HierarchicalAlgorithm):
         # Not above: its phases are operations too.
-        from mpicoll.engine.hierarchy import hierarchical
+        from mpicoll.engine.executors.hierarchical import hierarchical
 
         return hierarchical(operation)
     return scheduled(operation, choice, comm.transport, bound=bound)
@@ -244,13 +244,13 @@ class Shared:
         dtype: np.dtype[Any],
         counts: tuple[int, ...],
         fold: Fold | None = None,
-        peers: ipc.Peers | None = None,
+        peers: cuda_ipc.Peers | None = None,
         call: Call | None = None,
     ) -> None:
         assert isinstance(choice.algorithm, SharedMemoryAlgorithm | DeviceAlgorithm)
         self._comm = comm
         self._peers = peers
-        self._spec = shared.Spec(
+        self._spec = shared_memory.Spec(
             problem.collective, choice.algorithm.name, dtype, counts, problem.root, fold, choice.segment
         )
         self._signature = self._spec.signature
@@ -266,7 +266,7 @@ class Shared:
         operation: Operation,
         choice: Choice,
         flat: Flat,
-        peers: ipc.Peers | None = None,
+        peers: cuda_ipc.Peers | None = None,
         call: Call | None = None,
     ) -> Shared:
         """For `operation`, which works on arrays like those of `flat`."""
@@ -289,7 +289,9 @@ class Shared:
             if arena is None:
                 raise Unshared("there is no shared memory after all; it is carried out another way")
             peers = self._peers
-            self._body = shared.bind(arena, self._spec) if peers is None else ipc.bind(arena, peers, self._spec)
+            self._body = (
+                shared_memory.bind(arena, self._spec) if peers is None else cuda_ipc.bind(arena, peers, self._spec)
+            )
         assert self._body is not None
         arena.run(self._body, source, target, load, self._signature, settle)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.engine.device import chooser
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.engine.core.queue import Job
 from mpicoll.engine.diagnostics.flight_recorder import Call, keepers
+from mpicoll.engine.executors.device import chooser
 from mpicoll.engine.operation import Operation, Task, body_of, call_of, carrier, chosen
-from mpicoll.engine.process_local import refuse_pickling
-from mpicoll.engine.progress import Job
 from mpicoll.engine.selection.catalogue import NATIVE
 from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import ArgumentError

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
-from mpicoll.engine import check, nccl, notes
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.checks import call_check, message_check
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.queue import Waiting
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Past, keepers
 from mpicoll.engine.diagnostics.process_exit import (
     abort_on_failure,
@@ -30,7 +31,7 @@ from mpicoll.engine.diagnostics.process_exit import (
     listen_for_signals,
 )
 from mpicoll.engine.diagnostics.watchdog import Watch
-from mpicoll.engine.progress import Waiting
+from mpicoll.engine.executors import nccl
 from mpicoll.engine.selection import tuned_table
 from mpicoll.errors import CommunicationError, CommunicatorError, MpicollError, RankError, RankFailed, SetupError
 from mpicoll.transport import claim, launch_env, local
@@ -78,7 +79,7 @@ def _make_world() -> Communicator:
                 _world = _mpi_world()
             else:
                 alone = local.transports(local.World(1, timeout=config().timeout))[0]
-                _world = Communicator(alone, None, name="world", checks=check.Options.of(config().check))
+                _world = Communicator(alone, None, name="world", checks=call_check.Options.of(config().check))
             _world.replaced = _rebind
             _trace(_world)
     return _world
@@ -150,7 +151,7 @@ def _mpi_world() -> Communicator:
         watch.mourn, watch.started = mpi.mark_dead, mpi.active_transfers.started
         _watched(watch, "connecting the ranks", lambda: _connect(watch, transport, survives=mpi.fault_tolerant()))
     table = _watched(watch, "sharing the tuned table", lambda: tuned_table.share(transport, mpi.library()))
-    checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
+    checks = _watched(watch, "agreeing on checks", lambda: call_check.agreed(transport, config().check))
     return Communicator(transport, watch, name="world", table=table, checks=checks)
 
 
@@ -276,7 +277,7 @@ def _warn_of_messages() -> None:
         return
     with suppress(MpicollError):  # where ranks have died
         if _world.transport.settle(_SETTLE):
-            notes.warn(check.family.members())
+            message_check.warn(call_check.family.members())
 
 
 def resolve(comm: CommLike) -> Communicator:
@@ -315,7 +316,7 @@ def _adopt(
     if _world is None and transport.size == mpi_size:
         _make_world()  # in which the watches learn of each other, and which is traced
     table = _watched(watch, "sharing the tuned table", lambda: tuned_table.share(transport, library(), known))
-    checks = _watched(watch, "agreeing on checks", lambda: check.agreed(transport, config().check))
+    checks = _watched(watch, "agreeing on checks", lambda: call_check.agreed(transport, config().check))
     return Communicator(transport, watch, name="mpi4py", world=False, table=table, checks=checks)
 
 
@@ -349,7 +350,7 @@ def run_local(
     def rank_main(transport: local.LocalTransport) -> None:
         # Each rank is a thread here, and has what a process has elsewhere.
         comm = Communicator(
-            transport, None, name="world", checks=check.Options.of(config().check), family=check.Family()
+            transport, None, name="world", checks=call_check.Options.of(config().check), family=call_check.Family()
         )
         worlds.append(comm)
         comm.replaced = _rebind_here
@@ -380,7 +381,7 @@ def run_local(
         thread.join()
     if not failures and not faults:
         worlds.sort(key=lambda comm: comm.rank)
-        notes.warn(comm for one in worlds for comm in one.family.members())
+        message_check.warn(comm for one in worlds for comm in one.family.members())
     if failures:
         rank, error = min(failures, key=lambda failure: type(failure[1]) in (CommunicationError, RankFailed))
         if sys.version_info >= (3, 11):

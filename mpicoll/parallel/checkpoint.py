@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mpicoll.collectives.allgather import allgather
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel.layers.base import restore_shard_marks

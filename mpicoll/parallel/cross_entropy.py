@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpicoll.collectives.allreduce import allreduce
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, ShapeError
 from mpicoll.parallel.groups import communicator
 from mpicoll.parallel.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from mpicoll.collectives.allreduce import allreduce, iallreduce
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError
 from mpicoll.parallel import groups
 from mpicoll.parallel.shards import shard_of

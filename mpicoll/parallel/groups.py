@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.torch import groups as torch_groups
 

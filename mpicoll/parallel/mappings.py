@@ -70,7 +70,7 @@ from mpicoll.collectives.allgather import allgather
 from mpicoll.collectives.allreduce import allreduce
 from mpicoll.collectives.alltoall import alltoall
 from mpicoll.collectives.reduce_scatter import reduce_scatter
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.parallel.groups import communicator
 from mpicoll.torch.no_compile import eager

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ShapeError
 
 _ATTRIBUTE = "mpicoll_shard"

@@ -49,7 +49,7 @@ from mpicoll.collectives.gather import gather as native_gather
 from mpicoll.collectives.reduce import reduce as native_reduce
 from mpicoll.collectives.reduce_scatter import reduce_scatter as native_reduce_scatter
 from mpicoll.collectives.scatter import scatter as native_scatter
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
 from mpicoll.torch.c10d_collectives import op_of
 from mpicoll.torch.groups import communicator

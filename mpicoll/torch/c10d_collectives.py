@@ -38,10 +38,10 @@ from mpicoll.collectives import (
     scatter as scatters,
 )
 from mpicoll.collectives.arguments import key_of, names_rank
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.call_cache import repeated_task
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.operation import Operation, Task, task
-from mpicoll.engine.repeat import repeated_task
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.torch.tensors import (
     Restore,

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 
 _log = logging.getLogger("mpicoll")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError
 from mpicoll.torch.groups import communicator

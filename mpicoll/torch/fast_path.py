@@ -15,10 +15,10 @@ from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import problem
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.call_cache import KEPT
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.operation import Shared, Unshared
-from mpicoll.engine.repeat import KEPT
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, forced
 from mpicoll.torch.c10d_collectives import op_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import SetupError
 from mpicoll.torch import (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import resolve
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.torch.process_group import ProcessGroupMpicoll

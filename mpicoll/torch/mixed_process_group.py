@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
 from mpicoll.torch.c10d_short_forms import full_form
 from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll

@@ -25,11 +25,11 @@ from torch.distributed.distributed_c10d import (
 
 from mpicoll.collectives import p2p
 from mpicoll.config import config
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.watchdog import FULL_FROM
 from mpicoll.engine.operation import Task
-from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import barrier_monitor, c10d_collectives, sparse
 from mpicoll.torch.c10d_short_forms import full_form, takes_short_forms

@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from mpicoll.collectives.bcast import bcast
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError

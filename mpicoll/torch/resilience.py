@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.collectives import resilient as native
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch.groups import default_group

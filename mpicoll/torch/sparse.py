@@ -10,7 +10,7 @@ import torch
 from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives import allgather
 from mpicoll.collectives.arguments import names_rank
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.operation import Task, task
 from mpicoll.errors import DTypeError

@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from mpicoll.engine.poller import poller
-from mpicoll.engine.process_local import refuse_pickling
-from mpicoll.engine.progress import Job
-from mpicoll.engine.request import Request
+from mpicoll.engine.core.poller import poller
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.engine.core.queue import Job
+from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicationError, MpicollError
 from mpicoll.torch.tensors import Restore, aside, cuda_devices
 

@@ -12,7 +12,7 @@ import torch
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine import notes
+from mpicoll.engine.checks import message_check
 from mpicoll.engine.diagnostics.flight_recorder import Call, Site
 
 HERE = Path(__file__).name
@@ -230,21 +230,23 @@ def test_a_run_that_leaves_messages(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", ["/x.py", "/" + "long/" * 300 + "x.py", "/ü" * 2000 + "/x.py"])
 def test_notes_have_one_length(path: str) -> None:
     call = Call("send", 24, "float64", (3,), peer=1, tag=2, collective=False)
-    about = notes.note(call, Site(path, 7, "main"))
-    whole = notes.with_note(np.arange(24, dtype=np.uint8), about)
-    assert whole.size == notes.LENGTH + 24
-    found = notes.note_of(whole)
+    about = message_check.note(call, Site(path, 7, "main"))
+    whole = message_check.with_note(np.arange(24, dtype=np.uint8), about)
+    assert whole.size == message_check.LENGTH + 24
+    found = message_check.note_of(whole)
     assert found is not None
     assert (found["dtype"], found["shape"], found["nbytes"]) == ("float64", [3], 24)
     assert found["site"].endswith("x.py:7 in main")
     assert found["text"] == "send(float64[3], peer=1, tag=2)"
-    np.testing.assert_array_equal(whole[notes.LENGTH :], np.arange(24))
-    assert notes.note_of(whole[: notes.LENGTH - 1]) is None
-    assert notes.note_of(whole[1:]) is None
+    np.testing.assert_array_equal(whole[message_check.LENGTH :], np.arange(24))
+    assert message_check.note_of(whole[: message_check.LENGTH - 1]) is None
+    assert message_check.note_of(whole[1:]) is None
 
 
 def test_notes_of_many_dimensions() -> None:
     call = Call("send", 8, "float64", (1,) * 64, peer=1, tag=2, collective=False)
-    found = notes.note_of(notes.with_note(np.zeros(8, np.uint8), notes.note(call, Site("/y" * 300, 7, "f" * 400))))
+    found = message_check.note_of(
+        message_check.with_note(np.zeros(8, np.uint8), message_check.note(call, Site("/y" * 300, 7, "f" * 400)))
+    )
     assert found is not None
     assert (found["dtype"], found["nbytes"]) == ("float64", 8)

@@ -12,7 +12,7 @@ from support.ranks import Ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mpicoll
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.parallel import groups
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.engine.check import EACH
+from mpicoll.engine.checks.call_check import EACH
 
 KINDS = ("operation", "dtype", "shape", "op", "root", "counts", "order")
 """Those of which all ranks learn at once."""

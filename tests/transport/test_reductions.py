@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import CommunicationError
 from mpicoll.transport import launcher, probes, reduction_probes, reductions
 

@@ -20,7 +20,7 @@ from mpicoll.cli.bench.measure import Point, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
 from mpicoll.cli.bench.team import Team
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
 

@@ -16,7 +16,7 @@ import numpy as np
 import mpicoll
 from mpicoll.cli.bench import device_arrays
 from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, Case, Kind, wide
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import SetupError
 
 Call: TypeAlias = Callable[[], Any]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.cli import formatting
 from mpicoll.cli.bench.measure import Point, Result
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

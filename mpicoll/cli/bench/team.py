@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import MpicollError, SetupError
 
 

@@ -159,8 +159,8 @@ class Group:
     """A communicator as others get to know it. `key` is the same on all its ranks, and that of no other; `members` are
     ranks of the world; `timeout` the seconds that an operation on it may take; `traffic` counts its messages.
 
-    A sequence of meetings (:meth:`~mpicoll.engine.progress.Progress.meet`) is a Group of its own, whose key is that of
-    the communicator, a space and what the meetings are called; `members` are the ranks that meet."""
+    A sequence of meetings (:meth:`~mpicoll.engine.core.queue.Progress.meet`) is a Group of its own, whose key is that
+    of the communicator, a space and what the meetings are called; `members` are the ranks that meet."""
 
     key: str
     name: str

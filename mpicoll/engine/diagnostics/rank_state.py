@@ -43,7 +43,7 @@ kernels keep."""
 
 
 class Queue(Protocol):
-    """The queue of a communicator, in so far as it is looked at here: a :class:`~mpicoll.engine.progress.Progress`."""
+    """The part of a communicator's queue (:class:`~mpicoll.engine.core.queue.Progress`) that is read here."""
 
     current: Raw | None
     executing: Executing

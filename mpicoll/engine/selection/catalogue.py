@@ -43,7 +43,7 @@ SHARED_MEMORY = {
     "alltoall": ("pieces", "cma"),
     "barrier": ("slots",),
 }
-"""Algorithms of each collective in memory that the ranks of a node share (:mod:`mpicoll.engine.shared`)."""
+"""Algorithms of each collective in memory that ranks share (:mod:`mpicoll.engine.executors.shared_memory`)."""
 
 MAX_SLOTS_BYTES = 256 * 1024
 """Largest vector for ``slots``, in bytes of the dtype in which it is reduced, which may be wider than the caller's."""
@@ -54,21 +54,21 @@ SLOT_BYTES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryAlgorithm:
-    """``slots``, ``pieces`` or ``cma`` (see :mod:`mpicoll.engine.shared`)."""
+    """``slots``, ``pieces`` or ``cma`` (see :mod:`mpicoll.engine.executors.shared_memory`)."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceAlgorithm:
-    """``nccl`` or ``ipc`` (see :mod:`mpicoll.engine.device`)."""
+    """``nccl`` or ``ipc`` (see :mod:`mpicoll.engine.executors.device`)."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalAlgorithm:
-    """Phases within the nodes and between them (see :mod:`mpicoll.engine.hierarchy`)."""
+    """Phases within the nodes and between them (see :mod:`mpicoll.engine.executors.hierarchical`)."""
 
 
 AnyAlgorithm: TypeAlias = "Algorithm | SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm | None"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpicoll.collectives.allgather import allgather
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from mpicoll.parallel.context_parallel.sequence import LAYOUTS, Layout, check_chunks, check_layout, describe_rank
 

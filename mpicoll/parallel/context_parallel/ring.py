@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpicoll.collectives import p2p
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.poller import poller
-from mpicoll.engine.request import waitall
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.poller import poller
+from mpicoll.engine.core.request import waitall
 from mpicoll.engine.world import resolve
 from mpicoll.errors import ArgumentError, CommunicationError
 from mpicoll.parallel.context_parallel.arguments import check_agreement, check_arguments

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, ShapeError
 from mpicoll.parallel.groups import communicator
 from mpicoll.torch.autograd import all_gather_single

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ShapeError
 from mpicoll.parallel.context_parallel.arguments import check_agreement, check_arguments
 from mpicoll.parallel.context_parallel.sequence import Layout, describe_rank, order_tokens, token_positions

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from mpicoll.collectives.allgather import allgather
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, ShapeError
 from mpicoll.parallel.mappings import (
     copy_to_tensor_model_parallel_region,

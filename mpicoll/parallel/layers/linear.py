@@ -13,8 +13,8 @@ from torch.nn import Parameter, functional
 from mpicoll.collectives.allgather import allgather, iallgather
 from mpicoll.collectives.allreduce import allreduce, iallreduce
 from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.request import Request
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.errors import ArgumentError, ShapeError
 from mpicoll.parallel.groups import communicator
 from mpicoll.parallel.layers.base import (

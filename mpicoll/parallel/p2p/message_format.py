@@ -17,8 +17,8 @@ from mpicoll.buffers.device import Device, device_of
 from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives.bcast import ibcast
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.request import Request
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicatorError, DTypeError, Timeout
 from mpicoll.torch.tensors import check_plain, flat_input
 from mpicoll.transport.base import Envelope, Memory

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from mpicoll.collectives.allgather import allgather
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.poller import poller
+from mpicoll.engine.core.queue import Progress, Waiting
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.poller import poller
-from mpicoll.engine.progress import Progress, Waiting
-from mpicoll.engine.request import Request
 from mpicoll.engine.world import world
 from mpicoll.errors import CommunicationError, CommunicatorError, DTypeError, RankError, ShapeError, Timeout
 from mpicoll.parallel import groups

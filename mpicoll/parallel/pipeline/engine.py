@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from mpicoll.collectives.allreduce import allreduce
 from mpicoll.collectives.bcast import bcast
-from mpicoll.engine.communicator import Communicator
-from mpicoll.engine.request import Request
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.request import Request
 from mpicoll.errors import (
     AlgorithmError,
     ArgumentError,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel import groups
 from mpicoll.parallel.topology.process_topology import SHORT_NAMES, ProcessTopology, canonicalize_axis, format_extents

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpicoll.engine.diagnostics.position import Executing, Position
-from mpicoll.engine.execute import Region, bind
+from mpicoll.engine.executors.schedule import Region, bind
 from mpicoll.schedules import Recv, Round, Schedule, Send
 from mpicoll.transport.base import Message
 

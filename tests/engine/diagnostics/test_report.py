@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll.engine.core.queue import Progress, unmatched
 from mpicoll.engine.diagnostics import flight_recorder, rank_state
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.call_facts import describe_call, messages_of, ranks_needed
@@ -27,7 +28,6 @@ from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.rank_state import absent, own_state, unreached
 from mpicoll.engine.diagnostics.report_file import text_of, words_of, write
 from mpicoll.engine.diagnostics.wording import rank_list
-from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.errors import ArgumentError
 
 State = dict[str, Any]

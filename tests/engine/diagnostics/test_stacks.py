@@ -14,7 +14,7 @@ import mpicoll
 from mpicoll.engine.diagnostics.flight_recorder import Site
 from mpicoll.engine.diagnostics.stacks import call_site_in, is_idle, program_site, runs_program, source_line, stacks
 
-OURS = str(Path(mpicoll.__file__).parent / "engine" / "progress.py")
+OURS = str(Path(mpicoll.__file__).parent / "engine" / "core" / "queue.py")
 INSTALLED = pytest.__file__
 STANDARD = threading.__file__
 

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll.engine.core.queue import Job, Progress
 from mpicoll.engine.diagnostics import watchdog
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Raw
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.process_exit import _fold, abort_on_failure, say
 from mpicoll.engine.diagnostics.watchdog import Watch
-from mpicoll.engine.progress import Job, Progress
 from mpicoll.transport.control.network import Message
 
 Starter = Callable[..., "CompletedProcess[str]"]

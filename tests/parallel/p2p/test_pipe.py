@@ -17,7 +17,7 @@ from support.stage_values import DTYPES, Pair, same, tensor, value
 
 import mpicoll
 from mpicoll import run_local
-from mpicoll.engine.poller import poller
+from mpicoll.engine.core.poller import poller
 from mpicoll.errors import (
     CommunicationError,
     CommunicatorError,

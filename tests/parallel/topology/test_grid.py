@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicoll
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, RankError, ShapeError
 from mpicoll.parallel import groups
 from mpicoll.parallel.topology import (

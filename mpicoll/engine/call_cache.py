@@ -13,7 +13,7 @@ import numpy as np
 from mpicoll.buffers.buffer import Wrap
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.recognise import numpy_views
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call, keepers
 from mpicoll.engine.operation import Operation, Shared, Task, body_of, call_of, run, task
 from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm

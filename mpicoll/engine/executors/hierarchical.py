@@ -22,10 +22,10 @@ import numpy as np
 from mpicoll.buffers.device import device_of, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
-from mpicoll.engine import device as devices
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.position import Position
-from mpicoll.engine.execute import Region, cut, extents
+from mpicoll.engine.executors import device as devices
+from mpicoll.engine.executors.schedule import Region, cut, extents
 from mpicoll.engine.operation import Flat, Operation, carrier, chosen
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.schedules import Schedule

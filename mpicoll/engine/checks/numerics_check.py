@@ -12,7 +12,7 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.pair import PairLibrary
 from mpicoll.buffers.recognise import recognise
-from mpicoll.engine.device import on_host
+from mpicoll.engine.executors.device import on_host
 from mpicoll.engine.operation import Operation
 
 _GROW = ("sum", "prod", "avg", "premul_sum", "user")

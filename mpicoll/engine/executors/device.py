@@ -25,7 +25,8 @@ from mpicoll.buffers.device import Device, DeviceArray, Event, empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Reduction
 from mpicoll.buffers.streams import record_events
-from mpicoll.engine import cuda_probes, ipc, nccl
+from mpicoll.engine import cuda_probes
+from mpicoll.engine.executors import cuda_ipc, nccl
 from mpicoll.engine.selection.catalogue import IPC, NCCL, DeviceAlgorithm, HierarchicalAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.engine.selection.selector import Choice, choose
@@ -34,8 +35,8 @@ from mpicoll.transport import cuda_awareness
 from mpicoll.transport.base import Message, Transport
 
 if TYPE_CHECKING:
-    from mpicoll.engine.arena import Arena
-    from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.core.arena import Arena
+    from mpicoll.engine.core.communicator import Communicator
     from mpicoll.engine.operation import Operation
 
 _NOTHING = np.empty(0, np.uint8)
@@ -58,7 +59,7 @@ class Devices:
         self._nccl = "there is a single rank" if comm.size == 1 else None
         self._aware: frozenset[str] = frozenset(cuda_awareness.CLASSES)
         self._models: str | None = None
-        self.peers: ipc.Peers | None = None
+        self.peers: cuda_ipc.Peers | None = None
         self._native: nccl.Nccl | None = None
         self._page_locked: Arena | None = None
 
@@ -105,7 +106,7 @@ class Devices:
             if arena is None:
                 self._ipc = "there is no shared memory after all"
             else:
-                self.peers = ipc.Peers(self._transport, arena, self.device)
+                self.peers = cuda_ipc.Peers(self._transport, arena, self.device)
                 self._ipc = self.peers.check()
         shared = max(Counter(one["device"] for one in all_told).values())
         self._models = " and ".join(sorted({one["model"] for one in all_told})) + f" shared by {shared}" * (shared > 1)

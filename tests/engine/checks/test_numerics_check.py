@@ -13,8 +13,9 @@ import torch
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine import numerics, operation
-from mpicoll.engine.communicator import Communicator
+from mpicoll.engine import operation
+from mpicoll.engine.checks import numerics_check
+from mpicoll.engine.core.communicator import Communicator
 
 NAN, INF = float("nan"), float("inf")
 
@@ -212,7 +213,7 @@ def test_first_index_and_numbers_against_a_slow_count() -> None:
     for dtype in ("float32", "float64", "float16", "complex64", "bfloat16"):
         for shape in ((), (1,), (7,), (3, 4, 5), (0,), (2_100_000,)):
             x = np.asarray(rng.standard_normal(shape)).astype(DTYPES[dtype])
-            assert numerics.flaw(x, dtype) == ""
+            assert numerics_check.flaw(x, dtype) == ""
             if not x.size:
                 continue
             places = rng.choice(x.size, size=min(3, x.size), replace=False)
@@ -223,9 +224,9 @@ def test_first_index_and_numbers_against_a_slow_count() -> None:
             nans, others = int(np.isnan(wide).sum()), len(wrong)
             kinds = f"{nans} NaN" + (f" and {others - nans} infinite" if others > nans else "")
             expected = f"{kinds} of {x.size} element{'s' * (x.size > 1)}, the first at {wrong[0].tolist()}"
-            assert numerics.flaw(x, dtype) == expected
+            assert numerics_check.flaw(x, dtype) == expected
             if dtype == "bfloat16":
-                assert numerics.flaw(x.view(np.uint16), dtype) == expected
+                assert numerics_check.flaw(x.view(np.uint16), dtype) == expected
 
 
 # --- checksums

@@ -19,9 +19,9 @@ import pytest
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine import progress
+from mpicoll.engine.core import queue as queue_module
+from mpicoll.engine.core.queue import Job, Progress
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
-from mpicoll.engine.progress import Job, Progress
 from mpicoll.transport import local
 
 WHAT = Call("a test of the queue")
@@ -520,7 +520,7 @@ def test_callbacks_of_a_failed_job(queue: Progress) -> None:
 
 
 def test_an_idle_worker_ends_and_another_one_takes_over(queue: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_IDLE", 0.05)
+    monkeypatch.setattr(queue_module, "_IDLE", 0.05)
     queue.submit(lambda: None, WHAT).wait(20)
     first = queue._worker
     until(lambda: queue._worker is None)

@@ -5,8 +5,8 @@ exchange of one word, and only where the words differ do the ranks exchange desc
 raise the same error then, before anything else has been sent, and the communicator stays usable.
 
 By default the ranks compare a signature of each call. In shared memory that costs next to nothing (see
-:meth:`mpicoll.engine.arena.Arena.matcher`). Where ranks share no memory, :class:`Between` compares each of the first
-collectives of a communicator, and later ones many at once, unless ``MPICOLL_CHECK=off``.
+:meth:`mpicoll.engine.core.arena.Arena.matcher`). Where ranks share no memory, :class:`Between` compares each of the
+first collectives of a communicator, and later ones many at once, unless ``MPICOLL_CHECK=off``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpicoll.errors import CommunicationError, CommunicatorError, MismatchError,
 from mpicoll.transport.base import Transport
 
 if TYPE_CHECKING:
-    from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.core.communicator import Communicator
 
 Told: TypeAlias = "dict[str, Any]"
 """What a rank tells the others about its call."""
@@ -163,7 +163,7 @@ class Check:
         operations = getattr(function, "operations", ())
         flaw = ""
         if self._options.numerics and operations:
-            from mpicoll.engine.numerics import flaw_of_input
+            from mpicoll.engine.checks.numerics_check import flaw_of_input
 
             flaw = next(filter(None, map(flaw_of_input, operations)), "")
         fields, apart = compared(entry, operations)
@@ -190,15 +190,15 @@ class Check:
         operations = getattr(function, "operations", ())
         if not operations or not (self._options.numerics or self._options.checksum):
             return
-        from mpicoll.engine import numerics
+        from mpicoll.engine.checks import numerics_check
 
-        growing = [one for one in operations if numerics.may_overflow(one)] if self._options.numerics else []
+        growing = [one for one in operations if numerics_check.may_overflow(one)] if self._options.numerics else []
         same = [one for one in operations if one.problem.collective in _SAME] if self._options.checksum else []
         if not growing and not same:
             return
         entry = Entry._make(raw)
-        flaw = next(filter(None, map(numerics.flaw_of_result, growing)), "")
-        sums = [numerics.checksum(one) for one in same]
+        flaw = next(filter(None, map(numerics_check.flaw_of_result, growing)), "")
+        sums = [numerics_check.checksum(one) for one in same]
         fields, _ = compared(entry, operations)
 
         def told() -> Told:

@@ -20,8 +20,8 @@ from support.ranks import Ranks, some_more
 
 import mpicoll
 from mpicoll.buffers.device import DeviceArray
-from mpicoll.engine import nccl
-from mpicoll.engine.nccl import Nccl, refusal
+from mpicoll.engine.executors import nccl
+from mpicoll.engine.executors.nccl import Nccl, refusal
 from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError, DeviceError, RankFailed, Timeout
 
 __all__ = ["some_more"]

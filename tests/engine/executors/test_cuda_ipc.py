@@ -23,9 +23,9 @@ from mpicoll.buffers import dtypes, ops
 from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, Export, view
 from mpicoll.buffers.recognise import recognise
-from mpicoll.engine import ipc
-from mpicoll.engine.ipc import COLLECTIVES, Peers
-from mpicoll.engine.shared import Spec
+from mpicoll.engine.executors import cuda_ipc
+from mpicoll.engine.executors.cuda_ipc import COLLECTIVES, Peers
+from mpicoll.engine.executors.shared_memory import Spec
 from mpicoll.errors import CommunicationError, DeviceError
 
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -74,7 +74,7 @@ class Node:
         return values
 
     def run(self, spec: Spec, source: Any, target: Any, load: Callable[[], None] | None = None) -> None:
-        body = ipc.bind(self.arena, self.peers, spec)
+        body = cuda_ipc.bind(self.arena, self.peers, spec)
         with self.device.working():
             self.arena.run(body, source, target, load, spec.signature, self.device.synchronize)
 
@@ -484,7 +484,7 @@ def test_what_was_opened_is_closed_with_the_communicator(cuda: ModuleType) -> No
 
 def test_few_allocations_are_kept_open(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were not used for longest give way, and are opened again when they are used again."""
-    monkeypatch.setattr(ipc, "OPEN", 2)
+    monkeypatch.setattr(cuda_ipc, "OPEN", 2)
 
     def body() -> None:
         node = Node()
@@ -524,7 +524,7 @@ def test_announced_once(several: Ranks) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_memory_that_others_cannot_open(several: Ranks, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory stands in for it, whatever the other ranks have."""
-    monkeypatch.setattr(ipc, "STANDING", 4096)
+    monkeypatch.setattr(cuda_ipc, "STANDING", 4096)
 
     def body() -> None:
         node = Node(random(collective, mpicoll.world().rank))
@@ -574,7 +574,7 @@ def test_memory_that_nobody_can_open_any_more(several: Ranks) -> None:
 
 def test_any_order_of_calls(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives, sizes, dtypes, new and old memory as they come."""
-    monkeypatch.setattr(ipc, "_VIEWS", 5)
+    monkeypatch.setattr(cuda_ipc, "_VIEWS", 5)
 
     def body() -> None:
         node = Node(random("coin", mpicoll.world().rank))
@@ -681,7 +681,7 @@ def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, set
         news = node.device.pinned(4000).view(np.int32)
         news[:] = values[node.rank]
         spec = Case(node, "allreduce", [1000] * node.size).spec(source.dtype, _fold("sum", news))
-        body = ipc.bind(node.arena, node.peers, spec)
+        body = cuda_ipc.bind(node.arena, node.peers, spec)
 
         def load() -> None:
             node.device.copy(source, news)

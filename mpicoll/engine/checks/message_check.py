@@ -15,7 +15,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Call, Site
 from mpicoll.errors import MpicollError
 
 if TYPE_CHECKING:
-    from mpicoll.engine.communicator import Communicator
+    from mpicoll.engine.core.communicator import Communicator
 
 Note: TypeAlias = "dict[str, Any]"
 """``text``, ``dtype``, ``shape``, ``nbytes`` and ``site`` of a call."""

@@ -11,8 +11,8 @@ import pytest
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine import poller as module
-from mpicoll.engine.poller import Poller
+from mpicoll.engine.core import poller as module
+from mpicoll.engine.core.poller import Poller
 
 
 class Transfer:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mpicoll
 from mpicoll import schedules
-from mpicoll.engine.execute import Program, Region, bind, cut, extents
+from mpicoll.engine.executors.schedule import Program, Region, bind, cut, extents
 from mpicoll.schedules import Copy, Recv, Reduce, Round, Schedule, Send
 from mpicoll.transport import local
 from mpicoll.transport.base import Message

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mpicoll
-from mpicoll.engine.progress import Job
+from mpicoll.engine.core.queue import Job
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 REMEDIES = {

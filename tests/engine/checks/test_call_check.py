@@ -13,7 +13,7 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.config import Config
-from mpicoll.engine.check import TEXT, Options, brief, from_texts, hashed, judged
+from mpicoll.engine.checks.call_check import TEXT, Options, brief, from_texts, hashed, judged
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Site
 from mpicoll.errors import SetupError
 
@@ -483,7 +483,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     os.environ["MPICOLL_CHECK"] = "numerics"
 import mpicoll
 world = mpicoll.world()
-assert world.checks == mpicoll.engine.check.Options(True, True, False), world.checks
+assert world.checks == mpicoll.engine.checks.call_check.Options(True, True, False), world.checks
 from mpi4py import MPI
 own = MPI.COMM_WORLD.Split(world.rank // 2)
 pair = mpicoll.allreduce(1, comm=own)

@@ -13,9 +13,9 @@ import pytest
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.engine.core.queue import Progress
+from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
-from mpicoll.engine.progress import Progress
-from mpicoll.engine.request import Request
 
 
 class Handle:

@@ -18,8 +18,8 @@ from mpicoll.buffers.device import Device, DeviceArray
 from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.streams import record_events
 from mpicoll.collectives.arguments import operand
-from mpicoll.engine import device as devices
-from mpicoll.engine.device import PIECE
+from mpicoll.engine.executors import device as devices
+from mpicoll.engine.executors.device import PIECE
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import TunedTable, selection_context
 from mpicoll.engine.selection.rules import parse_rules

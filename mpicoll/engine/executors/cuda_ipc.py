@@ -25,9 +25,9 @@ import numpy as np
 from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.arena import Arena, Body
-from mpicoll.engine.execute import extents
-from mpicoll.engine.shared import Move, Spec, moves_of, own_data, shares_of
+from mpicoll.engine.core.arena import Arena, Body
+from mpicoll.engine.executors.schedule import extents
+from mpicoll.engine.executors.shared_memory import Move, Spec, moves_of, own_data, shares_of
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
 

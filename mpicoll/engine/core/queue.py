@@ -22,11 +22,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
+from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Raw, Site, Wait, call_site, keepers
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.stacks import thread_names
 from mpicoll.engine.diagnostics.watchdog import FULL_FROM, Watch
-from mpicoll.engine.process_local import refuse_pickling
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
 
 if TYPE_CHECKING:

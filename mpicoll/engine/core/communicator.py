@@ -10,13 +10,13 @@ from weakref import finalize
 
 import numpy as np
 
-from mpicoll.engine import check, notes
-from mpicoll.engine.arena import Arena
+from mpicoll.engine.checks import call_check, message_check
+from mpicoll.engine.core.arena import Arena
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.engine.core.queue import Progress, unmatched
 from mpicoll.engine.diagnostics.flight_recorder import WITHIN, Call, Group
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.diagnostics.watchdog import Watch
-from mpicoll.engine.process_local import refuse_pickling
-from mpicoll.engine.progress import Progress, unmatched
 from mpicoll.engine.selection.layout import layout_of
 from mpicoll.engine.selection.query import UNTUNED, TunedTable, selection_context
 from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankError, RankFailed, Timeout
@@ -25,7 +25,7 @@ from mpicoll.transport.base import Memory, Transport
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from mpicoll.engine.device import Devices
+    from mpicoll.engine.executors.device import Devices
 
 T = TypeVar("T")
 
@@ -57,8 +57,8 @@ class Communicator:
         world: bool = True,
         table: TunedTable = UNTUNED,
         parent: Communicator | None = None,
-        checks: check.Options | None = None,
-        family: check.Family | None = None,
+        checks: call_check.Options | None = None,
+        family: call_check.Family | None = None,
     ) -> None:
         self.transport = transport
         self.rank = transport.rank
@@ -92,13 +92,13 @@ class Communicator:
         # What the environment asks to be checked, and what is checked.
         if parent is not None:
             checks, family = parent.asked, parent.family
-        self.asked: check.Options = check.Options() if checks is None else checks
+        self.asked: call_check.Options = call_check.Options() if checks is None else checks
         self.checks = self.asked
         if self.unshared is None:
             self.progress.match = self._match_first
         elif self.size > 1:
             self.progress.match = self._match_between()
-        self.family: check.Family = check.family if family is None else family
+        self.family: call_check.Family = call_check.family if family is None else family
         self.family.add(self)
         # A communicator that is dropped without being freed must not leave its worker behind.
         finalize(self, self.progress.dropped).atexit = False
@@ -260,7 +260,7 @@ class Communicator:
         """What begins a collective where there is no shared memory."""
         if not self.asked.between:
             return unmatched
-        return check.Between(self.transport, self.progress, self.watch).match
+        return call_check.Between(self.transport, self.progress, self.watch).match
 
     def _match_at_once(self) -> None:
         """The same where the collective that runs would be compared in shared memory, which is not there yet."""
@@ -274,7 +274,7 @@ class Communicator:
 
     def _described(self) -> str:
         """The collective that runs, for ranks that have called another."""
-        return check.brief((self.outer or self).progress.current)
+        return call_check.brief((self.outer or self).progress.current)
 
     def _check_wait(self) -> None:
         """Raise if the collective that runs can never complete."""
@@ -282,7 +282,7 @@ class Communicator:
             self.watch.check((self.outer or self).progress.current)
 
     def _judged(self, texts: list[str]) -> Exception | None:
-        return check.from_texts(self.progress.group, texts)
+        return call_check.from_texts(self.progress.group, texts)
 
     def levels(self) -> tuple[Communicator, Communicator]:
         """Collective at first use, and to be called by operations: private communicators of the ranks of this node, and
@@ -426,7 +426,7 @@ class Communicator:
             for level in self._levels or ():
                 level.free()
             self._levels = None
-            notes.warn([self])
+            message_check.warn([self])
             self.progress.run(self.transport.free, Call("free"))
             self.progress.retire()
 

@@ -11,7 +11,7 @@ import pytest
 from support.launch import mpirun
 
 import mpicoll
-from mpicoll.engine import survive
+from mpicoll.engine.core import state_copy
 from mpicoll.transport.local import Kill
 
 ULFM = ("--with-ft", "ulfm")
@@ -40,13 +40,13 @@ def test_a_state_is_put_back_in_place() -> None:
         "text": "x",
         "n": np.array(7),
     }
-    saved = survive.unpacked(survive.packed(survive.taken(state)))
+    saved = state_copy.unpacked(state_copy.packed(state_copy.taken(state)))
     array += 1
     model.value += 1
     inner.append(3)
     state["text"], state["n"] = "y", np.array(8)
     state["more"] = 1
-    assert survive.put_back(saved, state) is state
+    assert state_copy.put_back(saved, state) is state
     assert state.keys() == {"a", "model", "inner", "pair", "text", "n"}
     assert state["a"] is array
     assert array.tolist() == [0.0, 1.0, 2.0]
@@ -59,13 +59,13 @@ def test_a_state_is_put_back_in_place() -> None:
 
 def test_what_was_taken_shares_nothing() -> None:
     array, model = np.zeros(2), Model(0.0)
-    saved = survive.taken([array, model, (array,)])
+    saved = state_copy.taken([array, model, (array,)])
     array += 1
     model.value += 1
-    first = survive.put_back(saved, [np.empty(3), Model(9.0), ()])
+    first = state_copy.put_back(saved, [np.empty(3), Model(9.0), ()])
     assert [first[0].tolist(), first[1].value.tolist(), first[2][0].tolist()] == [[0, 0], [0, 0], [0, 0]]
     first[0] += 5
-    assert survive.put_back(saved, [None, model, ()])[0].tolist() == [0, 0]
+    assert state_copy.put_back(saved, [None, model, ()])[0].tolist() == [0, 0]
 
 
 def step(state: dict[str, Any], number: int, comm: mpicoll.Communicator) -> None:

@@ -14,7 +14,7 @@ from support.data import random
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine.arena import Arena
+from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError, RankFailed, Timeout
 from mpicoll.transport.local import LocalTransport, World, transports

@@ -26,8 +26,8 @@ import numpy as np
 from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.arena import Arena, Body, Segment
-from mpicoll.engine.execute import cut, extents
+from mpicoll.engine.core.arena import Arena, Body, Segment
+from mpicoll.engine.executors.schedule import cut, extents
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 
 _LINE = 64

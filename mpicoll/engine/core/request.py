@@ -8,9 +8,9 @@ from math import nan
 from numbers import Real
 from typing import Any, Protocol
 
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.engine.core.queue import Progress, Waiting
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.process_local import refuse_pickling
-from mpicoll.engine.progress import Progress, Waiting
 from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.base import poll
 

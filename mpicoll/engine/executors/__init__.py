@@ -1,0 +1,1 @@
+"""Execution of collectives: schedules of messages, shared memory, phases by nodes, and devices."""
