@@ -63,6 +63,9 @@ class Plan:
             bare = np.array([operation.bare], np.int32)
             native.allreduce(bare, bare, "min")
             persistent = bool(bare[0])
+        if persistent:
+            # It meets no plain collective, for which it would wait for ever.
+            self._call.algorithm, self._call.signature = f"{NATIVE}, persistent", 0
         run = body_of(operation, choice, bound=True, persistent=persistent, call=self._call)
         return choice, Task(run, self._call, operation)
 

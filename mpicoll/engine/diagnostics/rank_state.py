@@ -273,7 +273,7 @@ class _Looker:
     def _operation(self, raw: Raw, ident: int | None, position: Position, *, bounded: bool) -> State:
         entry = Entry._make(raw)
         site = entry.site or (None if ident is None else call_site_in(self._stacks.get(ident, [])))
-        native = "the MPI library" if entry.call.algorithm == "native" else ""
+        native = "the MPI library" if entry.call.algorithm.startswith("native") else ""
         return {
             "key": entry.group.key,
             "group": self._name(entry.group),

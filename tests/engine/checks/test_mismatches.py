@@ -124,6 +124,18 @@ def test_calls_that_were_kept_are_compared(several: Ranks, name: str) -> None:
     assert len(set(several(body))) == 1
 
 
+@pytest.mark.mpi
+def test_a_persistent_plan_meets_no_plain_collective() -> None:
+    world = mpicoll.world()
+    if world.size == 1:
+        pytest.skip("needs two ranks")
+    x = _x()
+    plan = mpicoll.allreduce_init(x, algorithm="native")
+    with pytest.raises(mpicoll.MismatchError, match="they differ in algorithm"):
+        mpicoll.allreduce(x, algorithm="native") if world.rank else plan()
+    assert plan().sum() == world.size * x.size
+
+
 def test_plans_are_compared_at_each_start(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
