@@ -468,6 +468,19 @@ def brief(raw: Raw | None, *, runs: bool = True) -> str:
     return ""
 
 
+def rows_error(transport: Transport, raw: Raw | None, check_wait: Callable[[], None]) -> CommunicationError:
+    """Return the error for a collective whose blocks are not what their receivers expect. Collective."""
+    assert raw is not None  # the collective that has just begun
+    entry = Entry._make(raw)
+    if entry.site is None:
+        entry = entry._replace(site=_foreground_site())
+    fields, _ = compared(entry)
+    # Words that differ make the transport exchange the texts.
+    texts = transport.compare(transport.rank + 1, lambda: json.dumps(described(entry, fields)), check_wait)
+    error = None if texts is None else judged(entry.group, [json.loads(text) for text in texts])
+    return error or CommunicationError(f"{entry.call} on {entry.group.name}: ranks expect other counts than are sent")
+
+
 def from_texts(group: Group, texts: Sequence[str]) -> MismatchError | None:
     """The error for what :func:`brief` has told on the ranks of `group`; None if that is all the same."""
     told: list[Told | None] = [json.loads(text) if text else None for text in texts]

@@ -11,7 +11,7 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
-from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
@@ -22,9 +22,10 @@ from mpicoll.transport.shm import yield_core
 _WORDS = 32
 """Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
 
-_ENDED, _ASKED, _TOLD = (1, 2), (3, 4), (8, 16)
-"""Which of a rank's words hold the ends of its last two operations, what these are, and what it tells the others at
-even and odd steps. The first one holds its step. A rank can be ahead of another by one operation, no more."""
+_ENDED, _ASKED, _ROWS, _TOLD = (1, 2), (3, 4), (5, 6), (8, 16)
+"""Which of a rank's words hold the ends of its last two operations, what these are, what rows they move, and what it
+tells the others at even and odd steps. The first one holds its step. A rank can be ahead of another by one operation,
+no more."""
 
 _SPINS = {True: 1000, False: 20}
 """Looks at a flag before the core is left to others. Where ranks share cores more of them are poison; where they don't,
@@ -89,7 +90,8 @@ class Arena:
     An operation that needs no slots, since MPI or messages carry it out, begins with :meth:`matcher`, and has no step.
     Slots are made by :meth:`furnish`; until then there are only flags, which take a few KiB.
 
-    `describe` and `judge` make words of it when ranks carry out different operations.
+    `describe` and `judge` make words of it when ranks carry out different operations; `judge_rows`, which is
+    collective, when blocks differ from what their receivers expect.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Arena:
         judge: Judge | None = None,
         check_wait: CheckWait | None = None,
         executing: Executing | None = None,
+        judge_rows: Callable[[], Exception] | None = None,
     ) -> None:
         rank, size = transport.rank, transport.size
         words = size * _WORDS * 8
@@ -121,6 +124,7 @@ class Arena:
         self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
         self._describe = describe
         self._judge = judge
+        self._judge_rows = judge_rows
         self._check_wait = check_wait
         self._executing = executing or Executing()
         self._awaited: Sequence[int] | None = None  # by this rank; None: for the step in which it is
@@ -161,6 +165,9 @@ class Arena:
             if signature <= 0:
                 if signature:
                     return
+                if call.arrivals:
+                    self._match_rows(call)
+                    return
                 signature = call.sign()
             self._operation = operation = self._operation + 1 & _OPERATIONS
             words, odd = self._words, operation & 1
@@ -175,6 +182,25 @@ class Arena:
                         return
 
         return match
+
+    def _match_rows(self, call: Call) -> None:
+        """The same for an operation whose blocks have sizes that only their sender and their receiver know: raise
+        MismatchError on all ranks if these differ."""
+        signature, mine = call.row_signature(self.rank)
+        self._operation = operation = self._operation + 1 & _OPERATIONS
+        words, asked, rows = self._words, _ASKED[operation & 1], _ROWS[operation & 1]
+        words[self._mine + rows] = mine
+        if self._fence is not None:
+            self._fence()
+        words[self._mine + asked] = word = operation << 32 | signature
+        for at in self._others:
+            if words[at + asked] != word and not any(words[at + asked] == word for _ in self._spins):
+                self._match_late(asked)
+                break
+        if self._fence is not None:
+            self._fence()
+        if sum(words[peer * _WORDS + rows] for peer in range(self.size)) % ROW_MODULUS and self._judge_rows is not None:
+            raise self._judge_rows()
 
     def _match_late(self, which: int) -> None:
         """The same where another rank does not come soon, or has begun another operation."""

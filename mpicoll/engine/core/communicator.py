@@ -232,7 +232,14 @@ class Communicator:
         """Collective at first use: what the ranks of a node keep in step by, if it can be had."""
         if self._arena is None and self.unshared is None and self.lost is None:
             self._arena = self._share(
-                lambda: Arena(self.transport, self._described, self._judged, self._check_wait, self.progress.executing)
+                lambda: Arena(
+                    self.transport,
+                    self._described,
+                    self._judged,
+                    self._check_wait,
+                    self.progress.executing,
+                    self._judge_rows,
+                )
             )
         return self._arena
 
@@ -280,6 +287,10 @@ class Communicator:
         """Raise if the collective that runs can never complete."""
         if self.watch is not None:
             self.watch.check((self.outer or self).progress.current)
+
+    def _judge_rows(self) -> Exception:
+        """Collective: the error for blocks whose receivers expect others."""
+        return call_check.rows_error(self.transport, (self.outer or self).progress.current, self._check_wait)
 
     def _judged(self, texts: list[str]) -> Exception | None:
         return call_check.from_texts(self.progress.group, texts)

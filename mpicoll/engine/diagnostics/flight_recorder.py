@@ -47,10 +47,12 @@ class Call:
     all of its `parts` have received: the ranks whose messages are taken meanwhile; its name says all about it.
 
     `operation` is what it is, whichever name it has. `signature` is what the ranks compare before they carry it out: 0
-    until it is computed by :meth:`sign`, WITHIN where the operation itself compares it.
+    until it is computed by :meth:`sign`, WITHIN where the operation itself compares it. It stays 0 where there are
+    `arrivals`, which :meth:`row_signature` covers.
     """
 
     __slots__ = (
+        "_row_signature",
         "algorithm",
         "arrivals",
         "collective",
@@ -106,6 +108,7 @@ class Call:
         self.takes = takes
         self.operation = name
         self.signature = 0
+        self._row_signature: tuple[int, int] | None = None
 
     def sign(self) -> int:
         """A number of 32 bits, never 0, that is the same on all ranks if they call the same: another operation, dtype,
@@ -119,9 +122,19 @@ class Call:
             size = (self.shape if self.nbytes is None else self.nbytes), self.counts if uneven else ()
         asked = self.operation, self.dtype, size, self.op, self.root, self.algorithm, self.memory
         signature = crc32(repr((asked, [one.sign() for one in self.parts])).encode()) or 1
-        if not self.signature:
+        if not self.signature and not self.arrivals:
             self.signature = signature
         return signature
+
+    def row_signature(self, rank: int) -> tuple[int, int]:
+        """Return :meth:`sign`, and a number of 62 bits for the rows that `rank` sends to each rank and expects of each
+        (alltoall's counts). The numbers of all ranks add up to 0 modulo ROW_MODULUS if every block has the rows that
+        its receiver expects, and nearly always to another number if one has not."""
+        if self._row_signature is None:
+            sent = sum(hash((rank, dest, count)) for dest, count in enumerate(self.counts))
+            expected = sum(hash((source, rank, count)) for source, count in enumerate(self.arrivals))
+            self._row_signature = self.sign(), (sent - expected) % ROW_MODULUS
+        return self._row_signature
 
     def __str__(self) -> str:
         """The call as a person would write it, such as ``allreduce(float32[3, 4], op=sum) by ring``."""
@@ -149,6 +162,9 @@ class Call:
             return f"{self.name}{by}"
         return f"{self.name}({', '.join(words)}){by}"
 
+
+ROW_MODULUS = 1 << 62
+"""See :meth:`Call.row_signature`."""
 
 WITHIN = -1
 """The ``signature`` of calls that are compared by what carries them out."""
