@@ -176,3 +176,26 @@ def test_cases_are_all_different_and_mean_something() -> None:
             assert one.usual != one.theirs
             assert 0 < len(one.odd) <= one.size // 2
         assert len(set(map(str, cases))) == len(cases)
+
+
+@pytest.mark.parametrize("rows", [4, 100_000])
+@pytest.mark.parametrize("change", [1, -1, None], ids=["more", "less", "none"])
+def test_rows_of_alltoall_are_compared_by_default(several: Ranks, rows: int, change: int | None) -> None:
+    def body() -> str:
+        world = mpicoll.world()
+        equal = [rows] * world.size
+        sent = equal.copy()
+        if world.rank == 0:
+            sent[1] = 0 if change is None else rows + change
+        texts = set()
+        for _ in range(2):  # the second call is a repeated one
+            with pytest.raises(mpicoll.MismatchError) as caught:
+                mpicoll.alltoall(np.ones(sum(sent)), counts=(sent, equal))
+            texts.add(str(caught.value).splitlines()[0].partition("moves: ")[2])
+        assert mpicoll.alltoall(np.ones(sum(equal)), counts=(equal, equal)).sum() == sum(equal)
+        (text,) = texts
+        return text
+
+    count = 0 if change is None else rows + change
+    expected = f"rank 0 sends {count} rows to rank 1, which expects {rows}; they differ in counts"
+    assert several(body) == [expected] * several.size
