@@ -733,7 +733,7 @@ def test_nccl_is_freed_before_the_interpreter_goes() -> None:
 
 @pytest.mark.slow
 def test_nccl_that_can_not_be_freed() -> None:
-    patience = "from mpicoll.engine import nccl; nccl._FREED = 0.5"
+    patience = "from mpicoll.engine.executors import nccl; nccl._FREED = 0.5"
     status, output = _program(destroying="rank or time.sleep(1000)", ending=patience)
     assert status == 0, output
     assert sorted(output.splitlines()) == ["rank 0 frees"] * 2 + ["rank 1 frees"] * 2
