@@ -25,8 +25,8 @@ source ci/stages.sh
 # Without the cache of compiled modules each of hundreds of processes would compile mpicoll and the tests again.
 unset PYTHONDONTWRITEBYTECODE
 
-# More would only wait for each other: many tests start several ranks.
-workers=$(nproc)
+# More would only wait for each other: many tests start several ranks. nproc would take OMP_NUM_THREADS for the answer.
+workers=$(env -u OMP_NUM_THREADS nproc)
 workers=$((workers > 4 ? 4 : workers))
 
 # wanted STAGE: is it to run?
