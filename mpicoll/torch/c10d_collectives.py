@@ -1,8 +1,8 @@
 """torch's collectives in terms of the native ones.
 
-Each function checks its arguments, which raises ShapeError, DTypeError, RankError or DeviceError before any message
-leaves, and returns what carries the collective out. Ranks and roots are ranks of the communicator. Whatever differs
-between torch's conventions and MPI's is settled here, and nothing else is.
+Each function checks its arguments, which raises ShapeError, DTypeError, RankError or DeviceError before any message is
+sent, and returns a Task that runs the collective. Ranks and roots are ranks of the communicator. This module only
+converts between the conventions of torch and those of MPI.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from mpicoll.torch.tensors import (
     protected_inputs,
 )
 
-# By hash, which is the number of the operation: a ReduceOp and the member of its enumeration that it stands for are no
-# equal keys, and to ask the one for the other takes longer than to reduce a small tensor.
+# Keyed by hash, which is the number of the operation: a ReduceOp and the corresponding member of its enumeration are
+# not equal as keys, and converting one to the other takes longer than reducing a small tensor.
 _OPS = {
     hash(dist.ReduceOp.SUM): "sum",
     hash(dist.ReduceOp.AVG): "avg",
@@ -73,15 +73,18 @@ _OPS = {
     hash(dist.ReduceOp.PREMUL_SUM): "premul_sum",
 }
 
-# torch's sums and products of truth values are truth values.
+# In torch the sum and the product of bool tensors are bool.
 _BOOL_OPS = {"sum": "lor", "prod": "land"}
 
 _AVERAGED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-"""Integers that torch divides."""
+"""Integer dtypes for which AVG is computed as a sum and a division."""
 
 
 def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
-    """The native operation that torch's `op` (a ReduceOp, or one of its members) means for `dtype`."""
+    """Return the native operation for torch's `op` (a ReduceOp, or one of its members) and `dtype`.
+
+    Raises DTypeError if `op` is not a reduction that mpicoll supports.
+    """
     name = _OPS.get(hash(op)) if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)) else None
     if name is None:
         raise DTypeError(
@@ -89,17 +92,20 @@ def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
             " BXOR and PREMUL_SUM of torch.distributed.ReduceOp"
         )
     if name == "premul_sum":
-        # The factor is nowhere else to be had.
+        # torch exposes the factor only in the pickle state.
         factor = op.__getstate__()[1]
         number = factor.item() if isinstance(factor, torch.Tensor) else factor
-        # torch takes no int for a factor.
+        # torch accepts only floats and tensors as factors, so an integer factor arrives as a float.
         whole = not (dtype.is_floating_point or dtype.is_complex) and isinstance(number, float) and number.is_integer()
         return premul_sum(int(number) if whole else number)
     return _BOOL_OPS.get(name, name) if dtype is torch.bool else name
 
 
 def _task(comm: Communicator, name: str, x: Any, out: Any, prepare: Callable[..., Operation], **asked: Any) -> Task:
-    """The task of ``prepare(comm, x=x, out=out, **asked)``, of which more is kept for the next call of this `name`."""
+    """Return the task of ``prepare(comm, x=x, out=out, **asked)``, and cache it for later calls with this `name`.
+
+    Reductions whose op is not a name are not cached.
+    """
 
     def prepared(x: Any, out: Any) -> Operation:
         return prepare(comm, x=x, out=out, algorithm=None, **asked)
@@ -112,7 +118,7 @@ def _task(comm: Communicator, name: str, x: Any, out: Any, prepare: Callable[...
 
 
 def in_order(bodies: Sequence[Task]) -> Task:
-    """One job of several, which run in this order. Where they may share memory, see ``protected_inputs``."""
+    """Return a task that runs `bodies` in this order. If they may share memory, see ``protected_inputs``."""
 
     def run() -> None:
         for one in bodies:
@@ -136,10 +142,11 @@ def _then(made: Task, restore: Restore) -> Task:
 def _reduction(
     operation: str, op: Any, result: torch.Tensor, restore: Restore, comm: Communicator
 ) -> tuple[OpLike, Restore]:
-    """The native operation, and what is left to be done with the `result`.
+    """Return the native operation, and the function that postprocesses `result` (or None).
 
     AVG of integers is their sum (which wraps), divided and rounded towards zero, as NCCL computes it and as Lightning
-    does with gloo, which refuses it. The native operations refuse it as well: a mean is not an integer.
+    computes it with gloo, which rejects AVG. The native operations also reject AVG of integers, since a mean is not an
+    integer.
     """
     native = op_of(operation, op, result.dtype)
     if native != "avg" or result.dtype not in _AVERAGED:
@@ -155,7 +162,7 @@ def _reduction(
 
 @names_rank
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
-    """In place."""
+    """Reduce `tensor` in place."""
     plain, restore = in_place(tensor)
     native, restore = _reduction("all_reduce", op, plain, restore, comm)
     return _then(_task(comm, "all_reduce", plain, plain, allreduce.prepare, op=native), restore)
@@ -163,7 +170,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
 
 @names_rank
 def all_reduce_coalesced(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> Task:
-    """Each of `tensors` in place. Memory that several of them share is reduced once."""
+    """Reduce each of `tensors` in place. Memory that several of them share is reduced once."""
     for one in tensors:
         check_plain("all_reduce_coalesced", one)
     tasks = []
@@ -175,7 +182,7 @@ def all_reduce_coalesced(comm: Communicator, tensors: Sequence[torch.Tensor], op
 
 @names_rank
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Task:
-    """In place at the root; nothing changes elsewhere."""
+    """Reduce `tensor` in place at the root. On other ranks `tensor` does not change."""
     plain, restore = in_place(tensor)
     out = plain if comm.rank == root else None
     native, divided = _reduction("reduce", op, plain, restore, comm)
@@ -185,7 +192,7 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Task
 
 @names_rank
 def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Task:
-    """In place."""
+    """Broadcast the root's `tensor` in place."""
     plain, restore = in_place(tensor)
     return _then(_task(comm, "broadcast", plain, plain, bcast.prepare, root=root), restore)
 
@@ -196,7 +203,10 @@ def barrier(comm: Communicator) -> Task:
 
 @names_rank
 def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Task:
-    """``outputs[i]`` gets rank i's tensor. Tensors may differ in size from rank to rank, if all ranks say so."""
+    """Gather rank i's tensor into ``outputs[i]``.
+
+    Tensors may differ in size from rank to rank, if the outputs on all ranks have these sizes.
+    """
     check_list("all_gather", "the output list", outputs, comm.size)
     check_pair("all_gather", tensor, outputs[0])
     sizes = [one.numel() for one in outputs]
@@ -210,7 +220,7 @@ def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torc
 def all_gather_coalesced(
     comm: Communicator, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
 ) -> Task:
-    """``outputs[i][j]`` gets rank i's ``tensors[j]``."""
+    """Gather rank i's ``tensors[j]`` into ``outputs[i][j]``."""
     if len(outputs) != comm.size or any(len(one) != len(tensors) for one in outputs):
         raise ShapeError(
             f"all_gather_coalesced: outputs must be a list for each of the {comm.size} ranks, each with"
@@ -225,7 +235,7 @@ def all_gather_coalesced(
 
 @names_rank
 def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Task:
-    """`output` gets the tensors of all ranks, one after the other."""
+    """Gather the tensors of all ranks into `output`, in rank order."""
     check_pair("all_gather_single", tensor, output)
     check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size)
     whole, restore = flat_output("all_gather_single", output)
@@ -236,14 +246,14 @@ def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Te
 def all_gather_single_coalesced(
     comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> Task:
-    """:func:`all_gather_single` of each pair."""
+    """Run :func:`all_gather_single` for each pair."""
     apart = _pairs("all_gather_single_coalesced", outputs, tensors)
     return in_order([all_gather_single(comm, output, one) for output, one in zip(outputs, apart, strict=True)])
 
 
 @names_rank
 def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Task:
-    """At the root, ``outputs[i]`` gets rank i's tensor; all are of the same size."""
+    """Gather rank i's tensor into the root's ``outputs[i]``. All tensors have the same size."""
     check_plain("gather", tensor)
     whole, restore = None, None
     if comm.rank == root:
@@ -257,7 +267,7 @@ def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Te
 
 @names_rank
 def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Task:
-    """Rank i's `output` gets the root's ``tensors[i]``; all are of the same size."""
+    """Scatter the root's ``tensors[i]`` into rank i's `output`. All tensors have the same size."""
     check_plain("scatter", output)
     whole = None
     if comm.rank == root:
@@ -272,7 +282,7 @@ def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Te
 
 @names_rank
 def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Task:
-    """Rank i's `output` gets the reduction of all ranks' ``tensors[i]``. Sizes may differ from i to i."""
+    """Reduce all ranks' ``tensors[i]`` into rank i's `output`. Sizes may differ between values of i."""
     check_list("reduce_scatter", "the input list", tensors, comm.size)
     check_pair("reduce_scatter", tensors[0], output)
     sizes = [one.numel() for one in tensors]
@@ -286,7 +296,7 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[t
 
 @names_rank
 def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Task:
-    """Rank i's `output` gets the reduction of the i-th part of all ranks' tensors."""
+    """Reduce the i-th part of all ranks' tensors into rank i's `output`."""
     check_pair("reduce_scatter_single", tensor, output)
     check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size)
     target, restore = flat_output("reduce_scatter_single", output)
@@ -299,18 +309,19 @@ def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torc
 def reduce_scatter_single_coalesced(
     comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
 ) -> Task:
-    """:func:`reduce_scatter_single` of each pair."""
+    """Run :func:`reduce_scatter_single` for each pair."""
     apart = _pairs("reduce_scatter_single_coalesced", outputs, tensors)
     return in_order([reduce_scatter_single(comm, output, one, op) for output, one in zip(outputs, apart, strict=True)])
 
 
 @names_rank
 def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Task:
-    """``outputs[j]`` gets the tensor that rank j has for this rank; ``tensors[i]`` goes to rank i. Any sizes."""
+    """Send ``tensors[i]`` to rank i, and receive from rank j into ``outputs[j]``. Sizes may differ."""
     check_list("all_to_all", "the output list", outputs, comm.size)
     check_list("all_to_all", "the input list", tensors, comm.size)
     check_pair("all_to_all", tensors[0], outputs[0])
-    # Even where this rank's sizes are all equal, those of the others may not be; they must choose alike.
+    # Pass counts even if all sizes are equal on this rank: they may differ on other ranks, and all ranks must choose
+    # the same algorithm.
     counts = [one.numel() for one in tensors], [one.numel() for one in outputs]
     whole, restore = joined_output("all_to_all", outputs)
     return _then(_task(comm, "all_to_all", joined_input(tensors), whole, alltoall.prepare, counts=counts), restore)
@@ -324,9 +335,9 @@ def all_to_all_single(
     output_splits: Sequence[int],
     input_splits: Sequence[int],
 ) -> Task:
-    """Rows of `tensor` go to the ranks, ``input_splits[i]`` of them to rank i; ``output_splits[j]`` come from rank j.
+    """Send ``input_splits[i]`` rows of `tensor` to rank i, and receive ``output_splits[j]`` rows from rank j.
 
-    Without splits the rows are divided evenly, on all ranks.
+    Without splits the rows are divided evenly, which then holds on all ranks.
     """
     operation = "all_to_all_single"
     check_pair(operation, tensor, output)
@@ -349,7 +360,7 @@ def all_to_all_single(
 
 
 def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs, protected from the outputs of earlier pairs."""
+    """Return the inputs, copied where the output of an earlier pair overlaps them."""
     if len(outputs) != len(inputs):
         raise ShapeError(f"{operation}: {len(inputs)} inputs need as many outputs, got {len(outputs)}")
     for output, one in zip(outputs, inputs, strict=True):
@@ -358,7 +369,7 @@ def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[tor
 
 
 def _elements(operation: str, name: str, tensor: torch.Tensor, splits: Sequence[int], comm: Communicator) -> list[int]:
-    """`splits` of rows in elements; an even division if there are none."""
+    """Convert `splits` from rows to elements. Empty `splits` mean an even division."""
     rows = tensor.shape[0] if tensor.ndim else 1
     row = prod(tensor.shape[1:])
     if not splits:

@@ -1,10 +1,11 @@
 """Ordering of collectives that are started from callbacks of other operations.
 
-All ranks must run the collectives of a communicator in the same order. What the program itself starts is in order,
-since all ranks run the same program; but a callback runs when its operation has completed, here sooner and there later
-than the program's next call. So the callbacks of a group run one after the other, in the order in which they were
-attached; and what they start runs on a lane of its own, a communicator that only they use. A lane is known by where the
-callbacks come from: the names of the groups whose operations' callbacks they are, callbacks of callbacks having more.
+All ranks must run the collectives of a communicator in the same order. Collectives that the program starts itself are
+in the same order, since all ranks run the same program. A callback, however, runs when its operation has completed,
+which on one rank may be before the program's next call and on another after it. Therefore the callbacks of a group run
+one after the other, in the order in which they were attached, and the collectives that they start run on a separate
+lane: a communicator that only these callbacks use. The path of a lane identifies it: the names of the groups whose
+operations the callbacks are attached to, with one more name for each level of nested callbacks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mpicoll.engine.core.communicator import Communicator
 _log = logging.getLogger("mpicoll")
 
 _IDLE = 5.0
-"""Seconds after which a thread for callbacks ends if it has nothing to do."""
+"""Idle time in seconds after which a callback thread exits."""
 
 _TAGS = 1 << 15
 
@@ -34,11 +35,11 @@ class _Here(threading.local):
 
 
 here = _Here()
-"""``here.path``: empty in the program's own threads; in a callback, where it comes from."""
+"""Thread-local state. ``here.path`` is the path of the callback that runs, and empty in the program's own threads."""
 
 
 class Callbacks:
-    """A thread on which callbacks run, one after the other."""
+    """Queue of callbacks, and the thread that runs them one after the other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,9 +50,9 @@ class Callbacks:
         self._within: Callbacks | None = None
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Run `callback`, which may wait, after those that were passed before it."""
+        """Run `callback`, which may block, after all callbacks that were passed earlier."""
         if threading.current_thread() is self._thread:
-            # The callback that passes it may wait for it, so it can't wait for that one.
+            # The running callback may wait for the new one, so the new one can't be queued behind it.
             self._within = self._within or Callbacks((*self._path, "within"))
             self._within.call(callback)
             return
@@ -65,7 +66,7 @@ class Callbacks:
                 self._filled.notify()
 
     def busy(self) -> bool:
-        """Return True if callbacks run, or wait to run."""
+        """Return True if a callback is running or queued."""
         return bool(self._queue) or self._running or (self._within is not None and self._within.busy())
 
     def _work(self) -> None:
@@ -80,13 +81,13 @@ class Callbacks:
                 callback = self._queue.popleft()
             try:
                 callback()
-            except BaseException:  # noqa: BLE001  the thread must go on for those who come after it
+            except BaseException:  # noqa: BLE001  later callbacks still need the thread
                 _log.exception("a callback of an operation failed")
             del callback
 
 
 class Lane:
-    """A communicator, and what runs the callbacks of its operations."""
+    """Communicator, and the thread that runs the callbacks of its operations."""
 
     def __init__(self, comm: Communicator, callbacks: Callbacks) -> None:
         self.comm = comm
@@ -94,7 +95,7 @@ class Lane:
 
 
 class Lanes:
-    """The lanes of a group; `name` is that of the group, the same on all ranks."""
+    """Lanes of a group. `name` is the name of the group and must be the same on all ranks."""
 
     def __init__(self, comm: Communicator, name: str) -> None:
         self._name = name
@@ -102,18 +103,21 @@ class Lanes:
         self._lanes: dict[Path, Lane] = {(): Lane(comm, Callbacks((name,)))}
 
     def current(self) -> Lane:
-        """The lane for what this thread starts on the group. Collective when a callback asks first."""
+        """Return the lane for operations that this thread starts on the group.
+
+        Collective at the first call for a callback path, since it duplicates the communicator.
+        """
         path = here.path
         found = self._lanes.get(path)
         if found is None:
-            # No lock: all callbacks with this path run on one thread. A lock would let the making of one lane, for
-            # which other ranks have to come, wait for that of another. The tag keeps them apart.
+            # No lock: all callbacks with this path run on one thread. Creating a lane is collective, so a lock that
+            # makes one creation wait for another could deadlock. The tag distinguishes concurrent creations.
             comm = self._comm.duplicate(zlib.crc32("/".join(path).encode()) % _TAGS)
             found = self._lanes[path] = Lane(comm, Callbacks((*path, self._name)))
         return found
 
     def drain(self, timeout: float) -> bool:
-        """Wait until neither an operation nor a callback is pending; whether that came about."""
+        """Wait until neither an operation nor a callback is pending. Return False after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             lanes = list(self._lanes.values())
@@ -126,15 +130,15 @@ class Lanes:
             time.sleep(1e-3)
 
     def communicators(self) -> list[Communicator]:
-        """Those of all lanes."""
+        """Return the communicators of all lanes."""
         return [lane.comm for lane in list(self._lanes.values())]
 
     def abandon(self) -> None:
-        """Fail what is queued and does not run yet."""
+        """Fail the operations that are queued and not yet running."""
         for lane in list(self._lanes.values()):
             lane.comm.progress.abandon()
 
     def free(self) -> None:
-        """Collective: give the communicators back."""
+        """Free the communicators of all lanes. Collective."""
         for path in sorted(self._lanes, reverse=True):
             self._lanes[path].comm.free()

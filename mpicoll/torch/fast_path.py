@@ -1,6 +1,6 @@
-"""Blocking collectives on plain CPU tensors, handed to MPI or to shared memory with nothing in between.
+"""Fast path for blocking collectives on plain CPU tensors, which calls MPI or the shared-memory algorithms directly.
 
-What the general path finds out for each call is found out here once for each kind of call, and kept.
+The general path checks and prepares each call. The fast path prepares once for each kind of call, and caches that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpicoll.engine.selection.selector import choose, forced
 from mpicoll.torch.c10d_collectives import op_of
 
 Found: TypeAlias = "tuple[Any, Call] | bool"
-"""What carries out calls of one kind, and what such a call is to others; False if the general path has to."""
+"""Prepared function for calls of one kind, and their Call record; False if the general path must run them."""
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float32: np.dtype(np.float32),
@@ -35,10 +35,13 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.int32: np.dtype(np.int32),
     torch.int64: np.dtype(np.int64),
 }
-"""Dtypes that MPI has, and that torch never hands out lazily conjugated."""
+"""Dtypes that MPI supports, and whose tensors are never lazily conjugated."""
 
 _MOST = 16 * 1024
-"""Up to so many elements, memory of a wider dtype than theirs is kept; to reduce more takes longer than to prepare."""
+"""Largest number of elements for which work memory of a wider dtype is cached.
+
+A reduction of more elements takes longer than its preparation, so caching would not help.
+"""
 
 _TENSOR = torch.Tensor
 
@@ -46,10 +49,11 @@ _BYTES: np.dtype[Any] = np.dtype(np.uint8)
 
 
 class Quick:
-    """The quick calls of one communicator.
+    """Fast-path collectives of one communicator.
 
-    Each method says whether it has carried the call out; if not, nothing has happened, and the general path has to.
-    Which it is depends on nothing in which ranks may differ, but for what makes no difference to the messages.
+    Each method returns True if it has run the collective. If it returns False, it has sent nothing, and the general
+    path must run the call. The decision depends only on properties that are equal on all ranks, except where both paths
+    exchange the same messages.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -57,13 +61,13 @@ class Quick:
         self._progress = comm.progress
         self._run = comm.progress.run
         self._native = comm.transport.native
-        # Together with what native calls keep, which goes when choices may change.
+        # Shared with the cache of native calls, which is cleared when the choice of algorithms may change.
         self._kept = comm.repeated
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
-        """In place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""
-        # Here each tenth of a microsecond counts: these are the checks of _plain that neither the dtype makes
-        # superfluous, nor the exception that a tensor without strides or memory raises.
+        """Reduce `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""
+        # This is the most frequent call, where 0.1 us matters. Checks of _plain are left out if the dtype implies
+        # them, or if a tensor without strides or memory raises RuntimeError below.
         try:
             if tensor.__class__ is not _TENSOR or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
                 return False
@@ -84,15 +88,15 @@ class Quick:
             return self._through(reduce, call, flat, flat)
         if reduce.__class__ is _InWork:
             if tensor.is_inference():
-                return False  # which torch lets nobody copy to
+                return False  # torch rejects copies to inference tensors
             self._run(reduce, call, tensor)
         else:
             self._run(reduce, call, address)
         return True
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
-        """In place; see :func:`mpicoll.torch.c10d_collectives.broadcast`."""
-        # A root that equals the rank of a kept call need not be one.
+        """Broadcast `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.broadcast`."""
+        # The type is checked because another type (such as a float) may equal the root of a cached call.
         if root.__class__ is not int or not _plain(tensor) or tensor.is_conj():
             return False
         if forced() or self._progress.thorough:
@@ -114,7 +118,7 @@ class Quick:
         return True
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """See :func:`mpicoll.torch.c10d_collectives.all_gather_single`."""
+        """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather_single` does."""
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = output.nbytes
@@ -136,7 +140,7 @@ class Quick:
         return True
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
-        """With even splits; see :func:`mpicoll.torch.c10d_collectives.all_to_all_single`."""
+        """Exchange even splits as :func:`mpicoll.torch.c10d_collectives.all_to_all_single` does."""
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         nbytes = tensor.nbytes
@@ -158,7 +162,7 @@ class Quick:
         return True
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
-        """See :func:`mpicoll.torch.c10d_collectives.reduce_scatter_single`."""
+        """Reduce and scatter as :func:`mpicoll.torch.c10d_collectives.reduce_scatter_single` does."""
         if not _apart(output, tensor) or forced() or self._progress.thorough:
             return False
         count = tensor.numel()
@@ -178,7 +182,7 @@ class Quick:
         return True
 
     def barrier(self) -> bool:
-        """See :func:`mpicoll.torch.c10d_collectives.barrier`."""
+        """Synchronize as :func:`mpicoll.torch.c10d_collectives.barrier` does."""
         if forced() or self._progress.thorough:
             return False
         kept = self._kept.get(("barrier",))
@@ -193,7 +197,7 @@ class Quick:
         return True
 
     def _keep(self, key: tuple[Any, ...], found: tuple[Any, Call] | bool, name: str) -> Any:
-        """Keep what was found for calls like this one, and how torch calls them."""
+        """Cache `found` for calls with this `key`, set torch's `name` in its Call record, and return it."""
         if len(self._kept) >= KEPT:
             self._kept.clear()
         if not isinstance(found, bool):
@@ -205,7 +209,7 @@ class Quick:
         try:
             self._run(shared, call, source, target)
         except Unshared:
-            # The same on all ranks: it is chosen anew, now that this is known.
+            # Raised on all ranks: the next call selects an algorithm with this knowledge.
             self._kept.clear()
             return False
         return True
@@ -240,8 +244,10 @@ class Quick:
         return (native.typed(dtype), ready.native, native), call
 
     def _reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> Found:
-        """Through shared memory, or the reduction for MPI's own and the one that carries it out, and the call; False if
-        neither serves."""
+        """Return a shared-memory reduction, or a Reduction and the native object that runs it, and the Call record.
+
+        Return False if neither can run the call.
+        """
         name, count = op_of(collective, op, tensor.dtype), sum(counts)
         if not count or not isinstance(name, str) or tensor.dtype.is_complex:
             return False
@@ -284,8 +290,10 @@ class Quick:
 
 
 class _InWork:
-    """Reduces a tensor in place where there is more to it than MPI's reduction: in the float32 memory `work`, if there
-    is any, and divided by `divisor`, if there is one."""
+    """In-place reduction of a tensor that needs more than MPI's reduction.
+
+    It reduces in the float32 memory `work` if that is not None, and divides by `divisor` if that is not None.
+    """
 
     __slots__ = ("_divisor", "_reduce", "_work")
 
@@ -295,7 +303,7 @@ class _InWork:
         self._divisor = divisor
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        # Neither autograd nor its count of versions takes notice of what MPI writes; of this as little.
+        # Autograd and its version counter do not see MPI's writes; ``data`` hides these writes in the same way.
         own = tensor.data
         work = own if self._work is None else self._work
         if self._work is not None:
@@ -314,7 +322,7 @@ def _work(count: int) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> Any:
-    """The elements as numpy sees them."""
+    """Return the elements as a flat numpy array; bfloat16 as uint16."""
     own = tensor.detach()
     return (own.view(torch.uint16) if own.dtype is torch.bfloat16 else own).numpy().reshape(-1)
 
@@ -336,7 +344,7 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _apart(output: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return True if both are contiguous, of one dtype, and do not overlap in memory."""
+    """Return True if both tensors are plain, have the same dtype and do not overlap in memory."""
     if not _plain(tensor) or not _plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
         return False
     first, second = tensor.data_ptr(), output.data_ptr()

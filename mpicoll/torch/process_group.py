@@ -1,6 +1,6 @@
-"""The process group: what torch's c10d calls. The only file that knows how it calls.
+"""Process group that torch's c10d calls. This file alone depends on c10d's calling conventions.
 
-C++ reaches a Python process group through some methods, Python through others; the names and arguments here are those.
+The names and arguments of the methods are those that c10d uses; it calls some of them from C++ and others from Python.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from mpicoll.torch.tensors import check_plain, flat_input, in_place
 from mpicoll.torch.work import Received, Together, Work, transfer
 
 Make: TypeAlias = "Callable[[Communicator], Task]"
-"""What checks the arguments of a collective, and makes of them what carries it out on a communicator."""
+"""Function that checks the arguments of a collective and returns its Task on a communicator."""
 
 NAME = "mpicoll"
 
 _log = logging.getLogger("mpicoll")
 
 _UNSET = timedelta(0)
-"""torch's options hold a negative timeout where none was given."""
+"""Upper bound of unset timeouts: without a timeout torch's options hold a negative value."""
 
 
 class ProcessGroupMpicoll(dist.ProcessGroup):
-    """A torch process group on an mpicoll communicator.
+    """Torch process group on an mpicoll communicator.
 
-    Collectives run in the order of their calls, blocking ones and asynchronous ones in one queue for each group. The
-    tensors of an asynchronous operation must not be changed before its Work has completed; its memory is kept until
+    Collectives run in the order of their calls; blocking and asynchronous collectives share one queue per group. The
+    tensors of an asynchronous operation must not be changed before its Work has completed. Their memory is kept until
     then, even if the Work is dropped.
 
-    It takes tensors on the CPU and on CUDA devices. An operation begins when all is done that the caller's current
-    stream was given before the call; when it is complete the host has seen that, so every stream may go on with it.
+    Tensors may be on the CPU and on CUDA devices. An operation starts after all work that was enqueued on the caller's
+    current stream before the call. Completion is synchronized with the host, so every stream may use the result.
 
-    `timeout` is for everything that waits, and so is that of the communicator from now on: the job is ended, with a
-    report, when an operation has taken longer, whether somebody waits for it or not. torch's default (30 minutes) means
+    `timeout` applies to all operations, and becomes the timeout of the communicator: if an operation takes longer, the
+    job is aborted with a report, whether or not a thread waits for the operation. torch's default (30 minutes) means
     MPICOLL_TIMEOUT.
     """
 
@@ -69,7 +69,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         "pass on its ranks, torch.distributed.get_process_group_ranks(group), and call new_group(ranks) on all ranks",
     )
 
-    # Where c10d asks for the backend of a device it gets the group itself, and looks at these.
+    # c10d reads these attributes of a device's backend, which here is the group itself.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -85,7 +85,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         self._together: list[Work] | None = None
         self._barriers = 0
 
-    # How torch gets to know a group.
+    # Names, store, devices and options of the group.
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -96,7 +96,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
         self.comm.progress.group.name = f"torch's group {name}"
-        # torch names a group right after it was made, before anything can be started on it.
+        # torch names a group right after creating it, before any operation can start on it.
         self._lanes = Lanes(self.comm, name)
 
     def getGroupDesc(self) -> str:  # noqa: N802
@@ -110,11 +110,11 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        # torch takes the CPU for what it sends itself, such as objects, where that is among them.
+        # torch sends its own data, such as objects, from the CPU if the CPU is listed here.
         return [torch.device("cpu"), torch.device("cuda")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The group itself: it serves tensors of the devices that it was made for."""
+        """Return the group itself, which serves tensors of all its devices."""
         return self
 
     @property
@@ -122,22 +122,25 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return torch._C._distributed_c10d.Backend.Options(NAME, timedelta(seconds=self.comm.timeout))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the bound of operations from now on, pending ones included."""
+        """Set the timeout of all later and pending operations."""
         for comm in self._lanes.communicators():
             comm.timeout = _seconds(timeout)
 
     _set_default_timeout = set_timeout
 
     def quick(self) -> Quick | None:
-        """The quick calls, where a blocking call may take them: nobody profiles it, it is the program's own and no
-        callback's, and the group is still there."""
+        """Return the fast path if a blocking call may use it, else None.
+
+        A call may not use it if the profiler is enabled, in a callback, and after shutdown.
+        """
         return None if profiler._is_profiler_enabled or here.path else self._quick
 
     def shutdown(self) -> None:
-        """Collective: complete what is pending, callbacks too, and free the communicator.
+        """Complete all pending operations and callbacks, and free the communicator. Collective.
 
-        If something is still pending after the group's timeout, other ranks have not joined it; the communicator is
-        left alone then, since MPI is inside it."""
+        If an operation is still pending after the group's timeout, other ranks have not joined it. The communicator is
+        then not freed, since an MPI call still uses it.
+        """
         self._quick = None
         if self._lanes.drain(self.comm.timeout):
             self._lanes.free()
@@ -146,7 +149,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             self.abort()
 
     def abort(self) -> None:
-        """Give up what is queued and not yet running. What runs inside MPI can't be stopped."""
+        """Fail the operations that are queued and not yet running. An operation that runs inside MPI can't be stopped."""
         self._lanes.abandon()
 
     def splitGroup(  # noqa: N802
@@ -158,7 +161,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         group_desc: str | None = None,
         devices: Any = None,
     ) -> ProcessGroupMpicoll | None:
-        """A group of `ranks` of this one; None on other ranks. To be called by all of them."""
+        """Return a new group of `ranks` of this group; None on ranks that are not members. Collective over this group."""
         comm = self.comm.group(ranks)
         if comm is None:
             return None
@@ -177,8 +180,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     merge_remote_group = mergeRemoteGroup
 
-    # Collectives. Those that are called most look for c10d's form by themselves, as a wrapper takes as long as their
-    # other Python code together.
+    # Collectives. The most frequent ones check for c10d's form themselves, since a wrapper would double the time of
+    # their Python code.
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Work | None:
         if named or type(opts) is not AllreduceOptions:
@@ -186,7 +189,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         if len(tensors) != 1:
             _only("all_reduce", tensors)
         tensor, op = tensors[0], opts.reduceOp
-        # self.quick(), written out for the call that is made most.
+        # self.quick() inlined, as this is the most frequent call.
         quick = None if opts.asyncOp or profiler._is_profiler_enabled or here.path else self._quick
         if quick is not None and quick.all_reduce(tensor, op):
             return None
@@ -236,7 +239,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work | None:
-        # outputs[i][j] gets rank i's inputs[j].
+        # outputs[i][j] receives rank i's inputs[j].
         _some("all_gather_coalesced", inputs)
         return self._do(
             "all_gather_coalesced",
@@ -352,13 +355,16 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
-        """With a `timeout`, its own or one that the group was given, raise Timeout when that is over; the barrier is
-        then still pending."""
+        """Wait until all ranks have entered the barrier.
+
+        With a timeout (of this call, or of the group if that is shorter than MPICOLL_TIMEOUT), raise Timeout when it
+        expires; the barrier is then still pending.
+        """
         if type(opts) is not BarrierOptions:
             (opts,) = full_form("barrier", (opts,), {"timeout": timeout})
         own = opts.timeout > _UNSET
         if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
-            # A call that blocks inside MPI can't be left any more, so that one runs in the background.
+            # A blocking MPI call can't be interrupted, so the barrier runs in the background.
             work = self._start("barrier", c10d_collectives.barrier, [])
             work.bound = opts.timeout.total_seconds() if own else self.comm.timeout
             if opts.asyncOp:
@@ -371,7 +377,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._do("barrier", opts, c10d_collectives.barrier, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; rank 0 says which have not come within `timeout`. See ``monitor.barrier``."""
+        """Wait for all ranks; rank 0 reports the ranks that did not arrive within `timeout`.
+
+        See :func:`mpicoll.torch.barrier_monitor.barrier`.
+        """
         self._barriers += 1
         store = dist.PrefixStore(f"monitored_barrier/{self._barriers}/", self._store)
         bound = timedelta(seconds=self.comm.timeout if timeout is None else _seconds(timeout))
@@ -381,7 +390,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         with self.comm.progress.waiting(call, (bound + barrier_monitor.GRACE).total_seconds()):
             barrier_monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
 
-    # Older names, which torch still uses in places.
+    # Older names that torch still uses.
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -389,7 +398,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    # Messages.
+    # Point-to-point operations.
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
         _only("send", tensors)
@@ -414,7 +423,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             request = p2p.irecv(None, src, tag, out=plain, status=status, comm=self.comm)
         return self._collect(transfer(Received(request, restore), tensors, lambda: status.source))
 
-    # Several operations as one: c10d's coalescing manager.
+    # c10d's coalescing manager.
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._together = []
@@ -429,10 +438,10 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             self._together.append(work)
         return work
 
-    # How all of them are run.
+    # Execution.
 
     def _do(self, name: str, opts: Any, make: Make, outputs: list[torch.Tensor]) -> Work | None:
-        """Run what `make` makes now, or in the background if that is asked for."""
+        """Run the task of `make` and return None, or start it and return its Work if `opts.asyncOp` is set."""
         if opts.asyncOp:
             work = self._start(name, make, outputs)
             if opts.timeout > _UNSET:
@@ -463,15 +472,18 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
 
 def _seconds(timeout: timedelta) -> float:
-    """Convert a timeout of torch to seconds. Where a program passes none, it is torch's default."""
+    """Convert a timeout of torch to seconds.
+
+    torch's default, which a program without a timeout passes, means MPICOLL_TIMEOUT.
+    """
     return config().timeout if timeout == dist.default_pg_timeout else timeout.total_seconds()
 
 
 def _recorded(name: str) -> AbstractContextManager[Any]:
-    """Show a profiler, if there is one, that an operation is started.
+    """Return a context manager that records the start of an operation if the profiler is enabled.
 
-    It sees the start only: an event that ends after the profiler has, on another thread, would be written to memory
-    that the profiler has given back.
+    Only the start is recorded: an event that ends on another thread after the profiler has stopped would be written to
+    memory that the profiler has freed.
     """
     return profiler.record_function(f"{NAME}:{name}") if profiler._is_profiler_enabled else nullcontext()
 
@@ -487,7 +499,7 @@ def _some(operation: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _exists(operation: str, name: str, rank: int, comm: Communicator) -> None:
-    """Raise RankError for what MPI may take for PROC_NULL, which torch does not have."""
+    """Raise RankError for a negative rank, which MPI may take for PROC_NULL; torch has no PROC_NULL."""
     if rank < 0:
         raise RankError(
             f"{operation}: {name} must be a rank in [0, {comm.size}), got {rank} (rank {comm.rank} of {comm.size})"

@@ -22,7 +22,7 @@ _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"
 
 _PATIENCE = timedelta(minutes=5)
 
-# So that torch's own env:// may use the same server: its address is where env:// looks.
+# Lets torch's own env:// use the same server, whose address is in the environment variables that env:// reads.
 _SHARED = {"wait_for_workers": False, "multi_tenant": True}
 
 _rounds = 0
@@ -30,10 +30,10 @@ _meetings = itertools.count()
 
 
 def place(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
-    """Store, rank and number of ranks of a default group of all ranks of the MPI job. Collective over them.
+    """Return the store, rank and number of ranks of a default group of all ranks of the MPI job. Collective over them.
 
-    `rank` and `size` are what the caller of init_process_group has given. Raises SetupError if another launcher started
-    this process, ArgumentError if `rank` or `size` is not MPI's.
+    `rank` and `size` are the arguments of init_process_group, or -1. Raises SetupError if another launcher started this
+    process, ArgumentError if `rank` or `size` differs from MPI's value.
     """
     global _rounds  # noqa: PLW0603  process groups are numbered by process
     comm = world()
@@ -49,9 +49,9 @@ def place(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
 
 
 def environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:
-    """Return True if the environment has all that ``env://`` needs, and not from a process group of mpicoll.
+    """Return True if the environment has all variables that ``env://`` needs, not set by a process group of mpicoll.
 
-    `rank` and `size` are the caller's, or -1.
+    `rank` and `size` are the caller's arguments, or -1.
     """
     theirs = {name for name in _ENVIRONMENT if environ.get(name, "") != _published.get(name, "")}
     given = {"RANK": rank >= 0, "WORLD_SIZE": size > 0}
@@ -59,7 +59,7 @@ def environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bo
 
 
 def refuse_other_launchers(size: int, environ: Mapping[str, str]) -> None:
-    """Raise SetupError where a launcher that is not MPI's has started several processes, each a world of one."""
+    """Raise SetupError if a launcher other than MPI's started several processes, each with a world of one rank."""
     if size > 1:
         return
     other = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher that is not MPI's"
@@ -78,16 +78,19 @@ def refuse_other_launchers(size: int, environ: Mapping[str, str]) -> None:
 _SRUN = "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI that Slurm knows, or by mpirun"
 
 _published: dict[str, str] = {}
-"""What this module has put into the environment."""
+"""Environment variables that this module has set, and their values."""
 
 
 _served: tuple[Communicator, dist.Store] | None = None
-"""The store of the world, and what world that is."""
+"""World communicator, and its store."""
 
 
 def _store() -> dist.Store:
-    """The store of this job, made by the first process group and kept for all later ones, until a rank dies that may
-    have served it. Collective, when it is made."""
+    """Return the store of this job. Collective when it creates the store.
+
+    The first process group creates the store, and later groups use it until the world is replaced after the death of a
+    rank, which may have served the store.
+    """
     global _served  # noqa: PLW0603  there is one world
     comm = world()
     if _served is None or _served[0] is not comm:
@@ -103,21 +106,24 @@ def _made(comm: Communicator) -> dist.Store:
         store, address, port = _tcp_store(comm)
     values = (address, port, comm.rank, comm.size, comm.local_rank, comm.local_size)
     for name, value in zip(_ENVIRONMENT, values, strict=True):
-        # For torch's own functions that look there, get_node_local_rank among them. What the user has set stays.
+        # torch's functions such as get_node_local_rank read these variables. Values that the user has set are kept.
         if os.environ.get(name) == _published.get(name):
             os.environ[name] = _published[name] = str(value)
     return store
 
 
 def _tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
-    """A store that rank 0 serves at a free port."""
+    """Return a store that rank 0 serves at a free port, its address and its port.
+
+    Raises SetupError if this rank can connect to none of rank 0's addresses.
+    """
     if comm.rank == 0:
         server = dist.TCPStore("localhost", 0, None, is_master=True, timeout=_PATIENCE, **_SHARED)
         addresses = ["localhost"] if comm.num_nodes == 1 else _addresses()
         _tell(comm, f"{server.port} {' '.join(addresses)}")
         return server, addresses[0], server.port
     port, *addresses = _tell(comm, "").split()
-    # Those on rank 0's node may take the short way.
+    # Ranks on rank 0's node can use the loopback interface.
     if comm.node == comm.nodes[0]:
         addresses.insert(0, "localhost")
     address = next((one for one in addresses if _reachable(one, int(port))), None)
@@ -131,7 +137,7 @@ def _tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
 
 
 def _tell(comm: Communicator, text: str) -> str:
-    """Rank 0's text, on every rank."""
+    """Broadcast rank 0's `text`, and return it on every rank."""
     data = np.frombuffer(text.encode(), np.uint8)
     size = int(bcast(np.array(data.size), comm=comm))
     filled = np.empty(size, np.uint8)
@@ -140,10 +146,10 @@ def _tell(comm: Communicator, text: str) -> str:
 
 
 def _addresses() -> list[str]:
-    """The addresses of this host, the likelier ones first."""
+    """Return the addresses of this host, those that other hosts are most likely to reach first."""
     found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: this asks which of our addresses leads to the outside.
+        # Sends nothing: connecting a UDP socket only selects the local address of the route to another network.
         probe.connect(("192.0.2.1", 9))
         found.append(probe.getsockname()[0])
     with suppress(OSError):
@@ -163,9 +169,9 @@ def _reachable(address: str, port: int) -> bool:
 
 
 def members(store: dist.Store, rank: int, size: int) -> list[int]:
-    """The ranks, in mpicoll's world, of the `size` processes that meet at `store`, in the order of their `rank` there.
+    """Return the ranks, in mpicoll's world, of the `size` processes that use `store`, in the order of their `rank`.
 
-    Raises ArgumentError if two of them are one process of the world.
+    Raises ArgumentError if two of them have the same rank in the world.
     """
     comm = world()
 
@@ -176,10 +182,10 @@ def members(store: dist.Store, rank: int, size: int) -> list[int]:
     if size == comm.size:
         if store.add("come", 1) == 1:
             store.set("meeting", f"{comm.rank}.{next(_meetings)}")
-        # All stores that ranks meet at have another name, whatever their order is on each rank.
+        # Each rendezvous has a unique name, so ranks may run concurrent rendezvous in different orders.
         name = store.get("meeting").decode()
         ranks: list[int] = comm.progress.meet(meet, Call(f"init_process_group({name})", collective=False))
-    else:  # which ranks will come is not known
+    else:  # the member ranks are not known yet
         with comm.progress.waiting(Call("init_process_group", collective=False), _PATIENCE.total_seconds()):
             ranks = meet()
     if len(set(ranks)) != size:

@@ -1,4 +1,4 @@
-"""Pending operations as torch sees them."""
+"""Implementation of torch's Work and Future for pending operations."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from mpicoll.errors import CommunicationError, MpicollError
 from mpicoll.torch.tensors import Restore, aside, cuda_devices
 
 Later: TypeAlias = "Callable[[Callable[[], None]], None]"
-"""What runs a callback, at its time and on a thread on which it may wait."""
+"""Function that schedules a callback, in order and on a thread that the callback may block."""
 
 
 def in_a_thread(callback: Callable[[], None]) -> None:
-    """Run `callback` on a thread of its own."""
+    """Run `callback` on a new thread."""
     threading.Thread(target=callback, name="mpicoll-callback", daemon=True).start()
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stubs only
-    """A future whose callbacks run where `later` runs them.
+    """Future whose callbacks `later` schedules.
 
-    torch would run them on the thread that completes the future, which is the one that runs the operations; or, if it
-    is complete already, at once, so that nobody could tell in which order they come.
+    torch would run callbacks on the thread that completes the future, which is the thread that runs the operations. If
+    the future is already complete, torch would run them immediately, in an undefined order.
 
-    `devices` are those of the CUDA tensors in its value, and of what callbacks do. When it is complete, all work on
-    them is done, so every stream sees it. torch has to know them nonetheless: for callbacks that C++ attaches, whose
-    work torch then puts on streams of its own, for which it lets those wait that wait for the future.
+    `devices` are the CUDA devices of the tensors in the value, and of the work of callbacks. All work on them has
+    finished when the future is complete, so the value is visible to every stream. torch still needs the devices, for
+    callbacks that C++ attaches: torch runs their work on streams from its pool, and synchronizes the streams of threads
+    that wait for the future with these.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
         self._ended = threading.Event()
 
     def wait(self) -> Any:
-        """The value. Raises what went wrong."""
+        """Return the value. Raises the error of the operation if it failed."""
         help_out = self._help_out
         if help_out is not None:
             help_out()
         return super().wait()
 
     def then(self, callback: Callable[..., Any]) -> Any:
-        """A future of ``callback(self)``, which runs when this future is complete."""
+        """Return a future of ``callback(self)``, which runs when this future is complete."""
         result = _Future(self._later, devices=self._devices)
 
         def call() -> None:
@@ -64,7 +65,7 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
             try:
                 with aside(*self._devices):
                     value = callback(self)
-            except BaseException as error:  # noqa: BLE001  whoever waits for the result gets it
+            except BaseException as error:  # noqa: BLE001  raised by the wait for the result
                 result.complete(None, error)
             else:
                 result.complete(value, None)
@@ -83,31 +84,32 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
         self._later(call)
 
     def complete(self, value: Any, error: BaseException | None) -> None:
-        """Hand out `value`, or `error`."""
-        # It holds the work, which holds this future.
+        """Complete the future with `value`, or with `error` if it is not None."""
+        # Breaks a reference cycle: the function holds the Work, which holds this future.
         self._help_out = None
         try:
-            # torch records events on the current streams, for which others will wait.
+            # torch records events on the current streams, and waiting streams wait for these events.
             with aside(*self._devices):
                 if error is None:
                     self.set_result(value)
                 elif isinstance(error, Exception):
                     self._fail(error)
                 else:
-                    # torch takes no other kind. An interrupt has reached the thread for which it was meant already.
+                    # torch accepts only Exceptions. A KeyboardInterrupt has already been raised in its own thread.
                     self._fail(CommunicationError(f"the operation was cut short by {error!r}"))
         finally:
             self._ended.set()
 
     def _fail(self, error: Exception) -> None:
-        # set_exception would hand out the error as the value, in which DistributedDataParallel looks for tensors, finds
-        # none, and crashes. (With devices torch looks already here, and takes what that raises for the outcome.)
+        # set_exception would make the error the value. DistributedDataParallel would look for tensors in it, find none
+        # and crash. (With devices torch already looks for tensors here, and takes the exception that this raises for
+        # the outcome.)
         self._set_unwrap_func(_raise)
         self.set_result(_Failure(error))
 
 
 class _Failure:
-    """A future's value that is an error: whoever looks for tensors in it, which torch does by pickling, gets that."""
+    """Value of a future that failed. Pickling it, which is how torch looks for tensors in a value, raises the error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -121,24 +123,27 @@ def _raise(failure: _Failure) -> None:
 
 
 class Handle(Protocol):
-    """An operation under way: a job of a queue, or a transfer."""
+    """Pending operation: a job of a queue, or a point-to-point transfer."""
 
     def test(self) -> Any:
-        """Return True if it has completed."""
+        """Return True if the operation has completed."""
 
     def wait(self, timeout: float | None, bound: float | None = None) -> Any:
-        """Return when it has; raises what went wrong, or Timeout. `bound` is what the caller was given, if `timeout` is
-        what is left of it."""
+        """Wait until the operation has completed. Raises the error of the operation, or Timeout.
+
+        If `timeout` is the remainder of a longer timeout, `bound` is that timeout, for the error message.
+        """
 
 
 class Work(dist.Work):
-    """An operation under way, and the tensors that it fills.
+    """Pending operation, and its output tensors.
 
-    ``wait(timeout)`` (a timedelta; None and zero mean the group's, past which the job is ended) returns True when the
-    operation has completed, raises what went wrong, or Timeout, after which it is still pending. A Work that is dropped
-    does not stop its operation. ``bound`` is the timeout in seconds of a wait that is given none.
+    ``wait(timeout)`` returns True when the operation has completed. `timeout` is a timedelta; None and zero mean the
+    timeout of the group, after which the job is aborted. ``wait`` raises the error of the operation, or Timeout, after
+    which the operation is still pending. Dropping a Work does not stop its operation. ``bound`` is the timeout in
+    seconds of a wait without `timeout`.
 
-    Of CUDA tensors, too, it waits in the host: what has completed is there for all streams, whichever is current.
+    For CUDA tensors, too, ``wait`` blocks the host: the result is visible to all streams, not only to the current one.
     """
 
     __reduce_ex__ = refuse_pickling("Work", "wait() for it and pass on its tensors")
@@ -173,31 +178,34 @@ class Work(dist.Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As :meth:`wait`: an operation between processes can't be waited for by a stream."""
+        """Block the host as :meth:`wait` does, since a stream can't wait for an operation between processes."""
         self.wait()
 
     def is_completed(self) -> bool:
         return bool(self.handle.test())
 
     def is_success(self) -> bool:
-        """Return True if it has completed without an error."""
+        """Return True if the operation has completed without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of a completed operation; else None."""
+        """Return the error of a completed operation that failed, else None."""
         if self._error is None and self.is_completed():
-            # Since it has completed, this returns at once; what it raises is kept for those who ask.
+            # The operation has completed, so this returns at once; wait() stores the error.
             with suppress(BaseException):
                 self.wait()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it fills. Waits for them."""
+        """Wait for the operation, and return its output tensors."""
         self.wait()
         return self.outputs
 
     def source_rank(self) -> int:
-        """The rank, in the group, from which a completed receive got its message."""
+        """Return the rank, in the group, of the sender of a completed receive.
+
+        Raises TypeError for other operations.
+        """
         if self._source is None:
             raise TypeError("source_rank: this operation does not receive from a rank; only recv's work has one")
         return self._source()
@@ -206,10 +214,11 @@ class Work(dist.Work):
         return self.source_rank()
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of :meth:`result`.
+        """Return a ``torch.futures.Future`` of :meth:`result`.
 
         Callbacks of collectives run one after the other, in the order in which they were attached, and may start
-        collectives of their own."""
+        collectives themselves.
+        """
         if self._future is None:
             self._future = _Future(self._later, self.wait, cuda_devices(self.outputs))
             if isinstance(self.handle, Job):
@@ -227,7 +236,7 @@ class Work(dist.Work):
 
 
 class Together:
-    """Several operations as one handle."""
+    """Handle for several operations."""
 
     def __init__(self, handles: list[Handle]) -> None:
         self._handles = handles
@@ -246,7 +255,10 @@ class Together:
 
 
 class Received:
-    """A receive, complete when what came is where the caller wants it: whoever notices first moves it there."""
+    """Receive that completes when the message is in the caller's tensor.
+
+    The first call of ``test`` or ``wait`` that sees the message moves it there.
+    """
 
     def __init__(self, request: Request, restore: Restore) -> None:
         self._request = request
@@ -255,11 +267,11 @@ class Received:
         self._ended = False
 
     def test(self) -> bool:
-        # Who waits holds the lock, and will see the end by itself.
+        # A thread in wait() holds the lock, and completes the receive itself.
         if self._lock.acquire(blocking=False):
             try:
                 if not self._ended and self._request.test():
-                    with suppress(MpicollError):  # for its own wait to say
+                    with suppress(MpicollError):  # raised by wait()
                         self._finish(None)
                     self._ended = True
             finally:
@@ -272,7 +284,7 @@ class Received:
             self._ended = True
 
     def _finish(self, timeout: float | None, bound: float | None = None) -> None:
-        """Wait for it and move what came, once; of a receive that failed, say so each time."""
+        """Wait for the message and move it, once. The error of a receive that failed is raised at each call."""
         self._request.wait(timeout, bound)
         restore, self._restore = self._restore, None
         if restore is not None:
@@ -280,6 +292,6 @@ class Received:
 
 
 def transfer(handle: Handle, tensors: list[torch.Tensor], source: Callable[[], int] | None = None) -> Work:
-    """The work of a point-to-point transfer, which goes on in the background."""
+    """Return the Work of a point-to-point transfer, which progresses in the background."""
     poller.watch(handle)
     return Work(handle, tensors, source=source)
