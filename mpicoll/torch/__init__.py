@@ -1,12 +1,13 @@
-"""The torch face of mpicoll: a drop-in for torch.distributed, and its backend.
+"""Drop-in replacement for torch.distributed, with mpicoll as its backend.
 
-``import mpicoll.torch as dist`` has every name of torch.distributed. ``dist.init_process_group()`` means mpicoll, and
-under ``mpirun`` needs no arguments. The common collectives take a shorter way than torch's on CPU tensors;
-:mod:`mpicoll.torch.autograd` has differentiable ones. ``torch.distributed.init_process_group("mpicoll")``, or
+``import mpicoll.torch as dist`` has every name of torch.distributed. ``dist.init_process_group()`` selects mpicoll, and
+under ``mpirun`` needs no arguments. The common collectives bypass c10d for CPU tensors;
+:mod:`mpicoll.torch.autograd` has differentiable collectives. ``torch.distributed.init_process_group("mpicoll")``, or
 ``"mpi"``, works as well, without importing this module.
 
-Groups take tensors on the CPU and on CUDA devices. Where CUDA is not in use yet, ``init_process_group`` makes the
-device of the rank's number on its node (modulo the number of devices) the current one, or `device_id` if that is given.
+Groups accept tensors on the CPU and on CUDA devices. If CUDA is not initialized yet, ``init_process_group`` makes
+`device_id` the current device or, if that is not given, the device whose index is the rank's number on its node, modulo
+the number of devices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from mpicoll.torch.resilience import resilient  # noqa: E402
 
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """As :func:`torch.distributed.init_process_group`, but without `backend` it is mpicoll."""
+    """Initialize the default process group as :func:`torch.distributed.init_process_group`, by default with mpicoll."""
     _dist.init_process_group("mpicoll" if backend is None else backend, *args, **kwargs)
 
 

@@ -16,7 +16,7 @@ The rules that follow from it:
   same order, their backwards meet as well, and messages of :func:`send` and :func:`recv` travel back in the mirrored
   order. So make the calls on one thread per rank, and go back through what was called on all ranks alike by the same
   ``backward`` calls.
-* All functions can be differentiated twice, and oftener. With ``create_graph=True`` every rank records the same
+* All functions can be differentiated twice or more often. With ``create_graph=True`` every rank records the same
   collectives, even where its own loss is linear or constant and another's is not.
 * Without a tensor that requires grad, or under ``torch.no_grad()``, they are plain collectives. Integers and bool have
   no gradient. Gradients of complex tensors follow torch's convention.
@@ -118,7 +118,7 @@ def reduce(tensor: Tensor, dst: int, op: Any = "sum", group: Any = None) -> Tens
 
 
 def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
-    """Every rank gets the tensor of rank `src`.
+    """Broadcast the tensor of rank `src` to all ranks.
 
     Every rank passes a `tensor` of the same shape and dtype; its contents matter on `src` only, but it must require
     grad on all ranks or on none. The gradient is the sum over ranks on `src`, and zero elsewhere.
@@ -132,7 +132,7 @@ def broadcast(tensor: Tensor, src: int, group: Any = None) -> Tensor:
 
 
 def all_gather(tensor: Tensor, group: Any = None, *, sizes: Sequence[int] | None = None) -> tuple[Tensor, ...]:
-    """Every rank gets the tensors of all ranks, as a tuple in the order of ranks.
+    """Gather the tensors of all ranks on every rank, as a tuple in rank order.
 
     Every rank passes a `tensor` of the same shape and dtype. With `sizes`, the same on all ranks, tensors differ in
     their first axis: ``sizes[i]`` rows come from rank i. The tuple's tensors are parts of one. The gradient is the sum
@@ -160,7 +160,7 @@ def all_gather_single(tensor: Tensor, dim: int = 0, group: Any = None, *, sizes:
 
 
 def reduce_scatter(tensors: Sequence[Tensor], op: Any = "sum", group: Any = None) -> Tensor:
-    """Rank i gets the reduction of the i-th tensors of all ranks.
+    """Reduce the i-th tensors of all ranks, and return the result on rank i.
 
     Every rank passes a tensor for each rank, all of one dtype; the i-th has the same shape on all ranks. `op` as for
     :func:`reduce`. The gradient of the i-th tensor is that of rank i's result.
@@ -194,7 +194,7 @@ def reduce_scatter_single(
 
 
 def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...]:
-    """Rank `dst` gets the tensors of all ranks, as a tuple in the order of ranks; the others a like tuple of zeros.
+    """Gather the tensors of all ranks on rank `dst`, as a tuple in rank order; other ranks get such a tuple of zeros.
 
     Every rank passes a `tensor` of the same shape and dtype. The zeros have no memory of their own, and are there so
     that all ranks can take part in the backward, such as by ``0 * sum(part.sum() for part in result)``. The gradient
@@ -207,7 +207,7 @@ def gather(tensor: Tensor, dst: int = 0, group: Any = None) -> tuple[Tensor, ...
 
 
 def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None) -> Tensor:
-    """Rank i gets the i-th of rank `src`'s tensors.
+    """Scatter rank `src`'s tensors: return the i-th of them on rank i.
 
     `src` passes a tensor for each rank, all of one shape and dtype. Every other rank passes one tensor of that shape
     and dtype, whose contents don't matter, but which must require grad as those of `src` do. Gradients: that of the
@@ -298,7 +298,7 @@ def sendrecv(
 def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
     """Send `tensor` to rank `dst`, which calls :func:`recv`. Returns a zero, of shape ().
 
-    The zero stands for what becomes of `tensor` elsewhere: **add it to this rank's loss**, or call ``backward()`` on
+    The zero represents the use of `tensor` on rank `dst`: **add it to this rank's loss**, or call ``backward()`` on
     it if there is no other. Then the gradient is received from `dst`, with the same `tag`. May wait for the receiver,
     both ways; where two ranks send to each other use :func:`sendrecv`.
     """
@@ -320,7 +320,7 @@ def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
 
 
 class _Linear(Function):
-    """A linear map between tensors that lie on several ranks. `back` is its transpose, conjugated if complex.
+    """Linear map between tensors on several ranks. `back` is its transpose, conjugated if complex.
 
     The second result, a zero, is for the backward: gradients are tied to it.
     """
@@ -378,10 +378,10 @@ def _linear(tensor: Tensor, there: _Map, back: _Map) -> Tensor:
 
 
 def _tied(grad: Tensor, token: Tensor) -> Tensor:
-    """`grad`, which depends on `token` in a graph of the second order.
+    """Return `grad` with a dependency on `token`, for graphs of second order.
 
-    Whether an incoming gradient has a graph depends on this rank's loss alone. Tied to a result of the forward, it has
-    one on all ranks alike, so none misses the collectives of the next backward.
+    An incoming gradient may have a graph on some ranks only, depending on the rank's own loss. With a dependency on a
+    result of the forward it has a graph on all ranks, so all ranks run the collectives of the next backward.
     """
     return grad + token if torch.is_grad_enabled() else grad
 
@@ -399,8 +399,10 @@ def _reduced(x: Tensor, op: OpLike, root: int, comm: Communicator) -> Tensor:
 
 
 def _between(block: Tensor, whole: Sequence[int], root: int, comm: Communicator) -> tuple[_Map, _Map]:
-    """Gathering blocks at the root, with zeros of shape `whole` elsewhere; and scattering, where only the root's
-    tensor matters."""
+    """Return the maps that gather blocks at the root, with zeros of shape `whole` elsewhere, and scatter them.
+
+    For the scatter only the root's tensor matters.
+    """
     shape = block.shape
 
     def to_root(x: Tensor) -> Tensor:
@@ -454,7 +456,7 @@ def _native(op: Any, operation: str, tensor: Tensor) -> Any:
 
 
 def _checked_weight(operation: str, op: OpLike, comm: Communicator, tensor: Tensor) -> complex:
-    """As `_weight`; ArgumentError where a gradient is wanted and there is none."""
+    """Return `_weight`. Raises ArgumentError if a gradient is required and `op` has none."""
     weight = _weight(op, comm)
     if weight is None and _records(tensor):
         raise _no_gradient(operation, op, comm, "take all_reduce, which knows that of prod, min and max")
@@ -474,7 +476,7 @@ def _rooted(operation: str, root: Any, group: Any) -> tuple[Communicator, int]:
 
 
 def _rank(operation: str, rank: Any, group: Any, comm: Communicator) -> Any:
-    """`rank` as one of `comm`, which native operations check to be in range."""
+    """Convert `rank` to a rank of `comm`. The native operations check the range."""
     where = f"(rank {comm.rank} of {comm.size})"
     if rank is None:
         raise RankError(f"{operation}: a rank is needed, got None {where}")
@@ -487,7 +489,7 @@ def _rank(operation: str, rank: Any, group: Any, comm: Communicator) -> Any:
 
 
 def _rows(operation: str, tensor: Tensor, dim: int, comm: Communicator) -> Tensor:
-    """`tensor` with axis `dim` first."""
+    """Return `tensor` with axis `dim` first."""
     if not -max(tensor.dim(), 1) <= dim < max(tensor.dim(), 1):
         raise ShapeError(
             f"{operation}: dim {dim} is no axis of a tensor of shape {tuple(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""A barrier that can say who is missing. It goes over the store, so it works even where MPI is stuck."""
+"""Barrier that reports the missing ranks. It uses the store, so it works even if MPI is blocked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mpicoll.errors import Timeout
 
 GRACE = timedelta(seconds=10)
-"""How much longer than rank 0 the others wait, so that they hear from it who was missing."""
+"""Additional time for which the other ranks wait after rank 0's timeout, to receive its report of the missing ranks."""
 
 
 def barrier(
@@ -22,11 +22,11 @@ def barrier(
     wait_all_ranks: bool,
     ask: Callable[[str], str] | None = None,
 ) -> None:
-    """Return when all ranks have called it.
+    """Wait until all ranks have called this function.
 
-    If some have not within `timeout`, rank 0 raises Timeout that names the first one, or, with `wait_all_ranks`, all
-    of them, and what `ask` finds out about them; the other ranks raise the same without that. `store` must be new for
-    each barrier, and the same on all ranks.
+    If some ranks have not called it within `timeout`, rank 0 raises Timeout with the first missing rank or, with
+    `wait_all_ranks`, all missing ranks, and with the result of `ask` about them. The other ranks raise the same error
+    without the result of `ask`. `store` must be new for each barrier, and the same on all ranks.
     """
     if rank == 0:
         verdict = _collect(store, size, timeout, wait_all_ranks)

@@ -1,7 +1,7 @@
 """Patches for functions of torch.distributed that c10d implements for its built-in backends only.
 
-Each patch gets torch's own function and the arguments of the call; calls that don't concern mpicoll are passed on
-unchanged.
+Each patch receives torch's original function and the arguments of the call. Calls that don't concern mpicoll are passed
+on unchanged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ Original = Callable[..., Any]
 
 
 def rendezvous(original: Original, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
-    """Rank, size and store come from MPI unless the program has given an address, or all that ``env://`` needs."""
+    """Take rank, size and store from MPI unless the program gives an address, or all values that ``env://`` needs."""
     if url != "env://" or rendezvous_handler.environment_complete(rank, world_size, os.environ):
         return original(url, rank, world_size, **kwargs)
     return iter([rendezvous_handler.place(rank, world_size)])
 
 
 def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """c10d leaves rank, size and store of a default group named "mpi" to MPI. It lets only the members make a group;
-    but MPI is started by all ranks, or by none."""
+    """Take rank, size and store of a default group named "mpi" from MPI, and initialize MPI on all ranks.
+
+    c10d leaves rank, size and store of a default group named "mpi" to MPI. It creates a group on the members only, but
+    MPI must be initialized on all ranks or on none.
+    """
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     given["backend"] = own_name(given["backend"])
@@ -51,7 +54,7 @@ def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> 
 
 
 def monitored_barrier(original: Original, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    """c10d's own takes gloo's groups only."""
+    """Support mpicoll groups; c10d's function accepts only gloo groups."""
     found = c10d._get_default_group() if group is None else group
     if not isinstance(found, ProcessGroupMpicoll):
         original(group, timeout, wait_all_ranks)
@@ -63,7 +66,7 @@ def monitored_barrier(original: Original, group: Any = None, timeout: Any = None
 
 
 def _set_pg_timeout(original: Original, timeout: timedelta, group: Any = None) -> None:
-    """c10d's own takes gloo's and nccl's groups only."""
+    """Support mpicoll groups; c10d's function accepts only gloo and nccl groups."""
     found = c10d._get_default_group() if group is None else group
     if isinstance(found, ProcessGroupMpicoll):
         found.set_timeout(timeout)
@@ -72,13 +75,13 @@ def _set_pg_timeout(original: Original, timeout: timedelta, group: Any = None) -
 
 
 def _maybe_attach_flight_recorder(original: Original, *args: Any, **kwargs: Any) -> None:
-    """c10d's recorder hooks into backends in C++, which a group in Python hasn't got; mpicoll has its own record."""
+    """Skip mpicoll groups: c10d's recorder needs a C++ backend, and mpicoll has its own flight recorder."""
     if not any(isinstance(one, ProcessGroupMpicoll) for one in (*args, *kwargs.values())):
         original(*args, **kwargs)
 
 
 def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """c10d's own wants a GPU."""
+    """Split mpicoll groups without a GPU, which c10d's function requires."""
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
     parent = given.get("parent_pg") or c10d._get_default_group()
@@ -97,14 +100,14 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     if len(set(flat)) != len(flat):
         raise ArgumentError(f"split_group: a rank can be in one group only, got {parts!r}")
     mine = next((sorted(part) for part in parts if parent.rank() in part), None)
-    # The name is drawn by all ranks, which must go on to draw the same.
+    # Ranks that are not members draw the name too, so that later names agree on all ranks.
     name = c10d._process_group_name(mine or sorted(parts[0]), use_hashed_name=True)
     if mine is None:
         return None
     group = parent.splitGroup(mine, given.get("timeout"), None, name, given.get("group_desc"))
     assert group is not None
     of_parent = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
-    # Before torch 2.13 it had another name.
+    # Renamed in torch 2.13.
     register = getattr(c10d, "_register_pg_in_world", None) or c10d._update_process_group_global_state
     register(
         group,
@@ -118,7 +121,7 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _register_builtin_comm_hook(original: Original, model: Any, kind: Any) -> None:
-    """The built-in hook for float16 takes apart what only C++'s futures hold; torch has the same hook in Python."""
+    """Replace the built-in float16 hook, which needs values that only C++ futures hold, by torch's hook in Python."""
     if kind == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(model.process_group, ProcessGroupMpicoll):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

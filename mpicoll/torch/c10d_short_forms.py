@@ -1,8 +1,8 @@
-"""The ways in which a program may call the collectives of a process group by itself.
+"""Short forms of the methods of a process group, for programs that call these directly.
 
-c10d passes lists of tensors and options; torch's own groups take a tensor and its root, op or timeout as well, by
-position or by name. That is decided here, and the methods of our group see c10d's form alone. (torch's ``Backend`` does
-this in C++: a group that is one needs nothing of this file.)
+c10d passes lists of tensors and options. torch's own groups also accept a tensor and its root, op or timeout, by
+position or by name. This module converts such calls, so that the methods of mpicoll's group only implement c10d's form.
+(torch's ``Backend`` does this in C++, so a group that is a ``Backend`` does not need this module.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from torch.distributed.distributed_c10d import (
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
-"""Short arguments, and the options that they set."""
+"""Names of short arguments, and the options that they set."""
 
 
 @dataclass(frozen=True)
 class _Form:
-    """The arguments of a method: its data, by all the names that torch has for them and with the depth of lists that
-    c10d passes (None: what it gets), then options of this type, or short arguments in this order."""
+    """Arguments of a method: the data, then options of this type, or short arguments in this order.
+
+    Each datum has all the names that torch uses for it, and the depth of lists that c10d passes (None: passed on
+    unchanged).
+    """
 
     options: Any
     data: tuple[tuple[str, int | None], ...]
@@ -71,7 +74,7 @@ _FORMS = {
 
 
 def takes_short_forms(method: F) -> F:
-    """Let `method`, which takes what c10d passes, be called in all the ways in which torch's own can."""
+    """Extend `method`, which implements c10d's form, by all the forms that torch's own groups accept."""
     form = _FORMS[method.__name__]
     options, count = form.options, len(form.data)
 
@@ -96,7 +99,7 @@ def full_form(name: str, args: Sequence[Any], named: Mapping[str, Any]) -> tuple
     given, left = list(args), {key: value for key, value in named.items() if value is not None}
 
     def take(names: str) -> Any:
-        """The next argument, which has any of these `names`."""
+        """Remove and return the next argument, which has one of these `names`."""
         value = given.pop(0) if given else None
         key = next((one for one in names.split() if one in left), None)
         return left.pop(key) if value is None and key is not None else value
@@ -128,7 +131,7 @@ def _usage(form: _Form) -> str:
 
 
 def _nested(value: Any, depth: int | None) -> Any:
-    """`value` in as many lists as `depth` says."""
+    """Nest `value` in lists up to this `depth`."""
     first, found = value, 0
     while depth is not None and not isinstance(first, torch.Tensor) and isinstance(first, Sequence):
         found += 1

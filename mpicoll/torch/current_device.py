@@ -11,21 +11,22 @@ from mpicoll.engine.world import world
 
 
 def declare() -> None:
-    """Tell c10d for which devices the backend "mpicoll" stands in this process.
+    """Register with c10d the devices that the backend "mpicoll" supports in this process.
 
-    What asks c10d for them takes a device other than the CPU if there is one: ShardedTensor.gather would make CUDA
-    tensors where there is no CUDA. When torch is imported, where the backend is registered, it is too early to look.
+    Functions that query c10d for the devices prefer a device other than the CPU: without CUDA, ShardedTensor.gather
+    would create CUDA tensors. CUDA can't be queried yet when the backend is registered, which is when torch is
+    imported.
     """
     dist.Backend.backend_capability["mpicoll"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def settle(device_id: Any = None) -> None:
-    """Let this thread's current CUDA device be `device_id` (a ``torch.device``, or an index) or, if that is None, the
-    one of the rank's number on its node, modulo the number of devices.
+    """Set this thread's current CUDA device to `device_id`, a ``torch.device`` or an index.
 
-    Nothing happens where there is no CUDA, or where it is in use: then the program has chosen already. The choice takes
-    effect when CUDA is first used, so that a program that never does gets no context on a device; a program that calls
-    ``torch.cuda.set_device`` by itself has its own.
+    If `device_id` is None, take the device whose index is the rank's number on its node, modulo the number of devices.
+    Do nothing if there is no CUDA, or if CUDA is initialized, since the program has then chosen a device. The setting
+    takes effect when CUDA is first used, so that a program that never uses CUDA gets no context on a device. A later
+    ``torch.cuda.set_device`` of the program overrides it.
     """
     if torch.cuda.is_initialized() or not torch.cuda.is_available():
         return
@@ -33,6 +34,6 @@ def settle(device_id: Any = None) -> None:
         index = world().local_rank % torch.cuda.device_count()
     else:
         index = device_id if isinstance(device_id, int) else device_id.index
-    if index:  # it is 0 by itself
-        # torch.cuda.set_device would make a context at once.
+    if index:  # 0 is torch's default
+        # torch.cuda.set_device would create a context immediately.
         torch.cuda._lazy_call(lambda: torch.cuda.set_device(index))

@@ -1,6 +1,6 @@
-"""DDP's buckets in memory that all ranks of a node reach, where they are reduced without copies."""
+"""DDP's buckets in shared memory of the ranks of a node, which are reduced without copies."""
 
-# Without `from __future__ import annotations`: DDP looks at the annotations of a hook, and wants no strings.
+# Without `from __future__ import annotations`: DDP checks the annotations of a hook, and rejects strings.
 
 import logging
 from collections.abc import Callable
@@ -22,13 +22,12 @@ _log = logging.getLogger("mpicoll")
 
 
 def share_buckets(model: Any, hook: Hook = allreduce_hook) -> None:
-    """Let `model`, a DistributedDataParallel of an mpicoll group, reduce its buckets in memory that all ranks of the
-    node reach: the memory of each bucket is moved there when it is first reduced.
+    """Make `model`, a DistributedDataParallel of an mpicoll group, reduce its buckets in the node's shared memory.
 
-    To be called by all ranks, before the first backward pass, in the place of ``model.register_comm_hook``: `hook` is
-    the communication hook (DDP's own averaging all-reduce unless another is given), whose state is the model's process
-    group. Where the ranks can't share memory, or the model is on a GPU, nothing else changes. Raises CommunicatorError
-    for groups of other backends.
+    The memory of each bucket is moved to shared memory when the bucket is first reduced. All ranks must call this
+    before the first backward pass, instead of ``model.register_comm_hook``. `hook` is the communication hook (by
+    default DDP's averaging all-reduce); its state is the model's process group. If the ranks can't share memory, or the
+    model is on a GPU, buckets stay where they are. Raises CommunicatorError for groups of other backends.
     """
     buckets = _Buckets(communicator(model.process_group))
 
@@ -40,17 +39,17 @@ def share_buckets(model: Any, hook: Hook = allreduce_hook) -> None:
 
 
 class _Buckets:
-    """The buckets of one model that all ranks reach."""
+    """Buckets of one model in shared memory."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        # The memory is kept for as long as the ranks take its addresses for it.
+        # The memory is kept for as long as the ranks identify buckets by its addresses.
         self._known: dict[int, torch.Tensor] = {}
         self._numbers: dict[int, int] = {}
         finalize(self, _forget, comm, self._numbers).atexit = False
 
     def move(self, bucket: dist.GradBucket) -> None:
-        """Collective, when the memory of `bucket` is a new one."""
+        """Move `bucket` to shared memory if its memory is new. Collective in that case."""
         memory, index = bucket.buffer(), bucket.index()
         known = self._known.get(index)
         if (
@@ -66,7 +65,7 @@ class _Buckets:
             return
         number = self._numbers.pop(index, None)
         if number is not None:
-            self._comm.forget(number)  # DDP has made its buckets anew
+            self._comm.forget(number)  # DDP has recreated its buckets
         try:
             fd = memory.untyped_storage()._share_fd_cpu_()[0]
         except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""The common collectives, past c10d where that makes no difference but to the time they take.
+"""Common collectives that bypass c10d if that changes nothing but their run time.
 
-Each has the signature and the meaning of its namesake in torch.distributed. A blocking call on a plain CPU tensor and a
-process group of mpicoll goes straight to MPI; everything else goes to torch.distributed.
+Each has the signature and the meaning of the function of the same name in torch.distributed. A blocking call on a plain
+CPU tensor and a process group of mpicoll bypasses c10d; all other calls are passed to torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
 def _quick(group: Any) -> Quick | None:
-    """The quick calls of `group`, if this is no moment that c10d has to know about."""
+    """Return the fast path of `group`, or None if c10d must process the call."""
     found = c10d._world.default_pg if group is None else group
     if type(found) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
         return None
@@ -25,7 +25,7 @@ def _quick(group: Any) -> Quick | None:
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """As :func:`torch.distributed.all_reduce`."""
+    """Reduce as :func:`torch.distributed.all_reduce` does."""
     if not async_op:
         quick = _quick(group)
         if quick is not None and quick.all_reduce(tensor, op):
@@ -40,7 +40,7 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """As :func:`torch.distributed.broadcast`."""
+    """Broadcast as :func:`torch.distributed.broadcast` does."""
     # The default group's ranks are the global ones.
     if not async_op and group is None and group_src is None and src is not None:
         quick = _quick(None)
@@ -52,7 +52,7 @@ def broadcast(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """As :func:`torch.distributed.all_gather_into_tensor`."""
+    """Gather as :func:`torch.distributed.all_gather_into_tensor` does."""
     if not async_op:
         quick = _quick(group)
         if quick is not None and quick.all_gather_single(output_tensor, input_tensor):
@@ -67,7 +67,7 @@ def reduce_scatter_tensor(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """As :func:`torch.distributed.reduce_scatter_tensor`."""
+    """Reduce and scatter as :func:`torch.distributed.reduce_scatter_tensor` does."""
     if not async_op:
         quick = _quick(group)
         if quick is not None and quick.reduce_scatter_single(output, input, op):
@@ -83,7 +83,7 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """As :func:`torch.distributed.all_to_all_single`."""
+    """Exchange splits as :func:`torch.distributed.all_to_all_single` does."""
     if not async_op and not output_split_sizes and not input_split_sizes:
         quick = _quick(group)
         if quick is not None and quick.all_to_all_single(output, input):
@@ -92,16 +92,16 @@ def all_to_all_single(
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
-    """As :func:`torch.distributed.barrier`."""
+    """Synchronize as :func:`torch.distributed.barrier` does."""
     if not async_op and device_ids is None and timeout is None:
         quick = _quick(group)
         if quick is not None and quick.barrier():
             return None
-    # Before torch 2.13 it takes no timeout.
+    # It accepts a timeout since torch 2.13.
     return dist.barrier(group, async_op, device_ids, **({} if timeout is None else {"timeout": timeout}))
 
 
-# torch 2.13 has renamed these, and warns of the old names.
+# Renamed in torch 2.13, which warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

@@ -209,7 +209,7 @@ class Quick:
         try:
             self._run(shared, call, source, target)
         except Unshared:
-            # Raised on all ranks: the next call selects an algorithm with this knowledge.
+            # Raised on all ranks. The cache is cleared so that algorithms are selected again with this knowledge.
             self._kept.clear()
             return False
         return True

@@ -42,7 +42,7 @@ _hide_from_the_compiler()
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:
-    """The process group that torch asks for by `options` (its ``_DistributedBackendOptions``). Collective over it.
+    """Create the process group for torch's `options` (``_DistributedBackendOptions``). Collective over the group.
 
     Raises SetupError if MPI has fewer ranks than the group.
     """
@@ -63,7 +63,7 @@ def _communicator(options: Any) -> Communicator:
     if ranks:
         parent = default_group()
         if parent is None:
-            # The default group is another backend's, so nobody has told us yet which of MPI's ranks are meant.
+            # The default group has another backend, so the mapping of its ranks to MPI's is not known yet.
             ranks = _members(options)
             made = world().group(ranks)
         else:
@@ -86,15 +86,15 @@ def _members(options: Any) -> list[int]:
 
 
 def _mix() -> Mapping[str, str]:
-    """The backends by device.
+    """Return the backends by device.
 
-    c10d tells a backend neither for which devices it is wanted nor what serves the others. A Python process group takes
-    the place of the whole mix, so it has to know.
+    c10d passes to a backend neither its own devices nor the backends of the other devices. A Python process group
+    replaces the whole mix, so it needs both.
     """
     config = c10d_variables(_HELPER).get("backend_config")
     return {"cpu": NAME} if config is None else config.get_device_backend_map()
 
 
 def _unfinished() -> Any:
-    """The group that c10d was about to make, with the backends that come before ours in the mix."""
+    """Return the group that c10d is creating, with the backends that precede mpicoll in the mix."""
     return c10d_variables(_HELPER).get("pg")

@@ -17,13 +17,16 @@ from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
 def default_group() -> ProcessGroupMpicoll | None:
-    """torch's default process group, if it is one of mpicoll's."""
+    """Return torch's default process group if its backend is mpicoll."""
     group = c10d.GroupMember.WORLD
     return group if isinstance(group, ProcessGroupMpicoll) else None
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
-    """:func:`torch.distributed.new_group` of `ranks`, in their order. Raises SetupError if this torch can't keep it."""
+    """Return :func:`torch.distributed.new_group` of `ranks`, in their order.
+
+    Raises SetupError if this version of torch can't keep the order.
+    """
     if list(ranks) != sorted(ranks):
         if "sort_ranks" not in signature(dist.new_group).parameters:
             raise SetupError(
@@ -35,10 +38,11 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
 
 
 def communicator(group: Any = None) -> Communicator:
-    """The communicator of `group`: a process group of mpicoll, a communicator of mpicoll or mpi4py, or None for torch's
-    default group if that is mpicoll's, and for mpicoll's world if torch has none.
+    """Return the communicator of `group`: a process group of mpicoll, or a communicator of mpicoll or mpi4py.
 
-    Raises CommunicatorError for process groups of other backends, and for this process not being a member.
+    None means torch's default group if its backend is mpicoll, and mpicoll's world if torch has no default group.
+
+    Raises CommunicatorError for process groups of other backends, and if this process is not a member.
     """
     if group is None and dist.is_initialized():
         group = c10d.GroupMember.WORLD

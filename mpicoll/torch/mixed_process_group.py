@@ -18,13 +18,16 @@ from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll
 
 
 def others(mix: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any) -> dict[str, Any]:
-    """The backends of the `mix` that are not mpicoll, by device: those that c10d has put into the `unfinished` group
-    already, and new ones for the devices that it did not come to. Raises SetupError for one that is not there."""
+    """Return the backends of the `mix` other than mpicoll, by device.
+
+    These are the backends that c10d has already added to the `unfinished` group, and new backends for the remaining
+    devices. Raises SetupError for a backend that is not available.
+    """
     found: dict[str, Any] = {}
     reached = True
     for device, name in mix.items():
         if name == NAME:
-            reached = False  # c10d takes the mix in order, and stops at the first one that is ours
+            reached = False  # c10d processes the mix in order, and stops at the first device of mpicoll
         elif reached:
             found[device] = unfinished._get_backend(torch.device(device))
         else:
@@ -76,13 +79,13 @@ _METHODS = (
     "recv",
     "recv_anysource",
 )
-"""Methods whose first tensor says which device is meant."""
+"""Methods that are dispatched by the device of their first tensor."""
 
 _MESSAGES = ("send", "recv", "recv_anysource")
 
 
 class MixedProcessGroup(ProcessGroupMpicoll):
-    """A process group that hands calls on to the backend of the tensors' device."""
+    """Process group that dispatches calls to the backend of the tensors' device."""
 
     def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta, others: Mapping[str, Any]) -> None:
         super().__init__(comm, store, timeout)
@@ -96,7 +99,7 @@ class MixedProcessGroup(ProcessGroupMpicoll):
         return self._others.get(device.type, self)
 
     def _serving(self, device: torch.device, method: str) -> Callable[..., Any] | None:
-        """The method of the backend that serves `device`; None if that is mpicoll."""
+        """Return the method of the backend that serves `device`; None if that is mpicoll."""
         other = self._others.get(device.type)
         if other is None:
             return None
@@ -146,7 +149,7 @@ _OLD = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""What backends call methods that have a newer name on process groups."""
+"""Names on backends of methods that have a newer name on process groups."""
 
 
 def _by_device(name: str) -> Callable[..., Any]:

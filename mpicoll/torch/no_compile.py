@@ -11,9 +11,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def eager(function: _F) -> _F:
-    """Keep torch.compile out of `function`: compiled code breaks off before it and goes on after it.
+    """Exclude `function` from torch.compile, which then makes a graph break around its calls.
 
-    These are the marks that ``torch.compiler.disable`` leaves, which would import the whole compiler.
+    Sets the same attributes as ``torch.compiler.disable``, which would import the whole compiler.
     """
     marked: Any = function
     frames = torch._C._dynamo.eval_frame

@@ -149,7 +149,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
             self.abort()
 
     def abort(self) -> None:
-        """Fail the operations that are queued and not yet running. An operation that runs inside MPI can't be stopped."""
+        """Fail the operations that are queued and not yet running. An operation inside MPI can't be stopped."""
         self._lanes.abandon()
 
     def splitGroup(  # noqa: N802
@@ -161,7 +161,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         group_desc: str | None = None,
         devices: Any = None,
     ) -> ProcessGroupMpicoll | None:
-        """Return a new group of `ranks` of this group; None on ranks that are not members. Collective over this group."""
+        """Return a new group of `ranks` of this group; None on ranks that are not members. Collective."""
         comm = self.comm.group(ranks)
         if comm is None:
             return None

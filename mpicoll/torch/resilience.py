@@ -28,10 +28,10 @@ def resilient(
     every: int = 1,
     setup: Callable[[Communicator], Any] | None = None,
 ) -> S:
-    """:func:`mpicoll.resilient` for programs that use torch's process groups: after a death the default one is made
-    anew of the survivors, with the same backend and timeout.
+    """Run :func:`mpicoll.resilient` for programs that use torch's process groups.
 
-    `setup` makes what hangs on it, and `step` gets what `setup` returns::
+    After the death of a rank the default process group is recreated from the survivors, with the same backend and
+    timeout. `setup` creates the objects that depend on the group, and its result is passed to `step`::
 
         def step(state, number, parallel):
             images, digits = batch(number, dist.get_rank(), dist.get_world_size())
@@ -42,10 +42,10 @@ def resilient(
         state = {"model": model, "optimizer": optimizer}
         dist.resilient(step, state, steps, setup=lambda comm: DistributedDataParallel(model))
 
-    The program must keep no other reference to what `setup` returns: an old DistributedDataParallel goes on reducing
-    gradients until it is gone. Other process groups are gone as well, so make those in `setup` too. Everything else,
-    and what is raised, as for :func:`mpicoll.resilient`; besides ArgumentError if the default process group is not one
-    of mpicoll's that has all ranks.
+    The program must keep no other reference to the result of `setup`: an old DistributedDataParallel goes on reducing
+    gradients until it is deleted. Other process groups are destroyed as well, so create those in `setup` too. All other
+    arguments, the result and the errors are those of :func:`mpicoll.resilient`; also raises ArgumentError if the
+    default process group is not an mpicoll group of all ranks.
     """
     group = default_group()
     if group is None or group.comm.size != world().size:
@@ -57,7 +57,7 @@ def resilient(
 
 
 class _Setup:
-    """Sees to it that there is a process group of the communicator's ranks."""
+    """Provider of a default process group of the communicator's ranks."""
 
     def __init__(self, group: ProcessGroupMpicoll, then: Callable[[Communicator], Any] | None) -> None:
         self._backend = _backend_of(group)
@@ -72,7 +72,7 @@ class _Setup:
         return comm if self._then is None else self._then(comm)
 
     def _renew(self) -> None:
-        # What hangs on the old group lies in cycles.
+        # Objects that use the old group are in reference cycles.
         gc.collect()
         if dist.is_initialized():
             for group in list(c10d._world.pg_map):

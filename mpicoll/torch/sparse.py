@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors: what an embedding with sparse gradients needs."""
+"""all_reduce of sparse tensors, which embeddings with sparse gradients need."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mpicoll.torch.tensors import aside, cuda_devices
 
 @names_rank
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
-    """Reduce sparse COO tensors of one shape elementwise, in place; ``tensor`` gets the coalesced result.
+    """Reduce sparse COO tensors of one shape elementwise, in place; ``tensor`` receives the coalesced result.
 
-    `op` is SUM or AVG; half types are added up in float32. The ranks' numbers of entries may differ. Two exchanges: of
-    the numbers of entries, then of the entries; each rank gets those of all. Raises DTypeError for other ops and
-    layouts.
+    `op` is SUM or AVG; half types are accumulated in float32. The number of entries may differ between ranks. There are
+    two exchanges: an allgather of the numbers of entries, then an allgather of the entries. Raises DTypeError for other
+    ops and layouts.
     """
     if tensor.layout is not torch.sparse_coo:
         raise DTypeError(f"all_reduce: {tensor.layout} tensors can't be reduced; pass to_dense() or to_sparse_coo()")
@@ -36,10 +36,10 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     own = tensor.detach()
     devices = cuda_devices([own])
     for one in devices:
-        cuda_device("all_reduce", one, "the tensor")  # raises now where it can't be used
+        cuda_device("all_reduce", one, "the tensor")  # raises before the exchange if the tensor can't be used
     streams = [torch.cuda.current_stream(one) for one in devices]
     produced = [one.record_event() for one in streams]
-    # What the exchanges are made of is chosen when they run, perhaps on another thread, but as it is here.
+    # The algorithms of the exchanges are selected when they run, perhaps on another thread, but with this context.
     context = copy_context()
 
     def run() -> None:
@@ -47,7 +47,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
             for event in produced:
                 event.wait()
             exchange()
-            # It has new memory, which was allocated for this thread's stream and is used on the caller's.
+            # The result's memory was allocated on this thread's stream and is used on the caller's.
             for one in streams:
                 own._indices().record_stream(one)
                 own._values().record_stream(one)
@@ -69,7 +69,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
         total = torch.sparse_coo_tensor(all_indices.t(), wide, own.shape, check_invariants=False).coalesce()
         if name == "avg":
             total = total / comm.size
-        # Into the tensor itself: one detached from it has indices and values of its own.
+        # Into the tensor itself: a detached tensor has separate indices and values.
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             tensor.copy_(total.to(own.dtype))
 

@@ -11,8 +11,8 @@ import torch
 from mpicoll.errors import DeviceError, DTypeError, ShapeError
 
 Restore: TypeAlias = "Callable[[], None] | None"
-"""What copies results to where the caller wants them, in whatever thread, and returns when they are there; None if they
-are there already."""
+"""Function that copies results to the caller's tensors, on any thread, and returns after the copy; None if no copy is
+needed."""
 
 _Extent: TypeAlias = "tuple[str, int, int]"
 
@@ -20,9 +20,9 @@ _Extent: TypeAlias = "tuple[str, int, int]"
 def aside(*devices: torch.device) -> AbstractContextManager[None]:
     """Run torch's work on the CUDA `devices` on mpicoll's streams, and wait for it at the end of the block.
 
-    For work in another thread than the caller's. Without devices it does nothing. In a thread of mpicoll torch's
-    current stream is the default one: work would queue behind all that the program has queued meanwhile, and a program
-    that computes on another stream would not wait for it.
+    Used for work on another thread than the caller's. Without devices it does nothing. On a thread of mpicoll torch's
+    current stream is the default stream: work would be queued behind later work of the program, and a program that
+    computes on another stream would not wait for it.
     """
     return _on_streams(devices) if devices else nullcontext()
 
@@ -40,21 +40,24 @@ def _on_streams(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 def cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
-    """The CUDA devices on which `tensors` lie, each once."""
+    """Return the CUDA devices of `tensors`, each once."""
     return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))
 
 
 def flat_input(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in C order: the tensor's own memory where that is possible."""
+    """Return the elements in C order, as a view of the tensor's memory if possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
-    """Flat memory to be filled, and what moves it to `tensor`. Raises ShapeError if `tensor` can't be written to."""
+    """Return flat memory to be filled, and a function that copies it to `tensor` (None if it is the tensor's memory).
+
+    Raises ShapeError if `tensor` can't be written to.
+    """
     own = tensor.detach()
     if own.is_contiguous() and not own.is_conj() and not own.is_neg():
         return own.view(-1), None
-    # The private name is the only one under which torch tells this; 1 means that elements are sure to share memory.
+    # torch has only a private function for this; 1 means that elements certainly share memory.
     if torch._debug_has_internal_overlap(own) == 1:
         raise ShapeError(f"{operation}: elements of an output share memory (an expanded tensor); pass a copy")
     filled = torch.empty(own.numel(), dtype=own.dtype, device=own.device)
@@ -62,8 +65,10 @@ def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Res
 
 
 def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
-    """A tensor to be changed in the place of `tensor`, and what moves its values there: `tensor` itself, unless it is
-    lazily conjugated or negated."""
+    """Return a tensor to be changed instead of `tensor`, and a function that copies its values to `tensor`.
+
+    The returned tensor is `tensor` itself, unless that is lazily conjugated or negated.
+    """
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor, None
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -71,12 +76,13 @@ def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
 
 
 def protected_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-    """The `inputs` of operations that run one after another, of which operation i writes all ``outputs[i]``: an input
-    that shares memory with an output of an earlier operation is copied now, before that operation changes it.
+    """Return the `inputs` of operations that run in sequence, copied if an earlier operation would overwrite them.
 
-    So a list may hold a tensor twice, or views that overlap: each operation takes what was there before the call, as it
-    does with gloo. Ranks may differ in which of their tensors overlap, since no message depends on it. Overlap is
-    judged by the first and the last byte of a tensor, so interleaved views may be copied without need.
+    Operation i writes all ``outputs[i]``. An input that shares memory with an output of an earlier operation is copied
+    before the first operation starts. Therefore a list may contain a tensor twice, or overlapping views: each operation
+    reads the values from before the call, as with gloo. Different tensors may overlap on different ranks, since no
+    message depends on it. The overlap test compares the first and the last byte of the tensors, so interleaved views
+    may be copied unnecessarily.
     """
     places = [_extent(one) for one in inputs]
     written = [[_extent(one) for one in several] for several in outputs]
@@ -89,7 +95,7 @@ def protected_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[
 
 
 def _cross(operations: Sequence[Sequence[_Extent]]) -> bool:
-    """Return True if memory of one operation overlaps that of another. Sorts, as there may be thousands of them."""
+    """Return True if memory of one operation overlaps memory of another. Sorts, as there may be thousands of them."""
     end, owner, device = 0, -1, ""
     for (where, first, last), number in sorted((one, i) for i, several in enumerate(operations) for one in several):
         if where != device or first >= end:
@@ -102,7 +108,7 @@ def _cross(operations: Sequence[Sequence[_Extent]]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> _Extent:
-    """The device of `tensor`, the address of its first byte and that of the byte after its last."""
+    """Return the device of `tensor`, the address of its first byte and the address after its last byte."""
     first = tensor.data_ptr()
     last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
     return str(tensor.device), first, first + (last + 1) * tensor.itemsize if tensor.numel() else first
@@ -113,13 +119,13 @@ def _overlap(one: _Extent, other: _Extent) -> bool:
 
 
 def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all `tensors`, one after the other."""
+    """Return the elements of all `tensors`, concatenated."""
     whole = _side_by_side(tensors)
     return torch.cat([flat_input(one) for one in tensors]) if whole is None else whole
 
 
 def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Restore]:
-    """Flat memory to be filled with the elements of all `tensors`, and what moves them there."""
+    """Return flat memory for the elements of all `tensors`, and a function that copies it to them."""
     whole = _side_by_side(tensors)
     if whole is not None:
         return whole, None
@@ -138,7 +144,7 @@ def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torc
 
 
 def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat view of `tensors`, if they lie in one piece of memory in this order, as chunks of a tensor do."""
+    """Return one flat view of `tensors` if they are adjacent in memory in this order, as chunks of a tensor are."""
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
     end = first.data_ptr()
@@ -151,15 +157,15 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Write the values of `source` to `target`, in any thread; return when they are there."""
-    # The operation has waited for what the caller's stream had to do with either of them, and is over.
+    """Copy the values of `source` to `target`, on any thread; return when the copy is complete."""
+    # No further synchronization: the operation has completed, and waited for the caller's stream before it started.
     with aside(*cuda_devices([target])), torch.inference_mode(target.is_inference()):
-        # A tensor made in inference mode takes writes in that mode only, which is a property of the thread.
+        # A tensor created in inference mode can be written only in that mode, which is thread-local.
         target.copy_(source)
 
 
 def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
-    """Divide `tensor`, of integers, in place and towards zero, in any thread; return when that is done."""
+    """Divide the integer `tensor` in place, rounding towards zero, on any thread; return after the division."""
     with aside(*cuda_devices([tensor])), torch.inference_mode(tensor.is_inference()):
         tensor.div_(divisor, rounding_mode="trunc")
 
