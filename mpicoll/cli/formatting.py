@@ -1,4 +1,4 @@
-"""What the commands share: reading sizes, writing numbers, tables and progress."""
+"""Shared functions of the commands: parsing of sizes, formatting of numbers, tables and progress bars."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
 _WIDTH = 1000
-"""Columns of what is no terminal, such as a file or the pipe of an MPI launcher: nothing is cut off there."""
+"""Columns of an output that is not a terminal, such as a file or the pipe of an MPI launcher, to prevent truncation."""
 
 
 def sizes(text: str, factor: int = 2) -> list[int]:
@@ -47,7 +47,7 @@ def _bytes(text: str) -> int:
 
 
 def nbytes(number: float) -> str:
-    """``64 KiB``, ``1.5 MiB``, ``12 B``."""
+    """Format bytes as ``64 KiB``, ``1.5 MiB``, ``12 B``."""
     for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         # 1048572 is written as 1 MiB, not as 1024 KiB
         if number / (1 << shift) >= 0.99995:
@@ -60,7 +60,7 @@ def _short(number: float) -> str:
 
 
 def seconds(time: float) -> str:
-    """``1.23 µs``, ``45.6 ms``, ``789 s``: three digits."""
+    """Format a time with three digits: ``1.23 µs``, ``45.6 ms``, ``789 s``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         # 0.9996 ms is written as 1.00 ms, not as 1000 µs
         if time * scale >= 0.9995:
@@ -73,7 +73,7 @@ def _digits(number: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Bytes per second in GB/s, as networks and memories are compared."""
+    """Format bytes per second in GB/s, the unit in which networks and memories are compared."""
     return _digits(per_second / 1e9)
 
 
@@ -86,12 +86,12 @@ def require_matplotlib() -> None:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal that stdout is; 0 if it is none."""
+    """Return the columns of the terminal at stdout; 0 if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 class Table:
-    """A table as :func:`table` makes it. Columns that don't fit into the width go below, behind the first one again."""
+    """A table of :func:`table`. Columns beyond the width follow below, after a repetition of the first column."""
 
     def __init__(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None) -> None:
         self._title = title
@@ -101,7 +101,7 @@ class Table:
         self._widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
 
     def _parts(self, width: int) -> list[list[int]]:
-        """Which columns stand beside each other. Each takes three more places than its cells, as rich draws it."""
+        """Group the columns that fit beside each other. Each column needs three more places than its cells in rich."""
         parts: list[list[int]] = []
         room = 0
         for place in range(1, len(self._columns)):
@@ -114,7 +114,7 @@ class Table:
         return parts or [[0]]
 
     def lines(self, width: int) -> list[str]:
-        """The table as plain text."""
+        """Return the table as lines of plain text."""
         made = [self._title, ""]
         for places in self._parts(width):
             widths = [self._widths[place] for place in places]
@@ -132,8 +132,8 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        # Text, since in a str brackets would be markup. The title is beside the table, to whose width it would be
-        # wrapped as a title of its own.
+        # Text, since brackets in a str would be markup. The title is printed separately, since a title of the table
+        # would be wrapped to the width of the table.
         yield Text(self._title, style="bold")
         for places in self._parts(options.max_width):
             made = RichTable(box=box.SIMPLE_HEAD)
@@ -147,7 +147,7 @@ class Table:
 
 
 class Screen:
-    """Where tables and lines go: stdout, by rich where it is installed, else as plain text."""
+    """Output to stdout, through rich where it is installed, otherwise as plain text."""
 
     def __init__(self, columns: int) -> None:
         self._width = columns or _WIDTH
@@ -159,7 +159,7 @@ class Screen:
             self._console = Console(width=self._width, force_terminal=columns > 0, highlight=False)
 
     def print(self, *what: Table | str) -> None:
-        """Print tables, and text that the terminal wraps, each on a line of its own."""
+        """Print tables and texts, each on a new line; the terminal wraps the texts."""
         for one in what:
             if self._console is None:
                 print(one if isinstance(one, str) else "\n".join(one.lines(self._width)))
@@ -170,18 +170,18 @@ class Screen:
 
 
 def console(width: int | None = None) -> Screen:
-    """Where tables go: stdout. `width` is what :func:`terminal_width` says, or said in the process that started this
-    one: MPI launchers hide the terminal from the ranks, or show them one that isn't there."""
+    """Return the output for tables. `width` is the value of :func:`terminal_width`, possibly that of the process that
+    started this one: MPI launchers hide the terminal from the ranks, or give them a pseudo-terminal."""
     return Screen(terminal_width() if width is None else width)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str | None = None) -> Table:
-    """A table to be printed by ``console()``: the first column to the left, the others to the right."""
+    """Return a table for ``console().print``: the first column is aligned left, the others right."""
     return Table(title, columns, rows, caption)
 
 
 class Bar(Protocol):
-    """A progress bar, as far as the commands use rich's."""
+    """The subset of rich's progress bar that the commands use."""
 
     def __enter__(self) -> Self: ...
 
@@ -195,27 +195,27 @@ class Bar(Protocol):
 
 
 class _NoBar:
-    """What stands for a progress bar that nobody sees."""
+    """A progress bar without output."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *args: object) -> None:
-        """It has shown nothing."""
+        """Do nothing."""
 
     def add_task(self, description: str, *, total: int) -> Any:
-        """No task."""
+        """Return None as the task."""
 
     def update(self, task: Any, *, description: str = "", advance: int) -> None:
-        """Nothing to see."""
+        """Do nothing."""
 
     def refresh(self) -> None:
-        """Nothing to see."""
+        """Do nothing."""
 
 
 def progress(shown: bool) -> Bar:
-    """A progress bar on stderr, to be used as a context manager; one that is never seen unless `shown`, and rich is
-    installed."""
+    """Return a progress bar on stderr, to be used as a context manager. It has no output unless `shown` is true and
+    rich is installed."""
     if not shown:
         return _NoBar()
     try:
@@ -223,7 +223,7 @@ def progress(shown: bool) -> Bar:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         return _NoBar()
-    # No thread of its own redraws it: that would take time from what is being measured.
+    # A thread that refreshes the bar would take time from the measurement.
     bar: Any = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

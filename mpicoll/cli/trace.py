@@ -1,4 +1,4 @@
-"""``mpicoll trace``: what a trace says, in a table and in words; make one of what is left of a job; read a report."""
+"""``mpicoll trace``: summarise a trace, merge the parts of an unfinished trace, or print the report of a failed job."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ busbw as nccl-tests define it. Times are per rank and call; of the total, the me
 """
 
 _SHOWN = 25
-"""Rows of the table, unless more are asked for."""
+"""Default number of rows of the table."""
 
 _MUCH = 0.05
-"""The part of the others' time from which on it is worth saying that they wait for a rank."""
+"""Fraction of the other ranks' time from which on their waiting for a rank is reported."""
 
 _COLLECTIVES = {
     "all_reduce": "allreduce",
@@ -45,7 +45,7 @@ _COLLECTIVES = {
     "all_to_all": "alltoall",
     "broadcast": "bcast",
 }
-"""How names of torch begin, and what they are here."""
+"""Collectives by the prefix of their names in torch."""
 
 
 def add(commands: Commands) -> None:
@@ -79,7 +79,7 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for. Raises SetupError if it isn't there."""
+    """Run the requested action. Raise SetupError if the file or trace does not exist."""
     return int(args.action(args))
 
 
@@ -124,12 +124,12 @@ def _summary(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Kind:
-    """Operations of one kind: of one name, size, dtype and algorithm, among as many ranks.
+    """Operations of one kind: of one name, size, dtype and algorithm, with the same number of ranks.
 
     Times are in seconds: `total` per rank of the job, `share` of all such totals; `mean`, `median` and `max` per rank
-    and call (for messages in the background: and wait). `algbw` and `busbw` are in bytes per second. Ranks waited
-    `waited` per call, which is `wait_share` of their time. `slowest` came last in `slowest_calls` of the calls, then
-    `late` after the mean of the others. None is what means nothing here.
+    and call (for nonblocking messages: of the call and of its wait). `algbw` and `busbw` are in bytes per second.
+    Ranks waited `waited` per call, which is `wait_share` of their time. `slowest` was the last rank to enter in
+    `slowest_calls` of the calls, `late` after the mean of the others. Fields that do not apply are None.
     """
 
     operation: str
@@ -155,8 +155,8 @@ class Kind:
 
 @dataclass(slots=True)
 class Rank:
-    """A rank: the seconds that it spent in communication (in several operations at once: once), those in which it
-    waited for others, and those for which others waited for it, all of them added up."""
+    """Totals of a rank in seconds: time in communication (concurrent operations are counted once), time spent waiting
+    for other ranks, and the sum of the times that other ranks waited for this one."""
 
     rank: int
     host: str
@@ -168,7 +168,7 @@ class Rank:
 
 @dataclass(slots=True)
 class Summary:
-    """What a trace says. `seconds` is from the begin of the first operation to the end of the last."""
+    """Summary of a trace. `seconds` is from the begin of the first operation to the end of the last."""
 
     job: str
     seconds: float
@@ -179,7 +179,7 @@ class Summary:
 
 
 def summarise(line: Timeline) -> Summary:
-    """Sum up a timeline."""
+    """Return the summary of a timeline."""
     import numpy as np
 
     took = np.nan_to_num(line.end - line.begin) * 1e-6
@@ -196,7 +196,7 @@ def summarise(line: Timeline) -> Summary:
 
 
 def _by_kind(line: Timeline) -> dict[tuple[Any, ...], list[int]]:
-    """The rows of each kind of operation."""
+    """Return the rows of each kind of operation."""
     import numpy as np
 
     found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -218,7 +218,7 @@ def _kind(line: Timeline, key: tuple[Any, ...], rows: Ints, took: Floats) -> Kin
     name, nbytes, dtype, algorithm, size, collective = key
     started = np.isnan(line.end[rows])
     times = took[rows[~started]] if not started.all() else np.zeros(1)
-    # A message in the background is there when it is started, and when it is waited for.
+    # A nonblocking message has one row for its start and one for its wait.
     calls = max(int(started.sum()), int((~started).sum()))
     failed, total = int((line.error[rows] >= 0).sum()), float(times.sum())
     kind = Kind(
@@ -234,7 +234,7 @@ def _kind(line: Timeline, key: tuple[Any, ...], rows: Ints, took: Floats) -> Kin
 
 
 def _meet(line: Timeline, kind: Kind, rows: Ints, whole: Ints, name: str) -> None:
-    """Add to `kind` what shows when the ranks of each of its collectives are looked at together."""
+    """Add to `kind` the values that need the rows of all ranks of each collective."""
     import numpy as np
 
     from mpicoll.cli.bench.cases import bus_factor
@@ -259,7 +259,7 @@ def _meet(line: Timeline, kind: Kind, rows: Ints, whole: Ints, name: str) -> Non
         others = mine & ~own
         kind.slowest_calls = int(own.sum())
         if others.any():
-            # Means over its calls of its own begin and of the others'.
+            # Means over calls: the begin of the slowest rank relative to the mean begin of the others.
             sums, counts = np.zeros(kind.calls), np.zeros(kind.calls)
             np.add.at(sums, where[others], line.begin[rows][others])
             np.add.at(counts, where[others], 1)
@@ -268,7 +268,7 @@ def _meet(line: Timeline, kind: Kind, rows: Ints, whole: Ints, name: str) -> Non
 
 
 def _collective(name: str) -> str:
-    """What an operation is called here."""
+    """Return the name of an operation in mpicoll."""
     return next((ours for theirs, ours in _COLLECTIVES.items() if name.startswith(theirs)), name)
 
 
@@ -294,12 +294,12 @@ def _ranks(line: Timeline) -> list[Rank]:
 
 
 def _union(begin: Floats, end: Floats) -> float:
-    """How long at least one of these was under way."""
+    """Return the total length of the union of the intervals."""
     import numpy as np
 
     order = np.argsort(begin)
     begin, end = begin[order], np.maximum.accumulate(end[order])
-    # What is covered beyond all that came before.
+    # The part of each interval beyond all earlier ones.
     before = np.concatenate([begin[:1], end[:-1]])
     return float(np.maximum(end - np.maximum(begin, before), 0).sum())
 
@@ -308,7 +308,7 @@ def _union(begin: Floats, end: Floats) -> float:
 
 
 def _words(summary: Summary) -> list[str]:
-    """What stands out."""
+    """Return sentences on missing ranks, waiting, the dominant kind and failed calls."""
     said = []
     if summary.missing:
         said.append(f"There is no trace of {_listed(summary.missing)}.")

@@ -1,4 +1,4 @@
-"""``mpicoll tune``: measure all algorithms that can serve, and write down which to take."""
+"""``mpicoll tune``: measure all applicable algorithms, and write the fastest ones to the table of later runs."""
 
 from __future__ import annotations
 
@@ -40,34 +40,35 @@ of the one that is taken.
 """
 
 _SEGMENTS = (256 << 10, 512 << 10, 1 << 20, 2 << 20)
-"""Pieces with which ``pieces`` is tried."""
+"""Segment sizes, in bytes, with which ``pieces`` is measured."""
 
 _HOPELESS = 3.0
-"""How many times as long as the best an algorithm may take to be measured on."""
+"""Ratio to the time of the best algorithm beyond which a first look excludes an algorithm from the measurement."""
 
 _LARGE = 64 << 10
-"""What an algorithm does with vectors smaller than this says nothing about larger ones."""
+"""Bytes of the smallest vector whose ratios predict those of larger vectors."""
 
 _MARGIN = 0.05
-"""By how much another algorithm must be faster than the one that is taken untuned."""
+"""Fraction by which another algorithm must be faster than the untuned choice to replace it."""
 
 _TIE = 0.02
-"""Within this of the best, the winner of the size before wins again."""
+"""Fraction of the best time within which the winner of the previous size wins again."""
 
 _BLOCK = 2e-3
-"""Seconds that a block of calls should take."""
+"""Target duration of a block of calls in seconds."""
 
 _BLOCKS = (7, 101)
-"""The fewest and the most blocks."""
+"""Minimum and maximum number of blocks."""
 
 _TRIAL, _BEHIND = 3, 1.5
-"""After so many blocks, whoever takes so many times as long as the best is measured no more."""
+"""Number of blocks after which algorithms slower than the best by this factor are dropped, and that factor."""
 
 _OPEN_BELOW, _OPEN_ABOVE = 1 << 10, 16 << 20
-"""Where the smallest or largest size is beyond these, its rule is for all that are smaller or larger."""
+"""Bounds in bytes: a smallest size up to the first extends its rule to all smaller sizes, a largest size from the
+second on extends its rule to all larger sizes."""
 
 _MESSAGE = 4 << 20
-"""Bytes of the messages by which the cost of a byte is measured."""
+"""Size in bytes of the messages with which the cost per byte is measured."""
 
 
 def add(commands: Commands) -> None:
@@ -99,7 +100,7 @@ def add(commands: Commands) -> None:
 
 @dataclass(slots=True)
 class _Asked:
-    """The arguments, checked. `progress` and `width` tell of the terminal where they were given."""
+    """The validated arguments. `progress` and `width` describe the terminal of the process that parsed them."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -114,10 +115,10 @@ class _Asked:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tune, on the ranks that are there or in new jobs.
+    """Tune on the ranks that the launcher has started, or in new jobs.
 
-    Raises ArgumentError for what can't be tuned, SetupError where what is needed is missing, or the table can't be
-    read or written.
+    Raises ArgumentError for arguments that cannot be tuned, SetupError if a requirement is missing or the table cannot
+    be read or written.
     """
     import os
 
@@ -149,7 +150,6 @@ def _checked(args: argparse.Namespace) -> _Asked:
 
     dtypes = tuple(args.dtypes.split(","))
     array = device_arrays.wanted("tune", args.device, args.array, dtypes)
-    # A barrier has no data.
     every = COLLECTIVES if array is None else tuple(name for name in COLLECTIVES if name != "barrier")
     collectives = every if args.collectives in ([], ["all"]) else tuple(args.collectives)
     for what, names, known in (("collective", collectives, every), ("dtype", dtypes, DTYPES)):
@@ -176,7 +176,7 @@ def _checked(args: argparse.Namespace) -> _Asked:
 
 
 def _output(wanted: Path | None) -> Path:
-    """Where the table goes. Raises before all the work, not after it, if it can't be written there."""
+    """Return the path of the table. Raise before the measurement, not after it, if it cannot be written there."""
     import os
 
     from mpicoll.engine.selection import tuned_table
@@ -204,7 +204,7 @@ def _ranks(text: str | None) -> tuple[int, ...]:
 
 @contextmanager
 def _untuned() -> Iterator[None]:
-    """Nothing is forced and no table counts, here and in jobs that start here: what is taken untuned is compared."""
+    """Disable forced algorithms and tuned tables, here and in jobs started here, to compare with the untuned choice."""
     import os
 
     names = ("MPICOLL_TUNED", "MPICOLL_ALGORITHMS")
@@ -219,7 +219,7 @@ def _untuned() -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Point:
-    """A task: what is taken untuned, what was measured, and what shall be taken."""
+    """A task with the untuned choice, the medians that were measured, and the winner."""
 
     task: Task
     problem: SelectionQuery
@@ -240,13 +240,13 @@ class _Point:
 
     @property
     def where(self) -> str:
-        """On what it was measured."""
+        """Description of the device models, if any, and of the layout of the ranks."""
         device, shape = self.problem.device, self.problem.context.layout
         return str(shape) if device is None else f"{device.models}, {shape}"
 
 
 def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
-    """What every rank runs. `rank` is what :func:`mpicoll.spawn` passes, and not needed. Collective."""
+    """Tune as one rank of the job. `rank` is passed by :func:`mpicoll.spawn` and not used. Collective."""
     from datetime import datetime, timezone
 
     from mpicoll.cli.bench import device_arrays
@@ -265,7 +265,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
         device_arrays.give(team, asked.array)
     except SetupError as error:
         team.tell(error)
-        # Ranks that exit with a status end the job, before rank 0 has said why.
+        # Ranks that exit with a nonzero status end the job, possibly before rank 0 has written the error.
         team.barrier()
         return 2
     groups = _groups(team, asked)
@@ -279,7 +279,7 @@ def _job(rank: int, asked: _Asked, ranks: tuple[int, ...] = ()) -> int:
             entry = tuned_table.entry_of(_library(), comm.context.layout, {points[0].tuned_class: rules}, costs, now)
             entries = tuned_table.merged(entries, entry)
             if team.rank == 0 and asked.output is not None:
-                tuned_table.write(asked.output, entry)  # each at once: who ends this early keeps what there is
+                tuned_table.write(asked.output, entry)  # at once, so that an interrupted run keeps its results
     if team.rank == 0:
         _report(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
         _say_costs(asked, costs)
@@ -297,7 +297,7 @@ def _library() -> str:
 
 
 def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
-    """What is to be measured, ascending, for each collective and class of dtypes."""
+    """Return the points to be measured, in ascending order of size, for each collective and class of dtypes."""
     from mpicoll.cli.bench.cases import REDUCTIONS, Task
     from mpicoll.collectives.explain import problem_of
     from mpicoll.engine.selection.selector import choose
@@ -306,7 +306,7 @@ def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
     groups: dict[tuple[str, str], dict[int, _Point]] = {}
     for collective in asked.collectives:
         for dtype in asked.dtypes if collective in REDUCTIONS else asked.dtypes[:1]:
-            # numpy may not know bfloat16, and both halves are of one class.
+            # numpy may lack bfloat16, and both half-precision dtypes belong to one class.
             known = "float16" if dtype == "bfloat16" else dtype
             for size in asked.sizes:
                 task = Task(collective, size, dtype, "sum", team.size)
@@ -317,7 +317,10 @@ def _groups(team: Team, asked: _Asked) -> list[list[_Point]]:
 
 
 def _met(library: Library) -> Any:
-    """An array on this rank's device, when the ranks have found out what they can do there. Collective."""
+    """Return an array on this rank's device after the ranks have exchanged the capabilities of their devices.
+
+    Collective.
+    """
     from contextlib import suppress
 
     import mpicoll
@@ -327,14 +330,14 @@ def _met(library: Library) -> Any:
 
     x = device_arrays.arrays(library).zeros(1, "float32")
     mpicoll.allreduce(x)
-    # Whether there is NCCL shows when it is first used, on all ranks alike.
+    # The first use of NCCL determines on all ranks alike if it is available.
     with suppress(AlgorithmError):
         mpicoll.allreduce(x, algorithm=NCCL)
     return x
 
 
 def _candidates(point: _Point, size: int) -> list[str]:
-    """All that can serve, each once."""
+    """Return the names of all applicable algorithms, without duplicates."""
     from mpicoll.engine.executors.shared_memory import piece_bytes
     from mpicoll.engine.selection.rules import format_range
     from mpicoll.engine.selection.selector import unsupported_reasons
@@ -349,7 +352,7 @@ def _candidates(point: _Point, size: int) -> list[str]:
 
 
 def _tune(team: Team, points: Sequence[_Point], asked: _Asked, step: Callable[[str, int], None]) -> None:
-    """Measure the points of one collective and class, and decide."""
+    """Measure the points of one collective and class, and choose their winners."""
     ratios: dict[str, list[float]] = {}
     previous = ""
     for point in points:
@@ -370,7 +373,7 @@ def _tune(team: Team, points: Sequence[_Point], asked: _Asked, step: Callable[[s
 
 
 def _hopeless(ratios: Sequence[float]) -> bool:
-    """Whether an algorithm that took so many times as long as the best, at ascending sizes, need not be looked at."""
+    """Return True if `ratios`, times relative to the best at ascending sizes, exclude an algorithm from the looks."""
     return len(ratios) > 1 and min(ratios[-2:]) > _HOPELESS and ratios[-1] > 0.9 * ratios[-2]
 
 
@@ -384,14 +387,14 @@ def _winner(medians: Mapping[str, float], untuned: str, previous: str) -> str:
 
 
 def _rules(points: Sequence[_Point]) -> list[tuple[float, float, str]]:
-    """Rules for the winners of points of ascending sizes."""
+    """Return the rules for the winners of points of ascending sizes."""
     from mpicoll.engine.selection.rules import merge_adjacent
 
     sizes = [point.task.nbytes for point in points]
     borders = [
         0.0 if sizes[0] <= _OPEN_BELOW else float(sizes[0]),
         *(_between(low, high) for low, high in pairwise(sizes)),
-        # A barrier has no bytes, and all of them have been measured.
+        # A barrier has no bytes, so its only size has been measured.
         float("inf") if sizes[-1] >= _OPEN_ABOVE or sizes[-1] == 0 else 2.0 * sizes[-1],
     ]
     return merge_adjacent(
@@ -400,7 +403,7 @@ def _rules(points: Sequence[_Point]) -> list[tuple[float, float, str]]:
 
 
 def _between(low: int, high: int) -> float:
-    """About the geometric mean, as a number that is easily read."""
+    """Return a short round number near the geometric mean."""
     mean = int((low * high) ** 0.5)
     shift = max(0, mean.bit_length() - 3)
     return float(min(high, max(low + 1, mean >> shift << shift)))
@@ -409,8 +412,8 @@ def _between(low: int, high: int) -> float:
 def _measure(
     team: Team, task: Task, names: Sequence[str], kept: str, asked: _Asked
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds per call: at a first look, for all; and the median over blocks of those that are not hopeless, `kept`
-    in any case. The same on all ranks."""
+    """Return seconds per call: of a first look at all `names`, and the median over blocks of the algorithms that the
+    look did not exclude. `kept` is never excluded. All ranks return the same values."""
     import math
 
     import numpy as np
@@ -424,7 +427,7 @@ def _measure(
     looks = {name: _look(team, call) for name, call in calls.items()}
     limit = _HOPELESS * min(looks.values())
     for name, look in looks.items():
-        # Whatever else the machine does may have slowed one look down, but hardly both by so much.
+        # Other load on the machine may have slowed one look down, but hardly both by so much.
         if limit < look < _HOPELESS * limit:
             looks[name] = min(look, _look(team, calls[name]))
     entered = [name for name in names if looks[name] <= limit or name == kept]
@@ -443,7 +446,7 @@ def _measure(
 
 
 def _kind(task: Task, array: Library | None) -> Kind:
-    """What the arrays are."""
+    """Return the kind of arrays on which `task` is measured."""
     from importlib.util import find_spec
 
     if array is not None:
@@ -452,7 +455,7 @@ def _kind(task: Task, array: Library | None) -> Kind:
 
 
 def _look(team: Team, call: Callable[[], Any]) -> float:
-    """Seconds per call, of the slowest rank, after a first one that makes what is kept."""
+    """Return seconds per call of the slowest rank. A first call, which creates cached state, is not timed."""
     from mpicoll.cli.bench.measure import timed
 
     timed(call, 1, team.barrier)
@@ -465,7 +468,7 @@ def _look(team: Team, call: Callable[[], Any]) -> float:
 
 
 def _costs(team: Team) -> dict[str, Any]:
-    """What a message costs inside a node and between nodes, and a byte that is reduced while all ranks do so."""
+    """Measure the costs of a message inside a node and between nodes, and of reducing a byte while all ranks reduce."""
     import numpy as np
 
     from mpicoll.cli.bench.measure import timed
@@ -483,7 +486,7 @@ def _costs(team: Team) -> dict[str, Any]:
 
 
 def _link(team: Team, pair: tuple[int, int]) -> list[float]:
-    """Seconds per message and per byte between two ranks that both send, as in the rounds of a schedule."""
+    """Measure seconds per message and per byte between two ranks that both send, as in the rounds of a schedule."""
     import numpy as np
 
     transport, tag = team.comm.transport, team.comm.next_tag()
@@ -508,7 +511,7 @@ def _exchanged(transport: Any, peer: int, out: Any, into: Any, tag: int, calls: 
 
 
 def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table: TunedTable) -> None:
-    """Measure anew, and print how good what is taken is, by `table` and untuned."""
+    """Measure again, and print the efficiency of the choices by `table` and of the untuned choices."""
     from dataclasses import replace
 
     from mpicoll.engine.selection.query import selection_context
@@ -525,7 +528,7 @@ def _check(team: Team, groups: Sequence[Sequence[_Point]], asked: _Asked, table:
             names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
             anew = _Point(point.task, point.problem, point.untuned)
             looks, anew.medians = _measure(team, point.task, names, taken, asked)
-            # What a first look shows to be hopeless is not far from it.
+            # An untuned choice that the first look excluded from the blocks keeps the time of that look.
             anew.medians.setdefault(point.untuned, looks[point.untuned])
             best = min(anew.medians, key=lambda name: anew.medians[name])
             for good, name in zip(goods, (taken, point.untuned), strict=True):
@@ -594,7 +597,7 @@ def _below(goods: Sequence[float], least: float) -> int:
 
 @contextmanager
 def _progress(team: Team, asked: _Asked, total: int, what: str) -> Iterator[Callable[[str, int], None]]:
-    """Gives ``step(label, done)``, which moves the bar on rank 0's terminal, and does nothing elsewhere."""
+    """Yield ``step(label, done)``, which advances the bar on rank 0's terminal and does nothing elsewhere."""
     with formatting.progress(team.rank == 0 and asked.progress) as bar:
         task = bar.add_task("", total=total)
 

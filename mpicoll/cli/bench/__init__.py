@@ -1,7 +1,7 @@
-"""``mpicoll bench``: the collectives of this library against their peers, on the ranks that are there or on new ones.
+"""``mpicoll bench``: compare the collectives of this library with their peers, on existing ranks or on new ones.
 
-:mod:`~mpicoll.cli.bench.cases` has what is measured, :mod:`~mpicoll.cli.bench.peers` who takes part,
-:mod:`~mpicoll.cli.bench.measure` how, and :mod:`~mpicoll.cli.bench.job` puts them together on each rank.
+:mod:`~mpicoll.cli.bench.cases` defines the tasks, :mod:`~mpicoll.cli.bench.peers` the contestants,
+:mod:`~mpicoll.cli.bench.measure` the method, and :mod:`~mpicoll.cli.bench.job` combines them on each rank.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ONLY = {
     "device": ("sweep",),
     "array": ("sweep",),
 }
-"""Which kind of measurement an option is for, where it is not for all of them."""
+"""Kinds of measurement that accept an option, for options that not all of them accept."""
 
 
 def add(commands: Commands) -> None:
@@ -95,9 +95,9 @@ def add(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, on the ranks that are there or in a new job; the exit status is 1 if mpicoll gave a wrong result.
+    """Measure on the ranks that the launcher has started, or in a new job; return 1 if mpicoll gave a wrong result.
 
-    Raises ArgumentError or AlgorithmError for what can't be measured, SetupError for what is not there.
+    Raises ArgumentError or AlgorithmError for arguments that cannot be measured, SetupError for missing requirements.
     """
     import os
     import shlex
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _completed(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments, with `kind`: sweep, overlap or overhead, and its defaults."""
+    """Return the arguments with their defaults, and with `kind`: sweep, overlap or overhead."""
     from mpicoll.errors import ArgumentError
 
     given = vars(args).copy()

@@ -1,8 +1,8 @@
-"""What is measured: a collective of a size and a dtype; the data that goes in, and what has to come out.
+"""Tasks of a benchmark: a collective of a size and a dtype, its input data, and the expected results.
 
-Each rank's input repeats a random pattern of its own whose length is a prime, so that a block in a wrong place shows
-up, while what must come out can be computed from the patterns alone. The oracle is plain numpy: float64 or complex128
-for floating point, whole numbers modulo their dtype.
+Each rank's input repeats a random pattern specific to the rank, whose length is a prime, so that a misplaced block is
+detected, while the expected result can be computed from the patterns alone. The oracle is plain numpy: float64 or
+complex128 for floating point, integers modulo their dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Wide: TypeAlias = npt.NDArray[Any]
 """float64, complex128 or int64."""
 
 Part: TypeAlias = tuple[int, int, int, Wide, Wide]
-"""A stretch of an array: start, elements, offset in the pattern, pattern, and how far off the values may be."""
+"""A stretch of an array: start, number of elements, offset in the pattern, pattern, and absolute tolerance."""
 
 Kind: TypeAlias = Literal["numpy", "torch", "registered numpy", "registered torch", "cuda torch", "cuda cupy"]
 
@@ -57,10 +57,10 @@ OPS = ("sum", "avg", "prod", "min", "max")
 _PERIOD = 65_521
 
 _EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "complex64": 2.0**-23}
-"""From 1 to the next number; 2**-52 for what is not named."""
+"""Machine epsilon by dtype; 2**-52 for dtypes that are not listed."""
 
 _PIECE = 1 << 20
-"""Elements that are compared at once, which bounds the memory that this takes."""
+"""Elements that are compared at once, which bounds the memory of a comparison."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,42 +79,42 @@ class Task:
 
     @property
     def rows(self) -> int:
-        """Elements of the vector, or of one block."""
+        """Number of elements of the vector, or of one block."""
         if self.collective == "barrier":
             return 0
         return max(1, self.size // self.itemsize // (self.ranks if self.collective in _OF_BLOCKS else 1))
 
     @property
     def nbytes(self) -> int:
-        """As the library counts: the vector, or all blocks of one buffer."""
+        """Bytes as the library counts them: of the vector, or of all blocks of one buffer."""
         return self.rows * self.itemsize * (self.ranks if self.collective in _OF_BLOCKS else 1)
 
     @property
     def in_place(self) -> bool:
-        """Whether input and output are one array, as the peers have it."""
+        """True if input and output are one array, as with the peers."""
         return self.collective == "bcast"
 
     def given(self, rank: int) -> int:
-        """Elements that `rank` passes."""
+        """Return the number of elements that `rank` passes."""
         whole = self.collective in ("reduce_scatter", "alltoall") or (self.collective == "scatter" and rank == 0)
         return self.rows * (self.ranks if whole else 1)
 
     def got(self, rank: int) -> int:
-        """Elements that `rank` gets; 0 if it gets nothing."""
+        """Return the number of elements that `rank` receives; 0 if it receives nothing."""
         if self.collective in ("reduce", "gather") and rank != 0:
             return 0
         return self.rows * (self.ranks if self.collective in ("allgather", "gather", "alltoall") else 1)
 
     def busbw(self, seconds: float) -> float:
-        """Bytes per second on the busiest link, as nccl-tests define it."""
+        """Return the bytes per second on the busiest link, as nccl-tests define it."""
         return self.nbytes / seconds * bus_factor(self.collective, self.ranks)
 
     def check(self, rank: int, got: Any) -> str | None:
-        """What is wrong with what `rank` has got; None if nothing is."""
+        """Return a description of the errors in the result `got` of `rank`; None if it is correct."""
         return self._compared(got, self._parts(rank), self.got(rank))
 
     def changed(self, rank: int, x: Any) -> str | None:
-        """How the input of `rank` has changed, where it must not; None if it hasn't."""
+        """Return a description of an illegal change of the input `x` of `rank`; None if it is unchanged."""
         parts = [(0, self.given(rank), 0, self.pattern(rank), np.zeros(1))]
         fault = None if self.in_place else self._compared(x, parts, self.given(rank))
         return fault and f"its input has changed: {fault}"
@@ -137,7 +137,7 @@ class Task:
         return f"{wrong} of {count} elements are wrong; {worst}" if wrong else None
 
     def _parts(self, rank: int) -> Iterator[Part]:
-        """What `rank` must get."""
+        """Yield the parts of the expected result of `rank`."""
         rows = self.rows
         if self.collective in REDUCTIONS:
             if self.got(rank):
@@ -151,7 +151,7 @@ class Task:
                 yield source * rows, rows, offset, self.pattern(source), np.zeros(1)
 
     def _reduced(self, rank: int) -> tuple[Wide, Wide]:
-        """The reduction of the patterns, and its tolerance: some roundings of the sum of magnitudes."""
+        """Return the reduction of the patterns, and its tolerance: some roundings of the sum of magnitudes."""
         ranks = {"scan": range(rank + 1), "exscan": range(rank)}.get(self.collective, range(self.ranks))
         patterns = np.array([self.pattern(one) for one in ranks])
         ufunc = UFUNCS["sum" if self.op == "avg" else self.op]
@@ -176,12 +176,12 @@ class Task:
         return np.array(limits.max if sign > 0 else limits.min).astype(np.int64)
 
     def pattern(self, rank: int) -> Wide:
-        """What the input of `rank` repeats."""
+        """Return the pattern that the input of `rank` repeats."""
         return _pattern(self.dtype, self.op == "prod", rank)
 
 
 def _pieces(parts: Iterable[Part]) -> Iterator[tuple[int, Wide, Wide]]:
-    """The same in pieces of bounded size: where each starts, its values, and how far off they may be."""
+    """Split `parts` into pieces of bounded size; yield the start, the values and the tolerance of each."""
     for start, count, offset, values, slack in parts:
         for begin in range(0, count, _PIECE):
             where, many = offset + begin, min(_PIECE, count - begin)
@@ -200,25 +200,25 @@ def _pattern(dtype: str, positive: bool, rank: int) -> Wide:
     if dtype.startswith("complex"):
         return (real() + 1j * real()).astype(dtype).astype(np.complex128)
     if dtype == "bfloat16":
-        # cut off what it doesn't hold
+        # Truncate the bits that bfloat16 does not store.
         return (real().astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
     return real().astype(dtype).astype(np.float64)
 
 
 def tiled(pattern: Wide, offset: int, count: int) -> Wide:
-    """`count` elements of the endless repetition of `pattern`, from `offset` on."""
+    """Return `count` elements of the infinite repetition of `pattern`, starting at `offset`."""
     return np.resize(np.roll(pattern, -(offset % pattern.size)), count)
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """By what nccl-tests multiply bytes per second, so that the speed of a link can be compared with it."""
+    """Return the factor by which nccl-tests multiply bytes per second, for comparison with the speed of a link."""
     if collective == "allreduce":
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if collective in _OF_BLOCKS else 1.0
 
 
 def wide(array: Any) -> Wide:
-    """An array or tensor of any dtype, copied to what the oracle computes in."""
+    """Copy an array or tensor of any dtype to a numpy array of the oracle's dtype."""
     if isinstance(array, np.ndarray):
         return array.astype(_wide_dtype(array.dtype.name))
     name = str(array.dtype).removeprefix("torch.")
@@ -232,21 +232,21 @@ def _wide_dtype(name: str) -> str:
 
 
 class Case:
-    """The arrays of one rank for a task. `out` is None where the rank gets nothing. Registered arrays are made by all
-    ranks together, those of CUDA on this process' device."""
+    """The arrays of one rank for a task. `out` is None where the rank receives nothing. Registered arrays are created
+    collectively; CUDA arrays lie on this process' device."""
 
     def __init__(self, task: Task, rank: int, kind: Kind) -> None:
         self.task = task
         self.rank = rank
         self.kind = kind
         self.x = self._array(task.given(rank))
-        # To make registered memory is collective, so a rank that gets nothing does it as well.
+        # The creation of registered memory is collective, so a rank that receives nothing takes part as well.
         made = self.x if task.in_place else self._array(task.got(rank))
         self.out = made if task.got(rank) else None
         self.reset()
 
     def reset(self) -> None:
-        """Fill in the input; the output holds nothing of use afterwards."""
+        """Fill the input with its pattern and the output with zeros."""
         if self.out is not None:
             self._fill(self.out, np.zeros(self.task.got(self.rank)))
         if not self.task.in_place or self.rank == 0:
@@ -254,7 +254,7 @@ class Case:
 
     @property
     def on_device(self) -> device_arrays.Library | None:
-        """Whose arrays on a device these are, if they are."""
+        """The library of the arrays on a device; None for arrays on the host."""
         where, _, library = self.kind.partition(" ")
         return cast("device_arrays.Library", library) if where == "cuda" else None
 

@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices, as bench and tune make, fill and look at them: torch's tensors or cupy's arrays."""
+"""Creation, filling and copying of arrays on CUDA devices for bench and tune: torch tensors or cupy arrays."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Library: TypeAlias = Literal["torch", "cupy"]
 
 
 class Arrays(Protocol):
-    """An array library on the device that this process uses. What it does is work of the current stream."""
+    """An array library on the device that this process uses. Its operations are ordered on the current stream."""
 
     def zeros(self, count: int, dtype: str) -> Any: ...
 
     def fill(self, array: Any, values: Any) -> None:
-        """Write `values`, of numpy, converted to its dtype."""
+        """Write `values`, a numpy array, converted to the dtype of `array`."""
 
     def on_host(self, array: Any, dtype: str) -> Any:
-        """A numpy array of the elements, converted to `dtype`."""
+        """Copy the elements to a numpy array, converted to `dtype`."""
 
     def copy(self, target: Any, source: Any) -> None: ...
 
     def synchronize(self) -> None:
-        """Return when the current stream has done all."""
+        """Wait until all work on the current stream has completed."""
 
 
 class _Torch:
@@ -73,13 +73,13 @@ class _Cupy:
 
 
 def arrays(library: Library) -> Arrays:
-    """Those of `library`."""
+    """Return the operations of `library`."""
     return _Torch() if library == "torch" else _Cupy()
 
 
 def wanted(command: str, where: str | None, library: Library | None, dtypes: Sequence[str]) -> Library | None:
-    """Whose arrays are to be measured with ``--device``, which says `where`, and ``--array``, which names a `library`;
-    None: those of the host. Raises ArgumentError if that makes no sense."""
+    """Return the library of the arrays to be measured, from ``--device`` (`where`) and ``--array`` (`library`); None
+    for arrays on the host. Raise ArgumentError if the options contradict each other."""
     if where != "cuda":
         if library is not None:
             raise ArgumentError(f"{command}: --array is for arrays on a device; add --device cuda")
@@ -91,8 +91,8 @@ def wanted(command: str, where: str | None, library: Library | None, dtypes: Seq
 
 
 def give(team: Team, library: Library | None) -> None:
-    """Give each rank its device, if there is a `library` of arrays there. Raises SetupError on all ranks if one of them
-    has none."""
+    """Select the device of each rank, if a `library` of device arrays is given. Raise SetupError on all ranks if one
+    of them has no device."""
     if library is None:
         return
     failure = ""
@@ -107,7 +107,7 @@ def give(team: Team, library: Library | None) -> None:
 
 
 def _require(library: Library) -> None:
-    # mpicoll reaches devices by cupy, whatever the arrays are.
+    # mpicoll accesses devices through cupy, for tensors as well.
     count = _count()
     if library == "torch" and not _torch_has_cuda():
         raise SetupError("--device cuda: torch is not installed, or not for CUDA; add --array cupy")
@@ -133,7 +133,7 @@ def _count() -> int:
 
 
 def _use(local_rank: int) -> None:
-    """Make one of the devices this process' own: its `local_rank`-th, or one that it shares, where there are fewer."""
+    """Select the device with index `local_rank` modulo the number of devices of this node."""
     index = local_rank % _count()
     import_module("cupy").cuda.Device(index).use()
     if _torch_has_cuda():
@@ -141,7 +141,7 @@ def _use(local_rank: int) -> None:
 
 
 def facts() -> dict[str, Any]:
-    """What there is to tell of this process' device."""
+    """Return the name of this process' device, and the versions of cupy and CUDA."""
     cupy = import_module("cupy")
     runtime = cupy.cuda.runtime
     return {
@@ -154,7 +154,7 @@ def facts() -> dict[str, Any]:
 
 
 def synchronised(call: Callable[[], Any], library: Library) -> Callable[[], Any]:
-    """`call`, and the wait for what it has given the current stream to do."""
+    """Wrap `call` so that it then waits for the work it has submitted to the current stream."""
     synchronize = arrays(library).synchronize
 
     def run() -> Any:
@@ -166,10 +166,10 @@ def synchronised(call: Callable[[], Any], library: Library) -> Callable[[], Any]
 
 
 def copying(library: Library, nbytes: int) -> tuple[Callable[[], None], Any]:
-    """What copies `nbytes` on the device, and where to."""
+    """Return a function that copies `nbytes` on the device, and the target of the copy."""
     made = arrays(library)
     source, target = made.zeros(nbytes, "uint8"), made.zeros(nbytes, "uint8")
-    # Memory that was never written to might be had for nothing.
+    # Reading memory that was never written might be free of cost.
     made.fill(source, np.full(nbytes, 1, np.uint8))
 
     def run() -> None:

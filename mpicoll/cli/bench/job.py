@@ -1,4 +1,4 @@
-"""What each rank of a bench does, from its settings to the report."""
+"""Main function of each rank of a benchmark, from its settings to the report."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mpicoll.errors import ArgumentError, SetupError
 PEERS = ("mpi4py", "gloo", "nccl", "copy")
 
 _WAYS = ("ipc", "nccl", "slots", "pieces", "ring")
-"""Candidates on a device unless told otherwise: one of each way that its memory can take."""
+"""Default candidates on a device: one for each path that device memory can take."""
 
 _SMALL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall", "barrier")
-"""What `bench overhead` measures unless told otherwise."""
+"""Default collectives of `bench overhead`."""
 
 
 @dataclass(slots=True)
 class Settings:
-    """What was asked for, checked. `array` is the library of the arrays on a device; None: they are on the host.
-    `command`, `progress` and `width` tell of the terminal where it was asked."""
+    """The validated settings. `array` is the library of the arrays on a device, None for arrays on the host.
+    `command`, `progress` and `width` describe the command line and the terminal of the process that parsed them."""
 
     kind: str
     collectives: tuple[str, ...]
@@ -63,10 +63,10 @@ class Settings:
 
 
 def settings(given: dict[str, Any]) -> Settings:
-    """The settings that the arguments `given` mean.
+    """Return the settings for the arguments `given`.
 
-    Raises ArgumentError, AlgorithmError or DTypeError for what can't be measured, SetupError where tables or pictures
-    are asked for and what makes them is not installed.
+    Raises ArgumentError, AlgorithmError or DTypeError for arguments that cannot be measured, SetupError if an output
+    is requested whose library is not installed.
     """
     kind = given["kind"]
     defaults = {"sweep": ("allreduce",), "overlap": ("allreduce",), "overhead": _SMALL}[kind]
@@ -146,7 +146,7 @@ def _can_overlap(collectives: Sequence[str], like: str | None) -> None:
 
 
 def _writable(option: str, path: Path | None) -> None:
-    # Before all the work, not after it.
+    # Before the measurements, not after them.
     if path is not None and not path.absolute().parent.is_dir():
         raise ArgumentError(f"{option} {path}: there is no directory {path.absolute().parent}")
 
@@ -159,7 +159,7 @@ def _algorithms(text: str | None, collectives: Sequence[str]) -> tuple[str, ...]
 
 
 def main(rank: int, asked: Settings) -> int:
-    """What every rank runs. `rank` is what :func:`mpicoll.spawn` passes, and not needed. Collective."""
+    """Run the benchmark as one rank. `rank` is passed by :func:`mpicoll.spawn` and not used. Collective."""
     comm = world()
     if asked.ranks not in (None, comm.size):
         raise ArgumentError(f"bench: -np {asked.ranks}, but the launcher has started {comm.size} ranks; leave -np out")
@@ -172,7 +172,7 @@ def main(rank: int, asked: Settings) -> int:
         team.tell(error)
         status = 1 if isinstance(error, Wrong) else 2
     peers.close()
-    # Ranks that exit with a status end the job; the others may have something to say before.
+    # Ranks that exit with a nonzero status end the job, possibly before other ranks have written their output.
     team.barrier()
     return status
 
@@ -207,7 +207,7 @@ def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
     except SetupError as error:
         if like != "cuda torch":
             raise
-        # It is measured unasked there, wherever it can be.
+        # This peer is a default there, so its absence is not an error.
         return peers.absent(name, like, str(error))
 
 
@@ -296,7 +296,7 @@ def _overlaps(team: Team, asked: Settings) -> None:
 
 
 def _tasks(team: Team, asked: Settings) -> list[Task]:
-    """Collective by collective, ascending; sizes that come to the same once they are rounded are taken once."""
+    """Return the tasks by collective, in ascending order of size; sizes that are equal after rounding occur once."""
     found: dict[tuple[str, int], Task] = {}
     for collective in asked.collectives:
         for size in asked.sizes:
@@ -336,7 +336,7 @@ def _label(asked: Settings) -> str:
 
 @contextmanager
 def _progress(team: Team, asked: Settings, total: int) -> Iterator[Callable[[str, int], None]]:
-    """Gives ``step(what, done)``, which moves the bar on rank 0's terminal, and does nothing elsewhere."""
+    """Yield ``step(what, done)``, which advances the bar on rank 0's terminal and does nothing elsewhere."""
     with formatting.progress(team.rank == 0 and asked.progress) as bar:
         task = bar.add_task("", total=total)
 

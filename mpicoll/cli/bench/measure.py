@@ -1,6 +1,6 @@
 """Check each contestant against the oracle, then time all of them in turns.
 
-All ranks take the same decisions: rank 0 decides. The time of a block of calls is that of its slowest rank.
+All ranks follow the decisions of rank 0. The time of a block of calls is that of its slowest rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mpicoll.cli.bench.team import Team
 from mpicoll.errors import AlgorithmError, MpicollError
 
 _BLOCK = 4e-3
-"""Seconds that a block of calls should take."""
+"""Target duration of a block of calls in seconds."""
 
 _BLOCKS = (11, 501)
-"""The fewest and the most blocks."""
+"""Minimum and maximum number of blocks."""
 
 _MOST_CALLS = 4096
-"""Of a block while the time of a call is being found out."""
+"""Maximum number of calls in a block during calibration."""
 
 
 class Wrong(MpicollError):
@@ -37,9 +37,9 @@ class Wrong(MpicollError):
 
 @dataclass(slots=True)
 class Result:
-    """How a contestant did: seconds per call of each block, slowest rank, or why there are none.
+    """The result of a contestant: seconds per call of each block on the slowest rank, or the reason for their absence.
 
-    `state` is "timed", "wrong" or "absent"; `note` says why. `takes` is the algorithm.
+    `state` is "timed", "wrong" or "absent"; `note` is the reason. `takes` is the algorithm.
     """
 
     state: str
@@ -60,14 +60,14 @@ class Result:
 
 @dataclass(slots=True)
 class Point:
-    """A task and how each contestant did, by name."""
+    """A task and the result of each contestant, by name."""
 
     task: Task
     results: dict[str, Result]
 
 
 def timed(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> float:
-    """Seconds per call on this rank, in a block of `calls`."""
+    """Return seconds per call on this rank in a block of `calls`."""
     barrier()
     begin = time.perf_counter()
     for _ in repeat(None, calls):
@@ -86,10 +86,10 @@ def measure(
     blocks: int | None = None,
     step: Callable[[str], None] = lambda name: None,
 ) -> Point:
-    """How all `contestants` do at `task`: in about `seconds`, or by exactly so many `blocks`. Collective.
+    """Measure all `contestants` at `task`, in about `seconds` or in exactly `blocks` blocks. Collective.
 
-    Raises Wrong on all ranks if a candidate of mpicoll gives a wrong result. What a peer doesn't have, or gets wrong,
-    is noted in its Result.
+    Raises Wrong on all ranks if a candidate of mpicoll returns a wrong result. A wrong result of a peer, or a missing
+    operation, is recorded in its Result.
     """
     cases: dict[Kind, Case] = {}
     for kind in dict.fromkeys(one.kind for one in contestants):
@@ -102,14 +102,14 @@ def measure(
             phases[one.phase].append((one, ready))
     for phase in phases.values():
         for case in cases.values():
-            case.reset()  # some peers work in their input
+            case.reset()  # some peers overwrite their input
         share = seconds * len(phase) / len(contestants)
         _time(team, phase, results, share, blocks, step)
     return Point(task, results)
 
 
 def _checked(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Ready | None]:
-    """Run it once, and compare. The second value is None if it is not to be timed."""
+    """Run `contestant` once, and compare the result. The second value is None if it is not to be timed."""
     try:
         ready = verified(team, contestant, case)
     except Unavailable as error:
@@ -122,9 +122,9 @@ def _checked(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Re
 
 
 def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
-    """The contestant, ready to be timed on `case`, after one run whose result was right on every rank. Collective.
+    """Return the contestant, ready to be timed on `case`, after one run with a correct result on every rank.
 
-    On all ranks, raises Wrong if it wasn't right, and Unavailable if the contestant doesn't have what is asked for.
+    Collective. Raises on all ranks: Wrong if a result is wrong, Unavailable if the contestant lacks the operation.
     """
     case.reset()
     team.barrier()
@@ -138,7 +138,7 @@ def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
     except (Unavailable, AlgorithmError) as error:
         absent = str(error)
     except Exception as error:
-        # What a peer raises is up to the peer; it says that it can't do this.
+        # Peers raise arbitrary exceptions for unsupported operations.
         if contestant.ours:
             raise
         absent = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -156,7 +156,7 @@ def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
 
 
 def _first_run(contestant: Contestant, ready: Ready) -> Any:
-    """The result of a run; None if this rank gets none."""
+    """Run once and return the result; None if this rank receives none."""
     value = ready.call()
     if hasattr(value, "wait"):
         value.wait()
@@ -167,11 +167,11 @@ def _first_run(contestant: Contestant, ready: Ready) -> Any:
 
 
 def _takes(contestant: Contestant, case: Case) -> str:
-    """The algorithm that mpicoll takes by its own choice."""
+    """Return the algorithm that mpicoll chooses by itself."""
     if contestant.name != "mpicoll":
         return ""
     task = case.task
-    # numpy may not know bfloat16; both halves are served alike.
+    # numpy may lack bfloat16; both half-precision dtypes have the same choices.
     dtype = "float16" if task.dtype == "bfloat16" else task.dtype
     like = None if case.on_device is None else case.x
     return str(mpicoll.explain(task.collective, task.nbytes, op=task.op, dtype=dtype, like=like).name)
@@ -185,7 +185,7 @@ def _time(
     blocks: int | None,
     step: Callable[[str], None],
 ) -> None:
-    """Blocks of calls in turns; who comes first changes from block to block."""
+    """Time blocks of calls of all contestants in rotation; the first contestant changes from block to block."""
 
     def block(one: Contestant, ready: Ready, calls: int) -> float:
         return timed(ready.call, calls, one.barrier or team.barrier, one.finish)
@@ -211,7 +211,7 @@ def _time(
 
 
 def _calibrate(team: Team, block: Callable[[int], float]) -> float:
-    """Rank 0's seconds per call, after a warm-up. The best of some, so that no disturbance makes the blocks short."""
+    """Return rank 0's seconds per call after a warm-up. A minimum, so disturbances do not shorten blocks."""
     calls = 1
     block(calls)
     while True:

@@ -1,7 +1,7 @@
-"""How much of a collective is hidden behind the caller's computation, as osu_iallreduce defines it.
+"""Measurement of the part of a collective that is hidden behind computation, as osu_iallreduce defines it.
 
-``pure`` is the time of the i-form and its wait; ``compute`` that of a computation which takes as long; ``total`` is the
-time of the i-form, the computation and the wait. Hidden is ``1 - (total - compute) / pure``, at least 0.
+``pure`` is the time of the i-form and its wait; ``compute`` that of a computation of the same duration; ``total`` is
+the time of the i-form, the computation and the wait. The hidden part is ``1 - (total - compute) / pure``, at least 0.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from mpicoll.cli.bench.peers import Call, Contestant
 from mpicoll.cli.bench.team import Team
 
 COMPUTATIONS = ("numpy", "python", "sleep")
-"""Releases the GIL and needs a core; holds the GIL; needs no core, as a kernel on an accelerator."""
+"""Computations: releases the GIL and uses a core; holds the GIL; uses no core, as a kernel on an accelerator."""
 
 _ROUNDS = (11, 101)
-"""The fewest and the most measurements."""
+"""Minimum and maximum number of measurements."""
 
 _BLOCK = 2e-3
-"""Seconds that a measurement of collectives should take at least."""
+"""Minimum duration of a measurement of collectives in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Seconds, medians over measurements of the slowest rank, and the percentage that was hidden."""
+    """Medians in seconds over measurements of the slowest rank, and the percentage that was hidden."""
 
     task: Task
     pure: float
@@ -44,7 +44,7 @@ class Overlap:
 
 
 def overlap(team: Team, task: Task, contestant: Contestant, computation: str, seconds: float) -> Overlap:
-    """Measure it, in about `seconds`. The contestant's call gives something to wait for. Collective.
+    """Measure the overlap in about `seconds`. The contestant's call returns a request to wait for. Collective.
 
     Raises Wrong on all ranks if the result is wrong.
     """
@@ -75,7 +75,7 @@ def overlap(team: Team, task: Task, contestant: Contestant, computation: str, se
 
 
 def _calibrated(team: Team, computation: str, seconds: float) -> Call:
-    """A computation that takes about `seconds` on the slowest rank while all ranks compute."""
+    """Return a computation that takes about `seconds` on the slowest rank while all ranks compute."""
     if computation == "sleep":
         return lambda: time.sleep(seconds)
     work = {"numpy": _vectors, "python": _numbers}[computation]()
@@ -90,7 +90,7 @@ def _calibrated(team: Team, computation: str, seconds: float) -> Call:
 
 
 def _vectors() -> Callable[[int], None]:
-    """Vector operations on what stays in a core's cache; numpy releases the GIL in each."""
+    """Return vector operations on data that stays in a core's cache; numpy releases the GIL in each."""
     values = np.ones(8192, np.float32)
 
     def work(turns: int) -> None:
@@ -101,7 +101,7 @@ def _vectors() -> Callable[[int], None]:
 
 
 def _numbers() -> Callable[[int], None]:
-    """Bytecode, which holds the GIL until it is asked for it."""
+    """Return a loop of bytecode, which holds the GIL until another thread requests it."""
 
     def work(turns: int) -> None:
         total = 0

@@ -1,6 +1,6 @@
-"""What is measured against each other: mpicoll's candidates and its peers.
+"""The contestants of a benchmark: mpicoll's candidates and its peers.
 
-A contestant prepares a case, once, and returns what runs it, as its users would: peers on preallocated arrays.
+A contestant prepares a case once, and returns the call that runs it as its users would: peers on preallocated arrays.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Call: TypeAlias = Callable[[], Any]
 
 
 class Unavailable(Exception):
-    """This contestant doesn't have what is asked for, and says why."""
+    """The contestant lacks the requested operation; the message is the reason."""
 
 
 class Ready(NamedTuple):
-    """What runs a case, and where its result is; `result` is None if the call returns it, or if there is none."""
+    """The call that runs a case, and its result; `result` is None if the call returns the result or there is none."""
 
     call: Call
     result: Any = None
@@ -39,9 +39,10 @@ def _by_oracle(case: Case, got: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`prepare` makes a case ready, or raises Unavailable; a first run must follow at once, to be checked by `check`,
-    which says what is wrong. Contestants of one `phase` are timed in turns, those of different phases apart from each
-    other. `barrier` begins a block of calls (None: MPI's), `finish` ends it.
+    """A contestant of a benchmark. `prepare` makes a case ready, or raises Unavailable; a first run must follow at
+    once, whose result `check` examines, returning a description of the error or None. Contestants of one `phase` are
+    timed in rotation, those of different phases separately. `barrier` begins a block of calls (None: MPI's), `finish`
+    ends it.
     """
 
     name: str
@@ -69,8 +70,9 @@ def candidate(
     absent: bool = False,
     strided: bool = False,
 ) -> Contestant:
-    """mpicoll itself: the call (`form` ""), the background form ("i") or the plan ("_init"), with `out` or without;
-    with `counts` (all alike); with `absent` arrays, None, on ranks that give nothing; with `strided` input."""
+    """Return mpicoll as a contestant: the call (`form` ""), the nonblocking form ("i") or the plan ("_init"), with
+    `out` or without; with equal `counts`; with `absent` arrays, None, on ranks that pass no data; with `strided`
+    input."""
 
     def prepare(case: Case) -> Ready:
         collective = case.task.collective
@@ -97,14 +99,14 @@ def candidate(
             keywords["counts"] = (each, each) if collective == "alltoall" else each
         if form == "_init":
             return Ready(function(*arguments, **keywords))
-        # None on ranks that get nothing, and an array that is made by each call without `out`.
+        # `out` is None on ranks that receive nothing; without `out` each call allocates its result.
         return Ready(partial(function, *arguments, **keywords), case.out if form == "i" else None)
 
     return Contestant(name, prepare, kind, ours=True)
 
 
 def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestant:
-    """Raw mpi4py on a communicator of its own. Collective."""
+    """Return raw mpi4py on a duplicated communicator. Collective."""
     own = comm.mpi.Dup()
     from mpi4py import MPI
 
@@ -128,22 +130,22 @@ def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestan
         return Ready(partial(method, x, out), out)
 
     def check(case: Case, got: Any) -> str | None:
-        # MPI leaves rank 0's result of an exscan as it was.
+        # MPI does not define rank 0's result of an exscan.
         return None if case.task.collective == "exscan" and case.rank == 0 else _by_oracle(case, got)
 
     return Contestant(name, prepare, kind, check=check)
 
 
 def copy(kind: Kind = "numpy") -> Contestant:
-    """One copy of the buffer on every rank at once, by which large collectives are judged: where ranks share a device,
-    its memory has to be read and written as much as an allreduce has to at least."""
+    """Return one copy of the buffer on every rank at once, the yardstick of large collectives: where ranks share a
+    device, an allreduce has to read and write at least as much of its memory."""
 
     def prepare(case: Case) -> Ready:
         if case.task.collective == "barrier":
             raise Unavailable("a barrier moves nothing")
         if case.on_device is not None:
             return Ready(*device_arrays.copying(case.on_device, case.task.nbytes))
-        # Pages that were never written to are all the same memory.
+        # Pages that were never written map the same physical page.
         source, target = np.full(case.task.nbytes, 1, np.uint8), np.full(case.task.nbytes, 2, np.uint8)
         return Ready(partial(np.copyto, target, source), target)
 
@@ -157,12 +159,12 @@ def _not_copied(got: Any) -> str | None:
 def of_torch(
     backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool = False, name: str = "", apart: bool = True
 ) -> Contestant:
-    """torch.distributed on a process group of `backend`, in a phase of its own if it is to be timed `apart`.
-    Collective; see :func:`close`.
+    """Return torch.distributed on a process group of `backend`, in a separate phase if `apart`. Collective; see
+    :func:`close`.
 
-    mpicoll and gloo work on the CPU tensors, nccl on copies on this rank's device. Tensors that are on a device stay
-    there: all work on them, in turns with the others, and each call waits for its result. Raises SetupError, on all
-    ranks, where a node has fewer devices for nccl than ranks.
+    mpicoll and gloo work on the CPU tensors, nccl on copies on this rank's device. Tensors on a device stay there: all
+    contestants work on them in rotation, and each call waits for its result. Raises SetupError on all ranks if a node
+    has fewer devices for nccl than ranks.
     """
     import torch
     import torch.distributed as dist
@@ -198,7 +200,7 @@ def of_torch(
 
 
 def waited(contestant: Contestant) -> Contestant:
-    """The same, where each call waits for what it has started."""
+    """Return `contestant` with calls that wait for the request they have started."""
 
     def prepare(case: Case) -> Ready:
         start, result = contestant.prepare(case)
@@ -212,7 +214,7 @@ def waited(contestant: Contestant) -> Contestant:
 
 
 def absent(name: str, kind: Kind, why: str) -> Contestant:
-    """One that is not there."""
+    """Return a contestant that is not available, with the reason `why`."""
 
     def prepare(case: Case) -> Ready:
         raise Unavailable(why)
@@ -221,7 +223,7 @@ def absent(name: str, kind: Kind, why: str) -> Contestant:
 
 
 def close() -> None:
-    """Give the process groups back. Collective."""
+    """Destroy the process groups. Collective."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.destroy_process_group()
@@ -249,7 +251,7 @@ def _group(dist: Any, backend: str) -> Any:
 
 
 def _torch_call(dist: Any, case: Case, x: Any, out: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
-    """Function, arguments, and where the result is."""
+    """Return the function, its arguments, and its result."""
     task, root = case.task, case.rank == 0
     op = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(task.op, task.op.upper()))
     if task.collective == "allreduce":

@@ -1,4 +1,4 @@
-"""What the measurements look like: a table, JSON, a picture."""
+"""Output of the measurements: tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 _STATES = {"wrong": "wrong", "absent": "-"}
-"""What stands in the place of a time."""
+"""Cells of results without a time."""
 
 _SLOWEST = 10
-"""How many forms of calls are named as the slowest."""
+"""Number of forms of calls that are listed as the slowest."""
 
 
 def table(
     points: Sequence[Point], *, first_peer: str | None, settings: str, bound: str | None = None
 ) -> formatting.Table:
-    """The points of one collective: sizes down, contestants across; ratios are to `first_peer`, and those of
-    mpicoll's own choice also to `bound`."""
+    """Return the table of one collective: a row for each size, a column for each contestant. Ratios are relative to
+    `first_peer`, and those of mpicoll's own choice also to `bound`."""
     task = points[0].task
-    # What a contestant doesn't have at any size is said below.
+    # Contestants that lack the operation at every size are listed in the caption.
     names = [name for name in points[0].results if any(point.results[name].state != "absent" for point in points)]
     if first_peer not in names:
         first_peer = None
@@ -65,8 +65,8 @@ def table(
 
 
 def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[formatting.Table]:
-    """What forms of a call cost, a table for each collective and one of the slowest: ratios are to mpi4py on the same
-    kind of array, which `kinds` gives."""
+    """Return the costs of the forms of a call, a table for each collective and one of the slowest forms. Ratios are
+    relative to mpi4py on the same kind of array, given by `kinds`."""
     reference: dict[str, str] = {}
     for name, kind in kinds.items():
         reference.setdefault(kind, name)
@@ -98,7 +98,7 @@ def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[formatti
 
 
 def _cells(point: Point, name: str, references: Sequence[Result]) -> list[str]:
-    """Time, ratio to each of the `references`, and busbw."""
+    """Return the time, its ratio to each of the `references`, and busbw."""
     result = point.results[name]
     done = result.state == "timed"
     cells = [formatting.seconds(result.median) if done else _STATES[result.state]]
@@ -124,7 +124,7 @@ def _notes(points: Sequence[Point]) -> list[str]:
 
 
 def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Everything that was measured. Times are in seconds per call, rates in bytes per second."""
+    """Return all measurements. Times are in seconds per call, rates in bytes per second."""
     return [
         {
             "collective": point.task.collective,
@@ -158,7 +158,7 @@ def _as_json(point: Point, result: Result) -> dict[str, Any]:
 
 
 def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any], measured: dict[str, Any]) -> None:
-    """Write `measured` to a JSON file, with where, when and by what it was measured."""
+    """Write `measured` to a JSON file, with the machine, the date, the versions and the method."""
     from mpicoll.transport import mpi
 
     head = {
@@ -186,7 +186,7 @@ def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any]
 
 
 def _processor() -> str:
-    """The CPU's name, as Linux on x86 has it; else the architecture."""
+    """Return the CPU's name from /proc/cpuinfo on x86; elsewhere the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -230,7 +230,7 @@ def plot(path: Path, points: Sequence[Point], *, against: str, title: str) -> No
 
 
 def _plain(number: float) -> str:
-    """A power of ten, not as one."""
+    """Format a power of ten without an exponent."""
     return f"{number:,.0f}" if number >= 1 else f"{number:g}"
 
 

@@ -13,10 +13,10 @@ from mpicoll.errors import MpicollError, SetupError
 
 
 class Team:
-    """How the ranks agree. Apart from the communicators that are measured."""
+    """Agreement of the ranks, on a communicator separate from those that are measured."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Collective. Raises SetupError where there is no MPI."""
+        """Duplicate the communicator. Collective. Raises SetupError without MPI."""
         if comm.mpi is None:
             raise SetupError("bench measures ranks of MPI, but this world has none; unset MPICOLL_TRANSPORT")
         self.comm = comm
@@ -26,19 +26,19 @@ class Team:
         self.barrier: Callable[[], Any] = self._mpi.Barrier
 
     def agree(self, value: float) -> float:
-        """Rank 0's value."""
+        """Return rank 0's value."""
         return float(self._mpi.bcast(value))
 
     def all(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """Return every rank's value, by rank."""
         return list(self._mpi.allgather(value))
 
     def tell(self, error: MpicollError) -> None:
-        """Say once what all ranks have raised alike."""
+        """Print once an error that all ranks have raised alike."""
         if self.rank == 0:
             sys.stderr.write(f"mpicoll: {error}\n")
             sys.stderr.flush()
 
     def slowest(self, times: Sequence[float]) -> list[float]:
-        """For each of the times, which were taken together, that of the slowest rank."""
+        """Return for each of `times`, which were measured together, the maximum over the ranks."""
         return [float(one) for one in np.max(self._mpi.allgather(list(times)), axis=0)]
