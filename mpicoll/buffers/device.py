@@ -36,9 +36,9 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """How other processes of the node reach memory of a device: the allocation in which it lies, named by `number`
-    as no other allocation of the process is, and where it lies there. `handle` opens the allocation in other processes,
-    `process` (which no other process is called) has made it, `address` is where it begins there."""
+    """Device memory that other processes of the node can reach: the allocation in which it lies, identified by
+    `number` within the process, and its position there. `handle` opens the allocation in other processes, `process`
+    uniquely identifies the process that made it, `address` is the begin of the allocation in that process."""
 
     process: str
     device: str

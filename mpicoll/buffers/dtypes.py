@@ -1,4 +1,4 @@
-"""The one dtype policy: which there are, in which they are reduced, and what an operation means for them."""
+"""The dtype policy: the supported dtypes, the dtypes in which they are reduced, and the operations defined for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def silent(function: F) -> F:
-    """`function`, in which numpy has nothing to say of overflow and the like: as in MPI, infinities and NaN come out.
-    It would be said on some of the ranks, and where the caller has numpy raise they would leave the others waiting."""
+    """Wrap `function` so that numpy ignores floating-point errors: as in MPI, infinities and NaN are results.
+    Warnings would appear on some of the ranks only, and exceptions of numpy would leave the other ranks waiting."""
     if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
         return np.errstate(all="ignore")(function)
 
-    # As a decorator it was not for several threads at once before.
+    # ``np.errstate`` as a decorator was not safe for several threads before.
     @wraps(function)
     def call(*args: Any) -> Any:
         with np.errstate(all="ignore"):
@@ -69,8 +69,8 @@ _KINDS = {
 class DType:
     """A dtype as the engine sees it.
 
-    `name` is numpy's name (``bfloat16`` whoever provides it), `storage` how numpy views the memory: the dtype itself,
-    or raw 16-bit words where numpy knows no such dtype. Reductions run in `work`, which differs from `storage` for
+    `name` is numpy's name (``bfloat16`` for every library), `storage` numpy's view of the memory: the dtype itself, or
+    raw 16-bit words where numpy lacks the dtype. Reductions run in `work`, which differs from `storage` for
     half-precision (float32: accumulate wide, round once) and for a foreign byte order.
     """
 
@@ -82,7 +82,7 @@ class DType:
 
 @lru_cache(maxsize=256)
 def of_numpy(dtype: np.dtype[Any]) -> DType:
-    """The policy for a numpy dtype, including those that ml_dtypes adds. Raises DTypeError for Python objects."""
+    """Return the policy for a numpy dtype, including those of ml_dtypes. Raise DTypeError for Python objects."""
     if dtype.hasobject:
         raise DTypeError(f"dtype {dtype} holds Python objects, which are not bytes that can be sent; use a numeric one")
     if dtype.name == "bfloat16":
@@ -95,21 +95,21 @@ def of_numpy(dtype: np.dtype[Any]) -> DType:
 
 
 BFLOAT16_WORDS = DType("bfloat16", np.dtype(np.uint16), np.dtype(np.float32), "half")
-"""bfloat16 of a library that numpy can't name: the memory is seen as 16-bit words and converted by that library."""
+"""bfloat16 of a library for which numpy has no dtype: numpy sees 16-bit words, and the library converts them."""
 
 
 def opaque(name: str, itemsize: int) -> DType:
-    """A dtype that can be moved but not reduced, of `itemsize` bytes."""
+    """Return a dtype of `itemsize` bytes that can be moved but not reduced."""
     storage = np.dtype(f"V{itemsize}")
     return DType(name, storage, storage, "opaque")
 
 
 def means(op: str, dtype: DType) -> bool:
-    """Whether the reduction `op` has a meaning for `dtype`."""
+    """Return True if the reduction `op` is defined for `dtype`."""
     return op in _MEANING[dtype.kind]
 
 
 def check(operation: str, op: str, dtype: DType) -> None:
-    """Raise DTypeError, naming both, if the reduction `op` has no meaning for `dtype`."""
+    """Raise DTypeError, naming both, if the reduction `op` is not defined for `dtype`."""
     if not means(op, dtype):
         raise DTypeError(f"{operation}: op {op!r} has no meaning for dtype {dtype.name}; {_REMEDY[dtype.kind]}")

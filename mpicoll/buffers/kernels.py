@@ -1,4 +1,4 @@
-"""The source of the kernels that combine arrays on a device, and convert between float32 and half precision."""
+"""Source of the kernels that combine arrays on a device, and convert between float32 and half precision."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import lru_cache
 from string import Template
 
 MOST_PARTS = 64
-"""Arrays that one kernel combines. Each is an argument of it, and code of its own."""
+"""Maximum number of arrays that one kernel combines. Each adds an argument and code."""
 
 WIDEST = 16
-"""Bytes that a thread reads of an array at once, which is the most that a GPU can."""
+"""Bytes that a thread reads of an array at once, which is the maximum of a GPU."""
 
 _UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
@@ -32,7 +32,7 @@ ITEMSIZE = {
     "complex64": 8,
     "complex128": 16,
 }
-"""The dtypes that there are kernels for, and the bytes of an element."""
+"""The dtypes that have kernels, and the bytes of an element."""
 
 _BITS = {"band": "a & b", "bor": "a | b", "bxor": "a ^ b"}
 _LOGIC = {"land": "a & b", "lor": "a | b", "lxor": "a ^ b"}
@@ -59,8 +59,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Meaning:
-    """How elements are combined, in C++: the type in which they lie in memory, that in which they are combined, and
-    the expressions that make the one of the other, combine `a` and `b`, and finish the total `x` of `count`."""
+    """The combination of elements in C++: the type of elements in memory, the type in which they are combined, and
+    the expressions that convert between both, combine `a` and `b`, and finish the total `x` of `count`."""
 
     item: str
     wide: str
@@ -99,7 +99,7 @@ def _meaning(op: str, dtype: str) -> _Meaning | None:
 
 def _of_integers(op: str, name: str, size: int) -> _Meaning | None:
     if op in ("sum", "prod"):
-        # Unsigned, since these wrap.
+        # Unsigned, since unsigned overflow wraps.
         wide = _UNSIGNED[max(size, 4)]
         return _Meaning(name, wide, _INTEGER_ARITHMETIC[op], f"({wide})x", f"({name})x")
     if op in _LOGIC:
@@ -109,30 +109,30 @@ def _of_integers(op: str, name: str, size: int) -> _Meaning | None:
 
 
 def known(op: str, dtype: str) -> bool:
-    """Whether there is a kernel for the reduction `op` on arrays of `dtype`."""
+    """Return True if there is a kernel for the reduction `op` on arrays of `dtype`."""
     return _meaning(op, dtype) is not None
 
 
 def alignment(dtype: str) -> int:
-    """The multiple of which the address of each array must be."""
+    """Return the alignment in bytes that each array must have."""
     return ITEMSIZE[dtype] // 2 if dtype in _COMPLEX else ITEMSIZE[dtype]
 
 
 def width(dtype: str, addresses: int) -> int:
-    """The bytes that a thread can read at once of arrays at addresses of which this is the bitwise or: those of one
-    element, if it has to be."""
+    """Return the bytes that a thread can read at once from arrays, given the bitwise or of their addresses; at least
+    those of one element."""
     item = ITEMSIZE[dtype]
     return next((one for one in (WIDEST, 4) if one > item and addresses % one == 0), item)
 
 
 def threads(dtype: str, elements: int, width: int) -> int:
-    """The size of the loop over that many elements."""
+    """Return the size of the loop over `elements` elements."""
     lanes = width // ITEMSIZE[dtype]
     return elements // lanes + elements % lanes
 
 
 def fold(op: str, dtype: str, parts: int, outs: int, width: int, *, wide_first: bool, wide_last: bool) -> Source:
-    """The kernel that writes the combination of `parts` arrays, in their order, to each of `outs` arrays.
+    """Return the kernel that writes the combination of `parts` arrays, in their order, to each of `outs` arrays.
 
     All have `dtype`, and `n` elements; of half precision the first part may be float32 (`wide_first`), and so may the
     outs (`wide_last`). A thread reads all that it needs before it writes, so an out may be a part. avg divides by
@@ -174,7 +174,7 @@ def _one(addresses: str) -> str:
 
 
 def _several(addresses: str, lanes: int, width: int) -> str:
-    # What does not fill a whole step is left to threads that do an element each.
+    # Elements that do not fill a whole step are left to threads that process one element each.
     return (
         f"const mpicoll::Number whole = n / {lanes}, at = i;\n"
         f"if (at < whole) mpicoll::step<{lanes}, {width}>(at, count, {addresses});\n"
@@ -183,7 +183,7 @@ def _several(addresses: str, lanes: int, width: int) -> str:
 
 
 _AT_ONCE = 8
-"""Arrays of which a thread reads before it combines: reads that are under way together hide how long each takes."""
+"""Arrays that a thread reads before it combines: concurrent reads hide each other's latency."""
 
 
 def _reads(ins: list[str]) -> list[str]:
@@ -238,7 +238,7 @@ ${body}
 }
 """)
 
-# cupy has float32 compiled so that subnormal numbers are lost, which the host keeps; and products are fused with sums.
+# cupy compiles float32 so that subnormal numbers are flushed, which the host keeps; and products are fused with sums.
 _REAL_FUNCTIONS = """
 #ifdef __CUDA_ARCH__
 #define MPICOLL_FLOAT(name, instruction) \\

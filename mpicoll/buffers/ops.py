@@ -1,4 +1,4 @@
-"""Reduction operations and the kernels that carry them out on host memory."""
+"""Reduction operations and their kernels on host memory."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Op:
 
     `function` takes two arrays of the library of the call's input (numpy arrays for numpy, tensors for torch) and
     returns their combination, of the same shape and dtype; it must not change its arguments. It is applied as
-    ``function(lower ranks, higher ranks)``. `commutative` allows algorithms that change the order. `elementwise` says
-    that it treats elements independently, so that pieces of an array can be reduced on their own; otherwise it always
-    gets whole arrays, which rules out the algorithms that split a vector.
+    ``function(lower ranks, higher ranks)``. `commutative` allows algorithms that change the order. `elementwise`
+    declares that elements are treated independently, so that pieces of an array can be reduced separately; otherwise
+    the function always receives whole arrays, which rules out the algorithms that split a vector.
     """
 
     function: Callable[[Any, Any], Any]
@@ -51,12 +51,12 @@ class Premul:
 
 
 def premul_sum(factor: complex) -> Premul:
-    """The reduction ``sum(factor_r * x_r)``; each rank may pass another factor."""
+    """Return the reduction ``sum(factor_r * x_r)``; each rank may pass another factor."""
     return Premul(factor)
 
 
 OpLike: TypeAlias = str | Op | Premul | Callable[[Any, Any], Any]
-"""What users may pass as ``op``: a name, an :class:`Op`, ``premul_sum(f)``, or a bare associative function."""
+"""Values that users may pass as ``op``: a name, an :class:`Op`, ``premul_sum(f)``, or a bare associative function."""
 
 _UFUNCS = {"sum": np.add, "avg": np.add, "premul_sum": np.add, **UFUNCS}
 
@@ -67,11 +67,11 @@ _BOOL_NATIVE = {"min": "land", "band": "land", "max": "lor", "bor": "lor", "bxor
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """An operation made ready for a dtype.
+    """An operation prepared for a dtype.
 
     It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the
-    number of ranks). `native` is the name of the MPI operation that has to do the same as `combine` on `work`; None if
-    MPI has no such reduction. Whether a library's does is another matter: see :meth:`Transport.misreduces`.
+    number of ranks). `native` is the name of the MPI operation that is equivalent to `combine` on `work`; None if MPI
+    has no such reduction. For the correctness of a library's implementation see :meth:`Transport.misreduces`.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Reduction:
     elementwise: bool = True
 
     def changes(self, dtype: np.dtype[Any]) -> bool:
-        """Whether operands of `dtype` are not just combined as they are."""
+        """Return True if operands of `dtype` are prepared, converted or finished, not just combined as they are."""
         return self.prepare is not None or self.finish is not None or dtype != self.work
 
 
@@ -128,7 +128,7 @@ def _named(operation: str, op: str, dtype: DType) -> Reduction:
 
 
 def _native(op: str, dtype: DType) -> str:
-    """The MPI operation that means the same as `op`."""
+    """Return the MPI operation that is equivalent to `op`."""
     if dtype.kind == "bool":
         return _BOOL_NATIVE.get(op, op)
     return "sum" if op in ("avg", "premul_sum") else op
@@ -162,7 +162,7 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
         raise DTypeError(
             f"{operation}: premul_sum: the factor {op.factor!r} is no number of dtype {dtype.name}; convert one of them"
         )
-    # On one rank it may be beyond the range, whatever the others pass.
+    # On one rank the factor may exceed the range, whatever the other ranks pass.
     scale = dtypes.silent(factor.astype)(dtype.work)
 
     @dtypes.silent
@@ -177,14 +177,14 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
     whole = int(np.prod(shape))
 
     def combine(left: Array, right: Array, out: Array) -> None:
-        # Pieces of an elementwise function are flat; everything else must see the shape that the caller passed.
+        # Pieces of an elementwise function are flat; other functions must receive the shape that the caller passed.
         view = shape if left.size == whole else left.shape
         device = device_of(out)
         if device is not None:
-            device.synchronize()  # the function works on streams of its own
+            device.synchronize()  # the function may use other streams
         value = op.function(wrap(left.reshape(view)), wrap(right.reshape(view)))
         result = _storage(operation, value, out)
-        # Functions on arrays of a foreign byte order give the machine's own.
+        # Functions on arrays of a foreign byte order return the native one.
         same = result.dtype == dtype.storage or (dtype.kind != "half" and result.dtype == dtype.work)
         if result.shape != view or not same:
             raise DTypeError(
@@ -193,7 +193,7 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
             )
         np.copyto(out, result.reshape(-1))
         if device is not None:
-            device.synchronize()  # the value's memory goes, and may serve others at once
+            device.synchronize()  # the value's memory is freed, and may be reused at once
 
     return Reduction(
         name=str(op),
@@ -205,7 +205,7 @@ def _user(operation: str, op: Op, dtype: DType, wrap: Callable[[Array], Any], sh
 
 
 def _storage(operation: str, value: Any, out: Array) -> Array:
-    """The memory of what a user's function has returned, ready to be read."""
+    """Return the memory of a user function's result, ready to be read."""
     device = device_of(out)
     if isinstance(value, np.ndarray) and device is None:
         return value
@@ -219,12 +219,12 @@ def _storage(operation: str, value: Any, out: Array) -> Array:
 
 
 def pair_dtype(value: DType, index: DType) -> np.dtype[Any]:
-    """How a (value, index) pair lies in memory while it is reduced."""
+    """Return the dtype of a (value, index) pair in memory while it is reduced."""
     return np.dtype([("value", value.work), ("index", index.work)])
 
 
 def location(operation: str, op: str, value: DType, index: DType) -> Reduction:
-    """minloc or maxloc on an array of pairs: the extreme value with the lowest index that has it; NaN is extreme."""
+    """Return minloc or maxloc on an array of pairs: the extreme value with its lowest index; NaN is extreme."""
     dtypes.check(operation, op, value)
     if index.kind != "integer":
         raise DTypeError(f"{operation}: op {op!r} needs integer indices, got dtype {index.name}")
@@ -251,8 +251,8 @@ def _location(op: str, pair: np.dtype[Any]) -> Reduction:
 class Fold:
     """Combines operands of the caller's dtype in the order of ranks, rounding once.
 
-    For reductions that need no preparation of the operands. Parts of the vectors may be folded on their own if the
-    operation is `elementwise`. Not for several threads at once: it keeps its scratch memory.
+    For reductions that need no preparation of the operands. Parts of the vectors may be folded separately if the
+    operation is `elementwise`. Not safe for several threads: it keeps its scratch memory.
     """
 
     __slots__ = (
@@ -269,18 +269,18 @@ class Fold:
     )
 
     def __init__(self, reduction: Reduction, buffer: Buffer | None = None) -> None:
-        """For operands of `buffer`'s dtype; without one they are of the dtype in which they are reduced, and the caller
-        finishes the result."""
+        """Prepare for operands of `buffer`'s dtype; without a buffer, of the dtype in which they are reduced, and the
+        caller finishes the result."""
         self._combine = reduction.combine
         self._named = reduction.name in _UFUNCS
         self.elementwise = reduction.elementwise
-        # What tells it from others; libraries may show one dtype in different ways.
+        # The identity of this fold; libraries may represent one dtype in different ways.
         native = buffer is None or buffer.array.dtype.isnative
         self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name, native
-        # The operation and the dtype for `Device.fold`, which does all of it; None for functions, and pairs.
+        # The operation and the dtype for `Device.fold`, which does the whole reduction; None for functions and pairs.
         self.fused: tuple[str, str] | None = None
         if self._named and native:
-            # Without a buffer others finish the result.
+            # Without a buffer the caller finishes the result.
             self.fused = ("sum" if buffer is None and reduction.name == "avg" else reduction.name), self.what[1]
         self._adds = False
         self._finish = self._dtype = None
@@ -288,28 +288,28 @@ class Fold:
         if buffer is not None:
             self._finish = reduction.finish
             if reduction.work != buffer.array.dtype:
-                # Data of a device that is reduced by named operations on the host is no matter of its library's there.
+                # Device data that named operations reduce on the host is host memory there, not its library's.
                 on_device = isinstance(buffer.array, DeviceArray)
                 self._dtype, self._library = buffer.dtype, WORDS if on_device else buffer.library
                 self._adds = reduction.name == "sum" and buffer.dtype.kind == "half"
                 self._scratch = np.empty((2, _WIDE), reduction.work)
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:
-        """Write the combination of `parts` to `out`, which may be the memory of one of them, and overlaps no other."""
+        """Write the combination of `parts` to `out`, which may be the memory of one part and must overlap no other."""
         if isinstance(out, DeviceArray) and self.fused is not None:
             op, dtype = self.fused
             out.on.fold(op, cast("Sequence[DeviceArray]", parts), [out], dtype)
         elif self._library is not None:
             self._wide(parts, out)
         else:
-            # What would be overwritten before its turn.
+            # Copies of the operands that the first write to `out` would overwrite.
             later = [_copy(part) if np.may_share_memory(part, out) else part for part in parts[2:]]
             if len(parts) == 1:
                 np.copyto(out, parts[0])
             elif self._named:
                 self._combine(parts[0], parts[1], out)
             else:
-                # Such functions want one of their operands for the result.
+                # User functions write the result to one of their operands.
                 second = _copy(parts[1]) if np.may_share_memory(parts[1], out) else parts[1]
                 np.copyto(out, parts[0])
                 self._combine(out, second, out)
@@ -324,7 +324,7 @@ class Fold:
         convert, dtype = self._library.convert, self._dtype
         if self._adds and len(parts) == 2 and self._library.add(parts[0], parts[1], out, dtype):
             return
-        # A few at a time, so that what is wide stays in the innermost cache.
+        # In pieces, so that the wide values stay in the innermost cache.
         for start in range(0, out.size, _WIDE):
             stop = min(start + _WIDE, out.size)
             total, operand = self._scratch[0][: stop - start], self._scratch[1][: stop - start]
@@ -344,11 +344,11 @@ def _copy(part: Array) -> Array:
 
 
 _WIDE = 16 * 1024
-"""Elements that are reduced at a time in a wider dtype than theirs."""
+"""Number of elements that are reduced at a time in a wider dtype than theirs."""
 
 
 def identity(reduction: Reduction, dtype: DType) -> Any:
-    """The neutral element of a named operation in its work dtype; None if it has none, or is a function."""
+    """Return the neutral element of a named operation in its work dtype; None for functions or if there is none."""
     op = reduction.name
     if op in ("sum", "premul_sum", "bor", "bxor", "lor", "lxor"):
         return 0

@@ -16,8 +16,8 @@ from mpicoll.errors import DTypeError, ShapeError
 
 
 class PairLibrary:
-    """Arrays of pairs whose parts go back to the caller as two arrays of their own libraries. The pairs themselves lie
-    on the host, wherever their parts do."""
+    """Arrays of pairs, whose parts are returned to the caller as two arrays of their own libraries. The pairs lie on
+    the host, wherever their parts lie."""
 
     def __init__(self, values: Buffer, indices: Buffer) -> None:
         self.values = values
@@ -49,16 +49,16 @@ class PairLibrary:
 
 
 def parts_of(buffer: Buffer) -> tuple[Buffer, ...]:
-    """The arrays of the caller that make up `buffer`."""
+    """Return the arrays of the caller that make up `buffer`."""
     if not isinstance(buffer.library, PairLibrary):
         return (buffer,)
     return (buffer.library.values, buffer.library.indices) if buffer.user is None else tuple(buffer.user)
 
 
 def recognise_pair(operation: str, x: Any) -> Buffer:
-    """The buffer of ``(values, indices)``. Its ``load`` reads both arrays as they are at that time.
+    """Return the buffer of ``(values, indices)``. Its ``load`` reads both arrays at the time of the call.
 
-    Raises DTypeError if `x` is no pair, ShapeError if the shapes differ.
+    Raises DTypeError if `x` is not a pair, ShapeError if the shapes differ.
     """
     if not isinstance(x, tuple) or len(x) != 2:
         raise DTypeError(
@@ -95,7 +95,7 @@ class PairBuffer(Buffer):
 
 
 def output_pair(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-    """The buffer of the caller's ``out=(values, indices)``."""
+    """Return the buffer of the caller's ``out=(values, indices)``."""
     library = like.library
     assert isinstance(library, PairLibrary)
     if not isinstance(out, tuple) or len(out) != 2:

@@ -1,4 +1,4 @@
-"""torch tensors as buffers, on the CPU and on CUDA devices. The only file of this package that imports torch."""
+"""Buffers of torch tensors, on the CPU and on CUDA devices. The only file of this package that imports torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TorchLibrary:
 
 
 class BFloat16Library(TorchLibrary):
-    """The same for bfloat16, which numpy sees as 16-bit words."""
+    """torch tensors of bfloat16 on the CPU, which numpy sees as 16-bit words."""
 
     def wrap(self, view: Array) -> torch.Tensor:
         return _bfloat16_on(view)
@@ -49,8 +49,8 @@ class BFloat16Library(TorchLibrary):
 class TorchCudaLibrary:
     """torch tensors on a CUDA device.
 
-    New ones come from torch's allocator for the caller's current stream, so they are made in the caller's thread.
-    Nothing has to be recorded with that allocator: tensors are kept until the host has seen the work on them done.
+    New tensors come from torch's allocator for the caller's current stream, so they are created in the caller's thread.
+    ``record_stream`` is not needed: tensors are kept until the host has seen the work on them complete.
     """
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
@@ -79,7 +79,7 @@ class TorchCudaLibrary:
 
 
 class BFloat16CudaLibrary(TorchCudaLibrary):
-    """The same for bfloat16."""
+    """torch tensors of bfloat16 on a CUDA device."""
 
     def wrap(self, view: Array) -> torch.Tensor:
         return _on_memory(view).view(torch.bfloat16)
@@ -92,10 +92,10 @@ _BFLOAT16_CUDA = BFloat16CudaLibrary()
 
 
 def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
-    """The buffer of a tensor on the CPU or on a CUDA device.
+    """Return the buffer of a tensor on the CPU or on a CUDA device.
 
-    Raises DeviceError on other devices, and for CUDA's without cupy or while a CUDA graph is captured; DTypeError for
-    layouts without plain strides, and for tensors without memory of their own.
+    Raises DeviceError on other devices, and for CUDA tensors without cupy or while a CUDA graph is captured; DTypeError
+    for layouts without plain strides, and for tensors without memory.
     """
     if not x.is_cpu and not x.is_cuda:
         raise DeviceError(
@@ -121,13 +121,13 @@ def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
             )
         view, library = _cuda_view(dense, dtype, on), _BFLOAT16_CUDA if words else _TORCH_CUDA
     if x.is_conj() or x.is_neg():
-        # The values were resolved into a copy: nothing written there would reach the caller's tensor.
+        # The values were resolved into a copy: writes to it would not reach the caller's tensor.
         view.flags.writeable = False
     return Buffer(dense, view, dtype, library)
 
 
 def cuda_device(operation: str, place: torch.device, argument: str) -> Device:
-    """The CUDA device `place`, where `argument` is. Raises DeviceError where it can't be used now, or at all."""
+    """Return the CUDA device `place` of `argument`. Raise DeviceError if it cannot be used now, or at all."""
     if torch.version.hip is not None:
         raise DeviceError(
             f"{operation}: {argument} is on {place} of ROCm {torch.version.hip}, whose memory mpicoll can't use: pass"
@@ -150,7 +150,7 @@ def _bfloat16_on(words: Array) -> torch.Tensor:
 
 
 def _viewed(x: torch.Tensor) -> View | None:
-    """numpy's view of a tensor on the CPU, if it shows its memory as it is."""
+    """Return numpy's view of a CPU tensor if the view shows the memory unchanged."""
     if not x.is_cpu:
         return None
     try:
@@ -165,7 +165,7 @@ VIEWS[torch.Tensor] = VIEWS[torch.nn.Parameter] = _viewed
 
 
 def itemsize_of(operation: str, dtype: Any) -> int:
-    """The bytes of an element of a torch dtype. Raises DTypeError if `dtype` is none."""
+    """Return the bytes of an element of a torch dtype. Raise DTypeError if `dtype` is not a torch dtype."""
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, dtype)
     if not isinstance(dtype, torch.dtype):
@@ -174,7 +174,7 @@ def itemsize_of(operation: str, dtype: Any) -> int:
 
 
 def from_bytes(memory: Array, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor whose elements lie in `memory`, bytes that begin where an element may."""
+    """Return the tensor whose elements lie in `memory`, an array of bytes with the alignment of the dtype."""
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if not memory.size:
         return torch.empty(shape, dtype=dtype)
@@ -205,7 +205,7 @@ def _cuda_view(x: torch.Tensor, dtype: DType, on: Device | None) -> DeviceArray:
 
 
 class _CudaMemory:
-    """What torch makes a tensor of, and keeps alive with it."""
+    """An owner of device memory from which torch creates a tensor, and which the tensor keeps alive."""
 
     __slots__ = ("__cuda_array_interface__", "owner")
 
@@ -221,7 +221,7 @@ class _CudaMemory:
 
 
 def _on_memory(view: Array) -> torch.Tensor:
-    """A tensor on the memory of `view`."""
+    """Return a tensor on the memory of `view`."""
     assert isinstance(view, DeviceArray)
     return torch.as_tensor(_CudaMemory(view), device=view.on.name)
 

@@ -1,4 +1,4 @@
-"""``mpicoll simulate``: what the schedules of a collective would take on a cluster that is only described."""
+"""``mpicoll simulate``: predict the times of the schedules of a collective on a described cluster."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def add(commands: Any) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Seconds (for a message or a byte) from ``0.5us``, ``2e-6``, or a rate such as ``10GB/s``."""
+    """Parse seconds (per message or per byte) from ``0.5us``, ``2e-6``, or a rate such as ``10GB/s``."""
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)", text.strip().lower())
     try:
         value = float(match[1]) if match else -1.0
@@ -91,7 +91,7 @@ def _seconds(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Price or, with ``--measured``, fit and compare."""
+    """Predict times or, with ``--measured``, fit costs to measurements and compare."""
     if args.plot:
         formatting.require_matplotlib()
         picture_type(args.plot)
@@ -156,7 +156,7 @@ def _where(cluster: Cluster) -> str:
 
 
 def _wins(forecasts: Sequence[Forecast], sizes: Sequence[int]) -> list[tuple[str, int, int]]:
-    """Which algorithm is fastest from which size to which."""
+    """Return the fastest algorithms, each with its first and its last size."""
     fastest = []
     for place, nbytes in enumerate(sizes):
         times = {f.algorithm.name: p.seconds for f in forecasts if (p := f.points[place]) is not None}
@@ -278,7 +278,7 @@ def _plot(
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """A measured point, and the profile that is to predict it."""
+    """A measured point, and the profile that predicts it."""
 
     name: str
     nbytes: int
@@ -347,7 +347,7 @@ def _costs(cluster: Cluster) -> str:
 
 
 def _samples(args: argparse.Namespace) -> tuple[Cluster, list[_Sample]]:
-    """The cluster, and what was measured with schedules on it, by algorithm and size."""
+    """Return the cluster, and the measurements of schedules on it, by algorithm and size."""
     try:
         measured = json.loads(args.measured.read_text())
         ranks, nodes = int(measured["ranks"]), int(measured.get("nodes", 1))

@@ -1,7 +1,7 @@
 """Start the ranks of an MPI job from a running program.
 
-The program starts :mod:`mpicoll.launch.guard`, that the launcher (mpirun), and that the ranks:
-:mod:`mpicoll.launch.rank`. They hand over what they have to say through a private directory.
+The program starts :mod:`mpicoll.launch.guard`, the guard starts the launcher (mpirun), and the launcher starts the
+ranks: :mod:`mpicoll.launch.rank`. Results and failures are passed through files in a private directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import subprocess
 
 _GRACE = 5.0
-"""Seconds between asking the launcher to end and killing it."""
+"""Seconds between SIGTERM and SIGKILL for the launcher."""
 
 
 class SpawnContext:
@@ -47,7 +47,7 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the job has ended, at most `timeout` seconds; whether it has.
+        """Wait until the job has ended, at most `timeout` seconds; return True if it has ended.
 
         Raises SpawnError if a rank failed, or if the job was terminated.
         """
@@ -66,18 +66,18 @@ class SpawnContext:
         return True
 
     def results(self) -> list[Any]:
-        """The ranks' return values by rank; waits for the job like :meth:`join`, and raises what it raises."""
+        """Return the ranks' return values by rank, after waiting for the job. Raise the errors of :meth:`join`."""
         self.join()
         return list(self._results)
 
     def pids(self) -> list[int | None]:
-        """The ranks' process ids by rank; None for a rank that has not joined the job yet. Empty after its end."""
+        """Return the ranks' process ids by rank, None for ranks that have not joined the job yet; [] after its end."""
         if self._finished:
             return []
         return [int(text) if (text := _read(self._directory / f"{rank}.pid")) else None for rank in range(self._size)]
 
     def terminate(self) -> None:
-        """End all ranks, and return when they are gone. After the end of the job this does nothing."""
+        """End all ranks, and return when they have exited. Do nothing after the end of the job."""
         import subprocess
 
         if self._finished:
@@ -89,7 +89,7 @@ class SpawnContext:
                 self._process.wait(4 * _GRACE)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        with suppress(SpawnError):  # for the caller's own join to say
+        with suppress(SpawnError):  # the caller's own join raises it
             self.join()
 
     def _finish(self) -> None:
@@ -105,7 +105,7 @@ class SpawnContext:
             self._finished = True
 
     def _failure(self) -> SpawnError | None:
-        """What is to be raised, if anything is."""
+        """Return the error of the job, if there is one."""
         status = self._process.returncode
         told = [_load(path) for pattern in ("*.failure", "*.death") for path in self._directory.glob(pattern)]
         first = min(told, key=operator.itemgetter("time"), default=None)
@@ -189,18 +189,17 @@ def spawn(
 
     To be called by a single program, such as a script or a notebook: it starts the launcher (the ``mpirun`` or
     ``mpiexec`` beside this Python, else the one in PATH), and the ranks are new processes with this program's sys.path,
-    directory and environment. `fn`, `args` and the results travel by cloudpickle: functions and classes of the program
-    itself, lambdas and closures do so by value (which multiprocessing's spawn-started children of a rank can't receive:
-    what is for them belongs into a module). What ranks print appears in sys.stdout and sys.stderr.
-
+    directory and environment. `fn`, `args` and the results are serialised with cloudpickle: functions and classes of
+    the program itself, lambdas and closures by value (which children of a rank that multiprocessing starts with "spawn"
+    can't receive: define what they need in a module). Output of the ranks appears in sys.stdout and sys.stderr.
     ``join=False`` returns a context at once, whose ``join``, ``results``, ``pids`` and ``terminate`` manage the job.
-    When this program exits before the job, it waits for it, or ends it if `daemon` is true; when it is killed, the job
-    is ended. `timeout` bounds the whole job in seconds. `start_method` is there for torch.multiprocessing.spawn's
-    signature.
+    If this program exits before the job, it waits for the job, or ends it if `daemon` is true; if this program is
+    killed, the job is ended. `timeout` bounds the whole job in seconds. `start_method` exists for compatibility with
+    torch.multiprocessing.spawn.
 
-    Raises SpawnError if a rank fails: the first one that did, with its traceback, and its exception as the cause. The
-    other ranks are ended then, as they are before Timeout or KeyboardInterrupt leave this call. ArgumentError and
-    RankError say that an argument can't be right, SetupError that there is no launcher; nothing was started then.
+    Raises SpawnError if a rank fails: it describes the first failure, with its traceback, and its exception as the
+    cause. The other ranks are ended then, as they are before Timeout or KeyboardInterrupt leave this call. Raises
+    ArgumentError and RankError for invalid arguments, SetupError without a launcher; nothing was started then.
     """
     size = _checked(fn, args, nprocs, join, start_method, timeout)
     context = _launch(_pickled(fn, tuple(args)), size, daemon)
@@ -218,7 +217,7 @@ def spawn(
 
 
 def _checked(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, timeout: float | None) -> int:
-    """The number of ranks, if the arguments make sense."""
+    """Validate the arguments, and return the number of ranks."""
     if not callable(fn):
         raise ArgumentError(f"spawn: fn must be a function that takes a rank and args, got {type(fn).__name__}")
     if not isinstance(args, (tuple, list)):
@@ -270,7 +269,7 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C is for this program, which then ends the job.
+            # Ctrl-C must interrupt only this program, which then ends the job.
             start_new_session=True,
         )
         return SpawnContext(process, directory, size, daemon)
@@ -290,7 +289,7 @@ def _launcher() -> str:
 
 
 class _Tail:
-    """The end of a text that comes in pieces."""
+    """The end of a text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -303,7 +302,7 @@ class _Tail:
 
 
 def _forward(pipe: IO[bytes], name: Literal["stdout", "stderr"], tail: _Tail | None) -> threading.Thread:
-    """Copy what comes through `pipe` to this program's stream, which in a notebook is no file."""
+    """Copy the data from `pipe` to this program's stream, which in a notebook is not a file."""
     import codecs
 
     stream = getattr(sys, name)
@@ -337,7 +336,7 @@ def _explained(failure: dict[str, Any], size: int) -> SpawnError:
         status=failure["status"],
     )
     if failure["exception"] is not None:
-        with suppress(Exception):  # its traceback says what it was
+        with suppress(Exception):  # the traceback describes it
             error.__cause__ = pickle.loads(failure["exception"])
     return error
 

@@ -1,7 +1,7 @@
-"""Runs a launcher, and sees to it that nothing of its job outlives the program that asked for it.
+"""Run a launcher, and end all processes of its job if the program that started it ends.
 
-Started as a file of its own (``python -I -S guard.py PARENT GRACE DIRECTORY COMMAND...``), with nothing but the
-standard library, since it is there for as long as the job is. It ends with the launcher's exit status.
+Started as a script (``python -I -S guard.py PARENT GRACE DIRECTORY COMMAND...``), with nothing but the standard
+library, since it runs as long as the job. It exits with the launcher's exit status.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ _STOP = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main() -> int:
-    """Run the command. Its job is ended when this process is told to stop, or when the parent is gone."""
+    """Run the command. End its job on SIGTERM, SIGINT or SIGHUP, or when the parent has ended."""
     parent, grace, directory, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]
-    # What the job's processes leave behind becomes a child of this one, which can then wait for it and end it.
+    # Orphaned processes of the job become children of this process, which can then wait for them and end them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, signal.SIGCHLD})
     job = os.posix_spawn(command[0], command, os.environ, setsigmask=[])
     kill_at: float | None = None
     status: int | None = None
     while status is None:
-        # The parent is asked for by its number, again and again: its death would be signalled when the thread ends
-        # that started this process, and a pipe stays open in children that the parent has forked.
+        # The parent's process id is polled: PR_SET_PDEATHSIG would fire when the thread ends that started this process,
+        # and a pipe stays open in children that the parent has forked.
         got = signal.sigtimedwait({*_STOP, signal.SIGCHLD}, 0.25)
         orphan = os.getppid() != parent
         if kill_at is None and (orphan or (got is not None and got.si_signo in _STOP)):
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _reap(job: int) -> int | None:
-    """The exit status of `job`, as a shell would give it, if it has ended; other children that have ended are freed."""
+    """Return the exit status of `job`, as a shell would, if it has ended; reap other children that have ended."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -58,11 +58,12 @@ def _reap(job: int) -> int | None:
 
 
 def _end_leftovers(kill_at: float) -> None:
-    """Some end by themselves when their rank has, such as multiprocessing's resource tracker; the others are killed."""
+    """Wait until `kill_at` for children that exit by themselves, such as multiprocessing's resource tracker; then send
+    SIGKILL to the others."""
     while (left := _children()) and time.monotonic() < kill_at + 5:
         if time.monotonic() > kill_at:
             for pid in left:
-                with suppress(PermissionError):  # it became another user's
+                with suppress(PermissionError):  # it now runs as another user
                     os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
         _reap(0)

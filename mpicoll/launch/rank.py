@@ -1,8 +1,8 @@
 """One rank of a spawned job: ``python rank.py DIRECTORY``, started by the launcher.
 
-The directory holds ``path`` (the parent's sys.path) and ``job`` (function and arguments). The rank leaves its process
-id in ``<rank>.pid``, and then either its result in ``<rank>.result`` or what went wrong in ``<process id>.failure``.
-When a rank has ended unannounced, another one says how in ``<rank>.death``.
+The directory holds ``path`` (the parent's sys.path) and ``job`` (function and arguments). The rank writes its process
+id to ``<rank>.pid``, and then either its result to ``<rank>.result`` or its error to ``<process id>.failure``. If a
+rank ends without a report, another rank writes the reason to ``<rank>.death``.
 """
 
 import json
@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def main(directory: Path) -> None:
-    """Run the job's function as this rank, and end the whole job if that fails."""
+    """Run the job's function as this rank, and end the whole job if the function fails."""
     own = os.getpid()
     rank: int | None = None
     status, failure = 0, None
@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
     except BaseException as error:  # noqa: BLE001  raised again by the parent
         status, failure = _exit_status(error), error
     if os.getpid() != own:
-        # A child that the function forked, and that came back here: MPI and the job are its parent's.
+        # A child that the function forked has returned here: MPI and the job belong to its parent.
         if failure is not None and not isinstance(getattr(failure, "code", None), int):
             traceback.print_exception(failure)
         _flush()
@@ -45,7 +45,7 @@ def main(directory: Path) -> None:
 
 
 def _start(directory: Path) -> int:
-    """Join the others, and return the rank."""
+    """Join the job, and return the rank."""
     try:
         sys.path[:] = json.loads((directory / "path").read_text())
     except FileNotFoundError as error:
@@ -86,7 +86,7 @@ def _run(directory: Path, rank: int) -> bytes:
 
 
 def _exit_status(error: BaseException) -> int:
-    """The exit status that Python gives to a program that ends by `error`."""
+    """Return the exit status that Python gives to a program that ends by `error`."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -98,7 +98,7 @@ def _failure(rank: int | None, status: int, error: BaseException) -> bytes:
     import cloudpickle
 
     if isinstance(error, SystemExit):
-        # Under MPI, sys.exit raises a class of the engine's own.
+        # Under MPI, sys.exit raises a subclass of the engine.
         error = SystemExit(error.code).with_traceback(error.__traceback__)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -112,7 +112,7 @@ def _failure(rank: int | None, status: int, error: BaseException) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file that nobody sees half written."""
+    """Write a file atomically."""
     draft = path.with_name(f"{path.name}.draft")
     draft.write_bytes(data)
     draft.replace(path)
@@ -120,7 +120,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
 
 

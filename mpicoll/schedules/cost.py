@@ -1,4 +1,4 @@
-"""What an algorithm costs: exact counts, their closed forms, and seconds under the alpha-beta-gamma model."""
+"""Costs of algorithms: exact counts, their closed forms, and seconds under the alpha-beta-gamma model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpicoll.schedules.patterns import ceil_log2, power_below
 class Cost:
     """Exact costs. Amounts of data are multiples of n, the bytes of the vector or of all P blocks of one buffer.
 
-    `rounds` is the longest chain of messages each of which had to wait for the one before, directly or because a rank
-    finishes a round before the next. `sent`, `received` and `reduced` are those of the busiest rank in that respect;
-    `messages`, `total_sent` (which is as much as all receive) and `total_reduced` are over all ranks.
+    `rounds` is the longest chain of messages each of which depends on the one before, directly or because a rank
+    finishes a round before the next. `sent`, `received` and `reduced` are the maximum over the ranks of each amount;
+    `messages`, `total_sent` (equal to the total received) and `total_reduced` are over all ranks.
     """
 
     rounds: int
@@ -33,13 +33,13 @@ class Cost:
 
 
 def cost(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1) -> Cost:
-    """Count what `algorithm` does on `size` ranks, all pieces or blocks being equal.
+    """Count the messages and amounts of `algorithm` on `size` ranks with equal pieces or blocks.
 
     Args:
         algorithm: an algorithm, or its name such as ``"allreduce/ring"``.
         size: the number of ranks.
         root: the root, for collectives that have one.
-        segments: how many pieces go through the pipeline of a segmented algorithm.
+        segments: the number of pieces of the pipeline of a segmented algorithm.
 
     Raises:
         RankError: `root` is out of range.
@@ -85,12 +85,12 @@ def cost(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1
 
 
 def closed_form(algorithm: Algorithm | str, size: int, segments: int = 1) -> tuple[int, Fraction]:
-    """The closed forms of `algorithm`: rounds and the bytes the busiest rank sends, as in :class:`Cost`, for root 0.
+    """Return the closed forms of `algorithm` for root 0: rounds and bytes that the busiest rank sends, as in `Cost`.
 
     Args:
         algorithm: an algorithm, or its name such as ``"allreduce/ring"``.
         size: the number of ranks.
-        segments: how many pieces go through the pipeline of a segmented algorithm.
+        segments: the number of pieces of the pipeline of a segmented algorithm.
 
     Raises:
         AlgorithmError: the name is unknown.
@@ -118,7 +118,7 @@ def price(
     root: int = 0,
     segments: int = 1,
 ) -> float:
-    """The seconds until the last rank is done, by simulation of the messages.
+    """Return the seconds until the last rank is done, by simulation of the messages.
 
     Every rank has one port out and one port in. A message starts when both ranks are in the round that holds it and the
     sender's port out and the receiver's port in are free; it keeps both for ``alpha + beta * bytes`` and needs nothing
@@ -136,7 +136,7 @@ def price(
         beta: seconds per byte sent.
         gamma: seconds per byte reduced.
         root: the root, for collectives that have one.
-        segments: how many pieces go through the pipeline of a segmented algorithm.
+        segments: the number of pieces of the pipeline of a segmented algorithm.
 
     Raises:
         RankError: `root` is out of range.
@@ -156,12 +156,12 @@ class _Simulation:
 
     def __init__(self, exchange: Exchange, size: int, alpha: float, beta: float, gamma: float) -> None:
         self.exchange, self.alpha, self.beta, self.gamma = exchange, alpha, beta, gamma
-        # Messages that could start but for a busy port; in OrderedDicts, where taking out the first is cheap.
+        # Messages that only a busy port delays; in OrderedDicts, where removing the first is cheap.
         self.ready_out: list[OrderedDict[Match, None]] = [OrderedDict() for _ in range(size)]
         self.ready_in: list[OrderedDict[Match, None]] = [OrderedDict() for _ in range(size)]
         self.busy_out, self.busy_in = [False] * size, [False] * size
         self.order = count()
-        # What happens when: a rank enters its next round, or a message ends.
+        # Events in order of time: a rank enters its next round, or a message ends.
         self.events: list[tuple[float, int, int | Match]] = [(0.0, next(self.order), rank) for rank in range(size)]
         self.now = self.end = 0.0
         self.finished = 0
@@ -171,7 +171,7 @@ class _Simulation:
             self.now = self.events[0][0]
             outs: set[int] = set()
             ins: set[int] = set()
-            # Whatever happens at this moment happens before a port chooses.
+            # Process all events of this moment before a port chooses.
             while self.events and self.events[0][0] == self.now:
                 what = heappop(self.events)[2]
                 for match in self.enter(what) if isinstance(what, int) else self.finish(what):
@@ -185,7 +185,7 @@ class _Simulation:
                     self.start(next((match for match in self.ready_in[rank] if not self.busy_out[match.source]), None))
 
     def enter(self, rank: int) -> list[Match]:
-        """Take `rank` to its next round; returns the messages that could start now."""
+        """Advance `rank` to its next round; return the messages that could start now."""
         if not self.exchange.enter(rank):
             self.finished, self.end = self.finished + 1, max(self.end, self.now)
             return []
@@ -207,7 +207,7 @@ class _Simulation:
         self.schedule(self.alpha + self.beta * _volume(self.exchange, match), match)
 
     def finish(self, match: Match) -> list[Match]:
-        """End `match`; returns it, because its ports are free again."""
+        """End `match`; return it, because its ports are free again."""
         self.busy_out[match.source] = self.busy_in[match.to] = False
         for over in self.exchange.close(match):
             self.leave(over)
@@ -218,19 +218,19 @@ class _Simulation:
 
 
 def chunks_in_n(algorithm: Algorithm, size: int, segments: int) -> int:
-    """How many chunks the bytes of the vector, or of all blocks, are."""
+    """Return the number of chunks that make up the vector, or all blocks."""
     if algorithm.collective in BLOCKS:
         return size
     return max(1, algorithm.slots(size, segments)[0])  # a barrier has no chunks
 
 
 def _volume(exchange: Exchange, match: Match) -> int:
-    """How many chunks `match` carries."""
+    """Return the number of chunks that `match` carries."""
     return len(exchange.round[match.source].sends[match.i].chunks)
 
 
 def chunks_reduced(now: Round) -> int:
-    """How many chunks are reduced into others in a round."""
+    """Return the number of chunks that are reduced into others in a round."""
     received = sum(len(recv.chunks) for recv in now.recvs if recv.reduce)
     return received + sum(isinstance(step, Reduce) for step in now.then)
 

@@ -45,7 +45,7 @@ def draw(
     segments: int = 1,
     file: str | os.PathLike[str] | None = None,
 ) -> str:
-    """A text picture of `algorithm`: a column per rank, a row per round, and in it what goes out and what comes in.
+    """Draw `algorithm` as text: a column per rank, a row per round, and in each cell what is sent and received.
 
     ``→2 [0]`` sends chunk 0 to rank 2, ``←1 [3]`` receives chunk 3 from rank 1, and ``←1 +[3]`` reduces it with what is
     there. A row shows the messages that are in flight together if all take equally long.
@@ -54,8 +54,8 @@ def draw(
         algorithm: an algorithm, or its name such as ``"allreduce/ring"``.
         size: the number of ranks; up to 8 stays readable.
         root: the root, for collectives that have one.
-        segments: how many pieces go through the pipeline of a segmented algorithm.
-        file: where to write a picture too, as SVG, PNG or whatever else the suffix says and matplotlib can.
+        segments: the number of pieces of the pipeline of a segmented algorithm.
+        file: the file of an additional picture, as SVG, PNG or another type that matplotlib supports, by the suffix.
 
     Raises:
         SetupError: `file` is given, but matplotlib is not installed.
@@ -119,7 +119,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _runs(chunks: Chunks) -> str:
-    """Chunk indices with runs drawn together: ``0-3,7``."""
+    """Format chunk indices with consecutive runs joined: ``0-3,7``."""
     runs: list[list[int]] = []
     for chunk in chunks:
         if runs and chunk == runs[-1][1] + 1:
@@ -196,7 +196,7 @@ def _picture(title: str, size: int, messages: list[_Message], file: str | os.Pat
     picture_type(file)
     rounds = max((message.time for message in messages), default=1)
     palette = _palette(messages)
-    # The same schedule must give the same file: no date in it, no random ids, and no style of the user's.
+    # The same schedule must give the same file: no date, no random ids, and no style of the user.
     with rc_context({"svg.hashsalt": "mpicoll", "font.family": "DejaVu Sans"}):
         figure = Figure((min(max(2.2 + 1.3 * rounds, 7.5), 48), min(2.1 + 0.7 * size, 48)), layout="constrained")
         axes = figure.add_subplot()
@@ -223,7 +223,7 @@ def _picture(title: str, size: int, messages: list[_Message], file: str | os.Pat
 
 
 def picture_type(file: str | os.PathLike[str]) -> None:
-    """Raise ArgumentError if matplotlib can't write a picture of the type that the name of `file` ends in."""
+    """Raise ArgumentError if matplotlib does not support the type of picture in the suffix of `file`."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
@@ -232,7 +232,7 @@ def picture_type(file: str | os.PathLike[str]) -> None:
 
 
 def _palette(messages: list[_Message]) -> _Palette:
-    """A colour for each chunk that comes first in a message; many share a scale, with neighbours alike."""
+    """Return a colour for each first chunk of a message; many chunks share a scale, with neighbours alike."""
     firsts = sorted({message.sent[0] for message in messages if message.sent})
     if len(firsts) <= len(_COLOURS):
         return dict(zip(firsts, _COLOURS, strict=False))
@@ -272,7 +272,7 @@ def _arrow(axes: Axes, message: _Message, palette: _Palette) -> None:
 
 
 def _labels(axes: Axes, messages: list[_Message], palette: _Palette) -> None:
-    """Write the chunks on the arrows, each where no other label of the round lies yet."""
+    """Write the chunks on the arrows, each where it overlaps no other label of the round."""
     taken: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for message in messages:
         if not message.sent:

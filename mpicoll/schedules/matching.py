@@ -1,4 +1,4 @@
-"""All ranks of an algorithm in motion: which message meets which, with rounds built only when a rank gets there."""
+"""Message matching of all ranks of an algorithm; the rounds of a rank are built only when the rank enters them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Match(NamedTuple):
 
 
 class Exchange:
-    """Every rank is in one round at a time; all of its messages are posted, and those that have met are counted off.
+    """The state of all ranks: each is in one round, with all of its messages posted, and matched messages counted off.
 
     Sends are synchronous: a rank leaves its round only when each of its messages has met its counterpart.
     """
@@ -30,15 +30,15 @@ class Exchange:
         self._sends: dict[int, deque[tuple[int, int]]] = {}
         self._recvs: dict[int, deque[tuple[int, int]]] = {}
         self.round = [Round()] * size
-        """The round that each rank is in, or was last in."""
+        """Current round of each rank, or its last one."""
         self.index = [-1] * size
-        """The number of that round."""
+        """Number of the current round of each rank."""
         self.open = [0] * size
-        """How many messages of it have yet to be closed."""
+        """Number of messages of the current round of each rank that are not closed."""
         self.done = [False] * size
 
     def enter(self, rank: int) -> bool:
-        """Take `rank` to its next round; False if there is none."""
+        """Advance `rank` to its next round; return False if there is none."""
         now = next(self._steps[rank], None)
         if now is None:
             self.done[rank] = True
@@ -49,7 +49,7 @@ class Exchange:
         return True
 
     def post(self, rank: int) -> list[Match]:
-        """Post the messages of the round of `rank`; returns those that meet their counterpart by it."""
+        """Post the messages of the round of `rank`; return the matches that this completes."""
         now = self.round[rank]
         met = []
         for i, send in enumerate(now.sends):
@@ -67,14 +67,14 @@ class Exchange:
         return met
 
     def close(self, match: Match) -> Iterator[int]:
-        """Count `match` off; yields the ranks whose round is over by it."""
+        """Count `match` off; yield the ranks whose round this completes."""
         for rank in (match.source, match.to):
             self.open[rank] -= 1
             if not self.open[rank]:
                 yield rank
 
     def waiting(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The sends and the receives that have not met their counterpart, as pairs of rank and number in the round."""
+        """Return the unmatched sends and receives, as pairs of rank and number in the round."""
         sends = sorted(pair for queue in self._sends.values() for pair in queue)
         recvs = sorted(pair for queue in self._recvs.values() for pair in queue)
         return sends, recvs

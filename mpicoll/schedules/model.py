@@ -1,15 +1,15 @@
-"""What a schedule is made of: an algorithm as data.
+"""Elements of a schedule: an algorithm as data.
 
-An algorithm is a generator that yields, round by round, what ONE rank does. It names peers and *chunks*, never bytes or
-dtypes. What a chunk is depends on the collective (see :mod:`mpicoll.schedules.specs`):
+An algorithm is a generator that yields, round by round, the actions of ONE rank. It names peers and *chunks*, never
+bytes or dtypes. The meaning of a chunk depends on the collective (see :mod:`mpicoll.schedules.specs`):
 
 * vector collectives (allreduce, reduce, bcast, scan, exscan): chunk ``c`` is the ``c``-th of ``chunks`` nearly equal
   consecutive pieces of the vector;
 * block collectives (allgather, gather, scatter, reduce_scatter): chunk ``i`` is the block of rank ``i``;
 * alltoall: chunk ``d`` is the block for rank ``d``, chunk ``size + s`` the block from rank ``s``;
-* barrier: there is none; a message without chunks is a token.
+* barrier: there are no chunks; a message without chunks is a token.
 
-Chunks behind those are scratch, as many as the algorithm asks for.
+Chunks behind those are scratch, in the number that the algorithm requests.
 
 Meaning of a round: all its messages are posted at once; sends read what the chunks held when the round began; when
 every message of the round has completed, the received parts that are to be reduced are combined in the order in which
@@ -53,7 +53,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Local: chunk `dst` becomes chunk `src`."""
+    """Local step: copy chunk `src` to chunk `dst`."""
 
     src: int
     dst: int
@@ -61,7 +61,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Local: chunk `dst` becomes ``src ⊕ dst`` or, with `src_right`, ``dst ⊕ src``."""
+    """Local step: set chunk `dst` to ``src ⊕ dst`` or, with `src_right`, to ``dst ⊕ src``."""
 
     src: int
     dst: int
@@ -82,7 +82,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What rank `rank` of `size` does. `chunks` carry data, ``scratch`` more are at the algorithm's disposal."""
+    """The rounds of rank `rank` of `size`. `chunks` carry data, ``scratch`` further chunks are temporary."""
 
     collective: str
     algorithm: str
@@ -98,7 +98,7 @@ Generator: TypeAlias = Callable[..., Iterator[Round]]
 Count: TypeAlias = Callable[[int, int], int]
 
 BLOCKS = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
-"""Collectives whose chunks are the blocks of the ranks; all others cut one vector as the algorithm likes."""
+"""Collectives whose chunks are the blocks of the ranks; other algorithms choose how to cut their vector."""
 
 ROOTED = frozenset({"bcast", "reduce", "gather", "scatter"})
 """Collectives with a root: their generators are called with ``(rank, size, root)``, others with ``(rank, size)``."""
@@ -106,12 +106,12 @@ ROOTED = frozenset({"bcast", "reduce", "gather", "scatter"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Algorithm:
-    """A named way to do a collective.
+    """A named algorithm of a collective.
 
     `chunks` and `scratch` map ``(size, segments)`` to a count. `segmented` generators take ``segments`` as a keyword:
-    the number of pieces that go through a pipeline. `uneven` says that blocks may differ in size. `ordered` says that,
-    at least for root 0, operands are combined in the order of ranks, so an operation need not commute; `verify` proves
-    it; `any_root` that they are for every root. `rounds` and `sent` are the closed forms of the cost as Python
+    the number of pieces of a pipeline. `uneven` permits blocks of different sizes. `ordered` promises that, at least
+    for root 0, operands are combined in the order of ranks, so an operation need not commute; `verify` proves it.
+    `any_root` promises the same for every root. `rounds` and `sent` are the closed forms of the cost as Python
     expressions of ``P``, ``S`` (segments), ``lg`` (the ceiling of the binary logarithm of P), ``p2`` (the largest power
     of two up to P) and ``r`` (``P - p2``); min, max, sum and range may be called. They give the rounds on the critical
     path, and the bytes that the busiest rank sends as a multiple of the bytes of the whole vector or of all blocks of
@@ -132,21 +132,21 @@ class Algorithm:
     doc: str = field(repr=False)
 
     def keeps_order(self, root: int) -> bool:
-        """Whether operands are combined in the order of ranks, for this root."""
+        """Return True if operands are combined in the order of ranks for this root."""
         return self.ordered and (root == 0 or self.any_root)
 
     def schedule(self, rank: int, size: int, root: int = 0, segments: int = 1) -> Schedule:
-        """What `rank` of `size` does; built once for each set of arguments."""
+        """Return the schedule of `rank` of `size`; built once for each set of arguments."""
         self._check(rank, size, root, segments)
         return _build(self, rank, size, root, segments if self.segmented else 1)
 
     def steps(self, rank: int, size: int, root: int = 0, segments: int = 1) -> Iterator[Round]:
-        """The rounds of :meth:`schedule` one by one and uncached, to look at more ranks than fit in memory."""
+        """Yield the rounds of :meth:`schedule` without caching, for more ranks than fit in memory."""
         self._check(rank, size, root, segments)
         return _generate(self, rank, size, root, segments)
 
     def slots(self, size: int, segments: int = 1) -> tuple[int, int]:
-        """How many data chunks (for alltoall: of input and output together) and scratch chunks there are."""
+        """Return the numbers of data chunks (for alltoall: of input and output together) and of scratch chunks."""
         segments = segments if self.segmented else 1
         chunks = size if self.collective in BLOCKS else self.chunks(size, segments)
         return chunks * 2 if self.collective == "alltoall" else chunks, self.scratch(size, segments)
@@ -225,7 +225,7 @@ def _count(value: int | Count) -> Count:
 
 
 def get(collective: str, name: str) -> Algorithm:
-    """The algorithm `name` of `collective`. Raises AlgorithmError with the names that exist."""
+    """Return the algorithm `name` of `collective`. Raise AlgorithmError with the names that exist."""
     try:
         return _REGISTRY[collective][name]
     except KeyError:
@@ -238,7 +238,7 @@ def get(collective: str, name: str) -> Algorithm:
 
 
 def find(algorithm: Algorithm | str) -> Algorithm:
-    """`algorithm` itself, or the one that a string such as ``"allreduce/ring"`` names. Raises AlgorithmError."""
+    """Return `algorithm` itself, or the one named by a string such as ``"allreduce/ring"``. Raise AlgorithmError."""
     if isinstance(algorithm, Algorithm):
         return algorithm
     collective, slash, name = algorithm.partition("/")
@@ -248,10 +248,10 @@ def find(algorithm: Algorithm | str) -> Algorithm:
 
 
 def algorithms_of(collective: str) -> dict[str, Algorithm]:
-    """All schedules of `collective` by name."""
+    """Return all schedules of `collective` by name."""
     return dict(_REGISTRY.get(collective, {}))
 
 
 def collectives() -> tuple[str, ...]:
-    """The collectives that have schedules."""
+    """Return the collectives that have schedules."""
     return tuple(sorted(_REGISTRY))

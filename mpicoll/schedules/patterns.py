@@ -11,17 +11,17 @@ from mpicoll.schedules.model import Chunks
 
 
 def ceil_log2(size: int) -> int:
-    """The number of doublings from 1 to `size` or more."""
+    """Return the number of doublings from 1 to `size` or more."""
     return (size - 1).bit_length()
 
 
 def power_below(size: int) -> int:
-    """The largest power of two up to `size`."""
+    """Return the largest power of two up to `size`."""
     return 1 << (size.bit_length() - 1)
 
 
 def wrap(start: int, count: int, size: int) -> Chunks:
-    """`count` consecutive indices from `start` on, modulo `size`; a range unless they wrap round."""
+    """Return `count` consecutive indices from `start` on, modulo `size`; a range unless they wrap round."""
     start %= size
     if start + count <= size:
         return range(start, start + count)
@@ -29,26 +29,26 @@ def wrap(start: int, count: int, size: int) -> Chunks:
 
 
 def binomial_parent(vrank: int) -> int:
-    """The parent of `vrank` > 0 in a binomial tree."""
+    """Return the parent of `vrank` > 0 in a binomial tree."""
     return vrank & (vrank - 1)
 
 
 def binomial_children(vrank: int, size: int) -> tuple[int, ...]:
-    """The children of `vrank` in a binomial tree, the smallest subtree first."""
+    """Return the children of `vrank` in a binomial tree, the smallest subtree first."""
     reach = vrank & -vrank or size
     return tuple(vrank + (1 << k) for k in range(ceil_log2(size)) if 1 << k < reach and vrank + (1 << k) < size)
 
 
 def binomial_subtree(vrank: int, size: int) -> range:
-    """The ranks in the binomial subtree of `vrank`."""
+    """Return the ranks in the binomial subtree of `vrank`."""
     return range(vrank, min(vrank + (vrank & -vrank), size) if vrank else size)
 
 
 class Fold(NamedTuple):
-    """A rank's part when the first 2r ranks pair up, so that a power of two of ranks is left to do the work.
+    """The role of a rank when the first 2r ranks form pairs, so that the number of active ranks is a power of two.
 
     Odd ranks below 2r are guests of the rank before them, their host; partners differ in the last bit. Only neighbours
-    pair up, so the order of ranks survives. `virtual` counts the ranks that are left; a guest has its host's.
+    form pairs, which preserves the order of ranks. `virtual` numbers the active ranks; a guest has its host's number.
     """
 
     virtual: int
@@ -57,7 +57,7 @@ class Fold(NamedTuple):
 
 
 def fold(rank: int, size: int) -> Fold:
-    """The part of `rank` in a fold of `size` ranks."""
+    """Return the role of `rank` in a fold of `size` ranks."""
     paired = 2 * (size - power_below(size))
     if rank >= paired:
         return Fold(rank - paired // 2, host=False, guest=False)
@@ -65,12 +65,12 @@ def fold(rank: int, size: int) -> Fold:
 
 
 def unfold(virtual: int, size: int) -> int:
-    """The rank behind `virtual`, which is the first of a pair if it is a host."""
+    """Return the rank of `virtual`: the host if `virtual` stands for a pair."""
     return virtual + min(virtual, size - power_below(size))
 
 
 class Halving(NamedTuple):
-    """A step in which `mask` parts a rank from its peer: they split what they have, one keeps this, one that."""
+    """A step between peers that differ in `mask`: they split their chunks, and each keeps one part."""
 
     mask: int
     keep: range
@@ -78,7 +78,7 @@ class Halving(NamedTuple):
 
 
 def halvings(virtual: int, count: int) -> list[Halving]:
-    """The steps of a recursive halving of `count` chunks over `count` ranks, a power of two.
+    """Return the steps of a recursive halving of `count` chunks over `count` ranks, a power of two.
 
     The nearest peer comes first, so that neighbouring intervals of ranks meet and order survives.
     """
@@ -94,7 +94,7 @@ def halvings(virtual: int, count: int) -> list[Halving]:
 
 
 class Node(NamedTuple):
-    """A rank's place in a binary tree; `height` is that of the whole tree."""
+    """Position of a rank in a binary tree; `height` is that of the whole tree."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -103,7 +103,7 @@ class Node(NamedTuple):
 
 
 def double_tree(rank: int, size: int) -> tuple[Node, Node]:
-    """The places of `rank` in two in-order binary trees in which no rank has children twice.
+    """Return the positions of `rank` in two in-order binary trees such that no rank has children in both.
 
     Sanders, Speck and Träff 2009 shift or mirror one tree to get the other. Both trees here are in-order, the second
     shifted by one place with nothing wrapped round, so operands stay in the order of ranks for every size.
@@ -112,7 +112,7 @@ def double_tree(rank: int, size: int) -> tuple[Node, Node]:
 
 
 def _inorder(rank: int, size: int, first: int) -> Node:
-    """The place of `rank` when ranks are numbered from `first` (1 or 2): odd numbers are leaves, lowest bits levels."""
+    """Return the position of `rank` if ranks are numbered from `first` (1 or 2): the lowest set bit is the level."""
     number, last = rank + first, size + first - 1
     top = power_below(last)
     depth, parent = 0, number
@@ -120,7 +120,7 @@ def _inorder(rank: int, size: int, first: int) -> Node:
     while parent != top:
         low = parent & -parent
         parent = (parent ^ low) | low << 1
-        if parent <= last:  # what lies beyond the last number is left out, and its left child takes its place
+        if parent <= last:  # numbers beyond the last one are omitted, and their left children replace them
             depth += 1
             above.append(parent)
     step = (number & -number) >> 1

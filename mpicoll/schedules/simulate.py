@@ -1,4 +1,4 @@
-"""Seconds on a described cluster, for as many ranks as there are: schedules are looked at once and priced at any size.
+"""Seconds on a described cluster of any number of ranks: schedules are examined once and priced at any size.
 
 The model. Ranks sit on nodes in blocks: rank r on node ``r // ranks_per_node``. A message takes ``alpha + beta *
 bytes`` (Hockney 1994) with the alpha and beta of its link class: within a node, or between nodes. Time goes in
@@ -9,30 +9,31 @@ as long as its busiest port:
 * a rank's port out or in: all messages of the rank on that level, one after the other, and then ``gamma`` for each byte
   that the rank reduces in the round that ends with this level;
 * a node's links out or in: one alpha, and beta for all bytes that cross them on that level, divided by their number.
-  So the ranks of a node that send at the same time share what the node has.
+  So the ranks of a node that send at the same time share the links of the node.
 
-A level costs the maximum of a few linear functions of the message size, and most levels are alike. What remains of a
-schedule (its :class:`Profile`) is therefore a handful of such functions with counts, and prices any size, and any
-alpha, beta and gamma, at once.
+A level costs the maximum of a few linear functions of the message size, and most levels are alike. A schedule is
+therefore reduced to a :class:`Profile`: a few such functions with counts, which price any size, and any alpha, beta and
+gamma, at once.
 
-Against `price`, which follows each message: on one link class both are equal, but for three algorithms in which `price`
+Against `price`, which follows each message: on one link class both are equal, except for three algorithms where `price`
 lets a port begin a message of the next level while others are still on this one. On 2 to 32 ranks this model gives 0.8
 to 1.34 times `price` for ``allreduce/double_tree``, at most 1.03 times for ``allgather/recursive_doubling``, and up to
 5.7 times for ``reduce_scatter/linear``, whose bursts of sends overlap in part. With two link classes a level waits for
 its slowest message: where the slow class costs 4 times the fast one, that is up to 1.34 times what following each
-message gives, and up to 1.75 times for the pipeline ``bcast/chain``. tests/schedules/test_simulate.py holds it to that.
+message gives, and up to 1.75 times for the pipeline ``bcast/chain``. tests/schedules/test_simulate.py checks this.
 
-How P in the hundred thousands becomes cheap (:attr:`Profile.seen` says which of these it was):
+Reductions of the work for P in the hundred thousands (recorded in :attr:`Profile.seen`):
 
 * ``one``: if ranks differ only by their place, so that peer = rank + d (mod P), or rank XOR d, with the same d, sizes
-  and reductions in each round, all are in step, and one rank speaks for all. Its rounds are only counted by kind, so
-  the 2(P-1) rounds of a ring are two kinds. That ranks agree is checked on several of them.
-* ``all``: every rank goes through its rounds, built only when it gets there.
+  and reductions in each round, all are in step, and one rank represents all. Its rounds are only counted by kind, so
+  the 2(P-1) rounds of a ring are two kinds. The agreement of ranks is checked on several of them.
+* ``all``: all ranks are followed through their rounds, which are built only when a rank enters them.
 * ``sample``: as ``all``, but only for ranks near powers of two, from both ends and where ranks are folded to a power
-  of two, for whole nodes there, and for those that one of these must hear first. Ranks outside are taken to be ready
-  when one of them is needed. A sample counts only if its critical path and the bytes of its busiest rank are exactly
+  of two, for whole nodes there, and for the sources whose messages these ranks need before they can begin. Ranks
+  outside are taken to be ready when one of them is needed. A sample counts only if its critical path and the bytes of
+  its busiest rank are exactly
   those of the closed forms of the algorithm. On 1025 to 2048 ranks the times are 0.68 to 1.39 times those of ``all``;
-  where nodes and ranks are powers of two they are the same, save for ``double_tree`` (0.83 to 1.04).
+  where nodes and ranks are powers of two they are the same, except for ``double_tree`` (0.83 to 1.04).
 
 Barchet-Estefanel and Mounié 2004 and Thakur, Rabenseifner and Gropp 2005 price collectives by rounds in this way.
 """
@@ -53,12 +54,12 @@ from mpicoll.schedules.model import Algorithm, Recv, Round, Send, algorithms_of,
 from mpicoll.schedules.patterns import power_below
 
 BUDGET = 500_000
-"""How many messages `profile` follows before it gives up, some seconds' worth."""
+"""Maximum number of messages that `profile` follows, which takes some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`nodes` times `ranks_per_node` ranks, and what messages cost: seconds for each message and for each byte.
+    """`nodes` times `ranks_per_node` ranks, and the costs of messages: seconds per message and per byte.
 
     `gamma` is the seconds per byte reduced; `links` the number of network links, each of `net_beta`, that the ranks of
     a node share. A rank uses one link at a time.
@@ -79,7 +80,7 @@ class Cluster:
 
 
 class Load(NamedTuple):
-    """What a port has to do on one level: messages and chunks per link class, and chunks to reduce at the end."""
+    """The load of a port on one level: messages and chunks per link class, and chunks to reduce at the end."""
 
     node_messages: float = 0
     node_chunks: float = 0
@@ -90,12 +91,12 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What remains of an algorithm on so many ranks: loads by level, which price any size.
+    """The summary of an algorithm on a given number of ranks: loads by level, which price any size.
 
-    `levels` pairs the loads of which the heaviest decides how long a level lasts with the number of levels that have
-    just these. `sent` (by the busiest rank) and `crossing` (in one direction through the links of the busiest node, on
-    all levels together) are multiples of n, the bytes of the vector or of all P blocks of one buffer; `chunks` is how
-    many chunks make up n. `seen` tells which ranks were looked at: ``one``, ``all`` or ``sample``.
+    `levels` pairs sets of loads, of which the heaviest determines the duration of a level, with the number of levels
+    that have exactly these loads. `sent` (by the busiest rank) and `crossing` (in one direction through the links of
+    the busiest node, on all levels together) are multiples of n, the bytes of the vector or of all P blocks of one
+    buffer; `chunks` is the number of chunks of n. `seen` is the set of ranks examined: ``one``, ``all`` or ``sample``.
     """
 
     algorithm: Algorithm
@@ -109,13 +110,13 @@ class Profile:
     seen: str
 
     def seconds(self, nbytes: float, cluster: Cluster) -> float:
-        """The time for `nbytes` = n. The cluster must have the shape that the profile was made for."""
+        """Return the time for `nbytes` = n. The cluster must have the shape that the profile was made for."""
         weights = self._weights(nbytes, cluster)
         return sum(count * max(_dot(load, weights) for load in loads) for loads, count in self.levels)
 
     def decisive(self, nbytes: float, cluster: Cluster) -> Load:
-        """The sum of the loads that decided on the levels, in bytes for chunks; its product with the cluster's costs
-        is :meth:`seconds`."""
+        """Return the sum of the loads that determined the levels, in bytes instead of chunks; its product with the
+        cluster's costs is :meth:`seconds`."""
         weights = self._weights(nbytes, cluster)
         total = [0.0] * 5
         for loads, count in self.levels:
@@ -144,15 +145,15 @@ def profile(
     links: int = 1,
     budget: int = BUDGET,
 ) -> Profile:
-    """Look at `algorithm` on ``nodes * ranks_per_node`` ranks, root 0.
+    """Profile `algorithm` on ``nodes * ranks_per_node`` ranks with root 0.
 
     Args:
         algorithm: an algorithm, or its name such as ``"allreduce/ring"``.
         nodes: the number of nodes.
         ranks_per_node: the number of ranks on each.
-        segments: how many pieces go through the pipeline of a segmented algorithm.
+        segments: the number of pieces of the pipeline of a segmented algorithm.
         links: the number of network links of a node.
-        budget: how many messages may be followed.
+        budget: the maximum number of messages to follow.
 
     Raises:
         ArgumentError: `nodes`, `ranks_per_node` or `links` is below 1.
@@ -175,7 +176,7 @@ def profile(
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """An algorithm over sizes: a point for each, in their order; None where `reason` says why there is none."""
+    """The points of an algorithm in the order of the sizes; None for sizes without a point, for which see `reason`."""
 
     algorithm: Algorithm
     points: tuple[Point | None, ...]
@@ -184,7 +185,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one size takes: seconds, and bytes that the busiest rank sends and that cross the busiest node's links."""
+    """The costs of one size: seconds, bytes that the busiest rank sends, bytes on the busiest node's links."""
 
     nbytes: int
     seconds: float
@@ -206,11 +207,11 @@ def simulate(
 
     Args:
         collective: such as ``"allreduce"``.
-        cluster: where.
+        cluster: the cluster.
         sizes: n in bytes: the vector, or all P blocks of one buffer.
         algorithms: their names; all of the collective if None.
         segments: pieces of a pipeline; if None, as many as are 128 KiB long, from 1 to 64, as calls have by default.
-        budget: how many messages may be followed for each algorithm and number of segments.
+        budget: the maximum number of messages to follow for each algorithm and number of segments.
 
     Raises:
         ArgumentError: the cluster has no nodes, ranks or links.
@@ -262,11 +263,11 @@ def _check(nodes: int, ranks_per_node: int, links: int) -> None:
 
 
 _EVERY = 1024
-"""Up to so many ranks, no sample is taken."""
+"""Number of ranks up to which no sample is taken."""
 
 
 class _Place(NamedTuple):
-    """What `profile` was asked for."""
+    """The arguments of `profile`."""
 
     algorithm: Algorithm
     nodes: int
@@ -282,7 +283,7 @@ class _Place(NamedTuple):
         return self.algorithm.steps(rank, self.size, 0, self.segments)
 
     def agrees(self, found: Profile) -> bool:
-        """Whether the closed forms say the same as what only some ranks have shown."""
+        """Return True if the closed forms agree with the profile of a sample of the ranks."""
         return (found.rounds, found.sent) == closed_form(self.algorithm, self.size, self.segments)
 
     def too_much(self, budget: int) -> AlgorithmError:
@@ -315,7 +316,7 @@ class _Place(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """A round without its chunks: distance and size of each message out and in, and how much is reduced."""
+    """A round without its chunks: distance and size of each message out and in, and the amount that is reduced."""
 
     outs: tuple[tuple[int, int], ...]
     ins: tuple[tuple[int, int], ...]
@@ -323,7 +324,7 @@ class _Kind(NamedTuple):
 
 
 def _uniform(place: _Place, budget: int) -> Profile | None:
-    """The profile if ranks differ only by their place, else None."""
+    """Return the profile if ranks differ only by their place, else None."""
     symmetries = [_shift] if place.size != power_below(place.size) else [_shift, _flip]
     for distance in symmetries:
         if _alike(place, distance):
@@ -332,12 +333,12 @@ def _uniform(place: _Place, budget: int) -> Profile | None:
 
 
 def _shift(rank: int, peer: int, size: int) -> int:
-    """How far `peer` is, counted upwards from `rank` on a ring."""
+    """Return the distance of `peer`, counted upwards from `rank` on a ring."""
     return (peer - rank) % size
 
 
 def _flip(rank: int, peer: int, size: int) -> int:
-    """How far `peer` is, as the bits in which it differs from `rank`."""
+    """Return the distance of `peer`, as the bits in which it differs from `rank`."""
     return rank ^ peer
 
 
@@ -355,9 +356,10 @@ def _kinds(place: _Place, rank: int, distance: _Distance) -> Iterator[_Kind]:
 
 
 def _alike(place: _Place, distance: _Distance) -> bool:
-    """Whether ranks do the same at the same distances: all ranks of few, else some, and those for their first rounds.
+    """Return True if ranks have the same messages at the same distances. Small numbers of ranks are checked completely,
+    otherwise some ranks, for their first rounds.
 
-    What comes in must be what goes out, so that ranks stay in step.
+    Receives must mirror sends, so that ranks stay in step.
     """
     size = place.size
     few = size <= 64
@@ -401,7 +403,7 @@ def _price_kinds(place: _Place, distance: _Distance, budget: int) -> Profile | N
 
 
 def _hop(place: _Place, distance: _Distance, far: int) -> int:
-    """`far` as steps along the ranks where it may stay in a node, 0 if it always does, else the ranks of a node."""
+    """Return `far` as steps along the ranks if it may stay in a node, 0 if it always does, else the ranks of a node."""
     per_node = place.per_node
     if place.nodes == 1:
         return 0
@@ -413,7 +415,7 @@ def _hop(place: _Place, distance: _Distance, far: int) -> int:
 
 
 def _loads(place: _Place, kind: _Kind, out_of_node: int) -> Iterator[Load]:
-    """The loads of all ranks of a node in a round of this kind, and of its links."""
+    """Yield the loads of all ranks of a node in a round of this kind, and of its links."""
     per_node = place.per_node
     # A message of hop h > 0 leaves the node from its last h places, one of h < 0 from its first |h|.
     hops = {hop for hop, _ in (*kind.outs, *kind.ins)}
@@ -427,7 +429,7 @@ def _loads(place: _Place, kind: _Kind, out_of_node: int) -> Iterator[Load]:
 
 
 def _total(messages: Iterable[tuple[bool, int]], reduced: int) -> Load:
-    """The load of one port; each message is whether it leaves the node, and its chunks."""
+    """Return the load of one port; each message is a pair: True if it leaves the node, and its chunks."""
     near = near_chunks = far = far_chunks = 0
     for leaves, n in messages:
         if leaves:
@@ -441,7 +443,7 @@ def _total(messages: Iterable[tuple[bool, int]], reduced: int) -> Load:
 
 
 def _sample(place: _Place) -> list[int]:
-    """Ranks at and near powers of two from where structure begins or ends, and the whole nodes there."""
+    """Return the ranks at and near powers of two from both ends and from where folding ends, and whole nodes there."""
     size, per_node = place.size, place.per_node
     low = power_below(size)
     anchors = {0, size, low, 2 * (size - low)}  # the last is where folding to a power of two ends
@@ -468,15 +470,15 @@ def _sample(place: _Place) -> list[int]:
 
 
 def _first_sources(place: _Place, rank: int) -> tuple[int, ...]:
-    """Whom `rank` hears first, if it can't begin before that."""
+    """Return the sources of the first round of `rank` if it consists of one receive only, else nothing."""
     first = next(place.steps(rank), Round())
     return () if first.sends or len(first.recvs) > 1 else tuple(recv.source for recv in first.recvs)
 
 
 class _Part:
-    """The ranks `ranks` of an algorithm, as an algorithm for so many ranks.
+    """The ranks `ranks` of an algorithm, as an algorithm with that number of ranks.
 
-    Messages to and from others are left out; `outside` holds those of the round that each rank is in.
+    Messages to and from other ranks are left out; `outside` returns those of the current round of a rank.
     """
 
     def __init__(self, place: _Place, ranks: Sequence[int]) -> None:
@@ -497,11 +499,11 @@ class _Part:
             )
 
     def round(self, exchange: Exchange, index: int) -> Round:
-        """The whole round that the rank at `index` is in."""
+        """Return the whole current round of the rank at `index`."""
         return exchange.round[index] if self.everyone else self.full[index]
 
     def outside(self, index: int) -> tuple[list[Send], list[Recv]]:
-        """What the round that the rank at `index` is in exchanges with ranks left out."""
+        """Return the messages of the current round of the rank at `index` with ranks left out."""
         if self.everyone:
             return [], []
         now = self.full[index]
@@ -522,7 +524,7 @@ class _Ledger:
         self.sent: Counter[int] = Counter()
 
     def leave(self, messages: list[tuple[int, int, bool, int]], last: int, reduced: int) -> None:
-        """A rank ends a round on level `last`; messages are level, port, whether between nodes, and chunks."""
+        """Record the end of a round on level `last`; messages are level, port, True between nodes, and chunks."""
         ports: defaultdict[tuple[int, int], list[tuple[bool, int]]] = defaultdict(list)
         for level, port, far, n in messages:
             ports[level, port].append((far, n))
@@ -532,7 +534,7 @@ class _Ledger:
             self.fronts[last].add(Load(reduced=reduced))
 
     def carry(self, rank: int, port: int, level: int, far: bool, n: int) -> None:
-        """A message of `n` chunks passes a port of `rank`, and if it is `far` the links of its node."""
+        """Record a message of `n` chunks on a port of `rank`, and if it is `far` on the links of its node."""
         if port == _OUT:
             self.sent[rank] += n
         if far and n:
@@ -561,7 +563,7 @@ def _follow(place: _Place, ranks: Sequence[int], budget: int) -> Profile:
 
 
 class _Walk:
-    """Takes `ranks` through their rounds; all others are ready whenever one of them needs them."""
+    """Advances `ranks` through their rounds; all other ranks are ready whenever one of these needs them."""
 
     def __init__(self, place: _Place, ranks: Sequence[int], budget: int) -> None:
         self.place, self.ranks, self.budget = place, ranks, budget
@@ -595,7 +597,7 @@ class _Walk:
         return self.ledger.profile(max(self.clock), "all" if self.part.everyone else "sample")
 
     def outside(self, index: int) -> None:
-        """The messages of this round from and to ranks left out."""
+        """Record the messages of this round from and to ranks left out."""
         sends, recvs = self.part.outside(index)
         level = self.clock[index] + 1
         for send in sends:
@@ -615,7 +617,7 @@ class _Walk:
             self.leave(over)
 
     def carry(self, index: int, port: int, level: int, peer: int, n: int) -> None:
-        """A message of `n` chunks passes a port of the rank at `index`."""
+        """Record a message of `n` chunks on a port of the rank at `index`."""
         rank, per_node = self.ranks[index], self.place.per_node
         far = rank // per_node != peer // per_node
         self.messages[index].append((level, port, far, n))
@@ -641,7 +643,7 @@ def _dot(load: Load, weights: Load) -> float:
 
 
 def _front(loads: Iterable[Load]) -> tuple[Load, ...]:
-    """The loads that are the heaviest for some costs: those that no other one is at least as heavy as throughout."""
+    """Return the loads that are the heaviest for some costs: those that no other load dominates in all components."""
     front: list[Load] = []
     for load in sorted(loads, reverse=True):
         if not any(all(a >= b for a, b in zip(other, load, strict=True)) for other in front):

@@ -1,4 +1,4 @@
-"""What each collective promises, as data: the chunks before and after, which are read-only, and their sizes.
+"""Specification of each collective as data: the chunks before and after, the read-only chunks, and their sizes.
 
 ==============  ===================  =======================================================  ===============
 collective      defined before       promised after                                           read-only
@@ -27,7 +27,7 @@ from mpicoll.schedules.model import BLOCKS
 
 
 class Seat(NamedTuple):
-    """Where one looks from: a rank, and how many chunks of data the vector (or one buffer of blocks) has."""
+    """The point of view of a rank, with the number of chunks of the vector (or of one buffer of blocks)."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class Seat(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What a chunk holds: which piece of data, and the set of the ranks that contributed as a mask.
+    """The content of a chunk: the piece of data, and the set of the contributing ranks as a mask.
 
     `low` and `high` are the first and the last contributor as long as all between were combined in order; -1 if not.
     """
@@ -52,10 +52,10 @@ State = dict[int, Value]
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The promise of one collective, seen by one rank: chunks before, chunks after, and those that may not be written.
+    """The specification of one collective for one rank: chunks before, chunks after, and read-only chunks.
 
-    `after` is compared by piece and by the set of contributors. `heard`: each rank must have got word, directly or not,
-    of each.
+    `after` is compared by piece and by the set of contributors. `heard`: a chain of messages must lead from each rank
+    to each other rank.
     """
 
     before: Callable[[Seat], State]
@@ -65,13 +65,13 @@ class Spec:
 
 
 def _pieces(seat: Seat, low: int, high: int, first: int = 0) -> State:
-    """All pieces of a vector, in the chunks from `first` on, reduced over the ranks from `low` to `high`."""
+    """Return all pieces of a vector, in the chunks from `first` on, reduced over the ranks from `low` to `high`."""
     ranks = (1 << high + 1) - (1 << low)
     return {first + piece: Value(piece, ranks, low, high) for piece in range(seat.chunks)}
 
 
 def _blocks(seat: Seat) -> State:
-    """All blocks, as their owners have them."""
+    """Return all blocks, each contributed by its owner."""
     return {rank: Value(rank, 1 << rank, rank, rank) for rank in range(seat.size)}
 
 
@@ -92,7 +92,7 @@ def _at_root(state: Callable[[Seat], State]) -> Callable[[Seat], State]:
 
 
 def _scattered(seat: Seat) -> State:
-    """All blocks as the root has them: it contributed each, so the sets name the root."""
+    """Return all blocks as the root holds them, with the root as the contributor of each."""
     return {rank: Value(rank, 1 << seat.root, seat.root, seat.root) for rank in range(seat.size)}
 
 
@@ -136,11 +136,11 @@ SPECS: dict[str, Spec] = {
     "alltoall": Spec(before=_input, after=_output, readonly=lambda seat: range(seat.size)),
     "barrier": Spec(before=_none, after=_none, heard=True),
 }
-"""The promise of each collective."""
+"""Specification of each collective."""
 
 
 def extent(collective: str, uneven: bool, seat: Seat, chunk: int) -> Hashable:
-    """A key for the size of `chunk`: chunks have the same size for sure only if their keys are equal.
+    """Return a key for the size of `chunk`: chunks are known to have the same size only if their keys are equal.
 
     Vectors are cut into pieces that may differ in size, and scratch follows the pieces; blocks differ if `uneven`.
     """

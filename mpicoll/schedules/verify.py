@@ -15,9 +15,9 @@ from mpicoll.schedules.specs import SPECS, Seat, Value, extent
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `verify` saw of a correct algorithm.
+    """The result of `verify` for a correct algorithm.
 
-    `rounds` is the most that a rank goes through and `messages` the number among all ranks. `ordered`: every reduction
+    `rounds` is the maximum over the ranks and `messages` the number among all ranks. `ordered`: every reduction
     combined two neighbouring intervals of ranks, the lower one on the left, so the operation need not commute.
     """
 
@@ -38,7 +38,7 @@ def verify(algorithm: Algorithm | str, size: int, root: int = 0, segments: int |
         algorithm: an algorithm, or its name such as ``"allreduce/ring"``.
         size: the number of ranks.
         root: the root, for collectives that have one.
-        segments: how many pieces go through the pipeline of a segmented algorithm; by default 3, enough to fill it.
+        segments: the number of pieces of the pipeline of a segmented algorithm; by default 3, enough to fill it.
 
     Raises:
         ScheduleError: the algorithm deadlocks when sends are synchronous, leaves a message without counterpart, pairs
@@ -126,7 +126,7 @@ class _Run:
         return f"{text}, segments {self.segments}" if self.algorithm.segmented else text
 
     def check(self, rank: int, now: Round) -> None:
-        """What a round must respect whatever the others do: peers, indices, read-only chunks and conflicts."""
+        """Check the requirements on a round by itself: peers, indices, read-only chunks and conflicts."""
         for peer in (*(send.to for send in now.sends), *(recv.source for recv in now.recvs)):
             if not 0 <= peer < self.size:
                 self.fail(f"rank {peer} does not exist", rank)
@@ -194,7 +194,7 @@ class _Run:
         self.news[to] |= self.heard[source]
 
     def finish(self, rank: int) -> None:
-        """The messages of the round of `rank` have all arrived: do what it does with them."""
+        """Complete the round of `rank`, whose messages have all arrived: reductions, then local steps."""
         now = self.exchange.round[rank]
         for j, recv in enumerate(now.recvs):
             for chunk, value in zip(recv.chunks, self.inbox[rank][j], strict=True):
