@@ -1,4 +1,4 @@
-"""Calls that come again and again: what was prepared for the first ones serves the others."""
+"""Cache of prepared calls: repeated calls reuse what was prepared for the first one."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice, choose, forced
 
 Again: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
-"""Carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is given."""
+"""Function that carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is
+given."""
 
 Kept: TypeAlias = "tuple[Again, Call, np.dtype[Any] | None, tuple[int, ...] | None]"
-"""A call that is ready to be carried out again, what it is to others, and the dtype and the shape of its result; None
-if it has none on this rank."""
+"""Cached call: the function that carries it out, its description, and the dtype and the shape of its result; None if it
+has no result on this rank."""
 
 _Found: TypeAlias = "tuple[tuple[Any, ...], Kept | bool | None, Any, Any, Wrap]"
-"""The key of a call (empty: it is not to be kept), what is kept under it (None: nothing yet, True: it has been called,
-False: it is prepared anew each time), numpy's views of ``x`` and ``out``, and what makes the caller's result of one of
-numpy's."""
+"""Key of a call (empty: not cacheable), the cached value (None: none yet; True: it has been called; False: it is
+prepared at each call), numpy's views of ``x`` and ``out``, and the function that converts a numpy result to the
+caller's."""
 
 _UNKNOWN: _Found = ((), None, None, None, None)
 
 Prepare: TypeAlias = "Callable[[Any, Any], Operation]"
-"""Makes the operation of ``x`` and ``out``."""
+"""Function that returns the operation of ``x`` and ``out``."""
 
 _BYTES = 16 * 1024
-"""Up to here, two copies cost less than to prepare an operation anew."""
+"""Bytes up to which two copies cost less than preparing an operation again."""
 
 KEPT = 1024
-"""How many kinds of calls a communicator keeps."""
+"""Maximum number of cached calls per communicator."""
 
 _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""
 
 
 def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Any:
-    """Carry out ``prepare(x, out)``, and keep what was prepared for later calls on arrays of the same kind.
+    """Carry out ``prepare(x, out)``, and cache the prepared call for later calls on arrays of the same kind.
 
-    `x` may be None, where `out` tells what arrives. `what`, which begins with the name of the call, must hold all else
-    that `prepare` depends on.
+    `x` may be None, where `out` defines what is received. `what`, which begins with the name of the call, must contain
+    all other inputs that `prepare` depends on.
     """
     key, known, array, into, finish = _find(comm, what, x, out)
     if type(known) is not tuple:
@@ -74,7 +75,7 @@ def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepar
                 progress.current = None
                 keepers.keep((entry, monotonic(), ""))
     except BaseException:
-        # Late messages may still find their way into its memory.
+        # Late messages may still be written to its memory.
         comm.repeated.pop(key, None)
         raise
     if value is None or out is not None:
@@ -83,7 +84,7 @@ def repeated(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepar
 
 
 def repeated_task(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Task:
-    """The same as a task, for calls whose result goes to `out`, or that have none on this rank."""
+    """Return the cached call as a task, for calls whose result is written to `out`, or that have none on this rank."""
     key, known, array, into, _ = _find(comm, what, x, out)
     if type(known) is not tuple:
         made = task(_prepared(comm, what[0], key, known, x, out, prepare))
@@ -102,7 +103,7 @@ def repeated_task(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any, p
 
 
 def _find(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any) -> _Found:
-    """What is known of calls such as this one."""
+    """Return the cache entry of a call and numpy's views of its arrays."""
     array, into, wrap, finish = x, out, None, None
     if type(x) is not np.ndarray or (out is not None and type(out) is not np.ndarray):
         views = numpy_views(x, out)
@@ -119,26 +120,26 @@ def _find(comm: Communicator, what: tuple[Any, ...], x: Any, out: Any) -> _Found
     try:
         known = comm.repeated.get(key)
     except TypeError:
-        # What can't be hashed is no name of an algorithm: `prepare` says so.
+        # An unhashable value is not the name of an algorithm: `prepare` raises the error.
         return _UNKNOWN
     if into is not None and type(known) is tuple:
         _, _, dtype, shape = known
         if into.dtype != dtype or into.shape != shape or (not into.flags.carray and not _takes(into)):
-            # What is wrong with `out`, if anything is, shows when the call is prepared.
+            # Preparing the call raises the error for an invalid `out`.
             known = False
     return key, known, array, into, finish
 
 
 def _takes(out: Array) -> bool:
-    """Whether the elements of `out`, which is not plain, can be written to, each on its own."""
+    """Return True if the elements of `out`, which is not C-contiguous, can be written to individually."""
     return out.flags.writeable and 0 not in out.strides
 
 
 def _prepared(
     comm: Communicator, name: str, key: tuple[Any, ...], known: Any, x: Any, out: Any, prepare: Prepare
 ) -> Operation:
-    """The operation of a call of which nothing is kept. From the second one on something is, so that calls whose sizes
-    always differ are not prepared twice."""
+    """Return the operation of a call that is not cached. It is cached from the second call on, so that calls whose
+    sizes always differ are not prepared twice."""
     operation = prepare(x, out)
     if key and known is not False:
         if len(comm.repeated) >= KEPT:
@@ -148,7 +149,8 @@ def _prepared(
 
 
 def _kept(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -> Kept | bool:
-    """What to keep of a call like `operation`. False: such are better prepared anew; True: that is not known yet."""
+    """Return the value to cache for a call like `operation`: False if preparing it again is better, True if that is not
+    known yet."""
     choice = choose(operation.problem, operation.algorithm)
     shared = isinstance(choice.algorithm, SharedMemoryAlgorithm)
     small = all(one is None or one.array.nbytes <= _BYTES for one in operation.buffers)
@@ -156,7 +158,7 @@ def _kept(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -
     if not shared and not small and not native:
         return False
     if shared and not operation.comm.has_arena:
-        return True  # whether there is shared memory shows when it is first used
+        return True  # the availability of shared memory is known after its first use
     views = numpy_views(x, out)
     assert views is not None
     own, into, wrap, _ = views
@@ -177,15 +179,15 @@ def _kept(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -
 
 
 def _by_copies(own: Array | None, value: Array | None, operation: Operation, call: Call) -> Again:
-    """Prepared on arrays of its own, between which and the caller's it copies."""
+    """Return a function that runs the operation on private arrays, and copies between them and the caller's arrays."""
     body = body_of(operation, choose(operation.problem, operation.algorithm), bound=True, call=call)
 
-    # Closures: this is the innermost of the short path, and slots of an object take longer to reach.
+    # Closures: this is the innermost function of the fast path, and attribute access is slower.
     def again(x: Array | None, out: Array | None) -> Array | None:
         if own is not None:
             own[...] = x
         elif value is not None:
-            value[...] = out  # which is the root's input as well, in a bcast
+            value[...] = out  # in a bcast also the root's input
         body()
         if value is None:
             return None
@@ -200,7 +202,8 @@ def _by_copies(own: Array | None, value: Array | None, operation: Operation, cal
 def _on_arrays(
     own: Array | None, value: Array | None, operation: Operation, choice: Choice, call: Call
 ) -> Again | None:
-    """From the caller's arrays to the caller's arrays, through shared memory or by MPI."""
+    """Return a function that runs the operation on the caller's arrays, through shared memory or by MPI; None if that
+    is impossible."""
     if operation.flat is None:
         return None
     flat = operation.flat()
@@ -216,7 +219,7 @@ def _on_arrays(
         carry_out = partial(operation.direct, native)
     read, write = _flattener(flat.source, own), _flattener(flat.target, value)
     in_place = operation.problem.collective in _IN_PLACE
-    # What is large must not be kept.
+    # Do not keep references to large arrays.
     shape, dtype = (None, None) if value is None else (value.shape, value.dtype)
 
     def again(x: Array | None, out: Array | None) -> Array | None:
@@ -250,7 +253,7 @@ def _lies_in(flat: Array | None, array: Array | None) -> bool:
 
 
 def _flattener(flat: Array | None, like: Array | None) -> Callable[[Any], Any]:
-    """What makes of an array like `like` one like `flat`, by a copy if it is not contiguous."""
+    """Return a function that converts an array like `like` to one like `flat`, by a copy if it is not contiguous."""
     if flat is None or like is None:
         return lambda array: None
     if flat.dtype == like.dtype:

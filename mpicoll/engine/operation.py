@@ -1,4 +1,4 @@
-"""One collective call, validated and with its memory at hand, ready to be run now, later, or again and again."""
+"""One collective call, validated and with its memory prepared, that can be run now, later, or repeatedly."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Flat:
-    """What a collective through shared memory works on: this rank's input and output as flat contiguous arrays (None
-    where the collective has none here) of one dtype, which are alike or apart.
+    """Arrays of a collective through shared memory: this rank's input and output as flat contiguous arrays (None where
+    the collective has none on this rank) of one dtype, which are identical or do not overlap.
 
-    `counts` are the elements of all ranks' blocks, or of the vector alone. `load` brings the caller's data to `source`,
-    `store` takes it from `target`."""
+    `counts` are the elements of all ranks' blocks, or of the vector alone. `load` copies the caller's data to `source`,
+    `store` copies it from `target`.
+    """
 
     source: Array | None = None
     target: Array | None = None
@@ -54,17 +55,17 @@ class Flat:
 
 @dataclass(slots=True)
 class Operation:
-    """What a collective's file prepares.
+    """Prepared collective.
 
-    `block` is this rank's array that is alike on all ranks, but for its rows where there are `counts`: the rows of all
-    ranks' blocks. alltoall has those that leave, and in `arrivals` those that come.
-    `flat` is what it works on through shared memory. `native` runs the MPI library's own collective. For a schedule,
-    `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` moves
-    what arrived to the caller's arrays. `result` is what the call returns. `bare` says that `native` does nothing but
-    to call one of MPI's collectives on memory that stays the same; `direct` calls it for other arrays like those of
-    `flat`, where nothing else is to be done. Reductions have a `reduction`, and `work`, the whole
-    vector between `load` and `store`. `buffers` are all arrays of the caller's that it touches, `on` the device on
-    which they lie, if they do; `after` is what has to be done before they may be touched.
+    `block` is this rank's array that is alike on all ranks, except for its rows where there are `counts`: the rows of
+    all ranks' blocks. For alltoall these are the rows that are sent, and `arrivals` are the rows that are received.
+    `flat` returns the arrays for shared memory. `native` runs the MPI library's own collective. For a schedule,
+    `regions` lays its chunks out in memory; then `load` fills that memory from the caller's arrays, and `store` copies
+    the received data to the caller's arrays. `result` returns the result of the call. `bare` states that `native` only
+    calls one of MPI's collectives on memory that stays the same; `direct` calls it for other arrays like those of
+    `flat`, where no other work is needed. Reductions have a `reduction`, and `work`, the whole vector between `load`
+    and `store`. `buffers` are all arrays of the caller that the operation accesses, `on` is the device on which they
+    lie, if any; `after` holds the events that must complete before the arrays may be accessed.
     """
 
     comm: Communicator
@@ -93,13 +94,14 @@ class Operation:
             self.on = device_of(*(part.array for one in self.buffers if one is not None for part in parts_of(one)))
 
     def called(self) -> None:
-        """To be called by the caller's thread each time it wants this carried out."""
+        """Record the events of the buffers' streams. The caller's thread must call it before each run."""
         if self.on is not None:
             self.after = record_events(*self.buffers)
 
 
 class Task:
-    """What carries out `operations`, to be run by the queue of their communicator, and how it is called there."""
+    """Function that carries out `operations`, to be run by the queue of their communicator, and the call that
+    identifies it there."""
 
     __slots__ = ("call", "operations", "run")
 
@@ -120,13 +122,13 @@ def run(operation: Operation) -> Any:
 
 
 def start(operation: Operation) -> Request:
-    """Carry out `operation` in the background. The request's value is its result."""
+    """Carry out `operation` in the background and return its request, the value of which is the operation's result."""
     made = task(operation)
     return Request(operation.comm.progress.submit(made, made.call), operation.result)
 
 
 def task(operation: Operation) -> Task:
-    """What carries out `operation`."""
+    """Return the task that carries out `operation`."""
     operation.called()
     choice = chosen(operation)
     call = call_of(operation, choice)
@@ -134,14 +136,14 @@ def task(operation: Operation) -> Task:
 
 
 def chosen(operation: Operation) -> Choice | None:
-    """The algorithm for `operation`; None for data on a device, where it is chosen when it is carried out: only then
-    the ranks know what there is."""
+    """Return the algorithm for `operation`; None for data on a device, where the algorithm is chosen at execution: only
+    then the ranks know their capabilities."""
     return choose(operation.problem, operation.algorithm) if operation.on is None else None
 
 
 def carrier(operation: Operation, choice: Choice | None, call: Call | None = None) -> Callable[[], None]:
-    """What carries out `operation` by the algorithm that was :func:`chosen`, as often as it is called. If that was
-    none, `call` is told then by which."""
+    """Return a function that carries out `operation` by the algorithm that was :func:`chosen`, each time that it is
+    called. If none was chosen, the function stores the name of the algorithm in `call` at execution."""
     if choice is not None:
         return body_of(operation, choice, call=call)
     assert operation.on is not None
@@ -154,7 +156,8 @@ def carrier(operation: Operation, choice: Choice | None, call: Call | None = Non
 
 
 def call_of(operation: Operation, choice: Choice | None) -> Call:
-    """`operation`, carried out by the algorithm that was :func:`chosen`, to those who look at it from outside."""
+    """Return the description of `operation`, carried out by the algorithm that was :func:`chosen`, for outside
+    observers."""
     problem, block, reduction = operation.problem, operation.block, operation.reduction
     return Call(
         problem.collective,
@@ -173,9 +176,9 @@ def call_of(operation: Operation, choice: Choice | None) -> Call:
 def body_of(
     operation: Operation, choice: Choice, *, bound: bool = False, persistent: bool = False, call: Call | None = None
 ) -> Callable[[], None]:
-    """What carries out `operation`, as often as it is called. Memory is bound now (`bound`), or at each call. With
-    `persistent` all ranks do this together, and call it together. `call` is what the queue is to be told that it
-    carries out, if it is to be called by nothing but the queue."""
+    """Return a function that carries out `operation` each time that it is called. Memory is bound now (`bound`), or at
+    each call. With `persistent` all ranks call this function together, and the returned function too. `call` is the
+    call that the queue records, if only the queue calls the returned function."""
     comm, problem = operation.comm, operation.problem
     if choice.algorithm is None:
         native = comm.transport.native
@@ -189,7 +192,7 @@ def body_of(
     if isinstance(choice.algorithm, SharedMemoryAlgorithm):
         return _shared(operation, choice, call)
     if isinstance(choice.algorithm, HierarchicalAlgorithm):
-        # Not above: its phases are operations too.
+        # Not at module level: a circular import, because its phases are operations too.
         from mpicoll.engine.executors.hierarchical import hierarchical
 
         return hierarchical(operation)
@@ -197,7 +200,7 @@ def body_of(
 
 
 def scheduled(operation: Operation, choice: Choice, wire: Wire, *, bound: bool = False) -> Callable[[], None]:
-    """What carries out `operation` by a schedule, over `wire`."""
+    """Return a function that carries out `operation` by a schedule, over `wire`."""
     comm, algorithm = operation.comm, choice.algorithm
     assert isinstance(algorithm, Algorithm)
     schedule = algorithm.schedule(comm.rank, comm.size, operation.problem.root, choice.segments)
@@ -209,8 +212,9 @@ def scheduled(operation: Operation, choice: Choice, wire: Wire, *, bound: bool =
     ready = program() if bound else None
 
     def run() -> None:
-        # Each run draws a tag, so that late messages of one that failed match no other. All ranks draw the same, since
-        # operations run in the same order on all of them; so it comes first, before anything can fail on one rank.
+        # Each run draws a tag, so that late messages of a failed run match no other run. All ranks draw the same tag,
+        # since operations run in the same order on all of them; so the tag is drawn first, before anything can fail on
+        # one rank.
         tag = comm.next_tag()
         current = ready or program()
         operation.load()
@@ -225,14 +229,15 @@ def scheduled(operation: Operation, choice: Choice, wire: Wire, *, bound: bool =
 
 
 class Unshared(Exception):
-    """There is no shared memory after all, which shows when it is first used. Nothing has happened, on all ranks."""
+    """Raised if shared memory turns out to be unavailable at its first use. No rank has exchanged data."""
 
 
 class Shared:
-    """A collective through shared memory, on any arrays of one kind; with `peers`, through that of their devices.
+    """Collective through shared memory, on any arrays of one kind; with `peers`, through the memory of their devices.
 
-    `call` is what the queue is to be told that it carries out, if it is to be called by nothing but the queue. Whether
-    the ranks call the same is then left to be compared here."""
+    `call` is the call that the queue records, if only the queue calls the object. The comparison of the ranks' calls is
+    then done here.
+    """
 
     __slots__ = ("_arena", "_body", "_comm", "_peers", "_signature", "_spec")
 
@@ -269,7 +274,7 @@ class Shared:
         peers: cuda_ipc.Peers | None = None,
         call: Call | None = None,
     ) -> Shared:
-        """For `operation`, which works on arrays like those of `flat`."""
+        """Return the collective for `operation`, which works on arrays like those of `flat`."""
         some = flat.target if flat.source is None else flat.source
         dtype = np.dtype(np.uint8) if some is None else some.dtype
         return cls(operation.comm, operation.problem, choice, dtype, flat.counts, flat.fold, peers, call)
@@ -281,8 +286,8 @@ class Shared:
         load: Callable[[], None] | None = None,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """Carry it out, in turn, after `load`. Before the others see what was done, `settle` waits for it to be done,
-        where that is another's. Raises Unshared before anything has happened."""
+        """Carry out the collective, in queue order, after `load`. `settle` waits for asynchronous work of this rank to
+        complete before the other ranks read its results. Raises Unshared before any data has been exchanged."""
         arena = self._arena
         if arena is None:
             arena = self._arena = self._comm.arena()
@@ -300,7 +305,7 @@ def _shared(operation: Operation, choice: Choice, call: Call | None) -> Callable
     assert operation.flat is not None
     flat = operation.flat()
     carry_out = Shared.of(operation, choice, flat, call=call)
-    # Whatever thread runs it must choose what all others do.
+    # Every thread that runs it must make the same choice as the other ranks.
     context = copy_context()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The shared memory of one communicator on one node, and how its ranks keep in step there."""
+"""Shared memory of one communicator on one node, and the synchronisation of its ranks through flags in that memory."""
 
 from __future__ import annotations
 
@@ -20,58 +20,61 @@ from mpicoll.transport.base import Memory, Read, Transport
 from mpicoll.transport.shm import yield_core
 
 _WORDS = 32
-"""Words of 8 bytes that each rank has in the header: more than two cache lines, as processors fetch them in pairs."""
+"""Words of 8 bytes per rank in the header: more than two cache lines, because processors fetch cache lines in pairs."""
 
 _ENDED, _ASKED, _ROWS, _TOLD = (1, 2), (3, 4), (5, 6), (8, 16)
-"""Which of a rank's words hold the ends of its last two operations, what these are, what rows they move, and what it
-tells the others at even and odd steps. The first one holds its step. A rank can be ahead of another by one operation,
-no more."""
+"""Indices within a rank's words: the ends of its last two operations, the signatures of these, the row signatures of
+these, and the numbers that it sends to the other ranks at even and odd steps. Word 0 holds the rank's step. A rank can
+be ahead of another rank by at most one operation."""
 
 _SPINS = {True: 1000, False: 20}
-"""Looks at a flag before the core is left to others. Where ranks share cores more of them are poison; where they don't,
-less of them give the core away to whatever else runs on the machine."""
+"""Reads of a flag before the core is yielded, by whether each rank has its own cores. More reads slow the other ranks
+down where ranks share cores; fewer reads yield the core to unrelated processes where they do not."""
 
 _PATIENCE = 3000
-"""Looks at a flag after which whoever is late is not just late."""
+"""Reads of a flag after which a late rank is treated as possibly failed."""
 
 _LOOKS = 64
-"""Looks between two moments in which the peers are asked after, and MPI gets to move messages. They take long where the
+"""Reads of a flag between two checks of the peers, which also let MPI make progress. The reads take long where the
 cores are busy."""
 
 _NAP = 50e-6
 
 _FAILED = 1
-"""The bit of a step that says that the rank has failed. Steps count by two."""
+"""Bit of a step that marks the rank as failed. Steps advance by two."""
 
 _GONE = 1 << 62
-"""The step of a rank that will never be in step again."""
+"""Step of a rank that can never be synchronised again."""
 
 _BADLY = 1 << 31
-"""The bit of an operation's end that says that it was a failure."""
+"""Bit of an operation's end that marks the operation as failed."""
 
 _OPERATIONS = (1 << 31) - 1
-"""Operations are counted modulo one more than this."""
+"""Mask of the operation counter, which wraps modulo one more than this number."""
 
 _TEXT = 1024
-"""Bytes, of each rank and of even and odd operations, for what a rank has called: the number of the operation, the
-length of the text, and the text."""
+"""Bytes, per rank and for even and odd operations each, for the text that describes a rank's call: the number of the
+operation, the length of the text, and the text."""
 
 Describe: TypeAlias = "Callable[[], str]"
-"""What this rank has called, in less than 1000 bytes."""
+"""Function that returns a description of this rank's current call, in less than 1000 bytes."""
 
 Judge: TypeAlias = "Callable[[list[str]], Exception | None]"
-"""The error for what all ranks have called (empty: not known), the same on all of them."""
+"""Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
+ranks."""
 
 CheckWait: TypeAlias = "Callable[[], None]"
-"""Raises CommunicationError if the operation that runs can never complete."""
+"""Function that raises CommunicationError if the running operation can never complete."""
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
-"""``body(source, target)`` on this rank's flat input and output; None where the collective has none here."""
+"""Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
+has none on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory of each rank that all ranks of the node reach: where this rank's own lies, and that of the others."""
+    """Memory that each rank contributes and all ranks of the node can access: the address and size of this rank's part,
+    and the parts of the other ranks."""
 
     address: int
     nbytes: int
@@ -79,19 +82,19 @@ class Segment:
 
 
 class Arena:
-    """Slots of all ranks of a node, and flags to keep in step.
+    """Slots of all ranks of a node, and the flags that synchronise the ranks.
 
-    Every rank has two slots to write its data to, and there are two more of the whole arena for results: ``slots[w]``
-    and ``results[w]`` with ``w = parity``. An operation is a sequence of steps that end with :meth:`sync`. In one step
-    a rank writes to the slots and results of its parity, and reads what was written in the step before. That is why
-    two of each suffice: whoever writes to one of them has seen the end of the step in which it was last read. What is
-    read after an operation's last ``sync`` belongs to the next step, and needs no other.
+    Every rank has two slots to write its data to, and the arena has two more for results: ``slots[w]`` and
+    ``results[w]`` with ``w = parity``. An operation is a sequence of steps that end with :meth:`sync`. In one step a
+    rank writes to the slots and results of its parity, and reads what was written in the step before. Two of each
+    suffice: a rank that writes to one of them has seen the end of the step in which it was last read. Reads after an
+    operation's last ``sync`` belong to the next step, so they need no further ``sync``.
 
-    An operation that needs no slots, since MPI or messages carry it out, begins with :meth:`matcher`, and has no step.
-    Slots are made by :meth:`furnish`; until then there are only flags, which take a few KiB.
+    An operation that uses no slots, because MPI or messages carry it out, begins with :meth:`matcher` and has no step.
+    :meth:`furnish` allocates the slots; before that the arena has only flags, which take a few KiB.
 
-    `describe` and `judge` make words of it when ranks carry out different operations; `judge_rows`, which is
-    collective, when blocks differ from what their receivers expect.
+    `describe` and `judge` produce the error message when ranks carry out different operations; `judge_rows`, which is
+    collective, does so when blocks differ from what their receivers expect.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class Arena:
         self.slots: tuple[tuple[Memory, ...], ...] = ()
         self.results: tuple[Memory, ...] = ()
         self.parity = 0
-        # What waits for copies to and from shared memory that are another's work, in the operation that runs.
+        # Waits for asynchronous copies to and from shared memory in the running operation.
         self.settle: Callable[[], None] | None = None
         self.segments: dict[int, Segment] = {}
         self.allocated = 0
@@ -119,7 +122,7 @@ class Arena:
         self.readers: Sequence[Read] = ()
         self._transport = transport
         self._flags = memoryview(first[:words].data).cast("B").cast("q")
-        # The same, until an operation is given up.
+        # Replaced by _GivenUp when an operation is abandoned.
         self._words: memoryview[int] | _GivenUp = self._flags
         self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
         self._describe = describe
@@ -127,17 +130,17 @@ class Arena:
         self._judge_rows = judge_rows
         self._check_wait = check_wait
         self._executing = executing or Executing()
-        self._awaited: Sequence[int] | None = None  # by this rank; None: for the step in which it is
+        self._awaited: Sequence[int] | None = None  # None: wait for the current step
         self._step = 0
         self._operation = 0
-        self._in_vain = False  # whether it was given up because others have not come
+        self._in_vain = False  # the wait was abandoned because other ranks did not enter the operation
         self._mine = rank * _WORDS
         self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
         self._fence = transport.fence
         self._spins = range(_SPINS[transport.own_cores])
 
     def furnish(self) -> Arena:
-        """Collective: make the slots. Raises CommunicationError on all ranks if there is no memory for them."""
+        """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
         own = 2 * SLOT_BYTES
         memories = self._transport.share(2 * own if self.rank == 0 else own)
         self.readers = () if self._transport.unread else self._transport.readers()
@@ -148,17 +151,18 @@ class Arena:
         return self
 
     def matcher(self) -> Callable[[Call], None]:
-        """What begins an operation that takes no steps: ``match(call)`` returns when all ranks have begun it, with
-        calls of the same signature. Calls that begin by :meth:`run` are left to that.
+        """Return the function that begins an operation without steps: ``match(call)`` returns when all ranks have begun
+        the operation with calls of the same signature. Calls that begin with :meth:`run` are compared there instead.
 
-        It raises MismatchError on all ranks if they have begun different operations, after which they are in step;
-        otherwise what :meth:`run` raises."""
+        ``match`` raises MismatchError on all ranks if they have begun different operations, after which the ranks are
+        synchronised again; otherwise it raises what :meth:`run` raises.
+        """
         spins = self._spins
-        # Where even and odd operations are told: by this rank, and by the others.
+        # Positions of the signatures of even and odd operations: of this rank, and of the other ranks.
         mine = tuple(self._mine + which for which in _ASKED)
         others = tuple(tuple(at + which for at in self._others) for which in _ASKED)
 
-        # A closure, since it comes before the shortest operations, and slots of an object take longer to reach.
+        # A closure, because it precedes the shortest operations and attribute access is slower.
 
         def match(call: Call) -> None:
             signature = call.signature
@@ -184,8 +188,8 @@ class Arena:
         return match
 
     def _match_rows(self, call: Call) -> None:
-        """The same for an operation whose blocks have sizes that only their sender and their receiver know: raise
-        MismatchError on all ranks if these differ."""
+        """Match an operation whose block sizes are known only to the sender and the receiver of each block. Raises
+        MismatchError on all ranks if these sizes differ."""
         signature, mine = call.row_signature(self.rank)
         self._operation = operation = self._operation + 1 & _OPERATIONS
         words, asked, rows = self._words, _ASKED[operation & 1], _ROWS[operation & 1]
@@ -203,13 +207,13 @@ class Arena:
             raise self._judge_rows()
 
     def _match_late(self, which: int) -> None:
-        """The same where another rank does not come soon, or has begun another operation."""
+        """Match an operation when another rank is late or has begun a different operation."""
         begin = self._step
         try:
             try:
                 self._await(which)
             except BaseException:
-                # This rank takes no part, which those that come must see.
+                # Ranks that enter the operation later must see that this rank has left it.
                 self._words[self._mine + which] = self._operation << 32
                 raise
             self.agree()
@@ -220,7 +224,7 @@ class Arena:
             raise
 
     def _await(self, which: int) -> None:
-        """Return when all ranks have begun this operation, or another in its place."""
+        """Return when all ranks have begun this operation, or a different one in its place."""
         operation, words, pause = self._operation, self._words, _Pause(self._transport, self._check_wait)
         late = list(range(self.size))
         executing = self._executing
@@ -238,7 +242,7 @@ class Arena:
                     pause(late)
                 except RankFailed:
                     if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):
-                        raise  # they have not come and gone since
+                        raise  # otherwise the ranks have entered the operation and exited since
                 except CommunicationError:
                     self._in_vain = True
                     raise
@@ -246,7 +250,7 @@ class Arena:
             executing.executor, self._awaited = outer, None
 
     def sync(self) -> None:
-        """End a step: what all ranks wrote before is there for all to read afterwards. Raises CommunicationError if
+        """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
         another rank has failed in this operation."""
         if self.settle is not None:
             self.settle()
@@ -269,7 +273,7 @@ class Arena:
             self._fence()
 
     def _failed_here(self, at: int) -> bool:
-        """Whether another rank that has failed did so in this operation, and not at the beginning of the next one."""
+        """Return True if another rank has failed in this operation, not at the beginning of the next one."""
         self._barrier()
         ended = self._words[at + _ENDED[self._operation & 1]]
         return ended >> 32 != self._operation or bool(ended & _BADLY)
@@ -288,14 +292,15 @@ class Arena:
             while (seen := words[at]) < step:
                 asked = words[at + which]
                 if asked >> 32 == self._operation and asked != mine:
-                    self.agree()  # it may take fewer steps, and never come
+                    self.agree()  # a different operation may have fewer steps and never reach this one
                 try:
                     pause([at // _WORDS])
                 except RankFailed:
-                    if words[at] < step:  # it may have come, and gone since
+                    if words[at] < step:  # otherwise the rank has reached the step and exited since
                         raise
                 except CommunicationError:
-                    # This rank waits no longer, so it can't stay in step with those that may still come.
+                    # This rank stops waiting, so it cannot stay synchronised with ranks that may still enter the
+                    # operation.
                     self._in_vain = True
                     raise
         finally:
@@ -303,23 +308,23 @@ class Arena:
         return seen
 
     def position(self, members: Sequence[int]) -> Position:
-        """Return which ranks are waited for."""
+        """Return the position of this rank and the ranks that it waits for."""
         awaited = self._awaited
         late = tuple(sorted(members[peer] for peer in (self.late() if awaited is None else awaited)))
         return Position(f"shared memory{(late and f': waits for {rank_list(late)}') or ''}", late, polls=True)
 
     def late(self) -> list[int]:
-        """The ranks that have not come to the step in which this one is."""
+        """Return the ranks that have not reached the current step of this rank."""
         return [at // _WORDS for at in self._others if self._flags[at] < self._step]
 
     def tell(self, *values: int) -> None:
-        """Leave up to 8 numbers for the others, who read them by :meth:`told` after the next ``sync``."""
+        """Publish up to 8 numbers, which the other ranks read with :meth:`told` after the next ``sync``."""
         at = self._mine + _TOLD[self.parity]
         for i, value in enumerate(values):
             self._words[at + i] = value
 
     def told(self, count: int) -> list[tuple[int, ...]]:
-        """The first `count` numbers that each rank left in the step that has just ended."""
+        """Return the first `count` numbers that each rank published in the step that has just ended."""
         first = _TOLD[1 - self.parity]
         words = self._words
         return [tuple(words[peer * _WORDS + first + i] for i in range(count)) for peer in range(self.size)]
@@ -333,13 +338,14 @@ class Arena:
         signature: int = 0,
         settle: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out an operation: ``body(source, target)``, after `load`. Each step begins its end with
-        `settle`, if there is one.
+        """Carry out an operation: ``body(source, target)``, after `load`. Each :meth:`sync` first calls `settle`, if
+        given.
 
-        Ranks that carry out operations of different `signature`, a number of 32 bits, get CommunicationError. If one
-        fails here, the other ranks are let through it, and get CommunicationError, unless they have all that they need
-        already. The ranks are in step again afterwards, but for Timeout, when others have not come: then it is the last
-        operation, and who comes late gets CommunicationError.
+        Raises CommunicationError if ranks carry out operations of different `signature`, a number of 32 bits. If one
+        rank fails here, the other ranks are released from the operation and get CommunicationError, unless they already
+        have all data that they need. The ranks are synchronised again afterwards, except after Timeout, when other
+        ranks did not enter the operation: then it is the last operation of the arena, and ranks that enter it late get
+        CommunicationError.
         """
         begin = self._step
         self._operation = operation = self._operation + 1 & _OPERATIONS
@@ -360,12 +366,12 @@ class Arena:
         self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
 
     def _recover(self, failure: BaseException, begin: int) -> Exception | None:
-        """After a failure: be in step with the others again. Raises if that can't be. The error for ranks that have
-        begun different operations, if that is why."""
+        """Synchronise with the other ranks after a failure. Raises if that is impossible. Return the error for ranks
+        that have begun different operations, if that is the cause, otherwise None."""
         try:
             self._leave_text()
             if self._in_vain:
-                raise failure  # who has not come in all that time is not waited for again
+                raise failure  # do not wait a second time for ranks that exceeded the timeout
             self._let_through(begin)
         except BaseException:
             self._step = self._words[self._mine] = _GONE | _FAILED
@@ -374,7 +380,7 @@ class Arena:
         return self._disagreement() if isinstance(failure, CommunicationError) else None
 
     def agree(self) -> None:
-        """After a first step: raise CommunicationError if another rank carries out another operation."""
+        """Raise CommunicationError if another rank carries out a different operation. Valid after a first step."""
         words, which = self._words, _ASKED[self._operation & 1]
         mine = words[self._mine + which]
         for at in self._others:
@@ -387,13 +393,13 @@ class Arena:
                 raise CommunicationError(f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} {what}")
 
     def _differ(self) -> bool:
-        """Whether another rank carries out another operation, which is known after a first step."""
+        """Return True if another rank carries out a different operation. Valid after a first step."""
         words, which = self._words, _ASKED[self._operation & 1]
         mine = words[self._mine + which]
         return any(words[at + which] != mine for at in self._others)
 
     def _leave_text(self) -> None:
-        """For the others, if they may ask: what this rank has called."""
+        """Publish a description of this rank's call, if the ranks carry out different operations."""
         if self._describe is None or not self._differ():
             return
         text = self._describe().encode()
@@ -403,8 +409,8 @@ class Arena:
         self._barrier()
 
     def _disagreement(self) -> Exception | None:
-        """When all ranks have ended an operation that has failed: the error for ranks that have carried out different
-        ones, if they have."""
+        """Return the error for ranks that have carried out different operations, or None if they have not. Valid when
+        all ranks have ended an operation that failed."""
         if self._judge is None or not self._differ():
             return None
         texts = []
@@ -414,8 +420,8 @@ class Arena:
         return self._judge(texts)
 
     def _let_through(self, begin: int) -> None:
-        """After a failure: hold nobody up, until all have ended this operation, however they did; then be in step with
-        them."""
+        """Release the other ranks after a failure: block none of them until all have ended this operation, successfully
+        or not, then synchronise with them."""
         words, pause = self._words, _Pause(self._transport, self._check_wait)
         words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _BADLY | self._step - begin
         executing = self._executing
@@ -438,12 +444,13 @@ class Arena:
             executing.executor, self._awaited = outer, None
         self._step = max(self._step, *(step for step, _ in reached))
         self.parity = self._step >> 1 & 1
-        # Who waits for this rank in the next operation must not take this failure for one there.
+        # A rank that waits for this one in the next operation must not attribute this failure to that operation.
         words[self._mine] = self._step
 
     def _reached(self, at: int, begin: int) -> tuple[int, bool]:
-        """Which step of this operation another rank has reached, and whether it has ended it."""
-        # In this order: its step is one of the next operation only if the end of this one is there to be seen.
+        """Return the step of this operation that another rank has reached, and True if that rank has ended the
+        operation."""
+        # Read in this order: the step belongs to the next operation only if the end of this operation is visible.
         step = self._words[at] & ~_FAILED
         self._barrier()
         ended = self._words[at + _ENDED[self._operation & 1]]
@@ -461,26 +468,27 @@ class Arena:
 
     @property
     def scratch(self) -> list[Array]:
-        """As much private memory as a slot for each rank, for the operation that runs."""
+        """Private memory for the running operation: one array of the size of a slot for each rank."""
         if not self._scratch:
             self._scratch = [np.empty(SLOT_BYTES, np.uint8) for _ in range(self.size)]
         return self._scratch
 
     def allocate(self, nbytes: int) -> Memory:
-        """Collective: memory of `nbytes` that all ranks of the node reach, for as long as what is returned lives."""
+        """Return memory of `nbytes` that all ranks of the node can access. Collective. The memory stays registered as
+        long as the memory that the returned array views."""
         memories = self._transport.share(max(nbytes, 1))
         number, own = self._enter(memories), memories[self.rank]
-        # What the caller's arrays keep alive is what the memory belongs to, not the array that is returned here.
+        # The caller's arrays keep the base of the memory alive, not the array that is returned here.
         finalize(own if own.base is None else own.base, self.segments.pop, number, None).atexit = False
         return own
 
     def adopt(self, memory: Memory, fd: int) -> int:
-        """Collective: let all ranks of the node reach `memory`, the beginning of the file behind `fd`, until
-        :meth:`forget` is called with the number that is returned."""
+        """Give all ranks of the node access to `memory`, the beginning of the file behind `fd`, until :meth:`forget` is
+        called with the returned number. Collective."""
         return self._enter(self._transport.adopt(memory, fd))
 
     def forget(self, number: int) -> None:
-        """Memory that was adopted is about to go."""
+        """Unregister adopted memory before it is released."""
         self.segments.pop(number, None)
 
     def _enter(self, memories: Sequence[Memory]) -> int:
@@ -491,10 +499,11 @@ class Arena:
         return self.allocated
 
     def find(self, array: Array | None) -> tuple[int, int]:
-        """The segment in which `array` lies, and where; (0, 0) if it lies in none."""
+        """Return the number of the segment that contains `array`, and the offset in it; (0, 0) if no segment contains
+        it."""
         if array is not None:
             address = array.__array_interface__["data"][0]
-            for number, segment in self.segments.copy().items():  # an array may die meanwhile
+            for number, segment in self.segments.copy().items():  # a finalizer may remove an entry meanwhile
                 offset = address - segment.address
                 if 0 <= offset < segment.nbytes:
                     return number, offset
@@ -502,7 +511,7 @@ class Arena:
 
 
 class _Pause:
-    """What to do between two looks at a flag."""
+    """Actions between two reads of a flag."""
 
     __slots__ = ("_begin", "_check_wait", "_transport", "_turns")
 
@@ -527,7 +536,7 @@ class _Pause:
 
 
 class _GivenUp:
-    """What stands in the place of the flags of a rank that will never be in step again."""
+    """Replacement for the flags of a rank that can never be synchronised again."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._who = f"rank {rank} of {size} (of this node)"

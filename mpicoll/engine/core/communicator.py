@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TAGS = 1 << 15
-"""Tags of collectives wrap here: the smallest range that MPI guarantees."""
+"""Number of tags of collectives, which wrap at the smallest range that MPI guarantees."""
 
 
 _SHARING = Position("the making of shared memory")
@@ -38,10 +38,11 @@ _SPLITTING = Position("the making of communicators for the nodes")
 
 
 class Communicator:
-    """A group of ranks that talk to each other, apart from all others.
+    """Group of ranks with a private communication context.
 
-    Made by :func:`mpicoll.world`, :meth:`split`, :meth:`group`, :meth:`node_comm`, or from an mpi4py communicator; it
-    is always a private duplicate, so collectives never meet the caller's own messages. A context manager that frees it.
+    Created by :func:`mpicoll.world`, :meth:`split`, :meth:`group`, :meth:`node_comm`, or from an mpi4py communicator;
+    it is always a private duplicate, so collectives never match the caller's own messages. Usable as a context manager
+    that frees it.
 
     Attributes: ``rank``, ``size``; ``nodes`` (for each rank the number of its node), ``node`` (this rank's),
     ``num_nodes``; ``local_rank`` and ``local_size`` (rank and size among the ranks of this node); ``mpi``, the mpi4py
@@ -69,27 +70,27 @@ class Communicator:
         transport.timeout = timeout
         group = Group(transport.key, name, transport.members, transport.rank, timeout, transport.traffic)
         self.progress = Progress(group, watch, background=transport.background, explain=transport.explain)
-        # Operations that were prepared once, by what tells them apart; those of torch among them.
+        # Prepared operations by their keys, including those of torch.
         self.repeated: dict[tuple[Any, ...], Any] = {}
-        # Whether the ranks have made memory that all of them reach.
+        # True if the ranks have allocated or adopted shared memory.
         self.allocated = False
         self.watch = watch
-        # Why no memory can be shared, or read directly, among all ranks; the same on all of them.
+        # Reasons why memory can't be shared, or read directly, among all ranks; the same on all ranks.
         self.unshared, self.unread = _apart(transport)
-        # Why there was none after all when it was first used.
+        # Reason why the first use of shared memory failed.
         self.lost: str | None = None
         self._arena: Arena | None = None
-        # What the ranks can do with device memory, once an operation had some.
+        # Device memory capabilities of the ranks, set by the first operation on device memory.
         self.devices: Devices | None = None
         self._levels: tuple[Communicator, Communicator] | None = None
         self._tags = itertools.count()
         self.freed = False
         self._is_world = world
-        # Who has to know when another one takes its place.
+        # Called with the communicator that replaces this one.
         self.replaced: Callable[[Communicator], None] | None = None
-        # For whom its operations are carried out, if it is part of another one.
+        # The communicator on behalf of which this one runs operations, if it is one of its levels.
         self.outer: Communicator | None = None
-        # What the environment asks to be checked, and what is checked.
+        # The checks that the environment requests, and the checks in effect.
         if parent is not None:
             checks, family = parent.asked, parent.family
         self.asked: call_check.Options = call_check.Options() if checks is None else checks
@@ -114,18 +115,18 @@ class Communicator:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Name of the communicator in messages."""
         return self.progress.group.name
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks, as ranks of the MPI job."""
+        """The ranks of this communicator, as ranks of the MPI job."""
         return self.progress.group.members
 
     @property
     def timeout(self) -> float:
-        """Seconds that an operation may take, past which the job is ended with a report of where each rank stands.
-        ``MPICOLL_TIMEOUT`` unless it is set; communicators made of this one begin with the same."""
+        """Seconds that an operation may take, past which the job is ended with a report of each rank's position.
+        Defaults to ``MPICOLL_TIMEOUT``; communicators derived from this one inherit the value."""
         return self.progress.group.timeout
 
     @timeout.setter
@@ -143,7 +144,7 @@ class Communicator:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes the ranks are on."""
+        """Number of nodes of the ranks."""
         return len(set(self.nodes))
 
     @property
@@ -153,42 +154,45 @@ class Communicator:
 
     @property
     def local_size(self) -> int:
-        """How many ranks are on this node."""
+        """Number of ranks on this node."""
         return self.nodes.count(self.node)
 
     @property
     def mpi(self) -> Any:
-        """An mpi4py communicator of the same ranks; None without MPI.
+        """The mpi4py communicator of the same ranks; None without MPI.
 
-        The messages of :func:`mpicoll.send` and its kin travel on it, so the caller's own receives from any source meet
-        them there; collectives are apart from it."""
+        The messages of :func:`mpicoll.send` and related functions travel on it, so the caller's own receives from any
+        source may match them; collectives are separate from it.
+        """
         self.check()
         if self.transport.traffic is not None:
             self.transport.traffic.uncounted = True
         return self.transport.mpi
 
     def check(self) -> None:
-        """Raise CommunicatorError if it was freed."""
+        """Raise CommunicatorError if the communicator was freed."""
         if self.freed:
             raise CommunicatorError(f"{self!r} can't be used any more: it was freed")
 
     def next_tag(self) -> int:
-        """The tag of the next collective; the same on all ranks, as all call the same collectives in the same order."""
+        """Return the tag of the next collective. It is the same on all ranks, because all ranks call the same
+        collectives in the same order."""
         return next(self._tags) % _TAGS
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Collective over all ranks: one communicator for each `color` (an integer >= 0), its ranks ordered by `key`,
-        then by rank. A rank that passes None gets None. Raises RankError for a negative color."""
+        """Create one communicator for each `color` (an integer >= 0), its ranks ordered by `key`, then by rank.
+        Collective over all ranks. Return None on a rank that passes None as `color`. Raises RankError for a negative
+        color."""
         self.check()
         if color is not None and color < 0:
             raise RankError(f"split: color must be None or >= 0, got {color} on rank {self.rank}")
-        # Making a communicator communicates, so it takes its turn among the collectives.
+        # Creating a communicator communicates, so it is ordered with the collectives.
         made: Transport | None = self.progress.run(self.transport.split, Call("split"), color, key)
         return None if made is None else self._made(made, f"split({color})")
 
     def group(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of `ranks`, in that order. Only they take part, with the same `ranks`; any other rank gets
-        None at once. Raises RankError for ranks out of range or named twice."""
+        """Create a communicator of `ranks`, in that order. Collective over `ranks` only, all of which pass the same
+        `ranks`; return None immediately on any other rank. Raises RankError for ranks out of range or named twice."""
         self.check()
         ranks = [int(rank) for rank in ranks]
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < self.size for rank in ranks):
@@ -203,10 +207,11 @@ class Communicator:
         return self._made(made, name)
 
     def duplicate(self, tag: int = 0) -> Communicator:
-        """Collective over all ranks: another communicator of the same ranks.
+        """Create another communicator of the same ranks. Collective over all ranks.
 
-        It takes no turn among the collectives of this one. All ranks must make their duplicates of one `tag` (in
-        [0, 32767]) in the same order; those of different tags may be under way at once."""
+        The call is not ordered with the collectives of this communicator. All ranks must create their duplicates of one
+        `tag` (in [0, 32767]) in the same order; duplicates of different tags may be in progress concurrently.
+        """
         self.check()
         call = Call(f"duplicate(tag={tag})", collective=False)
         transport: Transport = self.progress.meet(lambda: self.transport.duplicate(tag), call)
@@ -214,12 +219,12 @@ class Communicator:
 
     @property
     def has_arena(self) -> bool:
-        """Whether :meth:`arena` was made."""
+        """True if :meth:`arena` has created the shared memory."""
         return self._arena is not None and self._arena.furnished
 
     def arena(self) -> Arena | None:
-        """Collective at first use, and to be called by operations: the shared memory of the ranks, if it can be had;
-        otherwise ``unshared`` or, from now on, ``lost`` says why not."""
+        """Return the shared memory of the ranks, or None if it is not available; then ``unshared`` or, from this call
+        on, ``lost`` holds the reason. Collective at first use; called by operations."""
         arena = self._flags()
         if arena is None or self.lost is not None:
             return None
@@ -229,7 +234,8 @@ class Communicator:
         return arena
 
     def _flags(self) -> Arena | None:
-        """Collective at first use: what the ranks of a node keep in step by, if it can be had."""
+        """Return the arena, which may have only its flags, or None if shared memory is not available. Collective at
+        first use."""
         if self._arena is None and self.unshared is None and self.lost is None:
             self._arena = self._share(
                 lambda: Arena(
@@ -244,13 +250,13 @@ class Communicator:
         return self._arena
 
     def _share(self, make: Callable[[], T]) -> T | None:
-        """Collective: what `make` gives, or None if there is no shared memory; ``lost`` says why."""
+        """Return the result of `make`, or None if there is no shared memory; ``lost`` holds the reason. Collective."""
         executing = self.progress.executing
         outer, executing.executor = executing.executor, _SHARING
         try:
             return make()
         except (RankFailed, Timeout):
-            raise  # it is not all ranks that have tried
+            raise  # not all ranks have taken part
         except CommunicationError as error:
             self.lost = str(error)
             return None
@@ -258,19 +264,19 @@ class Communicator:
             executing.executor = outer
 
     def _match_first(self, call: Call) -> None:
-        """What the first collective begins with, for which all ranks have to come, whatever they call."""
+        """Begin the first collective, which all ranks have to enter, regardless of the operation that they call."""
         flags = self._flags()
         self.progress.match = self._match_between() if flags is None else flags.matcher()
         self.progress.match(call)
 
     def _match_between(self) -> Callable[[Call], None]:
-        """What begins a collective where there is no shared memory."""
+        """Return the function that begins a collective where there is no shared memory."""
         if not self.asked.between:
             return unmatched
         return call_check.Between(self.transport, self.progress, self.watch).match
 
     def _match_at_once(self) -> None:
-        """The same where the collective that runs would be compared in shared memory, which is not there yet."""
+        """Compare the running collective now, if it would be compared in shared memory that is not allocated yet."""
         call = None if self.progress.current is None else self.progress.current[2]
         if call is not None and call.signature == WITHIN:
             call.signature = call.sign()
@@ -280,24 +286,24 @@ class Communicator:
                 call.signature = WITHIN
 
     def _described(self) -> str:
-        """The collective that runs, for ranks that have called another."""
+        """Return a description of the running collective, for ranks that have called a different one."""
         return call_check.brief((self.outer or self).progress.current)
 
     def _check_wait(self) -> None:
-        """Raise if the collective that runs can never complete."""
+        """Raise CommunicationError if the running collective can never complete."""
         if self.watch is not None:
             self.watch.check((self.outer or self).progress.current)
 
     def _judge_rows(self) -> Exception:
-        """Collective: the error for blocks whose receivers expect others."""
+        """Return the error for blocks that differ from what their receivers expect. Collective."""
         return call_check.rows_error(self.transport, (self.outer or self).progress.current, self._check_wait)
 
     def _judged(self, texts: list[str]) -> Exception | None:
         return call_check.from_texts(self.progress.group, texts)
 
     def levels(self) -> tuple[Communicator, Communicator]:
-        """Collective at first use, and to be called by operations: private communicators of the ranks of this node, and
-        of the ranks of equal local rank on all nodes, in the order of nodes."""
+        """Return private communicators of the ranks of this node, and of the ranks of equal local rank on all nodes, in
+        the order of nodes. Collective at first use; called by operations."""
         if self._levels is None:
             executing = self.progress.executing
             outer, executing.executor = executing.executor, _SPLITTING
@@ -314,8 +320,9 @@ class Communicator:
         return self._levels
 
     def allocate(self, nbytes: int) -> Memory:
-        """Collective, to be called by operations: memory of `nbytes` that all ranks reach, if it can be had, for as
-        long as an array lies in it. What was chosen for earlier calls is chosen anew."""
+        """Return memory of `nbytes` that all ranks can access, if shared memory is available, otherwise private memory.
+        Collective; called by operations. Shared memory lasts as long as an array that views it. The first allocation
+        discards the choices of algorithms that were cached for earlier calls."""
         arena = self.arena()
         if arena is None:
             return np.empty(nbytes, np.uint8)
@@ -324,14 +331,15 @@ class Communicator:
         return memory
 
     def adopt(self, memory: Memory, fd: int) -> int:
-        """Collective, to be called by operations where there is an arena: see :meth:`Arena.adopt`."""
+        """Give all ranks access to `memory`; see :meth:`Arena.adopt`. Collective; called by operations where there is
+        an arena."""
         assert self._arena is not None
         number = self._arena.adopt(memory, fd)
         self._choose_anew()
         return number
 
     def forget(self, number: int) -> None:
-        """Memory that was adopted is about to go."""
+        """Unregister adopted memory before it is released."""
         if self._arena is not None:
             self._arena.forget(number)
 
@@ -341,34 +349,37 @@ class Communicator:
             self.repeated.clear()
 
     def node_comm(self) -> Communicator:
-        """Collective over all ranks: the communicator of the ranks on this rank's node, in the order of rank."""
+        """Create the communicator of the ranks on this rank's node, in the order of rank. Collective over all ranks."""
         comm = self.split(self.node)
         assert comm is not None
         return comm
 
     def _made(self, transport: Transport, name: str) -> Communicator:
-        """The communicator on a transport that was made of this one's."""
+        """Return the communicator on a transport that was derived from this communicator's transport."""
         return Communicator(
             transport, self.watch, name=f"{self.name}/{name}", world=False, table=self.context.table, parent=self
         )
 
     def shrink(self) -> Communicator:
-        """Collective over the ranks that live: a communicator of them, in the same order, when others have died.
+        """Create a communicator of the surviving ranks, in the same order, after other ranks have died. Collective over
+        the surviving ranks.
 
-        To be called by all of them after RankFailed, or without one: whoever still waits on this communicator, or on
-        one that was made of it (by ``split``, ``group``, ``node_comm``), gets RankFailed there. None of these can be
-        used afterwards; they are freed, without a message. If this is what :func:`mpicoll.world` gives, that is the new
-        one from now on; in :func:`mpicoll.run_local` call it on the rank's own thread.
+        All surviving ranks must call it, after RankFailed or without one: a rank that still waits on this communicator,
+        or on one derived from it (by ``split``, ``group``, ``node_comm``), gets RankFailed there. None of these
+        communicators can be used afterwards; they are freed, without a message. If this communicator is the one that
+        :func:`mpicoll.world` returns, ``world`` returns the new one from now on; in :func:`mpicoll.run_local` call
+        ``shrink`` on the rank's own thread.
 
         Further ranks may die meanwhile: they belong to the new communicator or not, alike on all ranks; if they do, its
-        operations raise RankFailed. Takes some milliseconds once all have called it; until then it waits, for no longer
-        than ``timeout``. Raises CommunicatorError in a job that ends with its first rank: ``mpirun --with-ft ulfm``
-        starts one that does not."""
+        operations raise RankFailed. The call takes some milliseconds once all ranks have entered it; until then it
+        waits, for at most ``timeout``. Raises CommunicatorError in a job that ends with its first failed rank: ``mpirun
+        --with-ft ulfm`` starts a job that does not.
+        """
         self.check()
 
         def shrink() -> Transport:
             self.transport.revoke()
-            # What is pending fails now.
+            # Pending operations fail because of the revocation.
             self.progress.close()
             return self.transport.shrink()
 
@@ -388,13 +399,13 @@ class Communicator:
         return made
 
     def failed(self) -> bool:
-        """Whether a rank is known to have died, or the communicator was given up because of that; takes a second to
-        say that none is, where ranks can survive a death. Without a message."""
+        """Return True if a rank is known to have died, or the communicator was revoked because of a death. Where ranks
+        can survive a death, it takes a second to return False. Sends no message."""
         self.check()
         return self.transport.failed_already()
 
     def let_go(self) -> None:
-        """Free it without a message, which is for one that was revoked."""
+        """Free a revoked communicator, without a message."""
         self.progress.close()
         self.progress.retire()
         self.freed = True
@@ -404,7 +415,7 @@ class Communicator:
         self._levels = None
 
     def _forget(self) -> None:
-        """Drop what it has beside MPI's own."""
+        """Release the resources other than those of MPI."""
         self.repeated.clear()
         self._arena = None
         if self.devices is not None:
@@ -412,17 +423,19 @@ class Communicator:
             self.devices = None
 
     def agree(self, flag: bool) -> bool:
-        """Collective over the ranks that live: whether all of them say True. It is the same on all of them, whoever has
-        died, and works after RankFailed too; so it can decide whether to :meth:`shrink`."""
+        """Return True if all surviving ranks pass True. Collective over the surviving ranks. The result is the same on
+        all of them, regardless of which ranks have died, also after RankFailed; so it can decide whether to
+        :meth:`shrink`."""
         self.check()
         call = Call("agree", collective=False)
         return bool(self.progress.aside(lambda: self.transport.agree(bool(flag)), call))
 
     def free(self) -> None:
-        """Collective: give the communicator back, after what is pending on it has completed. Freeing it twice does
-        nothing.
+        """Free the communicator after its pending operations have completed. Collective. Freeing it twice has no
+        effect.
 
-        Raises CommunicatorError for the world, which lives as long as the process."""
+        Raises CommunicatorError for the world, which lives as long as the process.
+        """
         if self._is_world:
             raise CommunicatorError(f"{self!r} belongs to the library and can't be freed")
         self._release()
@@ -431,7 +444,7 @@ class Communicator:
         if not self.freed:
             self.progress.close()
             self.freed = True
-            # A communicator that was given up, or whose ranks have died, can be freed as well.
+            # A communicator that was abandoned, or whose ranks have died, can be freed as well.
             self.progress.match = unmatched
             self._forget()
             for level in self._levels or ():
@@ -448,13 +461,14 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Freeing is collective: after an error on this rank alone it would wait for ranks that don't come.
+        # Freeing is collective: after an error on this rank alone it would wait for ranks that never enter it.
         if kind is None:
             self.free()
 
 
 def _apart(transport: Transport) -> tuple[str | None, str | None]:
-    """Why the ranks of `transport` can't share memory, and why they can't read each other's."""
+    """Return the reasons why the ranks of `transport` can't share memory, and can't read each other's memory; None
+    where they can."""
     if transport.size == 1:
         return ("there is a single rank",) * 2
     if len(set(transport.nodes)) > 1:

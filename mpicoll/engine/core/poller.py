@@ -1,6 +1,6 @@
-"""A thread that looks after transfers which nobody is waiting for.
+"""Thread that makes progress on transfers on which no thread waits.
 
-MPI moves a large message, or notices that it has arrived, only while somebody calls MPI.
+MPI moves a large message, or detects its arrival, only while a thread calls MPI.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Any, Protocol, TypeAlias
 _log = logging.getLogger("mpicoll")
 
 _PERIOD = 1e-3
-"""Seconds between two looks: enough to keep large messages moving, too rare to be in the way of those who wait."""
+"""Seconds between two polls: frequent enough to move large messages, too rare to slow down waiting threads."""
 
 _EAGER_PERIOD = 5e-5
-"""The same where somebody wants to be told at once."""
+"""Seconds between two polls if a pending transfer has a completion callback."""
 
 _IDLE = 5.0
-"""Seconds after which the thread ends if there is nothing to look after."""
+"""Seconds after which an idle thread ends."""
 
 
 class Testable(Protocol):
-    """Something that may have completed."""
+    """Object that may have completed."""
 
     def test(self) -> Any:
-        """Truthy once it has; must not raise."""
+        """Return a true value once it has completed; must not raise."""
 
 
 Watched: TypeAlias = "tuple[Testable, Callable[[], None] | None]"
 
 
 class Poller:
-    """Tests what it was given until it has completed."""
+    """Thread that tests objects until they have completed."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -45,12 +45,12 @@ class Poller:
         self._registered = False
 
     def watch(self, one: Testable, done: Callable[[], None] | None = None) -> None:
-        """Keep `one` moving until it has completed, then call `done`, which must not wait or raise."""
+        """Test `one` until it has completed, then call `done`, which must not wait or raise."""
         with self._changed:
             self._pending.append((one, done))
             if self._thread is None:
                 if not self._registered:
-                    # After MPI was loaded, hence called before MPI is finalised.
+                    # Registered after MPI was loaded, hence called before MPI is finalised.
                     atexit.register(self.stop)
                     self._registered = True
                 self._thread = threading.Thread(target=self._run, name="mpicoll-poller", daemon=True)
@@ -59,7 +59,7 @@ class Poller:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """Look after nothing any more: MPI is about to end. Returns when the thread has, or after seconds."""
+        """Stop polling, because MPI is about to be finalised. Returns after the thread has ended, or after 5 s."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
@@ -75,7 +75,7 @@ class Poller:
                     return
                 pending, self._pending = self._pending, []
             left = self._look_after(pending)
-            del pending  # what has completed must not be kept while nothing happens
+            del pending  # completed objects must not be kept alive while the thread sleeps
             if left:
                 period = _EAGER_PERIOD if any(done for _, done in left) else _PERIOD
                 with self._changed:
@@ -84,7 +84,7 @@ class Poller:
                 time.sleep(period)
 
     def _look_after(self, pending: list[Watched]) -> list[Watched]:
-        """Test all of them once; those that are left."""
+        """Test all of `pending` once and return those that have not completed."""
         left = []
         for one, done in pending:
             if not one.test():
@@ -102,4 +102,4 @@ class Poller:
 
 
 poller = Poller()
-"""The poller of this process."""
+"""Poller of this process."""

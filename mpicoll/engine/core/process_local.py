@@ -1,4 +1,4 @@
-"""Objects that exist in one process, as they stand for state of that process and of its MPI library."""
+"""Objects that are bound to one process, because they refer to state of that process and of its MPI library."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 
 def refuse_pickling(kind: str, remedy: str) -> Callable[[Any, Any], NoReturn]:
-    """A ``__reduce_ex__`` for a class of such objects: pickling, ``copy.copy`` and ``copy.deepcopy`` raise TypeError,
-    which names the `kind` of object and the `remedy`."""
+    """Return a ``__reduce_ex__`` for a class of such objects: pickling, ``copy.copy`` and ``copy.deepcopy`` raise
+    TypeError, which names the `kind` of object and the `remedy`."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> NoReturn:  # noqa: N807
         raise TypeError(

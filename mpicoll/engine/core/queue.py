@@ -1,11 +1,12 @@
-"""In which order, and on which thread, the collectives of a communicator run.
+"""Order and threads of the collectives of a communicator.
 
-All of them go through one FIFO, because MPI wants the same order on all ranks and lets blocking and non-blocking
-collectives never match: a rank may wait for an operation at once that another started in the background. Whoever holds
-the lock runs the head of the queue: a worker thread in the background, or a caller that waits.
+All collectives go through one FIFO, because MPI requires the same order on all ranks and never matches blocking with
+non-blocking collectives: a rank may block in an operation that another rank started in the background. The thread that
+holds the lock runs the head of the queue: a worker thread in the background, or a caller that waits.
 
-Two threads of a program that call blocking operations on one communicator at once get an error: which of them takes the
-lock first may differ from rank to rank. Whoever finds the lock free need not look for the other.
+Two threads of a program that call blocking operations on one communicator at the same time get an error: the order in
+which they acquire the lock may differ between ranks. A thread that finds the lock free does not check for other
+threads.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpicoll")
 
 _ENDING = threading.Lock()
-"""Held for the moment in which a job ends or is asked to say when it does."""
+"""Lock held briefly while a job ends or a callback for its end is registered."""
 
 _NAPS = 20e-6, 1e-3
-"""Seconds between looks of who waits with a bound: first, and at most."""
+"""Seconds between two polls of a wait with a bound: first and maximum."""
 
 _IDLE = 5.0
-"""Seconds after which a worker with nothing to do ends. A program may have thousands of communicators."""
+"""Seconds after which an idle worker ends. A program may have thousands of communicators."""
 
 
 class _Refusal:
-    """What stands in the place of a queue's locks in a process that must not communicate."""
+    """Replacement for a queue's locks in a process that must not communicate."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -60,15 +61,15 @@ class _Refusal:
     active = property(_raise)
 
     def __exit__(self, *args: object) -> None:
-        """Never reached, but asked for by ``with``."""
+        """Satisfy the context manager protocol; never reached."""
 
 
 class Observer(Protocol):
-    """Who wants to see operations before and after they run, in their turn.
+    """Observer of operations, called before and after each operation in queue order.
 
-    ``sites`` asks for where they were called. A ``thorough`` one wants each call to be prepared anew, so that
-    `function` is a :class:`~mpicoll.engine.operation.Task` where it is a collective on arrays. One that ``compares``
-    sees to it that all ranks call the same.
+    ``sites`` requests the call sites. A ``thorough`` observer requires each call to be prepared again, so that
+    `function` is a :class:`~mpicoll.engine.operation.Task` where it is a collective on arrays. An observer that
+    ``compares`` ensures that all ranks call the same operation.
     """
 
     sites: bool
@@ -76,14 +77,14 @@ class Observer(Protocol):
     compares: bool
 
     def before(self, entry: Raw, function: Callable[..., Any]) -> None:
-        """May raise, on all ranks alike, in the place of the operation."""
+        """Observe an operation before it runs. May raise, on all ranks alike, instead of running the operation."""
 
     def after(self, entry: Raw, function: Callable[..., Any]) -> None:
-        """The same, when the operation has been carried out."""
+        """Observe an operation after it has been carried out. May raise, on all ranks alike."""
 
 
 def unmatched(call: Call) -> None:
-    """Leave the ranks' calls uncompared."""
+    """Accept `call` without comparing it across the ranks."""
 
 
 class Job:
@@ -105,7 +106,7 @@ class Job:
 
     def __init__(self, progress: Progress, function: Callable[[], Any], call: Call, site: Site | None) -> None:
         self.error: BaseException | None = None
-        self.reported = False  # whether somebody has learned how it ended
+        self.reported = False  # the outcome was delivered to a caller
         self._progress = progress
         self._function = function
         self.call = call
@@ -118,16 +119,16 @@ class Job:
         return f"{self.call} on {self._progress.group}"
 
     def run(self) -> None:
-        """Carry it out. The progress lock is held."""
+        """Carry out the job. The progress lock is held."""
         progress = self._progress
         outer, progress.runner = progress.runner, get_ident()
         try:
             self.value = progress.carry_out(self._function, self.call, self.site)
-        except Exception as error:  # noqa: BLE001  whoever waits for it gets it
+        except Exception as error:  # noqa: BLE001  delivered to the thread that waits
             self.error = error
             progress.failures.add(self)
         except BaseException as error:
-            # An interrupt is meant for the thread that it reaches, whatever that thread is doing for others.
+            # An interrupt is delivered to the current thread, even if that thread runs another thread's job.
             self.error = error
             raise
         finally:
@@ -137,7 +138,7 @@ class Job:
                 progress.runner = outer
 
     def finish(self) -> None:
-        """It is done: tell who asked for it."""
+        """Mark the job as done and run its callbacks."""
         with _ENDING:
             self.done = True
             callbacks, self._callbacks = self._callbacks, []
@@ -145,10 +146,11 @@ class Job:
             callback(self)
 
     def when_done(self, callback: Callable[[Job], None]) -> None:
-        """Call ``callback(job)`` once it is done, at once if it is already.
+        """Call ``callback(job)`` once the job is done, immediately if it is already.
 
-        It runs on the thread that happens to finish the job, and holds up the others of its communicator meanwhile; it
-        must not wait or raise."""
+        The callback runs on the thread that finishes the job and blocks the other operations of the communicator
+        meanwhile; it must not wait or raise.
+        """
         with _ENDING:
             if not self.done:
                 self._callbacks.append(callback)
@@ -156,24 +158,26 @@ class Job:
         callback(self)
 
     def test(self) -> bool:
-        """Whether it has completed."""
+        """Return True if the job has completed."""
         self._progress.poke()
         return self.done
 
     @property
     def awaited(self) -> tuple[Progress, Call]:
-        """The queue, and its call."""
+        """The queue and the call of the job."""
         return self._progress, self.call
 
     @property
     def limit(self) -> float:
-        """Seconds that it may take."""
+        """Seconds that the job may take."""
         return self._progress.group.timeout
 
     def wait(self, timeout: float | None, bound: float | None = None) -> Any:
-        """Its value or its exception. Raises Timeout after `timeout` seconds; the operation stays pending then.
+        """Wait for the job and return its value or raise its exception. Raises Timeout after `timeout` seconds; the
+        operation stays pending then.
 
-        `bound` is what the caller was given, if `timeout` is what is left of it."""
+        `bound` is the timeout given by the caller, if `timeout` is the remainder of it.
+        """
         self._progress.complete(self, timeout, bound)
         self.reported = True
         if self.error is not None:
@@ -187,8 +191,8 @@ class Job:
 
 
 class Waiting:
-    """A wait of this thread, registered with the watch for as long as it is entered. One that `polls` calls
-    :meth:`check` now and then."""
+    """Wait of this thread, registered with the watch while the context is entered. A wait that `polls` calls
+    :meth:`check` periodically."""
 
     __slots__ = ("_outer", "_polls", "_watch", "entry")
 
@@ -206,7 +210,7 @@ class Waiting:
         return self
 
     def check(self) -> None:
-        """Raise CommunicationError if it can never complete; to be called now and then."""
+        """Raise CommunicationError if the wait can never complete; to be called periodically."""
         if self._watch is not None:
             self._watch.check(self.entry)
 
@@ -220,7 +224,7 @@ class Waiting:
 
 
 class Progress:
-    """The queue of one communicator, which is `group` to those who look at it from outside."""
+    """Queue of one communicator, identified to outside observers by `group`."""
 
     def __repr__(self) -> str:
         return f"the queue of communicator {self.group.name}"
@@ -234,22 +238,22 @@ class Progress:
         self.explain = explain
         self.lock = threading.Lock()
         self.queue: deque[Job] = deque()
-        # What has failed in the background, as long as somebody may still wait for it.
+        # Background jobs that failed, as long as a caller may still wait for them.
         self.failures: WeakSet[Job] = WeakSet()
         self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
         self.observer: Observer | None = None
-        # What all collectives begin with: it raises on all ranks if they call different ones, where that costs little.
+        # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
         self.match: Callable[[Call], None] = unmatched
-        # How many collectives have begun, which all ranks count alike; the one that runs, what carries it out, and on
-        # which thread, which is stored first.
+        # The number of collectives begun, which is the same on all ranks; the running collective; its executor; and its
+        # thread, which is stored first.
         self.number = 0
         self.current: Raw | None = None
         self.executing = Executing()
         self.thread = 0
-        # Of the last job what `current` was then; the thread that runs a job or something else that is no blocking
-        # collective; and the threads whose blocking collective comes after those.
+        # The value of `current` during the last job; the thread that runs a job or another operation that is not a
+        # blocking collective; and the threads whose blocking collectives come after those.
         self._background_entry: Raw | None = None
         self.runner: int | None = None
         self._behind: list[tuple[int, Call]] = []
@@ -260,23 +264,22 @@ class Progress:
 
     @property
     def thorough(self) -> bool:
-        """Whether each call has to be prepared anew."""
+        """True if each call has to be prepared again."""
         return self.observer is not None and self.observer.thorough
 
     def waiting_threads(self) -> set[int]:
-        """Return the threads that wait, without a bound, until it is their turn or what was submitted has ended."""
+        """Return the threads that wait, without a bound, for their turn or for a submitted operation."""
         return {ident for ident, _ in self._behind.copy()}.union(self._awaiting)
 
     def guarded(self, function: Callable[..., Any], call: Call, *args: Any, bounded: bool = False) -> Any:
-        """Call `function` under the watch, which reports `call` if it takes too long. For whatever blocks outside the
-        queue. `bounded` says that the program has given the call a bound, past which it raises Timeout.
-        """
+        """Call `function` under the watch, which reports `call` if it takes too long. For calls that block outside the
+        queue. `bounded` states that the program has given the call a bound, past which it raises Timeout."""
         site = call_site() if self.observer is not None and self.observer.sites else None
         entry = (self.group, 0, call, monotonic(), site)
         if self._watch is None:
             return self._kept(entry, function, args)
         active, ident = self._watch.active, get_ident()
-        outer = active.get(ident)  # of what a signal's handler has interrupted
+        outer = active.get(ident)  # entry of the call that a signal handler has interrupted
         active[ident] = (entry, bounded, False)
         try:
             return self._kept(entry, function, args)
@@ -287,8 +290,8 @@ class Progress:
                 active[ident] = outer
 
     def meet(self, function: Callable[[], Any], call: Call, ranks: Sequence[int] | None = None) -> Any:
-        """Call `function`, which returns only if all `ranks` of the communicator (None: all of them) call it too. It
-        takes no turn in the queue: of the meetings with one name of `call` the n-th is the same on all these ranks."""
+        """Call `function`, which returns only if all `ranks` of the communicator (None: all of them) call it too. The
+        call bypasses the queue: the n-th meeting with one name of `call` is the same on all these ranks."""
         watch, whole = self._watch, self.group
         if watch is None:
             return self.guarded(function, call)
@@ -301,12 +304,12 @@ class Progress:
             return self._kept(entry, function, ())
 
     def waiting(self, call: Call, timeout: float) -> Waiting:
-        """A wait that polls for at most `timeout` seconds, and takes no turn in the queue."""
+        """Return a wait that polls for at most `timeout` seconds and bypasses the queue."""
         group = self.group if timeout <= self.group.timeout else replace(self.group, timeout=timeout)
         return Waiting(self._watch, (group, 0, call, monotonic(), None))
 
     def _kept(self, entry: Raw, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call `function`, and keep how that ended."""
+        """Call `function` and record the outcome."""
         try:
             value = function(*args)
         except BaseException as error:
@@ -316,10 +319,11 @@ class Progress:
         return value
 
     def run(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
-        """Run a blocking operation, in which all ranks take part, after everything that was submitted before it.
+        """Run a blocking operation, in which all ranks take part, after all operations that were submitted before it.
 
-        Raises CommunicatorError if another thread is in such a call, or if this one is already in an operation of this
-        queue, which a signal handler or a function of the program has interrupted."""
+        Raises CommunicatorError if another thread is in a blocking operation of this queue, or if this thread is
+        already in one, which a signal handler or a function of the program has interrupted.
+        """
         # In this order: a job leaves the queue when the lock is held.
         if self.queue or self.lock.locked():
             return self._run_behind(function, call, *args)
@@ -340,7 +344,7 @@ class Progress:
             return value
 
     def _run_behind(self, function: Callable[..., Any], call: Call, *args: Any) -> Any:
-        """The same where something was submitted, or the lock is held."""
+        """Run a blocking operation when operations are queued or the lock is held."""
         me = get_ident(), call
         if self._behind or self.runner == me[0] or self._blocking() is not None:
             self._not_within(call)
@@ -352,11 +356,11 @@ class Progress:
                     self.queue.popleft().run()
                 return self.carry_out(function, call, None, *args)
         finally:
-            if me in self._behind:  # an interrupt may have come first
+            if me in self._behind:  # an interrupt may have preceded the append
                 self._behind.remove(me)
 
     def aside(self, function: Callable[[], Any], call: Call, ranks: Sequence[int] | None = None) -> Any:
-        """:meth:`meet`, after everything that was submitted before it."""
+        """Call :meth:`meet` after all operations that were submitted before it."""
         self._not_within(call)
         self._awaiting.append(me := get_ident())
         try:
@@ -372,7 +376,7 @@ class Progress:
             self._awaiting.remove(me)
 
     def carry_out(self, function: Callable[..., Any], call: Call, site: Site | None, *args: Any) -> Any:
-        """Run an operation now, before the eyes of the observer. The lock is held."""
+        """Run an operation now, with the observer's callbacks. The lock is held."""
         observer = self.observer
         if observer is not None and observer.sites and site is None:
             site = call_site()
@@ -397,13 +401,13 @@ class Progress:
         return value
 
     def failed(self, entry: Raw, error: BaseException) -> BaseException:
-        """The operation that runs has ended by `error`: what to raise for it."""
+        """Return the exception to raise for the running operation, which has ended with `error`."""
         try:
             shown = self.explained(error) if isinstance(error, Exception) else error
             if type(shown) is TruncationError:
                 shown = self._of_other_size(entry, shown)
             if isinstance(shown, Timeout):
-                # While the others still see it here.
+                # Before `current` is cleared, so that the other ranks still see the operation in the report.
                 shown = self._given_up(entry, shown)
             elif type(shown) is CommunicationError:
                 shown = self._after_failures(shown)
@@ -413,14 +417,14 @@ class Progress:
         return shown
 
     def explained(self, error: Exception) -> Exception:
-        """What to raise for `error`, which is its cause unless it is the same."""
+        """Return the exception to raise for `error`, with `error` as its cause unless both are the same."""
         explained = self.explain(error)
         if explained is not error:
             explained.__cause__ = error
         return explained
 
     def submit(self, function: Callable[[], Any], call: Call) -> Job:
-        """Queue an operation, in which all ranks take part, for the background."""
+        """Queue an operation, in which all ranks take part, for execution in the background."""
         job = Job(self, function, call, call_site() if self.observer is not None and self.observer.sites else None)
         with self._filled:
             self.queue.append(job)
@@ -431,7 +435,7 @@ class Progress:
         return job
 
     def poke(self) -> None:
-        """Without a worker, testing is what makes progress."""
+        """Run the head of the queue if there is no worker: then only testing makes progress."""
         if not self.background and self.queue and self.lock.acquire(blocking=False):
             try:
                 self._head()
@@ -439,7 +443,8 @@ class Progress:
                 self.lock.release()
 
     def complete(self, job: Job, timeout: float | None, bound: float | None = None) -> None:
-        """Return when `job` is done. Without a timeout this thread helps, else the worker does it alone."""
+        """Return when `job` is done. Without a timeout this thread runs queued operations too; otherwise the worker
+        runs them alone."""
         if timeout is None:
             if not job.done:
                 self._not_within(job.call, "wait() for ")
@@ -474,7 +479,7 @@ class Progress:
             nap = min(1.1 * nap, _NAPS[1])
 
     def _place(self, job: Job, seconds: float) -> str:
-        """Which collective `job` is, and how far it has come in `seconds`."""
+        """Describe the collective of `job` and its progress after `seconds`."""
         queue, running = self.queue.copy(), self.current
         if job in queue:
             behind = "" if running is None else f" (behind {running[2]} number {running[1]})"
@@ -485,14 +490,14 @@ class Progress:
         return f"{job.call} number {self.number}{f' (in {now.where})' if now.waits_for else ''}"
 
     def late(self, what: str, seconds: float, after: str = "; it is still pending") -> Timeout:
-        """What to raise when `what` has not completed within `seconds`. From half a second on, it asks all ranks where
-        they are."""
+        """Return the Timeout for `what`, which has not completed within `seconds`. From half a second on, all ranks are
+        queried for their positions."""
         group = self.group
         text = f"{what} on {group}, rank {group.rank}: not complete within the timeout of {seconds:g} s{after}"
         return Timeout(self._with_report(text, seconds))
 
     def _given_up(self, entry: Raw, error: Timeout) -> Timeout:
-        """What to raise for a collective that has waited for longer than the communicator's timeout."""
+        """Return the Timeout for a collective that has exceeded the communicator's timeout."""
         group, number, call, _, _ = entry
         text = f"{call} number {number} on {group}, rank {group.rank}: {error}"
         shown = Timeout(self._with_report(text, group.timeout))
@@ -500,11 +505,12 @@ class Progress:
         return shown
 
     def unreported(self) -> list[Job]:
-        """What has failed in the background without that anybody has learned of it."""
+        """Return the jobs that have failed in the background and whose errors have not been reported."""
         return [job for job in list(self.failures) if job.done and not job.reported]
 
     def _after_failures(self, error: CommunicationError) -> CommunicationError:
-        """What to raise for `error` of a collective, which may be due to one that has failed in the background."""
+        """Return the exception for `error` of a collective, which may be caused by an earlier failure in the
+        background."""
         earlier = self.unreported()
         if not earlier:
             return error
@@ -516,7 +522,7 @@ class Progress:
         return shown
 
     def _of_other_size(self, entry: Raw, error: TruncationError) -> TruncationError:
-        """What to raise for a collective in which more or less data came than this rank expects."""
+        """Return the exception for a collective that received more or less data than this rank expects."""
         group, number, call, _, _ = entry
         shown = TruncationError(
             f"{call} number {number} on {group.name}, rank {group.rank} of {len(group.members)}: {error}. Pass the same"
@@ -531,7 +537,7 @@ class Progress:
         return f"{text}\n{words}" if words else text
 
     def drain(self, timeout: float) -> bool:
-        """Wait for everything that was submitted; whether that came about."""
+        """Wait for all submitted operations. Return False if they have not completed within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.queue or self.lock.locked():
             if time.monotonic() > deadline:
@@ -541,7 +547,7 @@ class Progress:
         return True
 
     def close(self, *, abandon: bool = False) -> None:
-        """End the worker, after what is queued has run or, to `abandon` it, without."""
+        """End the worker, after the queued operations have run or, with `abandon`, without running them."""
         if abandon:
             self.abandon()
         self._not_within(Call("free"))
@@ -555,45 +561,46 @@ class Progress:
         self.stop()
 
     def abandon(self) -> None:
-        """Fail everything that is queued and does not run yet. Waits for nothing."""
+        """Fail all queued operations that do not run yet. Does not wait."""
         while self.queue:
-            with suppress(IndexError):  # somebody else has just taken the last one
+            with suppress(IndexError):  # another thread may have taken the last job
                 job = self.queue.popleft()
                 job.error = CommunicatorError(f"{job}: abandoned")
                 job.finish()
 
     def refuse(self) -> None:
-        """Raise CommunicatorError from now on: this process was forked from the one that communicates."""
+        """Make all further operations raise CommunicatorError: this process was forked from the process that
+        communicates."""
         self.lock = self._filled = self._watch = _Refusal(self.group.name)  # type: ignore[assignment]
 
     def dropped(self) -> None:
-        """The communicator is gone."""
+        """Retire the queue and end the worker when the communicator is garbage-collected."""
         if not self._closed:
             self.retire()
         self.stop()
 
     def retire(self) -> None:
-        """The program calls nothing on the communicator any more."""
+        """Record the final position of the communicator, on which the program makes no more calls."""
         if self._watch is not None:
-            # What is queued has still to begin, and so may have what holds the lock.
+            # Queued jobs have yet to begin, and so may the holder of the lock.
             self._watch.keep_position(self.group, self.number + len(self.queue) + self.lock.locked())
 
     def stop(self) -> None:
-        """Let the worker end when the queue is empty."""
+        """Make the worker end when the queue is empty."""
         with self._filled:
             self._closed = True
             self._filled.notify()
 
     def _blocking(self) -> Raw | None:
-        """The blocking collective that runs, on whichever thread."""
+        """Return the blocking collective that runs on any thread, or None."""
         while True:
-            # No lock is held: which of them was the last job's is certain for what runs before and after.
+            # No lock is held: `_background_entry` is consistent only if `current` did not change meanwhile.
             running, background, again = self.current, self._background_entry, self.current
             if running is again:
                 return None if running is background else running
 
     def _not_within(self, call: Call, verb: str = "") -> None:
-        """Raise CommunicatorError if this thread holds the lock, for which `call` would wait for ever."""
+        """Raise CommunicatorError if this thread holds the lock, for which `call` would wait forever."""
         running = self._blocking()
         if self.runner == get_ident():
             within = "an operation" if self.current is None else _numbered(self.current)
@@ -609,12 +616,12 @@ class Progress:
         )
 
     def _not_beside(self, me: tuple[int, Call]) -> None:
-        """Raise CommunicatorError if another thread is in a blocking collective, or waits to begin one. Those that run
-        or await what was submitted are none."""
+        """Raise CommunicatorError if another thread runs a blocking collective or waits to begin one. Threads that run
+        or await submitted operations do not count."""
         running = self._blocking()
         others = [(ident, call) for ident, call in self._behind.copy() if ident != me[0]]
         if running is not None or others:
-            # A thread that finds the lock free takes no note of itself, which would take 30 ns of each call.
+            # A thread that finds the lock free is not recorded, because that would cost 30 ns per call.
             what = others[0][1] if running is None else running[2]
             ident = next((ident for ident, call in others if call is what), None)
             number = "" if running is None else f" number {running[1]}"
@@ -627,7 +634,7 @@ class Progress:
             )
 
     def _head(self) -> None:
-        """Run the head of the queue, if there is one. The lock is held."""
+        """Run the head of the queue, if the queue is not empty. The lock is held."""
         if self.queue:
             self.queue.popleft().run()
 
@@ -640,7 +647,7 @@ class Progress:
                 if not self.queue:
                     self._worker = None
                     return
-            with self.lock, suppress(BaseException):  # the job keeps it for whoever waits
+            with self.lock, suppress(BaseException):  # the job keeps the exception for its waiter
                 self._head()
 
 
@@ -649,7 +656,7 @@ def _numbered(entry: Raw) -> str:
 
 
 def _other_thread(ident: int | None) -> str:
-    """The thread `ident`; if that isn't known, the threads of the program besides this one."""
+    """Return the name of the thread `ident`; if unknown, the names of the program's threads except this one."""
     threads = thread_names()
     known = [threads[ident]] if ident in threads else []
     this = get_ident()

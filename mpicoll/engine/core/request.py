@@ -1,4 +1,4 @@
-"""Handles of operations under way."""
+"""Handles of pending operations."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from mpicoll.transport.base import poll
 
 
 class Handle(Protocol):
-    """What a request stands for."""
+    """Pending operation behind a request."""
 
     @property
     def limit(self) -> float:
-        """Seconds that its communicator gives it."""
+        """Timeout of the communicator in seconds."""
 
     @property
     def awaited(self) -> tuple[Progress, Call]:
-        """The queue of its communicator, and the call that is waited for."""
+        """The queue of the communicator, and the pending call."""
 
     def test(self) -> Any:
-        """Truthy once it has completed."""
+        """Return a true value once the operation has completed."""
 
     def wait(self, timeout: float | None, bound: float | None = None) -> Any:
-        """Block until it has completed. Raises Timeout after `timeout` seconds; `bound` is what the caller was given,
-        if that is what is left of it."""
+        """Block until the operation has completed. Raises Timeout after `timeout` seconds; `bound` is the timeout given
+        by the caller, if `timeout` is the remainder of it."""
 
 
 def seconds(operation: str, timeout: Any, *, positive: bool = True) -> float:
-    """`timeout` of `operation`. Raises ArgumentError if it is no number of seconds, or not a `positive` one."""
+    """Return the `timeout` of `operation` as a float. Raises ArgumentError if `timeout` is not a number of seconds, or
+    not a positive one where `positive` is set."""
     value = float(timeout) if isinstance(timeout, Real) else nan
     if not (value > 0 or (value <= 0 and not positive)):
         what = "a positive number of seconds" if positive else "a number of seconds"
@@ -44,10 +45,10 @@ def seconds(operation: str, timeout: Any, *, positive: bool = True) -> float:
 
 
 class Request:
-    """An operation under way: ``wait`` for its result, or ``test`` whether it has completed.
+    """Pending operation: ``wait`` returns its result, ``test`` queries its completion.
 
-    The arrays of the operation must not be changed (nor, for results, read) before it has completed. A request that is
-    dropped does not stop its operation.
+    The arrays of the operation must not be changed (nor, for results, read) before it has completed. Dropping a request
+    does not stop its operation.
     """
 
     __slots__ = ("_finish", "_handle", "_value", "_waited")
@@ -61,31 +62,34 @@ class Request:
 
     @property
     def limit(self) -> float:
-        """Seconds that it may take: its communicator's ``timeout``."""
+        """Seconds that the operation may take: its communicator's ``timeout``."""
         return self._handle.limit
 
     @property
     def awaited(self) -> tuple[Progress, Call]:
-        """The queue of its communicator, and the call that is waited for."""
+        """The queue of the communicator, and the pending call."""
         return self._handle.awaited
 
     @property
     def waited(self) -> bool:
-        """Whether its result was handed out already."""
+        """True if the result has already been returned."""
         return self._waited
 
     def test(self) -> bool:
-        """Whether it has completed; never blocks. ``wait`` gives the result, and the exception of one that failed."""
+        """Return True if the operation has completed; never blocks. ``wait`` returns the result, or raises the
+        exception of an operation that failed."""
         return bool(self._waited or self._handle.test())
 
     def wait(self, timeout: float | None = None, bound: float | None = None) -> Any:
-        """The result. Raises what the operation raised, or Timeout after `timeout` seconds, when it is still pending.
+        """Wait for the operation and return its result. Raises what the operation raised, or Timeout after `timeout`
+        seconds, when the operation is still pending.
 
-        From half a second on, a Timeout says which ranks are missing and where they are; to ask them takes
-        milliseconds, or up to 4 s if one can't answer. Whatever `timeout` is, no operation may take longer than its
-        communicator's ``timeout``, past which the job is ended. Without MPI_THREAD_MULTIPLE a collective runs in this
-        call, which may then take longer than `timeout`. May be called again. Raises ArgumentError for a `timeout` that
-        is no number. A Timeout speaks of `bound` seconds, if `timeout` is what is left of them.
+        From half a second on, the message of a Timeout lists the missing ranks and their positions; querying the ranks
+        takes milliseconds, or up to 4 s if a rank can't respond. Independently of `timeout`, no operation may take
+        longer than its communicator's ``timeout``, past which the job is ended. Without MPI_THREAD_MULTIPLE a
+        collective runs in this call, which may then take longer than `timeout`. May be called again. Raises
+        ArgumentError for a `timeout` that is not a number. The message of a Timeout states `bound` seconds, if
+        `timeout` is the remainder of `bound`.
         """
         if not self._waited:
             self._handle.wait(None if timeout is None else seconds("wait", timeout, positive=False), bound)
@@ -95,8 +99,8 @@ class Request:
 
 
 def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[Any]:
-    """The results of all `requests`, in their order. Raises the first exception, or, after `timeout` seconds, Timeout
-    that names the first that is still pending (see :meth:`Request.wait`)."""
+    """Wait for all `requests` and return their results in order. Raises the first exception, or, after `timeout`
+    seconds, a Timeout that names the first request that is still pending (see :meth:`Request.wait`)."""
     if timeout is None:
         return [one.wait() for one in requests]
     timeout = seconds("waitall", timeout, positive=False)
@@ -105,9 +109,9 @@ def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[A
 
 
 def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[int, Any]:
-    """The index and the result of one of `requests` that has completed, waiting for it if need be.
+    """Wait for any of `requests` to complete and return its index and its result.
 
-    Requests that were waited for already are passed over, as MPI does. Raises ArgumentError if none is left, the
+    Requests that were already waited for are ignored, as in MPI. Raises ArgumentError if no request is left, the
     operation's exception, or Timeout after `timeout` seconds (if that is None, after the least ``timeout`` of their
     communicators).
     """
@@ -128,7 +132,8 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
         with _waiting([one for _, one in active], bound, bounded=timeout is not None) as waiting:
             found = poll(lambda: _checked(waiting, first_complete), bound, f"waitany on {len(active)} requests")
     except Timeout as error:
-        # One of them says more about itself, and asks the others; unless it has completed by now.
+        # The wait for one request gives a more detailed error and queries the other ranks, unless it has completed by
+        # now.
         index, first = active[0]
         try:
             return index, first.wait(0.0, bound)
@@ -139,8 +144,8 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
 
 
 def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Waiting:
-    """The wait for one of several requests, `bounded` by the caller or not. What it needs is known if all of them are
-    messages of one communicator."""
+    """Return the wait for one of several requests; `bounded` states that the caller has given a timeout. The awaited
+    calls are known only if the wait is not `bounded` and all requests are messages of one communicator."""
     progresses, calls = zip(*(one.awaited for one in requests), strict=True)
     known = not bounded and len(set(progresses)) == 1 and not any(call.collective for call in calls)
     call = Call(f"waitany of {len(requests)}", parts=calls if known else (), collective=False)

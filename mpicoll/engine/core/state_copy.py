@@ -1,7 +1,8 @@
-"""Copies of a program's state: taken, sent, and put back in place. For :func:`mpicoll.resilient`.
+"""Copies of a program's state: saved, sent, and restored in place. Used by :func:`mpicoll.resilient`.
 
-A state is anything that can be pickled: numbers, arrays, tensors, containers of them. What has ``state_dict`` and
-``load_state_dict``, such as torch's modules and optimizers, is known by these; so torch need not be loaded here.
+A state is any object that can be pickled: numbers, arrays, tensors, containers of them. Objects with ``state_dict`` and
+``load_state_dict``, such as torch's modules and optimizers, are detected by these methods; so torch need not be loaded
+here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from mpicoll.buffers.dtypes import Array
 
 @dataclass(slots=True)
 class _Kept:
-    """What ``load_state_dict`` takes."""
+    """Argument for ``load_state_dict``."""
 
     state: Any
 
 
 def taken(state: Any) -> Any:
-    """A copy of `state` that shares nothing with it."""
+    """Return a copy of `state` that shares no memory with it."""
     if _has_state_dict(state):
         return _Kept(copy.deepcopy(state.state_dict()))
     if type(state) is dict:
@@ -37,10 +38,10 @@ def taken(state: Any) -> Any:
 
 
 def put_back(saved: Any, state: Any) -> Any:
-    """`state` as it was when `saved` was taken of it, or of its like on another rank: changed in place where that can
-    be, else a copy of `saved`."""
+    """Restore `state` to `saved`, which was taken of it or of its counterpart on another rank. Return `state`, changed
+    in place where possible, otherwise a copy of `saved`."""
     if isinstance(saved, _Kept):
-        # What it takes it may keep.
+        # load_state_dict may keep references to its argument.
         state.load_state_dict(copy.deepcopy(saved.state))
         return state
     if type(saved) is dict:
@@ -67,12 +68,12 @@ def put_back(saved: Any, state: Any) -> Any:
 
 
 def packed(saved: Any) -> Array:
-    """The bytes of what was taken."""
+    """Return the bytes of a saved state."""
     return np.frombuffer(pickle.dumps(saved, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
 
 
 def unpacked(data: Array) -> Any:
-    """What was packed on another rank."""
+    """Return the saved state that was packed on another rank."""
     return pickle.loads(data.data)
 
 
