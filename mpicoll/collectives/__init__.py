@@ -1,1 +1,1 @@
-"""The operations of the native MPI API, one file each: validate, allocate, hand over to the engine."""
+"""Operations of the native API, one file each. They check arguments, allocate memory and call the engine."""

@@ -1,4 +1,4 @@
-"""allgather: every rank gets the blocks of all ranks."""
+"""allgather: gather the blocks of all ranks on every rank."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def allgather(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Join the blocks of all ranks along axis 0, in the order of ranks; every rank gets the whole.
+    """Concatenate the blocks of all ranks along axis 0, in rank order, and return the result on every rank.
 
     Every rank passes `x` of shape ``(rows, ...)``, alike in dtype and in all axes but the first; a 0-d array counts as
-    one row. `counts`, the same on every rank, gives each rank's rows where they differ. Any dtype of fixed size.
+    one row. `counts`, the same on every rank, gives each rank's rows if they differ. Any dtype of fixed size.
     Returns an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given. Raises DTypeError,
-    ShapeError, AlgorithmError before any message leaves.
+    ShapeError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -66,7 +66,7 @@ def iallgather(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`allgather` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`allgather` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, counts, out, algorithm))
 
 
@@ -78,7 +78,7 @@ def allgather_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`allgather` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`allgather` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, counts, out, algorithm))
 
 

@@ -1,4 +1,4 @@
-"""allreduce: every rank gets the reduction of all ranks' arrays."""
+"""allreduce: reduce the arrays of all ranks on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def allreduce(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks elementwise; every rank gets the result.
+    """Reduce the arrays of all ranks elementwise, and return the result on every rank.
 
     Every rank passes `x` of the same shape and dtype, and the same `op`:
 
@@ -40,11 +40,12 @@ def allreduce(
     Returns an array of `x`'s library, shape and dtype: `out` if given (of that shape and dtype; ``out=x`` works in
     place), else a new one. `algorithm` forces one (see :func:`mpicoll.algorithms`).
 
-    Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+    Raises DTypeError, ShapeError, AlgorithmError before any message is sent.
 
-    If it is not complete after `timeout` seconds it raises Timeout (see :meth:`Request.wait <mpicoll.Request.wait>`),
-    and goes on in the background, in its turn: leave `x` and `out` alone until the ranks that were late have come.
-    Ranks need not pass the same. Without a `timeout` the job is ended when the communicator's ``timeout`` is over.
+    Raises Timeout if the collective is not complete after `timeout` seconds (see :meth:`Request.wait
+    <mpicoll.Request.wait>`). The collective then continues in the background, in queue order: `x` and `out` must not be
+    used until the late ranks have entered it. `timeout` may differ between ranks. Without a `timeout` the job is
+    aborted when the communicator's ``timeout`` expires.
     """
     communicator = resolve(comm)
     if timeout is not None:
@@ -65,7 +66,7 @@ def iallreduce(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`allreduce` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`allreduce` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
@@ -77,7 +78,7 @@ def allreduce_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`allreduce` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`allreduce` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 

@@ -1,4 +1,4 @@
-"""alltoall: each rank sends a block to each rank."""
+"""alltoall: send a block from each rank to each rank."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def alltoall(
 ) -> Any:
     """Divide every rank's array along axis 0 into blocks, and send the i-th to rank i.
 
-    Every rank passes `x` of the same shape ``(rows, ...)`` and gets as many rows back: block j of the result comes from
-    rank j. With ``counts=(send, recv)``, which each rank passes for itself, ``send[i]`` rows go to rank i and
-    ``recv[j]`` rows come from rank j; the result then has ``sum(recv)`` rows. Any dtype of fixed size. Returns an array
-    of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+    Every rank passes `x` of the same shape ``(rows, ...)`` and receives as many rows: block j of the result is from
+    rank j. With ``counts=(send, recv)``, where each rank passes its own, ``send[i]`` rows are sent to rank i and
+    ``recv[j]`` rows are received from rank j; the result then has ``sum(recv)`` rows. Any dtype of fixed size. Returns
+    an array of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any
+    message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -68,7 +69,7 @@ def ialltoall(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`alltoall` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`alltoall` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, counts, out, algorithm))
 
 
@@ -80,7 +81,7 @@ def alltoall_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`alltoall` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`alltoall` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, counts, out, algorithm))
 
 
@@ -109,12 +110,12 @@ def prepare(
     def regions(schedule: Schedule) -> list[Region]:
         laid = [Region(source.array, leave), Region(target.array, arrive)]
         if schedule.scratch:
-            # Only algorithms for equal blocks ask for scratch.
+            # Only algorithms for equal blocks use scratch memory.
             ends = extents([leave[1]] * schedule.scratch)
             laid.append(Region(empty_beside(source.array, ends[-1]), ends))
         return laid
 
-    # With counts, ranks know neither each other's sizes nor whether the others' differ: they must choose without them.
+    # With counts, a rank does not have the sizes of the others, so the selection must not depend on any size.
     uneven = (0, 1) if counts is not None else send
     return Operation(
         comm,

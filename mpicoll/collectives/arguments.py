@@ -1,4 +1,4 @@
-"""Checks that several operations share. All of them run before any message leaves."""
+"""Argument checks that several operations share. All of them run before any message is sent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def names_rank(prepare: Callable[P, R]) -> Callable[P, R]:
 
 
 def operand(operation: str, x: Any, op: OpLike) -> tuple[Buffer, Reduction]:
-    """The buffer of `x` and `op` made ready for it. Raises DTypeError where they don't go together."""
+    """Return the buffer of `x`, and the reduction `op` for it. Raises DTypeError if `op` does not support its dtype."""
     if op in ("minloc", "maxloc"):
         pair = recognise_pair(operation, x)
         library = pair.library
@@ -59,7 +59,7 @@ def operand(operation: str, x: Any, op: OpLike) -> tuple[Buffer, Reduction]:
 
 
 def result(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-    """Where the result goes: the caller's `out` if there is one, else a new array like `like`."""
+    """Return the buffer of the result: the caller's `out` if that is not None, else a new array like `like`."""
     if out is None:
         return like.library.empty(like, shape)
     make = output_pair if isinstance(like.library, PairLibrary) else output
@@ -68,20 +68,22 @@ def result(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
 
 @names_rank
 def within(comm: Communicator, operation: str, timeout: Any, start: Callable[[], Request]) -> Any:
-    """The result of what `start` starts, if that is complete after `timeout` seconds. Raises ArgumentError before it
-    starts, or Timeout."""
+    """Return the value of the request of `start`, waiting at most `timeout` seconds.
+
+    Raises ArgumentError before the request is started if `timeout` is invalid, and Timeout.
+    """
     bound = seconds(operation, timeout)
     return start().wait(bound)
 
 
 @names_rank
 def seconds_of(comm: Communicator, operation: str, timeout: Any) -> float:
-    """`timeout` of `operation`. Raises ArgumentError if it is no positive number."""
+    """Return the `timeout` of `operation`. Raises ArgumentError if it is not a positive number."""
     return seconds(operation, timeout)
 
 
 def rank(operation: str, name: str, value: Any, comm: Communicator) -> int:
-    """`value` as a rank of `comm`. Raises RankError, calling it `name`, if it is none."""
+    """Return `value` as a rank of `comm`. Raises RankError, with the argument's `name`, if it is out of range."""
     number = _integer(value)
     if number is None or not 0 <= number < comm.size:
         raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}")
@@ -89,9 +91,9 @@ def rank(operation: str, name: str, value: Any, comm: Communicator) -> int:
 
 
 class _ProcNull(IntEnum):
-    """The rank of nobody: sending to it does nothing, and receiving from it completes at once and receives nothing."""
+    """Null process: sending to it has no effect, and receiving from it completes at once and receives nothing."""
 
-    # As in MPI's standard ABI; far from what a wrong rank + 1 or rank - 1 gives.
+    # The value of MPI's standard ABI; unlike -1, a wrong rank + 1 or rank - 1 does not yield it.
     PROC_NULL = -3
 
     def __repr__(self) -> str:
@@ -102,12 +104,14 @@ PROC_NULL = _ProcNull.PROC_NULL
 
 
 def peer(operation: str, name: str, value: Any, comm: Communicator) -> int:
-    """`value` as a rank of `comm`, or PROC_NULL for that and for mpi4py's. Raises RankError, calling it `name`, for
-    anything else."""
+    """Return `value` as a rank of `comm`, or PROC_NULL if it is mpicoll's or mpi4py's PROC_NULL.
+
+    Raises RankError, with the argument's `name`, for all other values.
+    """
     number = _integer(value)
     if number is not None and 0 <= number < comm.size:
         return number
-    # What mpi4py's depends on the MPI library, which is loaded if the program can have it.
+    # The value of mpi4py's PROC_NULL depends on the MPI library. A program that uses it has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if number is not None and (number == PROC_NULL or (mpi is not None and number == mpi.PROC_NULL)):
         return PROC_NULL
@@ -116,7 +120,7 @@ def peer(operation: str, name: str, value: Any, comm: Communicator) -> int:
 
 
 def tag(operation: str, value: Any, comm: Communicator) -> int:
-    """`value` as a tag. Raises RankError if it is none."""
+    """Return `value` as a tag. Raises RankError if it is out of range."""
     number = _integer(value)
     if number is None or not 0 <= number <= comm.transport.max_tag:
         raise RankError(f"{operation}: tag must be in [0, {comm.transport.max_tag}], got {value!r}")
@@ -145,7 +149,10 @@ def no_average(operation: str, op: OpLike) -> None:
 
 
 def template(operation: str, x: Any, out: Any, argument: str = "x") -> Buffer:
-    """The array that tells what arrives: `x`, or `out` if `x` is None."""
+    """Return the buffer with the shape and dtype of the message: that of `x`, or of `out` if `x` is None.
+
+    Raises DTypeError if both are None.
+    """
     if x is None and out is None:
         raise DTypeError(
             f"{operation}: pass an array of the shape and dtype of what arrives, as {argument} (its contents don't"
@@ -155,12 +162,12 @@ def template(operation: str, x: Any, out: Any, argument: str = "x") -> Buffer:
 
 
 def block_shape(buffer: Buffer) -> tuple[int, ...]:
-    """The shape with its rows; a 0-d array has one."""
+    """Return the shape of the block; a 0-d array counts as one row."""
     return buffer.array.shape or (1,)
 
 
 def counts_of_parts(operation: str, rows: int, counts: Counts | None, comm: Communicator) -> tuple[int, ...]:
-    """Rows of every rank's block, where this rank has a block of `rows`. Raises ShapeError if they disagree."""
+    """Return the rows of every rank's block, given this rank's `rows`. Raises ShapeError if `counts` differs."""
     if counts is None:
         return (rows,) * comm.size
     checked = _checked(operation, counts, comm)
@@ -172,7 +179,7 @@ def counts_of_parts(operation: str, rows: int, counts: Counts | None, comm: Comm
 def counts_of_whole(
     operation: str, rows: int, counts: Counts | None, comm: Communicator, argument: str = "x"
 ) -> tuple[int, ...]:
-    """Rows of every rank's block, where `rows` are to be divided. Raises ShapeError if they can't be."""
+    """Return the rows of every rank's block, for an array of `rows`. Raises ShapeError if it can't be divided."""
     if counts is None:
         if rows % comm.size:
             raise ShapeError(
@@ -189,8 +196,7 @@ def counts_of_whole(
 
 
 def key_of(counts: Any) -> Any:
-    """`counts`, or a pair of them, as a part of what a kept call depends on. What can't be one, as it is no counts, is
-    not hashable."""
+    """Return `counts`, or a pair of counts, as part of a cache key. For invalid counts the result is not hashable."""
     if counts is None:
         return None
     try:
@@ -202,7 +208,7 @@ def key_of(counts: Any) -> Any:
 def send_and_recv_counts(
     operation: str, rows: int, counts: tuple[Counts, Counts], comm: Communicator
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Rows that go to and come from every rank. Raises ShapeError if they don't fit."""
+    """Return the rows sent to and received from every rank. Raises ShapeError if `counts` does not fit `rows`."""
     try:
         send, recv = counts
     except (TypeError, ValueError):
@@ -244,10 +250,12 @@ def problem(
     counts: Counts = (),
     refusal: str | None = None,
 ) -> SelectionQuery:
-    """What selection has to know. `count` elements are the largest number that MPI would have to count, and with a
-    `reduction` those of `nbytes`; `array` lies where the data does; `refusal` is another reason why MPI can't serve it.
+    """Return the query for the selection of an algorithm.
 
-    Raises AlgorithmError if `algorithm` does not exist or can't serve it.
+    `count` is the largest number of elements that MPI would have to count; with a `reduction` it is the number of
+    elements in `nbytes`. `array` is on the device of the data. `refusal` is a further reason why MPI can't be used.
+
+    Raises AlgorithmError if `algorithm` does not exist or does not support the call.
     """
     native = refusal
     if comm.transport.native is None:
@@ -276,12 +284,12 @@ def problem(
         device=None if device is None else devices.reach(comm, device, operation, reduction),
     )
     if algorithm is not None:
-        choose(wanted, algorithm)  # now, so that a wrong choice is found together with the other arguments
+        choose(wanted, algorithm)  # raises now, together with the checks of the other arguments
     return wanted
 
 
 def _kind(reduction: Reduction, nbytes: int | None, count: int) -> str:
-    """The class of dtypes for which a reduction is tuned."""
+    """Return the class of dtypes for which the reduction is tuned."""
     if nbytes is not None and nbytes < count * reduction.work.itemsize:
         return "half"  # it is reduced in a wider dtype
     return {"f": "float", "c": "complex", "i": "integer", "u": "integer", "b": "integer"}.get(
@@ -290,10 +298,10 @@ def _kind(reduction: Reduction, nbytes: int | None, count: int) -> str:
 
 
 def row_size(shape: tuple[int, ...]) -> int:
-    """Elements of a row."""
+    """Return the number of elements of a row."""
     return prod(shape[1:])
 
 
 def native_counts(rows: Counts, row: int) -> list[int] | None:
-    """The blocks' sizes for MPI, where a row counts `row`; None if they are all equal."""
+    """Return the sizes of the blocks in elements for rows of `row` elements; None if all are equal."""
     return [count * row for count in rows] if len(set(rows)) > 1 else None

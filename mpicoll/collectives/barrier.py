@@ -1,4 +1,4 @@
-"""barrier: no rank leaves before every rank has come."""
+"""barrier: wait until all ranks have entered the barrier."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: float | None = None) -> None:
-    """Return when all ranks have called it. Raises AlgorithmError before any message leaves, and Timeout after
-    `timeout` seconds (see :func:`allreduce`)."""
+    """Wait until all ranks have entered the barrier.
+
+    Raises AlgorithmError before any message is sent, and Timeout after `timeout` seconds (see :func:`allreduce`).
+    """
     communicator = resolve(comm)
     if timeout is not None:
         within(communicator, "barrier", timeout, lambda: ibarrier(comm=comm, algorithm=algorithm))
@@ -26,12 +28,12 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: flo
 
 
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
-    """:func:`barrier` in the background: the request completes when all ranks have called it."""
+    """Start :func:`barrier` in the background. The request completes when all ranks have entered the barrier."""
     return start(prepare(resolve(comm), algorithm))
 
 
 def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan:
-    """:func:`barrier` as a plan for repeated use."""
+    """Return :func:`barrier` as a plan for repeated use."""
     return Plan(prepare(resolve(comm), algorithm))
 
 

@@ -1,4 +1,4 @@
-"""bcast: every rank gets the array of one."""
+"""bcast: send one rank's array to all ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bcast(
 
     Every rank passes `x` of the same shape and dtype; its contents matter on the root only, and elsewhere it may be
     None if `out` is given. Any dtype of fixed size. Returns an array like `x`, on the root too: `out` if given
-    (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -51,7 +51,7 @@ def ibcast(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`bcast` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`bcast` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, root, out, algorithm))
 
 
@@ -63,7 +63,7 @@ def bcast_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`bcast` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`bcast` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, root, out, algorithm))
 
 
@@ -89,7 +89,7 @@ def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | No
         if comm.rank != root or source is None or source is into:
             mpi.bcast(into, root)
             return
-        # In this order: what the other ranks still have in their caches is not what is written then.
+        # In this order: the caches of the other ranks do not hold the memory that is written then.
         mpi.bcast(source, root)
         into[...] = source
 

@@ -1,4 +1,4 @@
-"""empty: arrays in memory that all ranks of a node reach."""
+"""empty: arrays in memory that the ranks of a node share."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def empty(
     comm: CommLike = None,
     timeout: float | None = None,
 ) -> Any:
-    """An array in memory that all ranks of `comm` reach, if they are on one node; collectives of `comm` on such arrays
-    work in them, without copies in between.
+    """Return an array in memory that all ranks of `comm` share, if they are on one node.
 
-    Collective: every rank passes a `shape` and a `dtype` (numpy's, or torch's with ``like="torch"``), which need not be
-    the same, and gets an array of its own. A collective skips the copies if the buffers of all ranks, or slices of
-    them, come from the same call of this function: input and output for allreduce (``out=x`` is one buffer), bcast and
-    scatter, the input for all others. It gives the same results with any buffers.
+    Collectives of `comm` on such arrays work on them directly, without copies. This function is collective: every rank
+    passes a `shape` and a `dtype` (numpy's, or torch's with ``like="torch"``), which may differ between ranks, and
+    returns a separate array. A collective skips the copies if the buffers of all ranks, or slices of them, were
+    returned by the same call of this function: input and output for allreduce (``out=x`` is one buffer), bcast and
+    scatter, the input for all others. The results are the same with any buffers.
 
-    The contents are undefined. The memory is private to the user, has no name, and goes with the last array that lies
-    in it. Where ranks can't share memory (:func:`mpicoll.explain` says why) the array is an ordinary one. Raises
-    ShapeError or DTypeError for what can't be an array, CommunicationError on all ranks if the node has not that
-    much shared memory, and Timeout after `timeout` seconds (see :func:`allreduce`).
+    The contents are undefined. The memory is private to the user, has no name, and is freed with the last array that
+    uses it. If ranks can't share memory (:func:`mpicoll.explain` gives the reason) the array is in ordinary memory.
+
+    Raises ShapeError or DTypeError if `shape` or `dtype` is invalid, CommunicationError on all ranks if the node does
+    not have enough shared memory, and Timeout after `timeout` seconds (see :func:`allreduce`).
     """
     communicator = resolve(comm)
     made: Any = _prepare(communicator, shape, dtype, like, timeout)
@@ -60,7 +61,7 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
     if like != "numpy":
         raise DTypeError(f"empty: like must be 'numpy' or 'torch', got {like!r}")
     try:
-        # numpy gives a dtype without a size, such as 'S', one.
+        # numpy replaces a dtype without a size, such as 'S', by one with a size.
         numpy = dtypes.of_numpy(np.empty(0, dtype).dtype).storage
     except (TypeError, DTypeError) as error:
         raise DTypeError(f"empty: {error}") from None

@@ -1,4 +1,4 @@
-"""explain: which algorithm a call would take, and why."""
+"""explain: the algorithm that a call would use, and the reason."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def explain(
     like: Any = None,
     comm: CommLike = None,
 ) -> Choice:
-    """The algorithm that a call of `collective` would take, with the reason, and why others can't serve; printing it
-    shows all of that.
+    """Return the algorithm that a call of `collective` would use, the reason, and why other algorithms can't be used.
 
-    `nbytes` is the size of the vector, or of all blocks together for gather, scatter, allgather, reduce_scatter and
-    alltoall. `op` and `dtype` (numpy's) matter for reductions. For data on a device `like` is an array there, whose
-    contents don't matter; what the ranks can do there is known after their first collective on it, until then it is
-    hoped for. Sends nothing. Raises AlgorithmError if `collective` is
-    unknown or nothing can serve the call, DTypeError if `op` has no meaning for `dtype`.
+    Printing the result shows all of this. `nbytes` is the size of the vector, or of all blocks together for gather,
+    scatter, allgather, reduce_scatter and alltoall. `op` and `dtype` (numpy's) matter for reductions. For data on a
+    device `like` is an array on it, whose contents don't matter. The capabilities of the ranks on the device are known
+    after their first collective on it, and assumed until then. Sends nothing.
+
+    Raises AlgorithmError if `collective` is unknown or no algorithm supports the call, DTypeError if `op` is not
+    defined for `dtype`.
     """
     communicator = resolve(comm)
     wanted = problem_of(collective, nbytes, op, dtype, root, algorithm, communicator, like)
     choice = choose(wanted, algorithm)
     if communicator.size == 1:
-        return choice  # nothing can be shared with others, and nobody would choose it
+        return choice  # with one rank the other algorithms are irrelevant
     refused = (f"not {name}: {why}" for name, why in unsupported_reasons(wanted).items() if why is not None)
     return replace(choice, refused=tuple(refused))
 
@@ -60,7 +61,7 @@ def problem_of(
     communicator: Communicator,
     like: Any = None,
 ) -> SelectionQuery:
-    """What such a call asks of an algorithm. Raises what :func:`explain` raises."""
+    """Return the selection query of such a call. Raises the errors of :func:`explain`."""
     if collective not in schedules.collectives():
         raise AlgorithmError(f"explain: no collective {collective!r}; there are {', '.join(schedules.collectives())}")
     root = arguments.rank("explain", "root", root, communicator)

@@ -1,4 +1,4 @@
-"""exscan: each rank gets the reduction of the arrays of the ranks before itself."""
+"""exscan: reduce, on each rank, the arrays of the lower ranks."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def exscan(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Exclusive prefix reduction: rank r gets ``x_0 op ... op x_(r-1)``, elementwise and in this order.
+    """Compute the exclusive prefix reduction: ``x_0 op ... op x_(r-1)`` on rank r, elementwise and in this order.
 
-    Rank 0 gets the neutral element of `op` (0 for sum, the largest value for min, ...); for operations without one
-    (minloc, maxloc, functions) it gets None, and `out` stays as it is. Every rank passes `x` of the same shape and
-    dtype and the same `op` (see :func:`allreduce`; avg has no meaning here). Returns an array of `x`'s library, shape
-    and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message leaves.
+    Rank 0 returns the neutral element of `op` (0 for sum, the largest value for min, ...); for operations without one
+    (minloc, maxloc, functions) rank 0 returns None, and `out` is not changed. Every rank passes `x` of the same shape
+    and dtype and the same `op` (see :func:`allreduce`; avg is not supported). Returns an array of `x`'s library, shape
+    and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -54,7 +54,7 @@ def iexscan(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`exscan` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`exscan` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
@@ -66,7 +66,7 @@ def exscan_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`exscan` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`exscan` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 
@@ -79,7 +79,7 @@ def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | N
     neutral = ops.identity(reduction, buffer.dtype)
     first = comm.rank == 0
     nothing = first and neutral is None
-    # MPI writes to the caller's memory, if that has the dtype of the reduction.
+    # MPI writes to the caller's memory if that has the dtype of the reduction.
     fits = target.array.dtype == reduction.work and target.array.flags.c_contiguous and not nothing
     prefix = target.array.reshape(-1) if fits else empty_beside(mine.array, mine.array.size)
 

@@ -1,4 +1,4 @@
-"""gather: one rank gets the blocks of all ranks."""
+"""gather: gather the blocks of all ranks on one rank."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def gather(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Join the blocks of all ranks along axis 0, in the order of ranks; rank `root` gets the whole, the others None.
+    """Concatenate the blocks of all ranks along axis 0, in rank order, on rank `root`; other ranks return None.
 
     Every rank passes `x` of shape ``(rows, ...)``, alike in dtype and in all axes but the first; a 0-d array counts as
-    one row. `counts`, the same on every rank, gives each rank's rows where they differ. Any dtype of fixed size. The
-    root gets an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given, which is for the
-    root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    one row. `counts`, the same on every rank, gives each rank's rows if they differ. Any dtype of fixed size. The root
+    returns an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given, which is for the
+    root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -72,7 +72,7 @@ def igather(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`gather` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`gather` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
@@ -85,7 +85,7 @@ def gather_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`gather` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`gather` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 

@@ -1,6 +1,6 @@
-"""The memory that an operation works on, as flat contiguous arrays: the caller's own wherever that is possible.
+"""Memory of an operation, as flat contiguous arrays: the caller's memory if possible.
 
-``load`` and ``store`` copy between it and the caller's arrays where it isn't, each time the operation runs.
+Otherwise ``load`` and ``store`` copy between this memory and the caller's arrays, each time the operation runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpicoll.schedules import Schedule
 
 
 class Source:
-    """An input, apart from the memory of the output: it is only read."""
+    """Read-only input, which does not overlap the memory of the output."""
 
     __slots__ = ("_buffer", "array", "own")
 
@@ -34,13 +34,13 @@ class Source:
         return self.array.view(np.uint8)
 
     def load(self) -> None:
-        """Fetch the input."""
+        """Copy the input from the caller's memory, if necessary."""
         if not self.own:
             self._buffer.load(self.array)
 
 
 class Target:
-    """An output, apart from the memory `avoid` that is still read while the output is written."""
+    """Output, which does not overlap the memory `avoid` that is read while the output is written."""
 
     __slots__ = ("_buffer", "array", "own")
 
@@ -57,13 +57,13 @@ class Target:
         return self.array.view(np.uint8)
 
     def store(self) -> None:
-        """Deliver the output."""
+        """Copy the output to the caller's memory, if necessary."""
         if not self.own:
             self._buffer.store(self.array)
 
 
 class Work:
-    """The memory in which an operand is reduced, in the dtype of the reduction: the output's own if that fits."""
+    """Memory in which an operand is reduced, in the dtype of the reduction: the memory of the output if that fits."""
 
     __slots__ = ("_buffer", "_out", "_reduction", "_same", "_size", "_source", "array", "own")
 
@@ -94,14 +94,14 @@ class Work:
         self._source = buffer.array.reshape(-1) if readable else None
 
     def load(self) -> None:
-        """Fetch this rank's operand and prepare it."""
+        """Copy this rank's operand, if necessary, and prepare it."""
         if not self._same:
             self._buffer.load(self.array)
         if self._reduction.prepare is not None:
             self._reduction.prepare(self.array)
 
     def operand(self) -> Array:
-        """The operand for MPI: the caller's memory as it is, where MPI may read it, else loaded into ``array``."""
+        """Return the operand for MPI: the caller's memory if MPI may read it, else ``array`` after ``load``."""
         if self._source is not None:
             return self._source
         self.load()
@@ -109,7 +109,7 @@ class Work:
 
     @property
     def direct(self) -> Array | None:
-        """The operand, if MPI can reduce from the caller's memory to the caller's memory with nothing around it."""
+        """Operand, if MPI can reduce from and to the caller's memory without further steps, else None."""
         return self._source if self.own and self._reduction.finish is None else None
 
     def finish(self, array: Array) -> None:
@@ -118,7 +118,7 @@ class Work:
             self._reduction.finish(array, self._size)
 
     def store(self) -> None:
-        """Finish the result and deliver it, on a rank that has one."""
+        """Finish the result and copy it to the caller's memory, on a rank that has a result."""
         if self._out is not None:
             self.finish(self.array)
             if not self.own:
@@ -133,8 +133,10 @@ def flat_reduction(
     work: Work,
     part: Array | None = None,
 ) -> Flat:
-    """A reduction through shared memory: of the caller's dtype, unless operands have to be prepared first; `work` and
-    `part` (where this rank's part of the result goes, in that dtype) serve then.
+    """Return the memory of a reduction through shared memory.
+
+    The reduction uses the caller's dtype, unless operands have to be prepared first. In that case it uses `work` and
+    `part`, the memory for this rank's part of the result in the dtype of `work`.
     """
     if reduction.prepare is None and buffer.dtype.kind != "opaque":
         same = out is not None and out.same_memory(buffer)
@@ -153,7 +155,7 @@ def flat_reduction(
 
 
 def flat_vectors(source: Buffer, target: Buffer) -> Flat:
-    """What MPI reduces from and to, where operands are not changed before or after."""
+    """Return the memory of a reduction whose operands need no preparation and whose result needs no finish."""
     return Flat(Source(source, target).array, Target(target).array)
 
 
@@ -162,9 +164,9 @@ def _nothing() -> None:
 
 
 def vector(schedule: Schedule, array: Array, *scratch: Array) -> list[Region]:
-    """Regions of a vector collective: the pieces of `array`, then scratch chunks in the sizes of the pieces.
+    """Return the regions of a vector collective: the chunks of `array`, then scratch chunks of the same sizes.
 
-    The first scratch chunks lie in the arrays `scratch`, each as large as `array`; the rest in fresh memory.
+    The first scratch chunks are in the arrays `scratch`, each as large as `array`; the others are in new memory.
     """
     offsets = cut(array.size, schedule.chunks)
     regions = [Region(part, offsets) for part in (array, *scratch)]
@@ -177,10 +179,10 @@ def vector(schedule: Schedule, array: Array, *scratch: Array) -> list[Region]:
 
 
 class Blocks:
-    """The blocks of a gather or a scatter on one rank.
+    """Blocks of a gather or a scatter on one rank.
 
-    The root has all of them in `whole`, its caller's memory. Any other rank (`whole` is None) has its own block in
-    `own` and, in scratch memory, the blocks that pass through it on their way, its own among them.
+    On the root all blocks are in `whole`, the caller's memory. On any other rank (`whole` is None) its own block is in
+    `own`, and the blocks that the rank forwards, together with its own, are in scratch memory.
     """
 
     __slots__ = ("_elements", "_own", "_place", "_rank", "_whole")
@@ -193,7 +195,7 @@ class Blocks:
         self._place = own
 
     def regions(self, schedule: Schedule) -> list[Region]:
-        """Lay the blocks out."""
+        """Return the regions of the blocks that `schedule` uses on this rank."""
         if self._whole is not None:
             offsets = extents(self._elements)
             array = self._whole
@@ -208,11 +210,11 @@ class Blocks:
         return [Region(array, offsets)]
 
     def place(self, block: Array) -> None:
-        """Put this rank's own block in its place."""
+        """Copy `block`, this rank's own block, into the regions."""
         if block.size and not np.may_share_memory(block, self._place):
             self._place[...] = block
 
     def take(self, block: Array) -> None:
-        """Fetch this rank's own block from its place."""
+        """Copy this rank's own block from the regions to `block`."""
         if not np.may_share_memory(block, self._place):
             block[...] = self._place

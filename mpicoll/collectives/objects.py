@@ -1,9 +1,9 @@
-"""Collectives of Python objects: what can be pickled.
+"""Collectives of Python objects that can be pickled.
 
-An object travels as one message of bytes: a head of sizes, its pickle (protocol 5), and the memory of the arrays in it,
-which goes past the pickle. Arrays of the received object are views of that message. The ranks first exchange blocks of
-a fixed size, which hold the size of a message, and the message itself if it is small; a negative size says that a rank
-has nothing that it can send, and all ranks raise. A second exchange moves the messages if one of them is larger.
+An object is sent as one message of bytes: a header of sizes, its pickle (protocol 5), and the out-of-band buffers of
+the arrays in it. Arrays of the received object are views of that message. The ranks first exchange blocks of a fixed
+size, which contain the size of a message, and the message itself if it is small. A negative size means that the rank
+has nothing that it can send, and all ranks raise. If a message is larger, a second exchange transfers the messages.
 """
 
 from __future__ import annotations
@@ -29,29 +29,32 @@ from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import ArgumentError, CommunicationError, DTypeError, MismatchError, ShapeError
 
 _ALIGNMENT = 64
-"""Bytes of which the place of each part of a message is a multiple, so that arrays lie where CPUs like them."""
+"""Alignment in bytes of each part of a message, so that arrays are aligned for the CPU."""
 
 _FAILED = -1
-"""The size of what can't be sent."""
+"""Size that marks an object that can't be sent."""
 
 _BLOCK, _HEAD = 512, 24
-"""Bytes of a block of the first exchange, and of its head: the size of its message, the largest of all sizes as far as
-the sender knows them, and the root (-1: none) of the sender's call."""
+"""Sizes in bytes of a block of the first exchange, and of its header.
+
+The header holds the size of the message, the largest size that the sender knows, and the root (-1: none) of the
+sender's call."""
 
 _EAGER = _BLOCK - _HEAD
-"""Bytes of the largest message that travels in a block."""
+"""Size in bytes of the largest message that fits in a block."""
 
 
 def bcast_object(obj: Any = None, root: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> Any:
     """Send rank `root`'s object to all ranks: anything that :mod:`pickle` takes.
 
-    `obj` matters on the root only, which gets it back itself; the others get copies. Unpickling runs what the root's
-    pickle names, so the ranks must trust each other. Numpy arrays in the object, and whatever else pickles out of band,
-    are not copied into the pickle.
+    `obj` matters on the root only. The root returns `obj` itself, the other ranks return copies. Unpickling executes
+    code that the root's pickle names, so the ranks must trust each other. Numpy arrays in the object, and other objects
+    that support out-of-band pickling, are not copied into the pickle.
 
-    Raises RankError for the root. If the root's object can't be pickled, nothing of it leaves: the root raises
-    DTypeError, and the other ranks ArgumentError. A rank that can't unpickle what has come raises CommunicationError,
-    by itself; the communicator stays usable. Raises Timeout after `timeout` seconds (see :func:`mpicoll.allreduce`).
+    Raises RankError if `root` is out of range. If the root's object can't be pickled, nothing of it is sent: the root
+    raises DTypeError, and the other ranks ArgumentError. If a rank can't unpickle the object, that rank alone raises
+    CommunicationError, and the communicator stays usable. Raises Timeout after `timeout` seconds (see
+    :func:`mpicoll.allreduce`).
     """
     communicator = resolve(comm)
     root = _checked_root(communicator, "bcast_object", root)
@@ -71,8 +74,7 @@ def bcast_object(obj: Any = None, root: int = 0, *, comm: CommLike = None, timeo
 
 
 def gather_object(obj: Any, root: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> list[Any] | None:
-    """Collect one object of each rank on rank `root`, which gets the list of copies in the order of ranks; the others
-    get None.
+    """Collect one object of each rank on rank `root`, as a list of copies in rank order; other ranks return None.
 
     Objects and errors as for :func:`bcast_object`: one object that can't be pickled is an error on all ranks.
     """
@@ -82,7 +84,7 @@ def gather_object(obj: Any, root: int = 0, *, comm: CommLike = None, timeout: fl
 
 
 def allgather_object(obj: Any, *, comm: CommLike = None, timeout: float | None = None) -> list[Any]:
-    """Collect one object of each rank on every rank, as a list of copies in the order of ranks.
+    """Collect one object of each rank on every rank, as a list of copies in rank order.
 
     Objects and errors as for :func:`bcast_object`: one object that can't be pickled is an error on all ranks.
     """
@@ -94,10 +96,10 @@ def allgather_object(obj: Any, *, comm: CommLike = None, timeout: float | None =
 def scatter_object(
     objs: Sequence[Any] | None = None, root: int = 0, *, comm: CommLike = None, timeout: float | None = None
 ) -> Any:
-    """Give rank i a copy of the i-th of rank `root`'s objects; `objs` matters on the root only.
+    """Scatter rank `root`'s objects: return a copy of the i-th on rank i. `objs` matters on the root only.
 
-    Objects and errors as for :func:`bcast_object`; besides ShapeError on the root, and ArgumentError on the others, if
-    there is not one object for each rank.
+    Objects and errors as for :func:`bcast_object`. Also raises ShapeError on the root, and ArgumentError on the other
+    ranks, if there is not one object for each rank.
     """
     communicator = resolve(comm)
     root, rank, size = _checked_root(communicator, "scatter_object", root), communicator.rank, communicator.size
@@ -135,7 +137,7 @@ def scatter_object(
 def _gathered(
     comm: Communicator, operation: str, obj: Any, root: int | None, timeout: float | None
 ) -> list[Any] | None:
-    """The objects of all ranks, on rank `root`, or on all of them."""
+    """Return the objects of all ranks, on rank `root`, or on all ranks if `root` is None."""
     mine = _Outgoing.of(comm, operation, obj)
 
     def exchange() -> list[Array]:
@@ -175,7 +177,7 @@ _EMPTY = np.empty(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class _Outgoing:
-    """An object as a message, or why it is none."""
+    """Object as a message, or the error of its pickling."""
 
     message: Array
     error: ArgumentError | None = None
@@ -188,7 +190,7 @@ class _Outgoing:
     def of(cls, comm: Communicator, operation: str, obj: Any) -> _Outgoing:
         try:
             return cls(_pickled(obj))
-        except Exception as error:  # noqa: BLE001  raised when the others know of it
+        except Exception as error:  # noqa: BLE001  raised after the exchange, in which the other ranks receive the failure
             shown = DTypeError(
                 f"{operation}: a {type(obj).__name__} can't be pickled: {error}; pass what pickle takes, such as the"
                 f" values that it is made of (rank {comm.rank} of {comm.size})"
@@ -198,7 +200,7 @@ class _Outgoing:
 
 
 class _Blocks:
-    """The first exchange of one kind of call, bound once to memory of its own."""
+    """First exchange of one kind of call, bound once to separate memory."""
 
     __slots__ = ("_body", "_received", "_sent")
 
@@ -219,7 +221,7 @@ class _Blocks:
         self._body = body_of(prepared, choose(prepared.problem, None), bound=True)
 
     def exchange(self, outgoing: Sequence[_Outgoing], root: int = -1) -> Array:
-        """The blocks that come, one in a row, where this rank sends these messages in a call with this `root`."""
+        """Send the messages `outgoing` in a call with this `root`, and return the received blocks, one per row."""
         sizes = [one.size for one in outgoing]
         largest = _FAILED if _FAILED in sizes else max(sizes, default=0)
         for row, one in zip(self._sent, outgoing, strict=False):
@@ -231,7 +233,7 @@ class _Blocks:
 
 
 def _blocks(comm: Communicator, collective: str, root: int = 0) -> _Blocks:
-    """The blocks that go by such a `collective`. To be called in the operation's turn."""
+    """Return the cached blocks for `collective` and `root`. Must be called while the operation runs in the queue."""
     key = ("blocks", collective, root, forced())
     found: _Blocks | None = comm.repeated.get(key)
     if found is None:
@@ -244,13 +246,13 @@ def _size(block: Array) -> int:
 
 
 def _message(block: Array) -> Array:
-    """The message in a block; memory for it if it is too large for one."""
+    """Return the message in a block, or uninitialized memory for the message if it is too large for a block."""
     size = _size(block)
     return np.array(block[_HEAD : _HEAD + size]) if size <= _EAGER else np.empty(size, np.uint8)
 
 
 def _check_sizes(operation: str, comm: Communicator, sizes: dict[int, int], mine: _Outgoing | None) -> None:
-    """Raise what all ranks have to if one of them has nothing to send: this rank's own error where it has one."""
+    """Raise an error on all ranks if one of them has nothing to send: this rank's own error if it has one."""
     failed = [rank for rank, size in sizes.items() if size < 0]
     if not failed:
         return
@@ -264,14 +266,14 @@ def _check_sizes(operation: str, comm: Communicator, sizes: dict[int, int], mine
 
 
 def _run(operation: Operation) -> None:
-    """Carry out a part of an exchange, in its turn."""
+    """Run a part of an exchange immediately, within its operation."""
     task(operation)()
 
 
 def _carried_out(
     comm: Communicator, operation: str, root: int | None, exchange: Callable[[], Any], timeout: float | None
 ) -> Any:
-    """The value of `exchange`, which takes one turn among the collectives of `comm`."""
+    """Run `exchange` as one operation in the queue of `comm`, and return its value."""
     call = Call(operation, root=root)
 
     def forgetful() -> Any:
@@ -280,13 +282,13 @@ def _carried_out(
         except ArgumentError:
             raise  # on all ranks, after an exchange that is complete
         except BaseException:
-            # Late messages may still find their way into the memory of the blocks.
+            # Late messages may still be written to the memory of the blocks, so it must not be used again.
             comm.repeated.clear()
             raise
 
     if timeout is None:
         return comm.progress.run(forgetful, call)
-    # Algorithms are chosen in the worker's thread, but as they would be in this one.
+    # Algorithms are selected in the worker's thread, but with the context of this thread.
     context = copy_context()
 
     def start() -> Request:
@@ -301,7 +303,7 @@ def _aligned(size: int) -> int:
 
 
 def _pickled(obj: Any) -> Array:
-    """`obj` as a message: the number of its parts and their sizes, then the parts: the pickle, and memory beside it."""
+    """Return `obj` as a message: the number of parts and their sizes, then the parts: the pickle and its buffers."""
     memory: list[pickle.PickleBuffer] = []
     data = pickle.dumps(obj, protocol=5, buffer_callback=memory.append)
     views = [memoryview(data), *(one.raw() for one in memory)]
@@ -315,7 +317,10 @@ def _pickled(obj: Any) -> Array:
 
 
 def _unpickled(comm: Communicator, operation: str, source: int, message: Array) -> Any:
-    """The object in a `message`, which its arrays go on using."""
+    """Return the object in a `message`. The object's arrays are views of the message.
+
+    Raises CommunicationError if the object can't be unpickled.
+    """
     number = int(message[:8].view(np.int64)[0])
     sizes = message[8 : 8 * (number + 1)].view(np.int64).tolist()
     offsets = extents(_aligned(size) for size in (8 * (number + 1), *sizes))

@@ -1,4 +1,4 @@
-"""Messages from one rank to another."""
+"""Point-to-point operations."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from mpicoll.errors import CommunicationError, MismatchError, RankError, Timeout
 from mpicoll.transport.base import Envelope, Pending
 
 Explained: TypeAlias = "Callable[[TruncationError], TruncationError]"
-"""What says more of a message that was too large."""
+"""Function that returns a more detailed error for a message that was too large."""
 
 
 @dataclass(slots=True)
 class Status:
-    """Where a message came from: filled by ``recv(status=...)``, returned by :func:`probe`. `nbytes` is its size."""
+    """Source, tag and size in bytes of a message: filled by ``recv(status=...)``, returned by :func:`probe`."""
 
     source: int = -1
     tag: int = -1
@@ -42,11 +42,13 @@ class Status:
 def send(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None, timeout: float | None = None) -> None:
     """Send the array `x` to rank `dest`; return when `x` may be changed again, which may wait for the receiver.
 
-    To ``mpicoll.PROC_NULL``, the neighbour of a rank at the border, nothing is sent.
     `dest` must receive an array of the same shape and dtype with an equal `tag` (0 or more). Any dtype of fixed size.
-    Sending to oneself needs a pending :func:`irecv` that takes it. Raises DTypeError, RankError before any message
-    leaves. After `timeout` seconds it raises Timeout (see :meth:`Request.wait <mpicoll.Request.wait>`); the message is
-    then still on its way: leave `x` alone until it has been received.
+    If `dest` is ``mpicoll.PROC_NULL``, such as the neighbour of a rank at the border, nothing is sent. A send to the
+    calling rank itself needs a matching pending :func:`irecv`.
+
+    Raises DTypeError, RankError before any message is sent, and Timeout after `timeout` seconds (see
+    :meth:`Request.wait <mpicoll.Request.wait>`). After Timeout the send is still pending: `x` must not be changed until
+    the message has been received.
     """
     communicator = resolve(comm)
     data, call = _outgoing(communicator, "send", x, dest, tag)
@@ -74,12 +76,14 @@ def recv(
 ) -> Any:
     """Receive an array like `x` from rank `source` (None: from any) with `tag` (None: with any).
 
-    `x` tells shape, dtype and library; its contents don't matter, and it may be None if `out` is given. Returns `out`,
-    or a new array. `status`, if given, is filled with where the message came from. From ``mpicoll.PROC_NULL`` nothing
-    is received: the call returns at once, with `out` as it is (None without one) and the status' source PROC_NULL, tag
-    -1 and nbytes 0. Raises DTypeError, ShapeError,
-    RankError before it waits; TruncationError if the message has another size than `x`; after `timeout` seconds Timeout
-    (see :meth:`Request.wait <mpicoll.Request.wait>`), and the message, if it comes later, is there for another receive.
+    `x` gives shape, dtype and library; its contents don't matter, and it may be None if `out` is given. Returns `out`,
+    or a new array. `status`, if given, is filled with source, tag and size of the message. From ``mpicoll.PROC_NULL``
+    nothing is received: the call returns at once, with `out` unchanged (None without `out`) and a status with source
+    PROC_NULL, tag -1 and nbytes 0.
+
+    Raises DTypeError, ShapeError, RankError before it waits; TruncationError if the size of the message differs from
+    that of `x`; Timeout after `timeout` seconds (see :meth:`Request.wait <mpicoll.Request.wait>`). After Timeout a
+    message that arrives later can be received by another receive.
     """
     communicator = resolve(comm)
     arrival = _incoming(communicator, "recv", x, source, tag, out)
@@ -111,8 +115,9 @@ def sendrecv(
 ) -> Any:
     """Send `x` to `dest` and receive an array from `source` (None: from any) at once, which can't deadlock.
 
-    What is received is like `like`, or like `x` if that is None, and goes to `out` if given. Other arguments, result
-    and errors as for :func:`send` and :func:`recv`; either rank may be ``mpicoll.PROC_NULL``.
+    The received array has the shape and dtype of `like` or, if that is None, of `out` if given, else of `x`. It is
+    stored in `out` if given. Other arguments, result and errors as for :func:`send` and :func:`recv`; either rank may
+    be ``mpicoll.PROC_NULL``.
     """
     communicator = resolve(comm)
     data, sent = _outgoing(communicator, "sendrecv", x, dest, sendtag)
@@ -142,7 +147,7 @@ def sendrecv(
 
 
 def isend(x: Any, dest: int, tag: int = 0, *, comm: CommLike = None) -> Request:
-    """:func:`send` in the background: `x` must not be changed before the request has completed. Its value is None."""
+    """Start a :func:`send`. `x` must not be changed before the request has completed. The request's value is None."""
     communicator = resolve(comm)
     return _start_send(communicator, *_outgoing(communicator, "isend", x, dest, tag))
 
@@ -166,7 +171,7 @@ def irecv(
     status: Status | None = None,
     comm: CommLike = None,
 ) -> Request:
-    """:func:`recv` in the background. The request's value is the array; `status` is filled by its ``wait``."""
+    """Start a :func:`recv`. The request's value is the array; ``wait`` of the request fills `status`."""
     communicator = resolve(comm)
     transfer = _start_recv(communicator, _incoming(communicator, "irecv", x, source, tag, out), status)
     return Request(transfer, transfer.value)
@@ -181,13 +186,15 @@ def _start_recv(comm: Communicator, arrival: _Arrival, status: Status | None) ->
 
 
 def _within(receiving: _Transfer, others: list[Request], bound: float | None) -> Any:
-    """What is received within `bound` seconds, in which the `others` complete too. A receive that does not is taken
-    back. Without a bound, the communicator's holds."""
+    """Return the received array if the receive and the `others` complete within `bound` seconds.
+
+    Otherwise cancel the receive and raise Timeout. Without a `bound` the timeout of the communicator applies.
+    """
     request = Request(receiving, receiving.value)
     try:
         return waitall([request, *others], bound)[0]
     except Timeout:
-        # It may have come this very moment.
+        # The message may have arrived after the timeout and before the cancellation.
         if not request.waited and receiving.take_back() and not others:
             return request.wait()
         raise
@@ -196,8 +203,10 @@ def _within(receiving: _Transfer, others: list[Request], bound: float | None) ->
 def probe(
     source: int | None = None, tag: int | None = None, *, timeout: float | None = None, comm: CommLike = None
 ) -> Status:
-    """Wait until a message from `source` (None: any) with `tag` (None: any) can be received, and say which; it stays
-    there. Of ``mpicoll.PROC_NULL`` it says at once that there is a message of 0 bytes, as MPI does.
+    """Wait until a message from `source` (None: any) with `tag` (None: any) can be received, and return its status.
+
+    The message is not received. For ``mpicoll.PROC_NULL`` it returns at once the status of a message of 0 bytes, as MPI
+    does.
 
     Raises RankError before it waits, Timeout after `timeout` seconds (see :meth:`Request.wait <mpicoll.Request.wait>`).
     """
@@ -219,7 +228,7 @@ def probe(
 
 
 def iprobe(source: int | None = None, tag: int | None = None, *, comm: CommLike = None) -> Status | None:
-    """:func:`probe` that doesn't wait: None if there is no such message."""
+    """Probe without waiting: return the status as :func:`probe` does, or None if there is no such message."""
     communicator = resolve(comm)
     source, tag = _checked_probe(communicator, "iprobe", source, tag)
     if source is PROC_NULL:
@@ -236,12 +245,12 @@ def _status(comm: Communicator, envelope: Envelope) -> Status:
 
 
 def _noted(comm: Communicator, data: Array, call: Call) -> Array:
-    """The message `data` as it is sent: with a note of what it is, where messages are checked."""
+    """Return the message to be sent: `data`, with a note that describes the call if messages are checked."""
     return message_check.with_note(data, message_check.note(call, call_site())) if comm.checks.calls else data
 
 
 class _Arrival:
-    """Where a message goes. `memory` is what the transport fills, with room for a note where messages are checked."""
+    """Receive buffer. The transport fills `memory`, which has room for a note if messages are checked."""
 
     __slots__ = ("_comm", "_filled", "_name", "_note", "_out", "_target", "call", "memory")
 
@@ -259,7 +268,10 @@ class _Arrival:
             self.memory = message_check.room(self.memory.size)
 
     def finish(self, envelope: Envelope, status: Status | None) -> Any:
-        """The array, filled by what has come. Raises TruncationError or MismatchError if that is something else."""
+        """Return the array with the received message.
+
+        Raises TruncationError or MismatchError if the message differs from the expected one.
+        """
         target, nbytes = self._target, envelope.nbytes
         if envelope.source is PROC_NULL:
             if status is not None:
@@ -286,7 +298,7 @@ class _Arrival:
         return self._filled.result()
 
     def explained(self, error: TruncationError) -> TruncationError:
-        """For a message that was larger than the memory for it: what it was, if its beginning has come."""
+        """Return a detailed error for a message that is larger than its buffer, with its note if that was received."""
         if self._note is not None:
             sent = message_check.note_of(self.memory)
             if sent is not None:
@@ -298,7 +310,7 @@ class _Arrival:
         return TruncationError(f"{self.call} on {comm.name}, rank {comm.rank} of {comm.size}: {error}; {_AGREE}")
 
     def _compare(self, sent: message_check.Note, source: int | None, tag: int | None) -> None:
-        """Raise TruncationError or MismatchError if it was sent as something else than is expected here."""
+        """Raise TruncationError or MismatchError if the note of the sender differs from that of this receive."""
         expected = self._note
         assert expected is not None
         fields = tuple(
@@ -328,7 +340,7 @@ _AGREE = "sender and receiver must agree on the size; mpicoll.probe says how lar
 
 
 def _go_together(sent: Sequence[int] | None, expected: Sequence[int] | None) -> bool:
-    """Whether shapes may meet: torch's messages are flat on the side of the sender."""
+    """Return True if the shapes are compatible. Flat shapes fit all others, since torch's messages are sent flat."""
     return sent is None or expected is None or sent == expected or min(len(sent), len(expected)) < 2
 
 
@@ -337,11 +349,11 @@ def _told(about: message_check.Note) -> str:
 
 
 _NOTHING = Envelope(PROC_NULL, -1, 0)
-"""The outside of the message that is received from PROC_NULL."""
+"""Envelope of a receive from PROC_NULL."""
 
 
 class _Null:
-    """A transfer to or from PROC_NULL, which has always completed."""
+    """Transfer to or from PROC_NULL, which is always complete."""
 
     def test(self) -> Envelope:
         return _NOTHING
@@ -354,7 +366,7 @@ class _Null:
 
 
 class _Transfer:
-    """A point-to-point transfer as a request's handle; waits under the watch."""
+    """Point-to-point transfer as a request's handle; the watchdog monitors its waits."""
 
     __slots__ = ("_call", "_comm", "_envelope", "_explained", "_finish", "_pending")
 
@@ -371,7 +383,7 @@ class _Transfer:
         try:
             return self._pending.test() is not None
         except CommunicationError:
-            return True  # it has failed, which is for its own wait to say
+            return True  # it has failed; wait() raises the error
 
     @property
     def awaited(self) -> tuple[Progress, Call]:
@@ -396,7 +408,7 @@ class _Transfer:
             raise self._comm.progress.late(str(self._call), given) from None
 
     def take_back(self) -> bool:
-        """Give up a receive for which nothing has come; whether something has."""
+        """Cancel a receive for which no message has arrived. Return True if a message has arrived."""
         return self._comm.progress.guarded(self._pending.cancel, self._call) is not None
 
     def value(self) -> Any:
@@ -410,14 +422,14 @@ def _transfer(
     call: Call,
     explained: Explained = lambda error: error,
 ) -> _Transfer:
-    # That it was started; its wait is kept, too.
+    # Records the start; the wait is recorded as well.
     keepers.keep(((comm.progress.group, 0, call, monotonic(), None), None, ""))
     return _Transfer(comm, pending, finish, call, explained)
 
 
 @names_rank
 def _outgoing(comm: Communicator, operation: str, x: Any, dest: Any, tag: Any) -> tuple[Array, Call]:
-    """The bytes of `x`, and the call with `dest` and `tag` checked."""
+    """Check `dest` and `tag`, and return the bytes of `x` and the Call record."""
     checked = arguments.peer(operation, "dest", dest, comm), arguments.tag(operation, tag, comm)
     buffer = recognise(operation, x)
     device, call = device_of(buffer.array), _call(operation, buffer, *checked)
@@ -448,7 +460,7 @@ def _call(operation: str, buffer: Buffer, peer: int | None, tag: int | None) -> 
 def _incoming(
     comm: Communicator, operation: str, x: Any, source: Any, tag: Any, out: Any, avoid: Array | None = None
 ) -> _Arrival:
-    """Where what arrives goes, with `source` and `tag` checked."""
+    """Check `source` and `tag`, and return the receive buffer."""
     checked = _checked(comm, operation, source, tag)
     like = template(operation, x, out)
     filled = result(operation, out, like, like.array.shape)

@@ -1,4 +1,4 @@
-"""reduce: one rank gets the reduction of all ranks' arrays."""
+"""reduce: reduce the arrays of all ranks on one rank."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def reduce(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks elementwise; rank `root` gets the result, the others None.
+    """Reduce the arrays of all ranks elementwise, and return the result on rank `root`; other ranks return None.
 
     Every rank passes `x` of the same shape and dtype, the same `op` (see :func:`allreduce`) and the same `root`. `out`
-    is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -56,7 +56,7 @@ def ireduce(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`reduce` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`reduce` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, op, root, out, algorithm))
 
 
@@ -69,7 +69,7 @@ def reduce_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`reduce` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`reduce` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, op, root, out, algorithm))
 
 

@@ -1,4 +1,4 @@
-"""reduce_scatter: each rank gets its block of the reduction of all ranks' arrays."""
+"""reduce_scatter: reduce the arrays of all ranks, and scatter the result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reduce_scatter(
     Every rank passes `x` of the same shape ``(sum of rows, ...)`` and dtype and the same `op` (see :func:`allreduce`; a
     function must be elementwise). Blocks are equal unless `counts`, the same on every rank, gives each rank's rows.
     Returns this rank's block, an array of `x`'s library and dtype and of shape ``(rows, ...)``: `out` if given. Raises
-    DTypeError, ShapeError, AlgorithmError before any message leaves.
+    DTypeError, ShapeError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -76,7 +76,7 @@ def ireduce_scatter(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`reduce_scatter` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`reduce_scatter` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, op, counts, out, algorithm))
 
 
@@ -89,7 +89,7 @@ def reduce_scatter_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`reduce_scatter` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`reduce_scatter` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, op, counts, out, algorithm))
 
 
@@ -110,7 +110,7 @@ def prepare(
     sizes = native_counts(rows, row_size(shape))
     offsets = extents(elements)
     work, target = Work(buffer, reduction, None, comm.size, avoid=block), Target(block)
-    # MPI writes the block where it belongs, if that has the dtype of the reduction.
+    # MPI writes the block to the output if that has the dtype of the reduction.
     part = target.array if block.array.dtype == reduction.work else empty_beside(work.array, elements[comm.rank])
 
     name = reduction.native or ""

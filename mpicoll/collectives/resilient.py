@@ -1,4 +1,4 @@
-"""resilient: a loop that goes on when ranks die."""
+"""resilient: a loop that continues after the death of ranks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ def resilient(
     every: int = 1,
     setup: Callable[[Communicator], Any] | None = None,
 ) -> S:
-    """Run ``state = step(state, number, comm)`` for each number from 0 to `steps` - 1, on whoever lives.
+    """Run ``state = step(state, number, comm)`` for each number from 0 to `steps` - 1, on the surviving ranks.
 
-    When a rank dies, which takes a job that survives it (``mpirun --with-ft ulfm`` of Open MPI 5), the others drop what
-    they have begun, :meth:`~mpicoll.Communicator.shrink` the communicator, agree on the last step that one of them has
-    completed, get the state of that moment from there, and go on with the next. So each step counts once, whoever dies
-    and whenever, as long as a rank is left; no file is needed. Elsewhere it is a plain loop.
+    When a rank dies, the survivors abandon the current step, :meth:`~mpicoll.Communicator.shrink` the communicator,
+    find the latest copy of the state on any of them, broadcast it, and continue with the next step. Therefore each step
+    takes effect exactly once as long as one rank survives; no file is needed. This requires a job that survives the
+    death of a rank (``mpirun --with-ft ulfm`` of Open MPI 5). In other jobs it is a plain loop.
 
     `state` must be the same on all ranks, before and after each step: numpy arrays, numbers, torch tensors, modules and
-    optimizers (what has ``state_dict`` and ``load_state_dict``), anything that can be pickled, and dicts, lists and
-    tuples of these. `step` may change it in place and return None, or return another. It is put back in place where it
-    can be. What differs from rank to rank, such as which data is a rank's own, `step` must work out anew each time from
-    ``number``, ``comm.rank`` and ``comm.size``, as these change; randomness from ``number``. What it has done outside
-    of `state` (printed, written) happens again with a step that is repeated.
+    optimizers (objects with ``state_dict`` and ``load_state_dict``), anything that can be pickled, and dicts, lists and
+    tuples of these. `step` may change it in place and return None, or return a new state. After a death the state is
+    restored in place if possible. In each step, `step` must derive all values that differ between ranks, such as the
+    rank's part of the data, from ``number``, ``comm.rank`` and ``comm.size``, as these change, and random numbers from
+    ``number``. Effects outside of `state` (printing, writing) occur again if a step is repeated.
 
-    `setup`, if given, is called as ``setup(comm)`` at first and after each death. What it returns is passed to `step`
-    in the place of `comm`: it makes what hangs on the communicator, such as groups of it. `every` is how many steps lie
-    between two copies of the state, which is what survivors fall back to: more of them copy less often, and repeat
-    more. All ranks call this alike. If `comm` is the default, :func:`mpicoll.world` is the survivors' afterwards.
+    `setup`, if given, is called as ``setup(comm)`` at the start and after each death. Its result is passed to `step`
+    instead of `comm`. It creates the objects that depend on the communicator, such as groups. `every` is the number of
+    steps between two copies of the state, to which survivors roll back: with a larger number the state is copied less
+    often, and more steps are repeated. All ranks must pass the same arguments. If `comm` is the default,
+    :func:`mpicoll.world` is the communicator of the survivors afterwards.
 
     Returns the state after the last step. Exceptions other than RankFailed are raised, unless a rank has just died,
-    which may show in any way. Raises ArgumentError for `steps` or `every` out of range.
+    which may cause any exception. Raises ArgumentError for `steps` or `every` out of range.
 
     Costs a copy of the state for each `every` steps, in memory and time, and one agreement at the end; after a death
     some milliseconds, and a broadcast of the state.
@@ -83,7 +84,7 @@ class _Loop:
     def run(self) -> Any:
         recovering = False
         while True:
-            # Nobody leaves before all have completed: who has may be the only one to have the last step.
+            # No rank returns before all have completed, since it may be the only rank with the state of the last step.
             finished = self._attempt(recovering=recovering)
             if self._comm.agree(finished):
                 return self._state
@@ -91,7 +92,7 @@ class _Loop:
             recovering = True
 
     def _attempt(self, *, recovering: bool) -> bool:
-        """Whether all steps were carried out; otherwise a rank has died."""
+        """Run the remaining steps. Return False if a rank has died."""
         try:
             if recovering:
                 self._recover()
@@ -99,7 +100,7 @@ class _Loop:
         except Exception as error:
             if not self._because_of_a_death(error):
                 raise
-            # Its frames hold on to what is to be made anew.
+            # Its frames keep objects alive that setup recreates.
             traceback.clear_frames(error.__traceback__)
             return False
         return True
@@ -109,7 +110,7 @@ class _Loop:
             return True
         try:
             return self._comm.failed()
-        except CommunicatorError:  # it was freed: the mistake is another one
+        except CommunicatorError:  # the communicator was freed, so the error has another cause
             return False
 
     def _recover(self) -> None:

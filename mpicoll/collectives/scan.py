@@ -1,4 +1,4 @@
-"""scan: each rank gets the reduction of the arrays of the ranks up to itself."""
+"""scan: reduce, on each rank, the arrays of the lower ranks and its own."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def scan(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Inclusive prefix reduction: rank r gets ``x_0 op x_1 op ... op x_r``, elementwise and in this order.
+    """Compute the inclusive prefix reduction: ``x_0 op x_1 op ... op x_r`` on rank r, elementwise and in this order.
 
-    Every rank passes `x` of the same shape and dtype and the same `op` (see :func:`allreduce`; avg has no meaning
-    here). Returns an array of `x`'s library, shape and dtype, `out` if given. Raises DTypeError, ShapeError,
-    AlgorithmError before any message leaves.
+    Every rank passes `x` of the same shape and dtype and the same `op` (see :func:`allreduce`; avg is not supported).
+    Returns an array of `x`'s library, shape and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError
+    before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -50,7 +50,7 @@ def iscan(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`scan` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`scan` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
@@ -62,7 +62,7 @@ def scan_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`scan` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`scan` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 

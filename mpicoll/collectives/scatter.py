@@ -1,4 +1,4 @@
-"""scatter: each rank gets its block of one rank's array."""
+"""scatter: send each rank its block of one rank's array."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scatter(
     The root passes `x` of shape ``(sum of rows, ...)``. Every other rank passes an array shaped and typed like its
     block, ``(rows, ...)``, whose contents don't matter, or None if `out` is given. Blocks are equal unless `counts`,
     the same on every rank, gives each rank's rows. Any dtype of fixed size. Returns this rank's block, an array like
-    `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message leaves.
+    `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
 
     Raises Timeout after `timeout` seconds (see :func:`allreduce`).
     """
@@ -74,7 +74,7 @@ def iscatter(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """:func:`scatter` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`scatter` in the background, with the same arguments. The request's value is the result."""
     return start(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
@@ -87,7 +87,7 @@ def scatter_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """:func:`scatter` as a plan for repeated use, with the same arguments; it reads `x` anew at each run."""
+    """Return :func:`scatter` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
     return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 

@@ -26,7 +26,7 @@ mpicoll, a Communicator or an mpi4py communicator. `src` and `dst` are global ra
 group, as everywhere in torch, and otherwise ranks of the communicator. `op` is a name that mpicoll knows, a
 ``premul_sum(factor)``, or a torch ReduceOp. Tensors may have any strides, and lie on the CPU or, on all ranks, on a
 CUDA device, where a backward runs on the stream of its forward, as everywhere in torch. Wrong arguments raise kinds of
-ArgumentError before any message leaves.
+ArgumentError before any message is sent.
 """
 
 from __future__ import annotations
