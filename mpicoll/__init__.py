@@ -1,8 +1,8 @@
 """MPI collectives for numpy and torch, with the algorithms as data.
 
-``import mpicoll`` starts nothing: MPI is initialised when the first operation needs it, and without an MPI launcher
-never. See README.md and docs/ for a tour, :mod:`mpicoll.errors` for what can be raised, :mod:`mpicoll.config` for the
-environment variables, and :mod:`mpicoll.schedules` for the algorithms.
+``import mpicoll`` does not initialise MPI. The first operation that needs MPI initialises it; without an MPI launcher
+MPI is never initialised. See README.md and docs/ for a tour, :mod:`mpicoll.errors` for the exceptions,
+:mod:`mpicoll.config` for the environment variables, and :mod:`mpicoll.schedules` for the algorithms.
 """
 
 from importlib import import_module
@@ -142,7 +142,7 @@ __all__ = [
     "world",
 ]
 
-# Resolved at first use: torch imports this package when it is imported itself, and must not have to wait for it.
+# Resolved at first use: importing torch imports this package, which must not slow that down.
 _HOMES = {
     "buffers.ops": "Op premul_sum",
     "collectives.allgather": "allgather allgather_init iallgather",

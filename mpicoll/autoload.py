@@ -1,9 +1,9 @@
-"""Makes torch know mpicoll: torch calls :func:`register` when it is imported, if mpicoll is installed.
+"""Registration of the mpicoll backend with torch: torch calls :func:`register` at import, if mpicoll is installed.
 
-In a process that no MPI launcher started, torch stays as it is without mpicoll until the program asks for it: until
-then :func:`register` only listens to the names of backends. :func:`register_backend` registers the backend. Where c10d
-has no extension point for what the backend needs, it replaces the functions in ``_PATCHED``, by functions which pass on
-every call that does not concern mpicoll.
+In a process that no MPI launcher started, torch is not changed until the program requests mpicoll: until then
+:func:`register` only intercepts the names of backends. :func:`register_backend` registers the backend. If c10d has no
+extension point that the backend needs, :func:`register_backend` replaces the functions in ``_PATCHED`` by wrappers,
+which pass on every call that does not concern mpicoll.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ _PATCHED = (
     "_set_pg_timeout",
     "_maybe_attach_flight_recorder",
 )
-"""Where this torch has them."""
+"""Functions of c10d that are replaced, if this version of torch has them."""
 
 _HELPER_BACKEND = 3
-"""Which argument of ``_new_process_group_helper`` is the backend."""
+"""Index of the argument `backend` of ``_new_process_group_helper``."""
 
 _MAKERS = ("init_process_group", "_new_group_with_tag")
-"""Functions of c10d that make process groups."""
+"""Functions of c10d that create process groups."""
 
 _lock = threading.Lock()
 _listening: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-"""The listener, and torch's own function in its place."""
+"""Replacement of ``Backend.__new__``, and torch's original function."""
 
 
 def register() -> None:
-    """Register the backend with torch.distributed if an MPI launcher started this process; otherwise wait until a
-    backend of mpicoll is named. Instant, imports neither MPI nor numpy, and never raises."""
+    """Register the backend with torch.distributed if an MPI launcher started this process.
+
+    Otherwise defer the registration until the program names a backend of mpicoll. Takes negligible time, imports
+    neither MPI nor numpy, and never raises.
+    """
     try:
         if launch_env.started_by_mpi(os.environ):
             register_backend()
@@ -54,7 +57,7 @@ def register() -> None:
 
 
 def register_backend() -> None:
-    """Register the backend, or do nothing if it is registered already, or torch has no torch.distributed."""
+    """Register the backend. Do nothing if it is registered already, or if torch has no torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -77,13 +80,14 @@ def register_backend() -> None:
         ddp = torch.nn.parallel.DistributedDataParallel
         setattr(ddp, method, _patch(method, getattr(ddp, method)))
         if launch_env.started_by_mpi(os.environ):
-            # Only there: programs that find MPI available choose it, and without a launcher each would be alone.
+            # Not without a launcher: programs that find MPI available select it, and each process would be a world of
+            # one rank.
             setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  it is no name that mypy knows
         c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """Make a process group; torch calls this."""
+    """Create a process group. Called by torch."""
     return import_module("mpicoll.torch.group_creation").create(options, backend_options)
 
 
@@ -91,7 +95,7 @@ def _patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if name == "rendezvous":
-            # It is not told the backend. init_process_group, which calls it, has it in a variable.
+            # It does not receive the backend, which is a local variable of its caller, init_process_group.
             ours = names_mpicoll(sys._getframe(1).f_locals.get("backend"))
         elif name == "_new_process_group_helper":
             ours = names_mpicoll(args[_HELPER_BACKEND] if len(args) > _HELPER_BACKEND else kwargs.get("backend"))
@@ -105,15 +109,15 @@ def _patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_mpicoll_available() -> bool:
-    """Answer ``torch.distributed.is_backend_available("mpicoll")``, also before the backend is registered."""
+    """Return True: the result of ``is_backend_available("mpicoll")`` also before the backend is registered."""
     return True
 
 
 def _listen() -> None:
     """Register the backend as soon as the program names it.
 
-    Every function of c10d that takes the name of a backend first calls ``Backend`` with it. For "mpi" the caller
-    matters: a program that only parses or compares the name does not ask for a group.
+    Every function of c10d that takes the name of a backend first calls ``Backend`` with it. The name "mpi" counts only
+    in calls from ``_MAKERS``, since a program that only parses or compares the name does not create a group.
     """
     global _listening  # noqa: PLW0603  there is one torch
     import torch.distributed as dist

@@ -1,24 +1,24 @@
-"""Every exception that mpicoll raises on its own account.
+"""Exception classes of mpicoll.
 
 ::
 
     MpicollError
-    ├── ArgumentError            a call that can't mean anything; raised before any message leaves
+    ├── ArgumentError            invalid arguments of a call; raised before any message is sent
     │   ├── ShapeError           (also a ValueError) a shape, a count or an extent does not fit
     │   ├── DTypeError           (also a TypeError) an operation has no meaning for a dtype or an object
     │   ├── RankError            (also a ValueError) a rank, a root or a tag is out of range
-    │   ├── AlgorithmError       (also a ValueError) an unknown algorithm, or one that can't serve the request
-    │   └── DeviceError          (also a TypeError) memory of a device that can't be used, or of two that must be one
-    ├── CommunicatorError        (also a RuntimeError) a communicator that was freed, or can't be used at all
-    ├── CommunicationError       (also a RuntimeError) the exchange itself failed
-    │   ├── MismatchError        the ranks disagree about a call; ``ranks`` and ``calls`` say how
+    │   ├── AlgorithmError       (also a ValueError) an algorithm is unknown, or does not support the request
+    │   └── DeviceError          (also a TypeError) memory of an unsupported device, or of two different devices
+    ├── CommunicatorError        (also a RuntimeError) a communicator was freed, or can't be used
+    ├── CommunicationError       (also a RuntimeError) the exchange failed
+    │   ├── MismatchError        the ranks made different calls; see ``ranks`` and ``calls``
     │   ├── TruncationError      a message and the buffer that receives it differ in size
-    │   ├── RankFailed           a peer is gone; ``ranks`` names it
-    │   └── Timeout              (also a TimeoutError) nothing arrived within the bound
-    ├── NumericsError            (also a FloatingPointError) NaN or infinity where MPICOLL_CHECK=numerics finds them
-    ├── SetupError               (also a RuntimeError) the surroundings are wrong: no MPI, two of them, a bad variable
-    ├── SpawnError               (also a RuntimeError) a rank of a spawned job failed; ``rank`` and ``status`` say more
-    └── ScheduleError            a schedule that does not do what its collective promises (see ``schedules.verify``)
+    │   ├── RankFailed           a peer has died; ``ranks`` are the dead ranks
+    │   └── Timeout              (also a TimeoutError) an operation did not complete within its timeout
+    ├── NumericsError            (also a FloatingPointError) NaN or infinity found by MPICOLL_CHECK=numerics
+    ├── SetupError               (also a RuntimeError) the environment is wrong: no MPI, two MPIs, a bad variable
+    ├── SpawnError               (also a RuntimeError) a rank of a spawned job failed; see ``rank`` and ``status``
+    └── ScheduleError            a schedule does not implement its collective (see ``schedules.verify``)
 """
 
 from __future__ import annotations
@@ -47,49 +47,50 @@ __all__ = [
 
 
 class MpicollError(Exception):
-    """The root of the tree: ``except mpicoll.MpicollError`` catches all of it."""
+    """Base class of all exceptions of mpicoll."""
 
 
 class ArgumentError(MpicollError):
-    """A call that can't mean anything. Raised before any message leaves, so the communicator stays usable."""
+    """Invalid arguments of a call. Raised before any message is sent, so the communicator stays usable."""
 
 
 class ShapeError(ArgumentError, ValueError):
-    """A shape, a count or an extent does not fit the operation."""
+    """Shape, count or extent that does not fit the operation."""
 
 
 class DTypeError(ArgumentError, TypeError):
-    """The operation has no meaning for this dtype, or for this kind of object."""
+    """Operation that is not defined for this dtype, or for this kind of object."""
 
 
 class RankError(ArgumentError, ValueError):
-    """A rank, a root or a tag is out of range."""
+    """Rank, root or tag that is out of range."""
 
 
 class AlgorithmError(ArgumentError, ValueError):
-    """An algorithm is unknown, or was forced on a request that it can't serve."""
+    """Unknown algorithm, or an algorithm that was forced for a request that it does not support."""
 
 
 class DeviceError(ArgumentError, TypeError):
-    """Memory of a device that can't be used, or of two devices that must be one."""
+    """Memory of a device that can't be used, or of two devices in a call that requires one device."""
 
 
 class CommunicatorError(MpicollError, RuntimeError):
-    """A communicator that was freed, or that can't carry collectives at all."""
+    """Communicator that was freed, or that can't run collectives."""
 
 
 class CommunicationError(MpicollError, RuntimeError):
-    """The exchange itself failed."""
+    """Failure of the exchange."""
 
 
 class MismatchError(CommunicationError):
-    """The ranks disagree about a call, or a message is not what its receiver expects. The same on all ranks that raise
-    it; the communicator stays usable.
+    """Different calls on the ranks, or a message that differs from the receiver's expectation.
 
-    ``calls`` holds for each rank of the communicator what it has called (of a message: for the sender, then the
-    receiver), as a dict with ``text``, ``site`` (``file:line in function``; None where nobody knows) and the fields
-    that are compared; None where a rank's is not known. ``fields`` names those that differ, and ``ranks`` are the ranks
-    that differ from most others. ``number`` says which collective of the communicator it is (0 for a message).
+    The error is the same on all ranks that raise it, and the communicator stays usable.
+
+    ``calls`` holds the call of each rank of the communicator (of a message: of the sender, then of the receiver) as a
+    dict with ``text``, ``site`` (``file:line in function``; None if unknown) and the fields that are compared, or None
+    if the call of a rank is not known. ``fields`` are the names of the fields that differ, and ``ranks`` the ranks that
+    differ from most others. ``number`` is the number of the collective on the communicator (0 for a message).
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class MismatchError(CommunicationError):
 
 
 class TruncationError(CommunicationError):
-    """A message and the buffer that receives it differ in size."""
+    """Message whose size differs from that of the receive buffer."""
 
 
 class RankFailed(CommunicationError):
-    """A peer is gone. ``ranks`` names the dead, as ranks of the world, where they are known."""
+    """Death of a peer. ``ranks`` are the dead ranks, as ranks of the world, as far as known."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -120,12 +121,14 @@ class RankFailed(CommunicationError):
 
 
 class Timeout(CommunicationError, TimeoutError):
-    """Nothing arrived within the bound. The operation is still pending where it waited for a message."""
+    """Operation that did not complete within its timeout. An operation that waits for a message is still pending."""
 
 
 class NumericsError(MpicollError, FloatingPointError):
-    """NaN or infinity in what goes into a collective, or in what comes out although there was none in what went in.
-    The same on all ranks; ``ranks`` are those, of the communicator, where it was found."""
+    """NaN or infinity in the input of a collective, or in its output although the input had none.
+
+    The error is the same on all ranks; ``ranks`` are the ranks of the communicator on which the value was found.
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -133,15 +136,15 @@ class NumericsError(MpicollError, FloatingPointError):
 
 
 class SetupError(MpicollError, RuntimeError):
-    """The surroundings are not what they should be: no MPI library, two of them, a malformed variable."""
+    """Wrong environment: no MPI library, two MPI libraries, or a malformed variable."""
 
 
 class SpawnError(MpicollError, RuntimeError):
-    """A job that :func:`mpicoll.spawn` started has failed.
+    """Failure of a job that :func:`mpicoll.spawn` started.
 
-    The message contains the traceback of the rank that failed first, ``rank`` is its number (None where that is not
-    known), ``status`` its exit status, or the launcher's where the rank left no word. ``__cause__`` is the rank's
-    exception, if it could be pickled.
+    The message contains the traceback of the rank that failed first. ``rank`` is its number (None if unknown) and
+    ``status`` its exit status, or that of the launcher if the rank left no report. ``__cause__`` is the exception of
+    the rank, if it could be pickled.
     """
 
     def __init__(self, message: str, rank: int | None = None, status: int | None = None) -> None:
@@ -151,4 +154,4 @@ class SpawnError(MpicollError, RuntimeError):
 
 
 class ScheduleError(MpicollError):
-    """A schedule that does not do what its collective promises; raised by ``mpicoll.schedules.verify``."""
+    """Schedule that does not implement its collective; raised by ``mpicoll.schedules.verify``."""

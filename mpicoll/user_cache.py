@@ -1,4 +1,4 @@
-"""Files in the user's cache directory: where they are, and how they are written."""
+"""Location, reading and atomic writing of files in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 _LARGEST = 4 << 20
-"""Bytes of a file of entries that is read."""
+"""Largest size in bytes of a file of entries; larger files are ignored."""
 
 _ENTRIES = 100
-"""That a file has at most; the newest are kept."""
+"""Largest number of entries in a file; the newest are kept."""
 
 
 def cache_file(name: str) -> Path | None:
-    """Return the path of the file `name` in mpicoll's cache directory; None where there is no home directory."""
+    """Return the path of the file `name` in mpicoll's cache directory; None if there is no home directory."""
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:
@@ -49,9 +49,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A JSON file, called `name`, of what was found out under various conditions. The fields of an entry named in
-    `results` are what was found; all others are the conditions. `valid` says of those results whether they are
-    understood."""
+    """JSON file `name` with results that were measured under various conditions.
+
+    The fields of an entry that `results` names are its results; all other fields are its conditions. Entries for which
+    `valid` returns False are ignored.
+    """
 
     name: str
     format: str
@@ -61,16 +63,18 @@ class Entries:
 
     @property
     def path(self) -> Path | None:
-        """The file; None where there is no home directory."""
+        """Path of the file; None if there is no home directory."""
         return cache_file(self.name)
 
     def read(self, conditions: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The entry that was found under just these conditions."""
+        """Return the entry with exactly these conditions, or None."""
         return next((one for one in self._all() if self._conditions(one) == conditions), None)
 
     def write(self, entry: dict[str, Any]) -> str:
-        """Put `entry` into the file, in the place of one of the same conditions, and say where it is kept. A file that
-        can't be written is no reason to fail."""
+        """Write `entry` to the file, replacing an entry with the same conditions, and return a text about its location.
+
+        If the file can't be written, the text contains the reason and nothing is raised.
+        """
         path = self.path
         if path is None:
             return "kept nowhere, as there is no home directory"
@@ -87,7 +91,7 @@ class Entries:
         return {name: value for name, value in entry.items() if name not in self.results}
 
     def _all(self) -> list[dict[str, Any]]:
-        """What is in the file, as far as it can be understood."""
+        """Return the valid entries of the file; an empty list if the file can't be read."""
         path = self.path
         with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             if path is not None and path.stat().st_size <= _LARGEST:
