@@ -1,1 +1,1 @@
-"""Where every rank stands, what it did last, and what follows when ranks wait for each other or end."""
+"""Diagnostics: positions and last operations of the ranks, deadlocks, and the end of processes."""

@@ -1,4 +1,4 @@
-"""Who waits for whom, who has not called what, and who never will, in sentences."""
+"""Analysis of the states of all ranks: waits, missing calls and deadlocks, in sentences."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from mpicoll.engine.diagnostics.wording import inflect, inflect_phrase, rank_lis
 
 @dataclass(slots=True)
 class Analysis:
-    """What happened, in `words`: sentences, the first of which is the point. `waiting` are the operations that ranks
-    wait in, each with the ranks that have begun it and those that have not; `missing` are all ranks that are waited
-    for, `silent` those that have not answered, `unreached` those that could not be asked."""
+    """The result of an analysis.
+
+    `words` are sentences, the first of which is the most important. `waiting` are the operations in which ranks
+    wait, each with the ranks that have begun it and those that have not. `missing` are all ranks for which others
+    wait, `silent` those that have not answered, `unreached` those that could not be queried.
+    """
 
     words: list[str] = field(default_factory=list)
     waiting: list[State] = field(default_factory=list)
@@ -27,7 +30,10 @@ class Analysis:
 
 
 def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
-    """What the states of the ranks of a job of `size` say together; None is that of a rank that did not answer."""
+    """Return the analysis of the states of the ranks of a job of `size`.
+
+    The state of a rank that has not answered is None.
+    """
     known = {rank: state for rank, state in states.items() if state is not None}
     found = Analysis(
         silent=[rank for rank in range(size) if rank not in known],
@@ -70,7 +76,7 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
 
 
 def _sentence(wait: State, known: Mapping[int, State]) -> str:
-    """Who waits for whom in an operation."""
+    """Return a sentence about the waiting and the missing ranks of an operation."""
     missing, number = wait["missing"], wait["number"]
     if number:
         what = f"{wait['call']} number {number} on {wait['group']}"
@@ -98,14 +104,14 @@ def _sentence(wait: State, known: Mapping[int, State]) -> str:
 
 
 def _is_root(wait: State, known: Mapping[int, State]) -> bool:
-    """Whether others may wait because of this one: some that are missing don't wait themselves, or none is missing."""
+    """Return True if this wait may be the cause of others: a missing rank does not wait itself, or none is missing."""
     if not wait["missing"]:
         return bool(wait["number"])
     return any(not known.get(rank, {}).get("pending") for rank in wait["missing"])
 
 
 def _where_of(wait: State) -> dict[str, list[int]]:
-    """The ranks by how far they have come."""
+    """Return the waiting ranks by their position within the operation."""
     found: dict[str, list[int]] = {}
     for rank, one in wait["by"].items():
         if one.get("where"):
@@ -123,7 +129,7 @@ def _stand(wait: State) -> str:
 
 
 def describe_rank(state: State | None, key: str) -> str:
-    """What a rank does that has not come: a verb and what follows."""
+    """Return a description of a missing rank: a verb and its complement."""
     if state is None:
         return "has not answered"
     if "left" in state:

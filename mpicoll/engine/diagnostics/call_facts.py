@@ -1,4 +1,4 @@
-"""Facts about calls, as the ranks tell them to each other: what must agree, and whose data a call needs."""
+"""Facts about calls, as ranks exchange them: which arguments must agree, and whose data a call needs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any, TypeAlias
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 
 State: TypeAlias = dict[str, Any]
-"""What a rank says of itself, for JSON; of one that is gone what :func:`absent` says, of one that could not be asked
-what :func:`unreached` says."""
+"""The state of a rank, for JSON: of :func:`own_state`, :func:`absent` (ended) or :func:`unreached` (not queried)."""
 
 
 def is_meeting(key: str) -> bool:
-    """Whether it is the key of a sequence of meetings, and not that of a communicator."""
+    """Return True if `key` is that of a sequence of meetings, and not that of a communicator."""
     return " " in key
 
 
 def whole_key(key: str) -> str:
-    """The key of the communicator, where `key` may be that of meetings of some of its ranks."""
+    """Return the key of the communicator, where `key` may be that of meetings of some of its ranks."""
     return key.partition(" ")[0]
 
 
 def describe_call(call: Call, group: Group) -> State:
-    """`call` for JSON, with the peers of messages as ranks of the world too."""
+    """Return `call` for JSON, with the peers of messages as ranks of the job too."""
     found = {name: plain(getattr(call, name)) for name in Call.__slots__ if name != "parts"}
-    # A shape without dimensions says something, and so does it that no messages are taken; no counts don't.
+    # An empty shape and an empty `takes` carry information; empty counts do not.
     kept = ("shape", "takes")
     found = {
         name: value for name, value in found.items() if value is not None and (value not in ("", []) or name in kept)
@@ -41,7 +40,7 @@ def describe_call(call: Call, group: Group) -> State:
 
 
 def plain(value: Any) -> Any:
-    """`value` for JSON: callers pass numpy's numbers, too."""
+    """Return `value` for JSON: callers pass numbers of NumPy, too."""
     if isinstance(value, (tuple, list)):
         return [plain(one) for one in value]
     if value is None or isinstance(value, (str, int)):
@@ -50,8 +49,10 @@ def plain(value: Any) -> Any:
 
 
 def messages_of(call: State, key: str) -> list[State]:
-    """The messages that a call sends or receives: to or from whom (None: any rank), with which tag (None: any). None
-    if some of them are not known."""
+    """Return the messages that a call sends or receives, with peer (None: any rank) and tag (None: any).
+
+    The list is empty if some of the messages are not known.
+    """
     if call.get("collective"):
         return []
     parts = call.get("parts", [call])
@@ -72,19 +73,19 @@ _RECEIVES = ("recv", "irecv", "probe")
 
 
 def call_text(call: State) -> str:
-    """The call without its algorithm."""
+    """Return the call without its algorithm."""
     text: str = call["text"]
     return text.removesuffix(f" by {call.get('algorithm')}")
 
 
 def call_with_number(one: State) -> str:
-    """A call with its number and its communicator."""
+    """Return a call with its number and its communicator."""
     number = f" number {one['number']}" if one["number"] else ""
     return f"{call_text(one['call'])}{number} on {one['group']}"
 
 
 def call_with_site(one: State) -> str:
-    """A call with where it was called; on the world unless it says otherwise."""
+    """Return a call with its communicator, unless that is the world, and its call site."""
     on = "" if one["group"] == "world" else f" on {one['group']}"
     return f"{call_text(one['call'])}{on}{at_site(one.get('site'))}"
 
@@ -94,7 +95,7 @@ def at_site(site: State | None) -> str:
 
 
 def group_alike(calls: Mapping[int, State]) -> list[list[int]]:
-    """The ranks, together with those whose calls may be the same collective."""
+    """Return the ranks in groups whose calls may be the same collective."""
     kinds: list[list[int]] = []
     for rank, call in calls.items():
         for alike in kinds:
@@ -107,7 +108,10 @@ def group_alike(calls: Mapping[int, State]) -> list[list[int]]:
 
 
 def _conflict(one: State, other: State) -> bool:
-    """Whether two calls can't be the same collective. Only what both say counts: some keep no dtype."""
+    """Return True if two calls can't be the same collective.
+
+    Only fields that both calls have are compared: some calls have no dtype.
+    """
     if kind_of(one["name"]) != kind_of(other["name"]):
         return True
     fields = [(call.get("dtype"), call.get("op"), call.get("root"), call.get("algorithm")) for call in (one, other)]
@@ -141,7 +145,7 @@ _KINDS = (
 
 
 def kind_of(name: str) -> str:
-    """Which collective it is that is called `name` here or by torch."""
+    """Return the collective that is called `name` in this package or in torch."""
     short = name.replace("_", "")
     return next((kind for begin, kind in _KINDS if short.startswith(begin)), name)
 
@@ -153,8 +157,10 @@ _ALL_NEED_ALL = ("allreduce", "allgather", "alltoall", "reduce_scatter", "barrie
 
 
 def ranks_needed(call: State, members: Sequence[int], me: int) -> set[int]:
-    """The ranks of the world without which a collective can't end on the `me`-th of `members`, whatever algorithm
-    carries it out: those whose data it needs."""
+    """Return the ranks of the job without which a collective can't complete on the `me`-th of `members`.
+
+    These are the ranks whose data it needs, whatever its algorithm.
+    """
     if call.get("parts"):
         return {rank for part in call["parts"] for rank in ranks_needed(part, members, me)}
     name, counts, root = kind_of(call["name"]), call.get("counts", []), call.get("root")
@@ -178,7 +184,7 @@ def ranks_needed(call: State, members: Sequence[int], me: int) -> set[int]:
 
 
 def moves_nothing(call: State) -> bool:
-    """Whether nothing is moved, and nobody need wait."""
+    """Return True if no data is moved, so that no rank need wait."""
     if kind_of(call["name"]) in ("barrier", "split"):
         return False
     shape = call.get("shape")

@@ -1,4 +1,4 @@
-"""Ranks that can't go on, whatever happens: cycles, and waits for ranks that have left."""
+"""Deadlock detection: cycles of waits, and waits for ranks that have left."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from mpicoll.engine.diagnostics.wording import inflect, rank_list, shorten
 
 @dataclass(frozen=True, slots=True)
 class Deadlock:
-    """Ranks that wait for each other, none of which can go on.
+    """Ranks that wait for each other, none of which can continue.
 
-    `waits` are the operations in which they wait, as (rank, key of the communicator, number, begin): the same at two
-    looks if and only if these are. `keys` are the communicators of these, `cycle` ranks that wait each for the next,
-    and the last for the first (empty where all wait for one that has left), `words` a sentence for each operation,
-    those of the cycle first. `mismatches` are sentences about collectives that ranks have called differently, whose
-    operations have no other words; `left` says that all wait for ranks that have left, directly or not.
+    `waits` are the operations in which they wait, as (rank, key of the communicator, number, begin): equal at two
+    looks if and only if the operations are the same. `keys` are the communicators of these operations. `cycle` are
+    ranks each of which waits for the next, and the last for the first (empty where all wait for a rank that has
+    left). `words` has a sentence for each operation, those of the cycle first. `mismatches` are sentences about
+    collectives that ranks have called differently; their operations have no other sentence. `left` is True if all
+    wait for ranks that have left, directly or not.
     """
 
     ranks: tuple[int, ...]
@@ -44,7 +45,7 @@ class Deadlock:
     left: bool = False
 
     def __str__(self) -> str:
-        """All in one sentence."""
+        """Return the description as one sentence."""
         words = ", ".join(shorten(self.words))
         if self.mismatches:
             return "; ".join([*self.mismatches, *([words] if words else [])])
@@ -56,27 +57,32 @@ class Deadlock:
 
 
 SURE = 2.0
-"""Seconds for which ranks must have waited if there is only one look: longer than it takes to look at all ranks."""
+"""Minimum seconds of a wait to count if there is only one look: longer than a look at all ranks takes."""
 
 
 _Agent: TypeAlias = tuple[str, int, str]
-"""What waits for one thing at a time: ("queue", rank, key), or ("program", rank, "")."""
+"""An entity that waits for one thing at a time: ("queue", rank, key), or ("program", rank, "")."""
 
 
 def find_deadlock(states: Mapping[int, State], size: int) -> Deadlock | None:
-    """Ranks that can't go on, whatever happens, as each waits for others that can't go on either; None if there are
-    none, or if that is not certain. Call it when the same operations were pending at two looks 2 s or more apart.
+    """Return the ranks that can't continue since each waits for others that can't continue either, or None.
 
-    A collective is taken to wait for no more ranks than the data that it moves makes it, and for those that its
-    algorithm is just waiting for; a message may be under way if its other side has been started. Ranks without a state
-    may do anything, and so may a rank with threads of its own beside that of the program.
+    The result is None if there are no such ranks, or if that is not certain. Call it when the same operations were
+    pending at two looks 2 s or more apart.
+
+    A collective is assumed to wait only for the ranks whose data it needs, and for those that its algorithm is
+    waiting for at the moment. A message may be in transit if its other side has been started. Ranks without a state
+    may do anything, and so may a rank with threads of the program beside the main one.
     """
     return Deadlocks(states, 0.0).find()
 
 
 def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
-    """Collectives, by key of the communicator and number, that have ended on ranks while others wait in them, and
-    meetings. What they were there, and how many of them there were, is a question for :func:`own_state`."""
+    """Return collectives that have ended on some ranks while others wait in them, and meetings.
+
+    They are given by key of the communicator and number. The calls of the ranks for these, and the numbers of
+    meetings, are to be requested from :func:`own_state`.
+    """
     collectives, _ = pending_operations(states)
     return [
         (wait["key"], wait["number"])
@@ -89,10 +95,10 @@ def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
 
 
 class Deadlocks:
-    """`least` are the seconds that an operation must have been pending to count."""
+    """A search for deadlocks. `least` are the seconds that an operation must have been pending to count."""
 
     def __init__(self, states: Mapping[int, State], least: float) -> None:
-        # One that was not asked may do anything, as one that has not answered.
+        # A rank that was not queried may do anything, as a rank that has not answered.
         self._states = {rank: state for rank, state in states.items() if "unreached" not in state}
         self._least = least
         self._absent: dict[tuple[str, int], list[int]] = {}
@@ -140,7 +146,7 @@ class Deadlocks:
         else:
             needed = ranks_needed(call, members, members.index(rank)) | set(one.get("waits_for", []))
         needs = [peer for peer in absent if peer in needed]
-        # Who only gives may be done without the others, but not while nobody at all is there to take it.
+        # A rank that only sends may complete without the others, but not while no other rank has begun to receive.
         gives = kind_of(call["name"]) in (*FROM_ROOT, *TO_ROOT, "scan", "exscan") and not moves_nothing(call)
         some = absent if gives and not needs and len(absent) == len(members) - 1 else []
 
@@ -159,10 +165,10 @@ class Deadlocks:
         return bool(begun >= number)
 
     def _comes(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
-        """Whether `rank` may still begin another collective of a communicator, or another meeting of a sequence."""
+        """Return True if `rank` may still begin another collective of a communicator, or meeting of a sequence."""
         state, whole = self._states.get(rank, {}), whole_key(key)
         if "left" in state:
-            return whole not in state["numbers"]  # of one that was dropped long ago nothing is known
+            return whole not in state["numbers"]  # a communicator that was dropped long ago has no record
         if is_meeting(key) and number_begun(state, key) is None:
             return True
         if whole in state.get("retired", ()):
@@ -172,20 +178,20 @@ class Deadlocks:
         return ("queue", rank, key) not in stuck and self._goes_on(rank, stuck)
 
     def _goes_on(self, rank: int, stuck: set[_Agent]) -> bool:
-        """Whether `rank` may still do something."""
+        """Return True if `rank` may still make a call."""
         state = self._states.get(rank, {})
         if "left" in state:
             return False
         if ("program", rank, "") not in stuck or state.get("others", True):
             return True
-        # What is in the background may be just that, and what is done when it ends may start others.
+        # An operation in the background may be the awaited one, and its callbacks may start others.
         return any(
             (one["running"] or (one["queued"] and one["background"])) and ("queue", rank, one["key"]) not in stuck
             for one in state.get("queues", [])
         )
 
     def _program(self, rank: int, state: State) -> _Wait | None:
-        """What the program of `rank` waits for, if that has no bound."""
+        """Return the wait of the program of `rank`, or None if it has a bound."""
         program = state.get("program", {})
         if program.get("waits") == "queue":
             agent = ("queue", rank, program["key"])
@@ -196,7 +202,7 @@ class Deadlocks:
         return None if one is None else self._message(rank, one)
 
     def _message(self, rank: int, one: State) -> _Wait | None:
-        """A wait for messages, if it is known for which, and if it has no bound."""
+        """Return a wait for messages; None if the messages are not known or the wait has a bound."""
         if one.get("bounded") or one["seconds"] < self._least:
             return None
         ways = messages_of(one["call"], one["key"])
@@ -216,7 +222,7 @@ class Deadlocks:
             )
 
         def may(stuck: set[_Agent]) -> bool:
-            # Of a sendrecv either way may be the one that is still to come.
+            # Of a sendrecv, either direction may be the one that is still pending.
             return (any if takes is None else all)(may_come(way, stuck) for way in ways)
 
         def on(stuck: set[_Agent]) -> list[int]:
@@ -225,8 +231,10 @@ class Deadlocks:
         return _Wait(rank, one, may, on)
 
     def _count(self, rank: int, key: str, what: str, peer: int, tag: int | None) -> int | None:
-        """How many messages with `tag` (None: any) `rank` has "sent" to or "received" from `peer` on a communicator;
-        None if that is not known."""
+        """Return the number of messages with `tag` (None: any) that `rank` has "sent" to or "received" from `peer`.
+
+        The messages are those of one communicator. Returns None if the number is not known.
+        """
         state = self._states.get(rank, {})
         queue = self._queues.get((rank, key))
         tally = (state.get("sent", {}).get(key) if what == "sent" else None) if queue is None else queue.get(what)
@@ -239,14 +247,17 @@ class Deadlocks:
         return found
 
     def _all_received(self, source: int, dest: int, key: str, tag: int | None = None) -> bool | None:
-        """Whether no message with `tag` (None: any) from `source` to `dest` is under way; None if that is not known."""
+        """Return True if no message with `tag` (None: any) from `source` to `dest` is in transit; None if not known."""
         sent = self._count(source, key, "sent", dest, tag)
         received = self._count(dest, key, "received", source, tag)
         return None if sent is None or received is None else sent == received
 
     def _may_answer(self, rank: int, key: str, peer: int, stuck: set[_Agent]) -> bool:
-        """Whether a message from `peer` may still come to a wait that lasts until it does: one that is under way, one
-        that `peer` sends when it goes on, or one by which it answers a message that it takes while it waits."""
+        """Return True if a message from `peer` may still arrive for a wait that lasts until one arrives.
+
+        The message may be in transit, be sent by `peer` later, or answer a message that `peer` receives while
+        it waits.
+        """
         if not self._all_received(peer, rank, key) or self._goes_on(peer, stuck):
             return True
         state = self._states[peer]
@@ -256,13 +267,13 @@ class Deadlocks:
         return takes and not self._all_received(rank, peer, key)
 
     def _under_way(self, rank: int, way: State, peer: int, waited: float) -> bool:
-        """Whether the other side of a message may have been started, so that the message may be on its way."""
+        """Return True if the other side of a message may have been started, so that the message may be in transit."""
         state = self._states.get(peer)
         if state is None:
             return True
         if way["way"] == "recv":
             received = self._all_received(peer, rank, way["key"], way["tag"])
-            if received is None:  # the tags were too many, perhaps
+            if received is None:  # there may have been too many tags to count apart
                 received = self._all_received(peer, rank, way["key"])
             if received is not None:
                 return not received
@@ -280,7 +291,7 @@ class Deadlocks:
         )
 
     def _told(self, waits: dict[_Agent, _Wait], stuck: set[_Agent]) -> Deadlock:
-        """In words."""
+        """Return the description of the stuck agents."""
         edges: dict[int, list[int]] = {}
         same: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         found = []
@@ -309,7 +320,7 @@ class Deadlocks:
         )
 
     def _gone(self, ranks: Sequence[int]) -> str:
-        """What is said of ranks that will never come since they have left."""
+        """Return the part of a sentence about awaited ranks that have left."""
         left = [rank for rank in ranks if "left" in self._states.get(rank, {})]
         if not left:
             return ""
@@ -319,7 +330,10 @@ class Deadlocks:
 
 @dataclass(slots=True)
 class _Wait:
-    """An agent that waits: `one` is the operation, `may_go_on` and `on` (for whom) depend on what else is stuck."""
+    """A waiting agent.
+
+    `one` is the operation. `may_go_on` and `on` (the awaited ranks) depend on which agents are stuck.
+    """
 
     rank: int
     one: State | None
@@ -328,8 +342,10 @@ class _Wait:
 
 
 def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:
-    """Ranks that wait each for the next, and the last for the first; empty if there are none, as when all wait for one
-    that has left."""
+    """Return ranks each of which waits for the next, and the last for the first.
+
+    The result is empty if there is no cycle, as when all wait for a rank that has left.
+    """
     left = dict(edges)
     while idle := [rank for rank, peers in left.items() if not any(peer in left for peer in peers)]:
         for rank in idle:

@@ -1,7 +1,7 @@
-"""What a rank has been asked to do: the flight recorder, which keeps the last operations of this process.
+"""The flight recorder, which keeps the last operations of this process.
 
-It is always on and costs 0.2 µs per operation; where a call came from is taken down only while somebody wants to know
-(``MPICOLL_CHECK``, ``MPICOLL_TRACE``), which costs 0.3 µs more.
+It is always on and costs 0.2 µs per operation. Call sites are recorded only where they are needed (``MPICOLL_CHECK``,
+``MPICOLL_TRACE``), which costs 0.3 µs more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zlib import crc32
 from mpicoll.transport.base import Traffic
 
 LENGTH = 1000
-"""How many operations are kept."""
+"""Number of operations that are kept."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
 
@@ -32,23 +32,24 @@ _OTHERS_INSIDE = (
     "/typing_extensions.py",
     "<frozen ",
 )
-"""What stands between a program and a call of ours, besides ourselves."""
+"""Paths of files, apart from those of this package, that lie between a program and its call of this package."""
 
 
 class Call:
-    """What a call asks for, in so far as the ranks have to ask for the same; and `algorithm`, which is chosen alike.
+    """The arguments of a call that all ranks must pass alike, and `algorithm`, which all ranks choose alike.
 
-    `shape` is that of this rank's array, `counts` the rows of all ranks' blocks where they may differ (of alltoall
-    those that leave this rank, and `arrivals` those that come to it). `nbytes` are those by which bandwidth is counted
-    (as :func:`mpicoll.explain` counts them), None if no rank knows those of others.
-    Messages have a `peer` (a rank of their communicator, None for any) and a `tag` (None for any). `parts` are the
-    calls that were put into one. `memory` is the kind of device on which the data lies, empty for the host. Not
-    `collective` is what not all ranks of the communicator take part in. `takes` is not None for a wait that lasts until
-    all of its `parts` have received: the ranks whose messages are taken meanwhile; its name says all about it.
+    `shape` is that of this rank's array. `counts` are the rows of all ranks' blocks where they may differ (of
+    alltoall the rows that this rank sends, and `arrivals` those that it receives). `nbytes` are the bytes by which
+    bandwidth is computed (as in :func:`mpicoll.explain`), None if no rank knows those of the others. Messages have
+    a `peer` (a rank of their communicator, None for any) and a `tag` (None for any). `parts` are the calls that
+    were combined into one. `memory` is the kind of device on which the data lies, empty for the host. `collective`
+    is False if not all ranks of the communicator take part. `takes` is not None for a wait that lasts until all of
+    its `parts` have received: the ranks whose messages are received meanwhile; the name of such a wait describes it
+    completely.
 
-    `operation` is what it is, whichever name it has. `signature` is what the ranks compare before they carry it out: 0
-    until it is computed by :meth:`sign`, WITHIN where the operation itself compares it. It stays 0 where there are
-    `arrivals`, which :meth:`row_signature` covers.
+    `operation` is the kind of operation, independent of its name. `signature` is compared between the ranks before
+    the operation starts: 0 until :meth:`sign` has computed it, WITHIN where the operation itself compares it. It
+    stays 0 where there are `arrivals`, which :meth:`row_signature` covers.
     """
 
     __slots__ = (
@@ -111,9 +112,12 @@ class Call:
         self._row_signature: tuple[int, int] | None = None
 
     def sign(self) -> int:
-        """A number of 32 bits, never 0, that is the same on all ranks if they call the same: another operation, dtype,
-        number of elements, op, root or algorithm makes another one, nearly always. Shapes of as many elements are the
-        same to it, and so are the rows that only some ranks know of (alltoall's counts)."""
+        """Return a number of 32 bits, never 0, that is equal on all ranks if they make the same call.
+
+        Another operation, dtype, number of elements, op, root, algorithm or memory gives another number, with a
+        probability of nearly 1. Shapes with the same number of elements give the same number, and the rows that
+        only some ranks know (alltoall's counts) are not included.
+        """
         size: tuple[Any, ...]
         if self.arrivals:
             size = "row", None if self.shape is None else prod(self.shape[1:])
@@ -127,9 +131,11 @@ class Call:
         return signature
 
     def row_signature(self, rank: int) -> tuple[int, int]:
-        """Return :meth:`sign`, and a number of 62 bits for the rows that `rank` sends to each rank and expects of each
-        (alltoall's counts). The numbers of all ranks add up to 0 modulo ROW_MODULUS if every block has the rows that
-        its receiver expects, and nearly always to another number if one has not."""
+        """Return :meth:`sign`, and a number of 62 bits for the rows that `rank` sends to and receives from each rank.
+
+        The rows are alltoall's counts. The numbers of all ranks add up to 0 modulo ROW_MODULUS if every block
+        has the rows that its receiver expects, and otherwise to another number with a probability of nearly 1.
+        """
         if self._row_signature is None:
             sent = sum(hash((rank, dest, count)) for dest, count in enumerate(self.counts))
             expected = sum(hash((source, rank, count)) for source, count in enumerate(self.arrivals))
@@ -137,7 +143,7 @@ class Call:
         return self._row_signature
 
     def __str__(self) -> str:
-        """The call as a person would write it, such as ``allreduce(float32[3, 4], op=sum) by ring``."""
+        """Return the call in readable form, such as ``allreduce(float32[3, 4], op=sum) by ring``."""
         if self.takes is not None:
             return self.name
         words = []
@@ -164,19 +170,22 @@ class Call:
 
 
 ROW_MODULUS = 1 << 62
-"""See :meth:`Call.row_signature`."""
+"""The modulus of :meth:`Call.row_signature`."""
 
 WITHIN = -1
-"""The ``signature`` of calls that are compared by what carries them out."""
+"""The ``signature`` of calls that their executor compares."""
 
 
 @dataclass(slots=True)
 class Group:
-    """A communicator as others get to know it. `key` is the same on all its ranks, and that of no other; `members` are
-    ranks of the world; `timeout` the seconds that an operation on it may take; `traffic` counts its messages.
+    """The description of a communicator for diagnostics.
 
-    A sequence of meetings (:meth:`~mpicoll.engine.core.queue.Progress.meet`) is a Group of its own, whose key is that
-    of the communicator, a space and what the meetings are called; `members` are the ranks that meet."""
+    `key` is the same on all its ranks, and unique among communicators; `members` are ranks of the job; `timeout` is
+    the number of seconds that an operation on it may take; `traffic` counts its messages.
+
+    A sequence of meetings (:meth:`~mpicoll.engine.core.queue.Progress.meet`) is a Group of its own. Its key is that
+    of the communicator, a space and the name of the meetings; `members` are the ranks that meet.
+    """
 
     key: str
     name: str
@@ -201,8 +210,11 @@ class Site(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An operation that has begun: the `number`-th collective or meeting on `group` (0 for what is none), at `begin` on
-    the monotonic clock. `site` is None where nobody took it down."""
+    """An operation that has begun.
+
+    It is the `number`-th collective or meeting on `group` (0 for other operations), begun at `begin` on the
+    monotonic clock. `site` is None where it was not recorded.
+    """
 
     group: Group
     number: int
@@ -212,14 +224,16 @@ class Entry(NamedTuple):
 
 
 Raw: TypeAlias = "tuple[Group, int, Call, float, Site | None]"
-"""An Entry as a plain tuple, which is made in a fifth of the time; ``Entry._make`` gives the names back."""
+"""An Entry as a plain tuple, which is created in a fifth of the time; ``Entry._make`` converts it."""
 
 Wait: TypeAlias = "tuple[Raw, bool, bool]"
-"""A wait outside of the queues: its entry, whether the program has given it a bound, and whether it polls: it checks
-now and then whether it can still complete, and raises if not."""
+"""A wait outside of the queues: its entry, True if the program has given it a bound, and True if it polls.
+
+A wait that polls checks from time to time if it can still complete, and raises if not.
+"""
 
 Past: TypeAlias = "tuple[Raw, float | None, str]"
-"""An operation, when it ended (None: a message that was only started), and what went wrong."""
+"""An operation, its end (None: a message that was only started), and its error."""
 
 Sink: TypeAlias = Callable[[Past], None]
 
@@ -228,18 +242,21 @@ past: deque[Past] = deque(maxlen=LENGTH)
 
 
 class _Keepers:
-    """Who is told of each operation that has ended. One function, replaced as a whole: it is called each time."""
+    """The receivers of operations that have ended.
+
+    ``keep`` is one function that is replaced as a whole, since it is called for each operation.
+    """
 
     def __init__(self) -> None:
         self._more: tuple[Sink, ...] = ()
         self.keep: Sink = past.append
 
     def add(self, sink: Sink) -> None:
-        """Tell `sink` too, from now on."""
+        """Pass each operation that ends to `sink` too, from now on."""
         self._change((*self._more, sink))
 
     def remove(self, sink: Sink) -> None:
-        """Tell `sink` no more."""
+        """Pass no more operations to `sink`."""
         self._change(tuple(one for one in self._more if one is not sink))
 
     def _change(self, more: tuple[Sink, ...]) -> None:
@@ -260,19 +277,21 @@ keepers = _Keepers()
 
 
 def is_ours(file: str) -> bool:
-    """True for a file of this package."""
+    """Return True for a file of this package."""
     return file.startswith(_PACKAGE)
 
 
 def is_inside(file: str) -> bool:
-    """True for a file of others that stands between a program and a call of ours."""
+    """Return True for a file of another package that lies between a program and its call of this package."""
     return any(part in file for part in _OTHERS_INSIDE)
 
 
 def call_site(frame: FrameType | None = None) -> Site | None:
-    """The line of the program that (directly, or through torch) called us; `frame` is where to begin to look, by
-    default here."""
-    frame = frame or sys._getframe(1)  # noqa: SLF001  there is no other way to ask
+    """Return the line of the program that called this package, directly or through torch.
+
+    The search begins at `frame`, by default at the caller.
+    """
+    frame = frame or sys._getframe(1)  # noqa: SLF001  there is no public interface
     outermost: Site | None = None
     while frame is not None:
         file = frame.f_code.co_filename
@@ -286,7 +305,7 @@ def call_site(frame: FrameType | None = None) -> Site | None:
 
 
 def described(call: Call) -> dict[str, Any]:
-    """`call` for JSON, without what it doesn't have."""
+    """Return `call` for JSON, without empty fields."""
     inner = ("parts", "collective", "operation", "signature")
     fields = {name: getattr(call, name) for name in Call.__slots__ if name not in inner}
     return {name: value for name, value in fields.items() if value not in (None, "", ())} | {"text": str(call)}

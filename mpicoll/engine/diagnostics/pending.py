@@ -1,4 +1,4 @@
-"""The operations that ranks wait in, as the states of all ranks tell."""
+"""The operations in which ranks wait, according to the states of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpicoll.engine.diagnostics.wording import inflect, rank_list, shorten
 
 
 def pending_operations(known: Mapping[int, State]) -> tuple[list[State], list[State]]:
-    """The operations that ranks wait in, those that have waited longest first: collectives, and others."""
+    """Return the operations in which ranks wait, the longest waits first: collectives, and others."""
     collectives: dict[tuple[str, int], State] = {}
     messages: list[State] = []
     for rank, state in sorted(known.items()):
@@ -54,7 +54,10 @@ def find_queue(state: State | None, key: str) -> State | None:
 
 
 def number_begun(state: State | None, key: str) -> int | None:
-    """How many collectives of a communicator, or meetings of a sequence, a rank has begun; None if it is not known."""
+    """Return the number of collectives of a communicator, or meetings of a sequence, that a rank has begun.
+
+    Returns None if the number is not known.
+    """
     if state is not None and "numbers" in state:
         none = 0 if is_meeting(key) and whole_key(key) in state["numbers"] else None
         number: int | None = state["numbers"].get(key, none)
@@ -66,7 +69,7 @@ def number_begun(state: State | None, key: str) -> int | None:
 
 
 def describe_mismatches(wait: State, known: Mapping[int, State]) -> list[str]:
-    """Say that ranks have called something else as the same collective, whether they still run it or not."""
+    """Return sentences about ranks that called different collectives under one number, also if these have ended."""
     ended = {
         rank: one
         for rank in wait["begun"]

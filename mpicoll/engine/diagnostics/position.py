@@ -1,7 +1,7 @@
-"""How far an operation has come, as what carries it out publishes it.
+"""The progress of an operation, as its executor publishes it.
 
-An operation costs next to nothing for this: its executor enters itself into the :class:`Executing` of its queue when it
-begins, and stores at most one attribute for each round. The words are made only when somebody asks for the position.
+The cost per operation is negligible: its executor registers in the :class:`Executing` of its queue when it begins, and
+stores at most one attribute for each round. The texts are made only when the position is requested.
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place within an operation: `where` in words, the ranks of the job that are waited for at this moment, and
-    whether the wait `polls`: it checks now and then whether the operation can still complete, and raises if not."""
+    """A place within an operation.
+
+    `where` is its description, `waits_for` are the ranks of the job that it waits for at this moment, and `polls`
+    is True if the wait checks from time to time if the operation can still complete, and raises if not.
+    """
 
     where: str = ""
     waits_for: tuple[int, ...] = ()
     polls: bool = False
 
     def position(self, members: Sequence[int]) -> Position:
-        """Return the position itself: of an executor that stays in one place."""
+        """Return the position itself, as the executor of an operation that has a single position."""
         return self
 
 
 class Executor(Protocol):
-    """What carries out an operation. Its position may be asked for by another thread at any time."""
+    """An executor of an operation. Its position may be requested by another thread at any time."""
 
     def position(self, members: Sequence[int]) -> Position:
-        """Return how far the operation has come. `members` are the ranks of its communicator as ranks of the job."""
+        """Return the progress of the operation. `members` are the ranks of its communicator as ranks of the job."""
 
 
 class Executing:
-    """Holds what carries out the operation of a queue. An executor that begins within another one takes its place, and
-    puts it back at its end."""
+    """The executor of a queue's operation.
+
+    An executor that begins within another one replaces it, and restores it at its end.
+    """
 
     __slots__ = ("executor",)
 
@@ -42,6 +47,6 @@ class Executing:
         self.executor: Executor | None = None
 
     def position(self, members: Sequence[int]) -> Position:
-        """Return how far the operation has come, as far as its executor says."""
+        """Return the progress of the operation, as published by its executor."""
         executor = self.executor
         return Position() if executor is None else executor.position(members)

@@ -1,4 +1,4 @@
-"""How this process tells the others that it ends, whatever ends it."""
+"""Reports of the end of this process to the other ranks, whatever its cause."""
 
 from __future__ import annotations
 
@@ -21,25 +21,31 @@ from mpicoll.errors import MpicollError
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
 last_acts: list[Callable[[], None]] = []
-"""What is to be done before this process ends the job. Must neither wait nor raise."""
+"""Functions that are called before this process ends the job. They must neither wait nor raise."""
 
 _ears: list[int] = []
-"""The descriptor that makes the watch hear a number, if it listens."""
+"""The descriptor to which signal numbers for the watchdog are written, if it listens."""
 
 _forking = threading.local()
 
 
 class Teller(Protocol):
-    """Who tells the other ranks."""
+    """An object that reports the end of this rank to the other ranks."""
 
     def dying(self, of: str, alike: str = "") -> None:
-        """This rank is about to end the job, because of what ``of`` says. Ranks that pass the same non-empty `alike` at
-        the same time do that once: it returns at once on one of them only."""
+        """Report that this rank is about to end the job, because of ``of``.
+
+        Ranks that pass the same non-empty `alike` at the same time are reported once: the call returns at once
+        on one of them only.
+        """
 
 
 def listen_for_signals() -> int | None:
-    """Where the numbers of signals can be read as they come, even while the main thread is blocked outside Python; None
-    if somebody else listens there, or this is not the main thread."""
+    """Return a descriptor from which signal numbers can be read as the signals arrive.
+
+    They arrive even while the main thread is blocked outside Python. Returns None if another library has set a
+    wakeup descriptor, or if this is not the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         return None
     reader, writer = os.pipe()
@@ -58,29 +64,36 @@ def listen_for_signals() -> int | None:
 
 
 def left_to_the_watch(number: int, frame: Any) -> None:
-    """The handler of SIGTERM. It lets the number come to where the watch listens: the main thread may be blocked in
-    MPI, and never get here. If it does get here, somebody else (asyncio, say) may have taken the watch's place."""
+    """Pass the number of SIGTERM to the watchdog (the handler of SIGTERM).
+
+    While the main thread is blocked in MPI, this handler never runs, and the number reaches the watchdog through
+    the wakeup descriptor. If the handler does run, another library (such as asyncio) may have replaced that
+    descriptor.
+    """
     with suppress(OSError):
         for ear in _ears:
             os.write(ear, bytes([number]))
 
 
 def hold_back_signals() -> None:
-    """Before a fork: until it leaves signals alone, a child would tell the watch of its parent what was meant for it
-    alone."""
-    # A handler of somebody else's might raise in the midst of the fork, where that would be lost.
+    """Block SIGTERM before a fork.
+
+    Until the child has reset its signal handling, a signal to the child alone would be reported to the watchdog of
+    the parent.
+    """
+    # A handler of the program might raise during the fork, where the exception would be lost.
     ours = signal.getsignal(signal.SIGTERM) is left_to_the_watch
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
 
 
 def let_signals_come() -> None:
-    """After a fork, in both."""
+    """Restore the signal mask after a fork, in the parent and in the child."""
     if _forking.mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
 def leave_signals_alone() -> None:
-    """At the end of the program, and in a forked child, whose signals are its own."""
+    """Reset the signal handling at the end of the program and in a forked child."""
     with suppress(ValueError):  # if this is not the main thread, or none is left
         signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is left_to_the_watch:
@@ -88,9 +101,11 @@ def leave_signals_alone() -> None:
 
 
 def end_launcher(after: float = 0.0) -> None:
-    """Have the launcher's process on this host end `after` that many seconds, if it is Open MPI's and still there: it
-    waits for a host that is lost as long as TCP sends again, a quarter of an hour, and for one that is frozen for ever.
-    Another process sees to it, as the launcher's end is that of this one."""
+    """End the launcher's process on this host after `after` seconds, if it is Open MPI's and still runs.
+
+    The launcher waits for a lost host as long as TCP retransmits, a quarter of an hour, and for a frozen one
+    without limit. A separate process sends the signals, since the end of the launcher ends this process.
+    """
     launcher = os.getppid()
     with suppress(OSError, IndexError):
         # PID (NAME) STATE PARENT ..., where the name may contain anything.
@@ -100,14 +115,15 @@ def end_launcher(after: float = 0.0) -> None:
             subprocess.Popen(
                 ["/bin/sh", "-c", program],
                 start_new_session=True,
-                # Whoever reads the job's output must not wait for this process.
+                # A reader of the job's output must not wait for this process.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
 
 
-# It takes three requests, as three Ctrl-C. The time of its start tells the launcher from a later process of its number.
+# Open MPI's launcher needs three requests, as with three Ctrl-C. The start time distinguishes it from a later process
+# with the same id.
 _END_LAUNCHER = """\
 goes_on() {{ read -r stat < /proc/{pid}/stat && [ "$(echo "$stat" | cut -d ' ' -f 22)" = {start} ]; }}
 polls={polls}
@@ -119,31 +135,36 @@ goes_on && kill -KILL {pid}
 
 
 def say(text: str, *, separate: bool = False) -> None:
-    """Write a line to stderr, and what stands before it. `separate` it where the launcher may have written before: Open
-    MPI's ends its own texts with a zero byte and no newline."""
+    """Write `text` as a line to stderr, after what is buffered there.
+
+    `separate` it by a newline where the launcher may have written before: Open MPI's launcher ends its messages
+    with a zero byte and no newline.
+    """
     stream = sys.stderr
-    with suppress(OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed or None
         if isinstance(stream, io.StringIO) and sys.__stderr__ is not None:
-            # torch.distributed collects what the hooks of others write, to show it when they have returned.
+            # torch.distributed collects the output of other hooks, and prints it when they have returned.
             stream = sys.__stderr__
         stream.write(f"{chr(10) if separate else ''}mpicoll: {text}\n")
         stream.flush()
 
 
 def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
-    """Let an uncaught exception, or ``sys.exit`` with a status other than 0, end the whole job: the other ranks would
-    wait for this one for ever."""
+    """End the whole job on an uncaught exception, or on ``sys.exit`` with a status other than 0.
+
+    Otherwise the other ranks would wait for this rank without limit.
+    """
     previous = sys.excepthook
     owner = os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         if os.getpid() != owner:
             previous(kind, error, traceback)
-            return  # a forked child, whose end concerns nobody
+            return  # the end of a forked child does not concern the job
         folded, shown = traceback, ""
-        with suppress(Exception):  # an exception that takes no note, say, must not keep the job from being ended
+        with suppress(Exception):  # a failure here, such as of add_note, must not keep the job from being ended
             folded = _fold(error, traceback)
-            # A hook of the program's own, which may write elsewhere than to stderr, is called on every rank.
+            # A hook of the program is called on every rank, since it may not write to stderr.
             if previous is sys.__excepthook__:
                 shown = "".join(format_exception(kind, error, folded))
         teller.dying(f"{cause_of(error)}; the job is ended", shown)
@@ -168,8 +189,11 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
 
 
 def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
-    """`traceback` without frames of this package, and those of the errors that led to `error` likewise, where they are
-    of no use to the program's author; a note says how many there were. All are kept with ``python -X dev``."""
+    """Return `traceback` without the frames of this package, which are of no use to the author of the program.
+
+    The frames of the errors that led to `error` are removed likewise. A note states how many were removed. All are
+    kept with ``python -X dev``.
+    """
     hidden = 0
     folded, known = traceback, set()
     one: BaseException | None = error
@@ -181,7 +205,7 @@ def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackTyp
             frames.append(at)
             at = at.tb_next
         kept = [frame for frame in frames if not frame.tb_frame.f_code.co_filename.startswith(_PACKAGE)]
-        # Another error that is raised in the package is a mistake of ours, or of what it calls.
+        # An error of another type that is raised in the package is a bug in it or in code that it calls.
         if any(isinstance(x, MpicollError) for x in (error, one)) or (frames and kept[-1:] == frames[-1:]):
             hidden += len(frames) - len(kept)
             chain: TracebackType | None = None
@@ -197,7 +221,7 @@ def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackTyp
 
 
 def cause_of(error: BaseException) -> str:
-    """How a rank has ended whose program has raised `error`."""
+    """Return a description of how a rank ended whose program has raised `error`."""
     if isinstance(error, SystemExit):
         return f"left by sys.exit with status {error.code}"
     text, name = str(error).strip(), type(error).__name__
@@ -211,10 +235,11 @@ def _flush() -> None:
 
 
 class _Exit(SystemExit):
-    """What ``sys.exit`` raises.
+    """The exception that ``sys.exit`` raises.
 
-    Python tells nobody with which status it ends; but the exception that ends it is the one that is dropped when no
-    Python code is left to run."""
+    Python does not expose the status with which it exits. But the exception that ends the interpreter is the one
+    that is dropped when no Python code is left to run.
+    """
 
     status = 0
 

@@ -1,6 +1,6 @@
-"""Where a rank stands, as data for the others.
+"""The state of a rank, as data for the other ranks.
 
-How far an operation has come is what its executor publishes (:mod:`mpicoll.engine.diagnostics.position`).
+The progress of an operation is published by its executor (:mod:`mpicoll.engine.diagnostics.position`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from mpicoll.engine.diagnostics.stacks import (
 from mpicoll.transport.base import Tally
 
 LIMIT = 1_000_000
-"""Bytes that the state of a rank may take as JSON."""
+"""Maximum size in bytes of the state of a rank as JSON."""
 
 
 IN_TRANSIT = 30.0
-"""Seconds for which a message may be on its way when its sender is done with it: a slow network takes 3 s for what the
-kernels keep."""
+"""Seconds for which a message may be in transit after its send has completed.
+
+A slow network takes 3 s for the data in kernel buffers.
+"""
 
 
 class Queue(Protocol):
@@ -54,7 +56,7 @@ class Queue(Protocol):
     background: bool
 
     def waiting_threads(self) -> set[int]:
-        """Return the threads that wait for their turn, or for what is in the queue."""
+        """Return the threads that wait for their turn, or for an operation in the queue."""
 
 
 def own_state(
@@ -70,29 +72,40 @@ def own_state(
     met: Mapping[str, int] | None = None,
     retired: Mapping[str, int] | None = None,
 ) -> State:
-    """The state of this rank, for JSON. `queues` are those of its communicators, `active` what blocks outside of them
-    by thread; `program` is the thread that runs the program, by default the main one; `started` gives the messages that
-    may be under way ("send" or "recv", and the tag). With `full` there are the stacks
-    of all threads and the last operations too, as many as fit into ``LIMIT`` bytes. `calls` are collectives, as (key of
-    the communicator, number), of which it says what it has called as them, if they have ended here; of meetings it says
-    how many it has begun, of those in `met` (numbers by key). `retired` are the communicators on which the program
-    calls nothing any more, by key, with the number of collectives that it has called there.
+    """Return the state of this rank, for JSON.
 
-    To be called on any thread at any time, also while others are stuck: takes no lock that they may hold, sends
-    nothing, raises nothing; what could not be found out is named under "failed".
+    It may be called on any thread at any time, also while other threads are stuck: it takes no lock that they may
+    hold, sends nothing and raises nothing. Parts that could not be determined are listed under "failed".
+
+    Args:
+        rank: The rank of this process, or of this thread, in the job.
+        size: The number of ranks of the job.
+        queues: The queues of the communicators of the rank.
+        active: The waits outside of the queues, by thread.
+        full: Include the stacks of all threads and the last operations, as many as fit into ``LIMIT`` bytes.
+        program: The thread that runs the program; by default the main thread.
+        started: Returns the messages that may be in transit: "send" or "recv", and the tag.
+        calls: Collectives, as (key of the communicator, number). The state contains the calls of this rank for those of
+            them that have ended here, and for meetings the number that it has begun.
+        met: The numbers of meetings begun, by key.
+        retired: The communicators on which the program makes no more calls, by key, with the number of collectives that
+            it has called there.
     """
     state: State = {"rank": rank, "size": size}
     try:
         looker = _Looker(rank, list(queues), dict(active), program, started, state, calls)
         looker.look(full=full)
         state |= looker.positions(met or {}, retired or {})
-    except Exception as error:  # noqa: BLE001  what there is must be told
+    except Exception as error:  # noqa: BLE001  the parts that were found must be returned
         state.setdefault("failed", []).append(f"{type(error).__name__}: {error}")
     return state
 
 
 def counts(group: Group, messages: Tally) -> list[list[int | None]]:
-    """Numbers of messages by rank of `group`, for JSON: rank of the world, tag and number."""
+    """Return numbers of messages for JSON, as lists of rank of the job, tag and number.
+
+    The ranks in `messages` are those of `group`.
+    """
     members = group.members
     return [[members[peer], tag, number] for (peer, tag), number in messages.items() if 0 <= peer < len(members)]
 
@@ -105,10 +118,17 @@ def absent(
     sent: Mapping[str, Sequence[Sequence[int | None]]] | None = None,
     calls: Sequence[Sequence[Any]] = (),
 ) -> State:
-    """The state of a rank that will not give one: it has "left" (it said goodbye, and calls nothing any more) or
-    "died", of which `words` say more. `numbers` are the collectives that it had begun on each communicator by key;
-    without them no wait for it can be said to never end. `sent` are the messages that it had sent, by key as
-    :func:`counts` gives them, and `calls` its :func:`last_calls`."""
+    """Return the state of a rank that has ended.
+
+    Args:
+        rank: The rank in the job.
+        how: "left" (it has announced that it makes no more calls) or "died".
+        words: Details.
+        numbers: The collectives that it had begun on each communicator, by key. Without them no wait for this rank can
+            be proved to be endless.
+        sent: The messages that it had sent, by key, as :func:`counts` returns them.
+        calls: Its :func:`last_calls`.
+    """
     assert how in ("left", "died")
     called = [
         {"key": key, "number": number, "call": {"name": name, "text": name} | ({} if root is None else {"root": root})}
@@ -118,8 +138,10 @@ def absent(
 
 
 def last_calls(rank: int) -> list[list[Any]]:
-    """The last collectives of `rank`, which is one of this process: the key of the communicator, number, name and
-    root. Few, as each rank that leaves sends them to all others."""
+    """Return the last collectives of `rank`, a rank of this process: key of the communicator, number, name and root.
+
+    There are at most ``_LAST_CALLS``, since each rank that leaves sends them to all others.
+    """
     found = []
     for (group, number, call, _, _), _, _ in reversed(flight_recorder.past.copy()):
         if number and group.members[group.rank] == rank:
@@ -133,12 +155,12 @@ _LAST_CALLS = 8
 
 
 def unreached(rank: int, relay: int) -> State:
-    """The state of a rank that was not asked, since `relay`, which passes messages on, does not answer."""
+    """Return the state of a rank that was not queried, since `relay`, which forwards messages, does not answer."""
     return {"rank": rank, "unreached": relay}
 
 
 class _Looker:
-    """One look at this process."""
+    """A snapshot of this process."""
 
     def __init__(
         self,
@@ -158,7 +180,7 @@ class _Looker:
         self._program = program or threading.main_thread().ident or 0
         self._under_way = started
         self._twice: set[str] = set()
-        # One look at each: they change meanwhile.
+        # Each queue is read once: it changes meanwhile.
         self._running = [(queue, _running(queue)) for queue in queues]
         self._state = state
         self._wanted = {(key, number) for key, number in calls}
@@ -186,13 +208,13 @@ class _Looker:
         for name, find in parts:
             try:
                 state[name] = find()
-            except Exception as error:  # noqa: BLE001  the rest must be told
+            except Exception as error:  # noqa: BLE001  the other parts must be returned
                 state.setdefault("failed", []).append(f"{name}: {type(error).__name__}: {error}")
         if full:
             _trim(state)
 
     def positions(self, met: Mapping[str, int], retired: Mapping[str, int]) -> State:
-        """What is known of meetings, and of communicators that are used no more."""
+        """Return the numbers of meetings, and of communicators that are no longer used."""
         queues = self._state.get("queues", [])
         busy = {one["key"] for one in queues if one["running"] or one["queued"]}
         known = {*retired, *(one["key"] for one in queues)}
@@ -234,7 +256,10 @@ class _Looker:
 
     @staticmethod
     def _traffic(group: Group) -> State:
-        """How many messages this rank has sent and received; nothing if others may travel that are not counted."""
+        """Return the numbers of messages that this rank has sent and received.
+
+        The result is empty if there may be uncounted messages.
+        """
         traffic = group.traffic
         if traffic is None or traffic.uncounted:
             return {}
@@ -242,7 +267,7 @@ class _Looker:
         return {"sent": sent, "received": received, "answered": traffic.answered}
 
     def _called(self) -> list[State]:
-        """What this rank has called as the collectives that were asked for, and that have ended here."""
+        """Return the calls of this rank for the requested collectives that have ended here."""
         if not self._wanted:
             return []
         return [
@@ -267,7 +292,7 @@ class _Looker:
         return found
 
     def _name(self, group: Group) -> str:
-        """What tells it from others."""
+        """Return the name of `group`, with its key if several communicators have this name."""
         return f"{group.name} [{whole_key(group.key)}]" if group.name in self._twice else group.name
 
     def _operation(self, raw: Raw, ident: int | None, position: Position, *, bounded: bool) -> State:
@@ -292,13 +317,13 @@ class _Looker:
         }
 
     def _of_program(self) -> State:
-        """What the thread of the program does: nothing of ours, or in which wait it is."""
+        """Return the position of the thread that runs the program, and the wait that it is in."""
         if self._program not in self._names:
             return {"site": None, "waits": "ended"}
         return {"site": _site(program_site(self._stacks.get(self._program, [])))} | self._wait_of_program()
 
     def _wait_of_program(self) -> State:
-        """For what the thread of the program waits without a bound of its own: for a queue, or for a message."""
+        """Return the wait of the program's thread for a queue or for a message, without regard to its own bound."""
         waits: list[tuple[float, State]] = [
             (running.entry[3], {"waits": "queue", "key": queue.group.key})
             for queue, running in self._running
@@ -315,8 +340,11 @@ class _Looker:
         return {"waits": ""}
 
     def _others(self) -> list[str]:
-        """The threads that may communicate in the program's name, besides its own: also those of ours that run the
-        program's code, as is done when an operation in the background ends."""
+        """Return the names of the other threads that may communicate on behalf of the program.
+
+        Threads of this package are included while they run code of the program, as at the end of an operation
+        in the background.
+        """
         found = []
         for ident in self._stacks.keys() | self._names.keys():
             name, stack = self._names.get(ident, "?"), self._stacks.get(ident, [])
@@ -327,8 +355,10 @@ class _Looker:
         return found
 
     def _all_started(self) -> list[State]:
-        """Messages that may be under way though nobody waits here for them. To whom those go that are just being sent
-        in the background is not known."""
+        """Return the messages that may be in transit although no thread of this rank waits for them.
+
+        The destinations of messages that are being sent in the background are not known.
+        """
         kinds: set[tuple[str, str | None, int | None, int | None]] = {
             (way, None, None, tag) for way, tag in self._under_way()
         }
@@ -341,14 +371,14 @@ class _Looker:
         return [dict(zip(("way", "key", "peer", "tag"), kind, strict=True)) for kind in kinds]
 
     def _mine(self, group: Group) -> bool:
-        """Whether it was this rank that did it: ranks may be threads of one process."""
+        """Return True if this rank made the call: ranks may be threads of one process."""
         return not group.members or group.members[group.rank] == self._rank
 
     def _threads(self) -> list[State]:
         found = []
         for ident, stack in self._stacks.items():
             if ident == threading.get_ident() != self._program:
-                continue  # it does this
+                continue  # the thread that takes the snapshot
             found.append(
                 {
                     "name": self._names.get(ident, "?"),
@@ -387,7 +417,7 @@ class _Looker:
 
 
 def _trim(state: State) -> None:
-    """Keep what there is room for: of the operations the newest, and of stacks the innermost frames."""
+    """Reduce `state` to ``LIMIT`` bytes: keep the newest operations and the innermost frames."""
     past, threads = state.get("past", []), state.get("threads", [])
     if len(json.dumps(state)) > LIMIT:
         for one in past:
@@ -403,7 +433,7 @@ def _trim(state: State) -> None:
 
 
 class _Running(NamedTuple):
-    """The operation of a queue: its entry, the thread that carries it out (None: not known), and its position."""
+    """The operation of a queue: its entry, the thread that executes it (None: not known), and its position."""
 
     entry: Raw
     thread: int | None
@@ -411,7 +441,7 @@ class _Running(NamedTuple):
 
 
 def _running(queue: Queue) -> _Running | None:
-    """What runs in a queue. The parts are of one moment."""
+    """Return the operation that runs in a queue. Its parts belong to the same moment."""
     entry = queue.current
     for _ in range(_TRIES):
         if entry is None:
@@ -420,7 +450,7 @@ def _running(queue: Queue) -> _Running | None:
         before, entry = entry, queue.current
         if entry is before:
             return _Running(entry, thread, position)
-    # They are short, and none of them waits.
+    # The operation changed at each attempt, so operations are short and none of them waits.
     return None if entry is None else _Running(entry, None, Position())
 
 

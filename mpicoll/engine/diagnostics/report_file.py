@@ -1,4 +1,4 @@
-"""The report: a text for people, and JSON that can be read again."""
+"""The report: a readable text, and JSON that can be loaded again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from mpicoll.errors import ArgumentError
 def write(
     folder: Path, job: str, why: str, states: Mapping[int, State | None], analysis: Analysis
 ) -> tuple[Path, Path]:
-    """Write the report to `folder`, which is made if need be: as text, and as JSON for :func:`words_of`. A later report
-    of the same `job` gets a number; none is ever overwritten. Both appear as a whole or not at all."""
+    """Write the report to `folder`, which is created if necessary: as text, and as JSON for :func:`words_of`.
+
+    Another report of the same `job` gets a number; no file is overwritten. Each of the two files appears completely
+    or not at all. Returns the paths of the text and of the JSON.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     name = "mpicoll-report-" + (re.sub(r"[^\w.-]+", "_", job) or "job")
     content = {
@@ -48,7 +51,7 @@ _FORMAT = "mpicoll report 1"
 
 
 def _new(path: Path, content: bytes) -> bool:
-    """Make a file of `content`; whether there was none of that name before."""
+    """Create a file with `content` and return True, or False if there is a file of that name."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
@@ -59,7 +62,7 @@ def _new(path: Path, content: bytes) -> bool:
             os.link(temporary, path)
         except FileExistsError:
             return False
-        except OSError:  # a file system without links; then the name is taken first
+        except OSError:  # a file system without hard links; then the name is reserved first
             path.touch(exist_ok=False)
             temporary.replace(path)
     except FileExistsError:
@@ -70,7 +73,7 @@ def _new(path: Path, content: bytes) -> bool:
 
 
 def text_of(why: str, states: Mapping[int, State | None], analysis: Analysis) -> str:
-    """The report for people: what happened, then each rank."""
+    """Return the readable report: the analysis, then each rank."""
     lines = [*analysis.words, "", f"Reason: {why}"]
     lines.append(f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
     for rank, state in sorted(states.items()):
@@ -86,7 +89,7 @@ def text_of(why: str, states: Mapping[int, State | None], analysis: Analysis) ->
 
 
 def _rank_lines(rank: int, state: State | None) -> list[str]:
-    """A rank in a few lines."""
+    """Return a description of a rank in a few lines."""
     if state is None:
         return [f"Rank {rank}: no answer"]
     if state.keys() & {"left", "died", "unreached"}:
@@ -121,7 +124,7 @@ def _past_line(one: State) -> str:
 
 
 def words_of(path: Path) -> str:
-    """What happened, from the JSON of a report. Raises ArgumentError if it is none."""
+    """Return the readable summary of a report, from its JSON. Raises ArgumentError if it is not an mpicoll report."""
     try:
         content = json.loads(Path(path).read_bytes())
         known = content["format"] == _FORMAT

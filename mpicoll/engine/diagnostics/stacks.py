@@ -1,8 +1,8 @@
 """The stacks of the threads of this process, taken while they run.
 
-faulthandler writes them down in one go, during which no other thread runs Python code. Frame objects of other threads,
-as ``sys._current_frames()`` gives them, must not be used: a frame that is about to return may be gone when it is looked
-at, which crashes CPython 3.11.
+faulthandler writes them in one call, during which no other thread runs Python code. Frame objects of other threads, as
+``sys._current_frames()`` returns them, must not be used: a frame that is about to return may be deallocated while it is
+read, which crashes CPython 3.11.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _unescaped(name: str) -> str:
 
 
 def thread_names() -> dict[int, str]:
-    """Return the names of the threads that Python knows of, by identifier."""
+    """Return the names of the threads that Python has registered, by identifier."""
     # Not threading.enumerate(), which takes a lock: a signal handler may have interrupted the thread that holds it.
     threads: dict[int, threading.Thread] = threading._active.copy()  # type: ignore[attr-defined]  # noqa: SLF001
     return {ident: thread.name for ident, thread in threads.items()}
@@ -69,8 +69,10 @@ def source_line(frame: Site) -> str:
 
 
 def program_site(stack: Iterable[Site]) -> Site | None:
-    """Return the innermost line of the program; that of a library that was installed if there is none. None for a
-    thread that runs neither, such as one of ours that works in the background."""
+    """Return the innermost line of the program, or that of an installed library if there is none.
+
+    Returns None for a thread that runs neither, such as a background thread of this package.
+    """
     outside = [frame for frame in stack if not is_ours(frame.file)]
     direct = [frame for frame in outside if not is_inside(frame.file)]
     own = (frame for frame in direct if not frame.file.startswith((_STANDARD, *_INSTALLED)))
@@ -79,14 +81,16 @@ def program_site(stack: Iterable[Site]) -> Site | None:
 
 
 def call_site_in(stack: Sequence[Site]) -> Site | None:
-    """Return the line of the program that has called us, in a stack whose thread carries out an operation: a function
-    of the program that the operation calls lies further in."""
+    """Return the line of the program that called this package, in the stack of a thread that executes an operation.
+
+    A function of the program that the operation calls lies further in, and is skipped.
+    """
     first = next((number for number, frame in enumerate(stack) if is_ours(frame.file)), 0)
     return program_site(stack[first:])
 
 
 def runs_program(stack: Iterable[Site]) -> bool:
-    """True if a frame belongs neither to us nor to the standard library."""
+    """Return True if a frame belongs neither to this package nor to the standard library."""
     return any(
         not is_ours(frame.file)
         and (frame.file.startswith(_INSTALLED) or not frame.file.startswith((_STANDARD, "<frozen ")))
@@ -95,8 +99,11 @@ def runs_program(stack: Iterable[Site]) -> bool:
 
 
 def is_idle(stack: Sequence[Site]) -> bool:
-    """True if a thread can do nothing by itself: only others of this process can wake it, as when it waits without a
-    bound for an event or for work; or it is known to do nothing that matters."""
+    """Return True if a thread can do nothing by itself.
+
+    Such a thread can be woken only by other threads of this process, as when it waits without a bound for an event
+    or for work; or it is known to do nothing that matters.
+    """
     if not stack:
         return False
     file, function = stack[0].file, stack[0].function

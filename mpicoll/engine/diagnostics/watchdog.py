@@ -1,8 +1,9 @@
-"""The thread of a rank that never waits for the others: it bounds their waits, learns of deaths, and ends the job.
+"""The watchdog thread of a rank, which bounds waits, detects failed ranks and ends the job.
 
-MPI's calls can't be left, and tell nobody whom they wait for. So each rank has this thread, which talks to those of
-the other ranks beside MPI (:mod:`mpicoll.transport.control.network`). The lowest rank that lives is the *speaker*: it
-collects what the ranks say about themselves, writes the report, and says on stderr what has happened, once for all.
+A blocking MPI call can't be left, and does not report which ranks it waits for. So each rank runs this thread, which
+communicates with the watchdogs of the other ranks beside MPI (:mod:`mpicoll.transport.control.network`). The lowest
+living rank is the *speaker*: it collects the states of all ranks, writes the report, and prints the reason to stderr
+once for the whole job.
 """
 
 from __future__ import annotations
@@ -44,46 +45,46 @@ _TERM_TOGETHER = 0.1
 """Seconds in which a launcher's SIGTERM reaches all ranks that it ends."""
 
 _ANSWER = 2.0
-"""Seconds in which the watches of the other ranks answer."""
+"""Seconds in which the watchdogs of the other ranks answer."""
 
 _ANSWER_AT_DEATH = 0.15
-"""The same when somebody has died: the launcher leaves the others a quarter of a second."""
+"""Seconds in which they answer after a rank has died: the launcher leaves the others a quarter of a second."""
 
 _SETTLED = 0.4
-"""The part of MPICOLL_STUCK_AFTER that lies between two looks at all ranks: what both of them find stands still."""
+"""Fraction of MPICOLL_STUCK_AFTER between two looks at all ranks: a wait found stuck by both looks is stuck."""
 
 _RARELY = 60.0
-"""Seconds, at most, between two requests for a look because of one wait. The time doubles from one to the next."""
+"""Maximum seconds between two requests for a look because of one wait. The interval doubles with each request."""
 
 _LEFT = 0.2
-"""Seconds that a rank waits before it compares its waits with what ranks that have left have done."""
+"""Seconds that a rank waits before it compares its waits with the final states of ranks that have left."""
 
 _PRIVATE = 2.0
 """Seconds that a call has to raise Timeout by itself, where it can."""
 
 _GRACE = 1.0
-"""Seconds that a rank has to raise Timeout once it has the report, and the speaker to end the job after a death."""
+"""Seconds that a rank has to raise Timeout after it has the report, and the speaker to end the job after a death."""
 
 _RAISES = 5.0
 """Seconds that an operation that can never complete has to raise, if it polls, before the job is ended."""
 
 _BEHIND = 3.0
-"""Seconds that the others leave to the speaker."""
+"""Seconds that the other ranks give the speaker before they end the job themselves."""
 
 _LAUNCHER = 3.0
-"""Seconds in which the launcher has ended a job on several hosts, if they all answer."""
+"""Seconds in which the launcher has ended a job on several hosts, if all hosts answer."""
 
 _ALIKE = 0.25
-"""Seconds in which ranks that end by the same error learn of each other."""
+"""Seconds in which ranks that end with the same error receive each other's reports."""
 
 _FLUSH = 0.2
-"""Seconds in which last words get out."""
+"""Seconds for the last messages to be sent."""
 
 _POSITIONS = 1000
-"""Of how many freed or dropped communicators it is known how far the program has come on them."""
+"""Number of freed or dropped communicators whose last collective number is kept."""
 
 FULL_FROM = 0.5
-"""A bound of fewer seconds is a program's way to look whether something has come, and worth no report."""
+"""Shortest bound, in seconds, that is worth a report: with a shorter one a program only polls for a message."""
 
 
 _Key: TypeAlias = tuple[str, int, float]
@@ -101,20 +102,20 @@ class Watched(Protocol):
     queue: deque[Any]
 
     def waiting_threads(self) -> set[int]:
-        """Return the threads that wait for their turn, or for what is in the queue."""
+        """Return the threads that wait for their turn, or for an operation in the queue."""
 
     def drain(self, timeout: float) -> bool:
-        """Wait until there is nothing left to do; whether that came about."""
+        """Wait until the queue is empty, at most `timeout` seconds. Return True if it is empty."""
 
     def refuse(self) -> None:
         """Raise CommunicatorError from now on."""
 
     def unreported(self) -> Sequence[Any]:
-        """What has failed in the background, with its ``error``, of which nobody has learned."""
+        """Return the operations that failed in the background without a report to any caller, with their ``error``."""
 
 
 class _Doom(NamedTuple):
-    """Why operations can never complete."""
+    """The reason why operations can never complete."""
 
     why: str
     mismatch: bool
@@ -124,7 +125,7 @@ class _Doom(NamedTuple):
 
 
 class _Inquiry:
-    """Somebody's question where everybody is."""
+    """A request for the states of all ranks."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -133,34 +134,36 @@ class _Inquiry:
 
 
 class Watch:
-    """Ends the job when something has been waiting for longer than its communicator's timeout, when it waits in vain,
-    or when a rank has died, unless ranks may (`survives`, under ULFM).
+    """The watchdog of a rank.
 
-    Who waits says so in ``current`` (a queue of collectives) or in ``active``, by thread; ``period`` is the most
-    seconds between two looks. `interrupts`, from
-    :func:`~mpicoll.engine.diagnostics.process_exit.listen_for_signals`, lets it end the job when Ctrl-C can't interrupt
-    who waits, and say what SIGTERM has ended.
+    It ends the job when an operation has been waiting for longer than the timeout of its communicator, when an
+    operation can never complete, or when a rank has died, unless ranks may die (`survives`, under ULFM).
+
+    Waits are registered in ``current`` (of a queue of collectives) or in ``active`` (by thread); ``period`` is the
+    maximum number of seconds between two looks. `interrupts`, from
+    :func:`~mpicoll.engine.diagnostics.process_exit.listen_for_signals`, lets the watchdog end the job when Ctrl-C
+    can't interrupt a blocked thread, and report which ranks SIGTERM has ended.
     """
 
     def __init__(self, period: float, abort: Callable[[int], None], interrupts: int | None = None) -> None:
         self.active: dict[int, Wait] = {}
         self.survives = False
-        # Operations for which somebody who waited has got Timeout, and decides what is to be done.
+        # Operations for which a caller has got Timeout: the program decides how it continues.
         self.excused: deque[Call] = deque(maxlen=100)
-        # Operations for which a thread waits within a bound of its own now, and will get Timeout.
+        # Operations for which a thread waits with its own bound now, after which it gets Timeout.
         self.bounded: list[Call] = []
-        # Called on the speaker, before it ends the job, with a rank that has ended unannounced, and how.
+        # Called on the speaker, before it ends the job, with a rank that has exited unannounced and the reason.
         self.on_death: Callable[[int, str], None] = lambda rank, why: None
-        # What has to be done about a rank that has died, where others survive that.
+        # Called with a rank that has died, in a job that survives deaths.
         self.mourn: Callable[[int], None] = lambda rank: None
-        # Returns the messages that this process has started, which may be under way: "send" or "recv", and the tag.
+        # Returns the messages that this process has started and that may be in transit: "send" or "recv", and the tag.
         self.started: Callable[[], list[tuple[str, int | None]]] = list
         self.rank, self.size = 0, 1
         self._line: ControlNetwork | None = None
         self._joined = threading.Event()
         self._job = ""
         self._folder: Path | None = None
-        self._places: list[Any] = []  # where each rank lives
+        self._places: list[Any] = []  # the host of each rank
         self._processes: dict[int, Process] = {}
         self._interrupts = interrupts
         self._interrupted: tuple[float, set[_Key]] | None = None
@@ -170,29 +173,29 @@ class Watch:
         self._abort = abort
         self._cut_off = False  # whether a host is lost
         self._suspect = ""  # why the launcher may be about to end the job
-        self._told: dict[int, str] = {}  # ranks that said of what they die
-        self._alike: dict[str, set[int]] = {}  # the same, by what marks those that die alike
-        self._heard_end = threading.Condition()  # of the two
+        self._told: dict[int, str] = {}  # ranks that have announced their end, with the cause
+        self._alike: dict[str, set[int]] = {}  # the ranks that announced the same cause, by its hash
+        self._heard_end = threading.Condition()  # guards _told and _alike
         self._left: dict[int, dict[str, Any]] = {}  # ranks that have exited, as absent() takes them
         self._doomed: dict[_Key, _Doom] = {}  # operations that can never complete
         self._doomed_since: dict[_Key, float] = {}
         self._found: tuple[Any, ...] = ()  # the waits that the last look has found to be stuck
         self._looked = 0.0
-        self._wanted = False  # whether a rank has asked the speaker for a look
+        self._wanted = False  # True if a rank has requested a look from the speaker
         self._next_look: dict[_Key, float] = {}  # for each wait, when a look is due because of it
         self._positions: dict[str, tuple[Group, int]] = {}  # of communicators that the program has freed or dropped
-        self._met: dict[str, int] = {}  # how many meetings of each sequence have begun, by its key
+        self._met: dict[str, int] = {}  # number of meetings begun, by the key of their sequence
         self._asked = 0
         self._answers: dict[int, Any] = {}
         self._later: deque[Message | PeerExit] = deque()
         self._inquiries: deque[_Inquiry] = deque()
-        self._answered = 0.0  # when somebody has got an answer, who is about to raise Timeout
+        self._answered = 0.0  # time of the last answer to a thread, which is about to raise Timeout
         self._leaving = False
-        self._ending: float | None = None  # when this rank ends the job if nobody else has
+        self._ending: float | None = None  # time at which this rank ends the job if no other rank has
         self._why = ""
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
 
-    # --- what others call
+    # --- called by other threads
 
     def add(self, queue: Watched) -> None:
         """Watch `queue` for as long as it lives."""
@@ -200,12 +203,12 @@ class Watch:
             self._queues.add(queue)
 
     def queues(self) -> list[Watched]:
-        """All queues that are watched."""
+        """Return all queues that are watched."""
         with self._lock:
             return list(self._queues)
 
     def forked(self) -> None:
-        """In a forked child, which has no such thread: nothing works any more that communicates."""
+        """Make every queue refuse operations, in a forked child: the child has no watchdog thread."""
         self._lock = threading.Lock()  # the thread may have held it
         for queue in self.queues():
             queue.refuse()
@@ -219,8 +222,11 @@ class Watch:
         *,
         survives: bool,
     ) -> None:
-        """Talk to the other ranks by `line` from now on, whose `addresses` it has. `job` names the job; reports go to
-        `folder`, if that is not None."""
+        """Communicate with the other ranks through `line` from now on.
+
+        `addresses` are the addresses of all ranks, by rank. `job` names the job. Reports are written to
+        `folder` unless it is None. `survives` is True if ranks may die (ULFM).
+        """
         self.rank, self.size, self.survives = line.rank, line.size, survives
         self._job, self._folder = job, folder
         self._places = [one["place"] for one in addresses]
@@ -234,11 +240,12 @@ class Watch:
         self._joined.set()
 
     def dying(self, of: str, alike: str = "") -> None:
-        """Say that this rank ends the job, to stderr and to the others.
+        """Report to stderr and to the other ranks that this rank ends the job, because of `of`.
 
-        Of the ranks that call it within a moment with the same non-empty `alike`, in which each may name itself, the
-        lowest says it for all. It alone returns at once, to end the job; should it fail to, the others say it
-        themselves and return some seconds later."""
+        Ranks that call it within ``_ALIKE`` seconds with the same non-empty `alike`, apart from their own rank
+        number in it, are reported once, by the lowest of them. Only that rank returns at once, to end the job.
+        If it fails to end the job, the other ranks report themselves and return after ``_BEHIND`` seconds.
+        """
         if not alike or self._line is None:
             say(f"rank {self.rank} of {self.size} {of}", separate=True)
             self._tell_end(of)
@@ -254,9 +261,12 @@ class Watch:
         say(f"{rank_list(ranks)} of {self.size} {of}", separate=True)
 
     def _tell_end(self, of: str, alike: str = "") -> None:
-        """Tell the other watches, so that they don't look for another reason, and do what is to be done before."""
+        """Run ``last_acts``, and send the end of this rank to the other watchdogs.
+
+        They then look for no other reason.
+        """
         for act in last_acts:
-            with suppress(Exception):  # nothing must keep the others from being told
+            with suppress(Exception):  # a failing act must not keep the message from being sent
                 act()
         line = self._line
         if line is not None:
@@ -264,22 +274,24 @@ class Watch:
             line.flush(_FLUSH)
 
     def leave(self) -> None:
-        """Tell the others that this rank calls nothing any more."""
+        """Announce to the other ranks that this rank makes no more calls."""
         line, self._leaving = self._line, True
         leave_signals_alone()
         if line is not None:
             line.leave({"kind": "left"} | self._last_position())
 
     def close(self) -> None:
-        """The ranks have all left: MPI is at its end."""
+        """Close the control network after all ranks have left and MPI is finalized."""
         line, self._line = self._line, None
         self._joined.clear()
         if line is not None:
             line.close()
 
     def keep_position(self, group: Group, number: int) -> None:
-        """The program has freed or dropped the communicator of `group` after `number` collectives: it calls nothing on
-        it any more."""
+        """Record that the program made `number` collectives on `group` before it freed or dropped the communicator.
+
+        The program makes no more calls on that communicator.
+        """
         # Without a lock: the garbage collector may call it on a thread that holds one.
         self._positions[group.key] = group, number
         oldest = list(self._positions)[:-_POSITIONS]
@@ -290,12 +302,12 @@ class Watch:
                 self._met.pop(key, None)
 
     def begin_meeting(self, key: str) -> int:
-        """This rank comes to the next meeting of the sequence `key`: its number."""
+        """Count a meeting of the sequence `key` that this rank begins, and return its number."""
         number = self._met[key] = self._met.get(key, 0) + 1
         return number
 
     def _last_position(self) -> dict[str, Any]:
-        """What the others need to know of a rank that leaves to tell what it will never do."""
+        """Return the final state of this rank, from which other ranks derive which operations can never complete."""
         positions = self._positions | {queue.group.key: (queue.group, queue.number) for queue in self.queues()}
         return {
             "numbers": {key: number for key, (_, number) in positions.items()} | self._met,
@@ -308,7 +320,7 @@ class Watch:
         }
 
     def check(self, raw: Raw | None) -> None:
-        """For a rank that polls in an operation: raise CommunicationError if that can never complete."""
+        """Raise CommunicationError if the operation `raw`, in which this rank polls, can never complete."""
         doom = self._doomed.get(_key(Entry._make(raw))) if self._doomed and raw is not None else None
         if doom is not None:
             raise doom.error()
@@ -321,13 +333,15 @@ class Watch:
             raise RankFailed(f"rank {self.rank} of {self.size}: rank {names} has died", tuple(sorted(dead)))
 
     def dead(self) -> set[int]:
-        """The ranks of the job that have died."""
+        """Return the ranks of the job that have died."""
         line = self._line
         return set() if line is None else {rank for rank, one in line.gone.items() if one.why != "left"}
 
     def inquire(self, why: str) -> str:
-        """Ask all ranks where they are, because of `why`, and write the report: what it says, in short. Not for the
-        watch's own thread. Takes some seconds at most."""
+        """Collect the states of all ranks because of `why`, write the report, and return its summary.
+
+        It takes at most ``2 * _ANSWER`` seconds. It must not be called on the watchdog's own thread.
+        """
         if self._line is None:
             return ""
         inquiry = _Inquiry(why)
@@ -347,10 +361,10 @@ class Watch:
                 time.sleep(self._period)
 
     def _turn(self) -> None:
-        """Wait for what comes, and look after what waits."""
+        """Wait for messages of other ranks, handle them, and check the waits of this rank."""
         events = self._wait(self._pause())
         if self._leaving:
-            return  # what others say goes through this rank, but means it no more
+            return  # this rank still forwards messages, but handles none
         while self._later:
             self._heed(self._later.popleft())
         for event in events:
@@ -358,7 +372,7 @@ class Watch:
         now = time.monotonic()
         waiting = self._waiting()
         for entry in waiting:
-            # Who waits in shared memory raises by itself, and asks the others meanwhile.
+            # A thread that waits in shared memory raises by itself, and meanwhile requests a report.
             bound = entry.group.timeout
             if any(entry.call is one for one in self.excused):
                 bound = max(bound, config().timeout)
@@ -377,7 +391,7 @@ class Watch:
             self._end(self._why)
 
     def _pause(self) -> float:
-        """Seconds until the next look."""
+        """Return the seconds until the next look."""
         waiting, now = self._waiting(), time.monotonic()
         bounds = [entry.group.timeout / 4 for entry in waiting]
         bounds += [max(0.05, self._due(entry) - now) for entry in waiting]
@@ -386,7 +400,7 @@ class Watch:
         if self._left and waiting:
             bounds.append(_LEFT)
         if self._ending is not None or self._doomed_since or self._suspect:
-            bounds.append(0.05)  # of the last, the launcher's SIGTERM is next, and leaves little time
+            bounds.append(0.05)  # after _suspect the launcher's SIGTERM follows, and leaves little time
         return min(self._period, *bounds) if bounds else self._period
 
     def _wait(self, seconds: float) -> list[Message | PeerExit]:
@@ -401,16 +415,16 @@ class Watch:
         return [Entry._make(one) for one in found if one is not None]
 
     def _reachable(self) -> set[int]:
-        """This rank and those that are not known to be gone."""
+        """Return this rank and the ranks that are not known to be gone."""
         line = self._line
         gone = {} if line is None else line.gone
         return {self.rank, *(rank for rank in range(self.size) if rank not in gone and rank not in self._told)}
 
     def _speaker(self) -> int:
-        """The rank that speaks for those that can be heard."""
+        """Return the lowest reachable rank, which reports for all of them."""
         return min(self._reachable())
 
-    # --- what comes from the others
+    # --- messages of other ranks
 
     def _heed(self, event: Message | PeerExit) -> None:
         if isinstance(event, PeerExit):
@@ -456,11 +470,11 @@ class Watch:
         if self._speaker() == self.rank:
             self.on_death(gone.rank, why)
         if status == 0:
-            # If its goodbye was lost, all is well; if it left MPI out, the launcher is about to end the job.
+            # If its farewell was lost, this is a normal exit; if it did not finalize MPI, the launcher ends the job.
             self._suspect = self._suspect or f"{why}; the job is ended"
             return
         lost = [gone.rank]
-        if gone.why == "unreachable":  # and so is all else on its host
+        if gone.why == "unreachable":  # and so are all ranks on its host
             self._cut_off = True
             lost = [rank for rank, place in enumerate(self._places) if place == self._places[gone.rank]]
             ranks = f"ranks {', '.join(map(str, lost))}" if len(lost) > 1 else f"rank {gone.rank}"
@@ -475,12 +489,12 @@ class Watch:
         self.end_all(1 if status is None else status if status > 0 else 128 - status)
 
     def _expect_the_end(self, why: str, seconds: float) -> None:
-        """Somebody ends the job. Should that fail, this rank does."""
+        """Expect another rank to end the job; end it on this rank if it has not ended after `seconds`."""
         if self._ending is None:
             self._ending, self._why = time.monotonic() + seconds, why
 
     def _pending(self, entry: Entry) -> str:
-        """An operation that waits, and where it was called."""
+        """Return a description of a waiting operation and its call site."""
         group, number = entry.group, f" number {entry.number}" if entry.call.collective else ""
         sites = [
             f"{one['site']['file']}:{one['site']['line']} in {one['site']['function']}"
@@ -511,8 +525,11 @@ class Watch:
     def _collect(
         self, seconds: float, *, full: bool, calls: Sequence[Sequence[Any]] = ()
     ) -> dict[int, dict[str, Any] | None]:
-        """The states of all ranks; None of those that don't answer within `seconds`. They tell what they have called
-        as the collectives in `calls`."""
+        """Return the states of all ranks, None for those that don't answer within `seconds`.
+
+        `calls` are collectives, as (key, number); the ranks report their calls of these. `full` requests stacks
+        and past operations too.
+        """
         self._asked += 1
         self._answers = {self.rank: self._state(full=full, calls=calls)}
         line = self._line
@@ -533,7 +550,7 @@ class Watch:
                 how, words = ("left", "") if one.why == "left" else ("died", self._told.get(rank, one.why))
                 states[rank] = absent(rank, how, words, **self._left.get(rank, {}))
             silent = {rank for rank, state in states.items() if state is None}
-            # One that passes on the answers of others is there, though its own may be late.
+            # A hub that forwards answers of others is alive, though its own answer may be late.
             if line.hub in silent and len(silent) + len(line.gone) == self.size - 1:
                 states |= {rank: unreached(rank, line.hub) for rank in silent - {line.hub}}
         return states
@@ -541,7 +558,10 @@ class Watch:
     # --- what goes wrong
 
     def _heed_the_left(self, waiting: list[Entry], now: float) -> None:
-        """Fail what waits for ranks that have left: what they have done is final, so a single look is enough."""
+        """Fail operations that wait for ranks that have left.
+
+        The state of a rank that has left is final, so a single look is sufficient.
+        """
         left = set(self._left)
         if any(
             left & set(entry.group.members) and now - entry.begin > _LEFT and _key(entry) not in self._doomed
@@ -553,7 +573,7 @@ class Watch:
                 self._doom(found.waits, _Doom(str(found), bool(found.mismatches)))
 
     def _heed_the_doomed(self, waiting: list[Entry], now: float) -> None:
-        """End the job if an operation that can never complete has not raised, as one that blocks inside MPI can't."""
+        """End the job if an operation that can never complete has not raised: one that blocks inside MPI can't."""
         self._doomed = {key: self._doomed[key] for key in map(_key, waiting) if key in self._doomed}
         self._doomed_since = {key: self._doomed_since.get(key, now) for key in self._doomed}
         if not self._doomed:
@@ -566,16 +586,18 @@ class Watch:
 
     @staticmethod
     def _settled() -> float:
-        """Seconds between two looks."""
+        """Return the seconds between two looks."""
         return _SETTLED * config().stuck_after
 
     def _due(self, entry: Entry) -> float:
-        """When the states of all ranks are to be collected because of a wait: so that a second look is over when it
-        has lasted MPICOLL_STUCK_AFTER."""
+        """Return the time at which the states of all ranks are to be collected because of a wait.
+
+        It is such that a second look is complete when the wait has lasted MPICOLL_STUCK_AFTER seconds.
+        """
         return self._next_look.get(_key(entry), entry.begin + config().stuck_after - self._settled())
 
     def _look_closer(self, waiting: list[Entry], now: float) -> None:
-        """Find operations that can never complete. Each rank asks the speaker for a look because of its waits."""
+        """Find operations that can never complete. Each rank requests a look from the speaker because of its waits."""
         line = self._line
         if line is None:
             return
@@ -601,7 +623,7 @@ class Watch:
             self._found = ()
 
     def _stuck(self) -> Deadlock | None:
-        """What the states of all ranks prove to be stuck, if they don't change."""
+        """Return the deadlock that the states of all ranks prove if they don't change, or None."""
         states = {rank: one for rank, one in self._collect(_ANSWER, full=False).items() if one is not None}
         questions = open_questions(states)
         if questions:
@@ -610,7 +632,7 @@ class Watch:
         return find_deadlock(states, self.size)
 
     def _doom(self, waits: Sequence[Sequence[Any]], doom: _Doom) -> None:
-        """`waits` can never complete: those of this rank raise, or the job is ended."""
+        """Mark the operations of this rank among `waits` as unable to complete: they raise, or the job is ended."""
         mine = {(key, number, begin) for rank, key, number, begin in waits if rank == self.rank}
         left = [*self.excused, *self.bounded]
         for entry in self._waiting():
@@ -626,15 +648,18 @@ class Watch:
             inquiry.answered.set()
 
     def _examine(self, why: str, seconds: float) -> tuple[str, Callable[[], str]]:
-        """Ask all ranks where they are. Returns what that says, in short, and a function that writes the report and
-        says where it is, or why there is none. The function may block for as long as the file system does."""
+        """Collect the states of all ranks and analyse them.
+
+        Returns the summary, and a function that writes the report and returns its path as a sentence, or the
+        reason why there is none. The function may block for as long as the file system does.
+        """
         try:
             states = self._collect(seconds, full=True)
             questions = open_questions({rank: one for rank, one in states.items() if one is not None})
             if questions and seconds > _ANSWER_AT_DEATH:
                 states = self._collect(seconds, full=True, calls=questions)
             analysis = analyse(states, self.size)
-        except Exception as error:  # noqa: BLE001  whatever is wrong with it must not keep the job from being ended
+        except Exception as error:  # noqa: BLE001  a failing analysis must not keep the job from being ended
             return f"There is no report, because of {error!r}", str
         words = "\n".join(one for one in analysis.words if one != why)
 
@@ -653,7 +678,7 @@ class Watch:
         return words, write
 
     def _end_together(self, why: str) -> None:
-        """Have the job ended, by the speaker if possible."""
+        """End the job through the speaker if possible."""
         if self._ending is not None:
             return
         speaker = self._speaker()
@@ -665,7 +690,7 @@ class Watch:
         self._expect_the_end(why, _ANSWER + _BEHIND + (0 if deputy else _ANSWER + _BEHIND))
 
     def end_all(self, status: int) -> None:
-        """End all ranks that can be reached, and the launcher if it waits for those that can't."""
+        """End all reachable ranks with `status`, and the launcher if it would wait for unreachable ones."""
         if self._cut_off:
             if self._places.index(self._places[self.rank]) == self.rank:
                 end_launcher()  # one for each host
@@ -680,7 +705,7 @@ class Watch:
             say(where)
         self._tell_end("ends the job")
         self.end_all(1)
-        raise SystemExit  # never reached but in tests: this thread has nothing more to do
+        raise SystemExit  # reached in tests only
 
     # --- signals
 
@@ -696,12 +721,12 @@ class Watch:
         self._heed_interrupt(waiting, now)
 
     def _waits_of_the_program(self) -> set[_Key]:
-        """What the main thread waits in, which an interrupt is meant for."""
+        """Return the operations in which the main thread waits: an interrupt concerns these."""
         pending = self._state(full=False).get("pending", [])
         return {(one["key"], one["number"], one["begin"]) for one in pending if one["program"]}
 
     def _terminated(self) -> None:
-        """SIGTERM: somebody's word to this rank alone, or the launcher's to all that it ends."""
+        """Handle SIGTERM, which was sent to this rank alone, or by the launcher to all ranks that it ends."""
         if self.survives:
             say(f"rank {self.rank} of {self.size} died of SIGTERM")
             os._exit(128 + signal.SIGTERM)  # the others go on
@@ -725,7 +750,7 @@ class Watch:
         self.end_all(128 + signal.SIGTERM)
 
     def _heed_interrupt(self, waiting: list[Entry], now: float) -> None:
-        """Python can't interrupt a call that blocks inside MPI; so end the job if one outlasts an interrupt."""
+        """End the job if an operation outlasts an interrupt: Python can't interrupt a call that blocks inside MPI."""
         if self._interrupted is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
         when, then = self._interrupted
@@ -737,12 +762,12 @@ class Watch:
 
 
 def _key(entry: Entry) -> _Key:
-    """By which an operation is known again: its call may be that of many."""
+    """Return what identifies an operation: the same Call object may be that of many operations."""
     return entry.group.key, entry.number, entry.begin
 
 
 def _death(gone: PeerExit, status: int | None) -> str:
-    """How a rank came to its end."""
+    """Return a description of how a rank ended."""
     if status is None and gone.words:
         return f"has crashed ({gone.words.splitlines()[0]})"
     if status is None:

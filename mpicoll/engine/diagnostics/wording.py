@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 READ = 8
-"""How many parts of a list people read."""
+"""Maximum number of parts of a list in a message."""
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """Return such as ``rank 3`` or ``ranks 0, 2-5 and 7``."""
+    """Return text such as ``rank 3`` or ``ranks 0, 2-5 and 7``."""
     ordered = sorted(set(ranks))
     runs: list[list[int]] = []
     for rank in ordered:
@@ -29,7 +29,10 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def shorten(words: Sequence[str], what: str = "") -> list[str]:
-    """No more of them than people read; all is in what is said of each rank."""
+    """Return the first ``READ`` of `words`, and the number of the others as `what`.
+
+    The details of each rank in a report contain all of them.
+    """
     more = len(words) - READ
     return list(words) if more < 2 else [*words[:READ], f"and {more} more{what and f' {what}'}"]
 
