@@ -1,1 +1,1 @@
-"""How bytes get from rank to rank: MPI, or threads of one process."""
+"""Transports, which move bytes between ranks: MPI, or the threads of one process."""

@@ -1,4 +1,4 @@
-"""What the engine needs of a transport."""
+"""The interface between the engine and a transport."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpicoll.errors import Timeout, TruncationError
 T = TypeVar("T")
 
 Memory: TypeAlias = np.ndarray[Any, Any]
-"""Contiguous flat memory. What travels between ranks is ``uint8``; native reductions get their real dtype."""
+"""Contiguous flat memory. Messages are ``uint8``; native reductions get arrays of the reduced dtype."""
 
 Message: TypeAlias = tuple[int, Memory]
-"""A peer and the bytes that go to it or come from it."""
+"""A peer and the bytes that are sent to it or received from it."""
 
 Read: TypeAlias = Callable[[int, int, int], object]
 """``read(source, target, nbytes)`` copies from an address of another rank to an address of this one."""
@@ -27,7 +27,7 @@ Read: TypeAlias = Callable[[int, int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The outside of a received or probed message."""
+    """The source, the tag and the size of a received or probed message."""
 
     source: int
     tag: int
@@ -38,16 +38,16 @@ Tally: TypeAlias = "dict[tuple[int, int | None], int]"
 """Numbers of messages by peer and tag."""
 
 _TALLIES = 64
-"""For so many pairs of peer and tag messages are counted apart, then by peer alone."""
+"""Number of pairs of peer and tag whose messages are counted apart; further messages are counted by peer alone."""
 
 
 class Traffic:
-    """How many point-to-point messages of each tag have left this rank for each other rank of a communicator, and how
-    many from each have been received.
+    """Numbers of point-to-point messages of a communicator, by peer and tag.
 
-    A send is counted by ``next(traffic.sends[dest, tag])`` before its message leaves, a receive by
-    ``next(traffic.receives[source, tag])`` after its message has come. So while `sent` by rank p to
-    rank q equals what q has received from p, no message from p to q is under way or waits to be received.
+    They count the messages that have left this rank for each other rank, and those received from each other rank. A
+    send is counted by ``next(traffic.sends[dest, tag])`` before its message leaves, a receive by
+    ``next(traffic.receives[source, tag])`` after its message has arrived. So while `sent` by rank p to rank q
+    equals what q has received from p, no message from p to q is in transit or waits to be received.
     """
 
     __slots__ = ("answered", "receives", "sends", "uncounted")
@@ -56,23 +56,23 @@ class Traffic:
         self.sends = _Counters()
         self.receives = _Counters()
         self.uncounted = False
-        """Whether messages may travel that are not counted: the program has the mpi4py communicator."""
+        """True if there may be uncounted messages: the program has access to the mpi4py communicator."""
         self.answered = False
-        """Whether a thread in the background may take messages and answer them while the program waits elsewhere."""
+        """True if a background thread may receive messages and answer them while the program waits elsewhere."""
 
     @property
     def sent(self) -> Tally:
-        """Messages by destination and tag; under the tag None all those whose tags were too many."""
+        """Messages by destination and tag; those beyond the limit of tags are counted under the tag None."""
         return self.sends.values_now()
 
     @property
     def received(self) -> Tally:
-        """The same by source and tag."""
+        """Messages by source and tag; those beyond the limit of tags are counted under the tag None."""
         return self.receives.values_now()
 
 
 class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):
-    """Several threads may count at once: next() of a counter is atomic, which += is not."""
+    """Counters that several threads may increment at once: next() of a counter is atomic, += is not."""
 
     def __missing__(self, key: tuple[int, int | None]) -> itertools.count[int]:
         if len(self) >= _TALLIES and key[1] is not None:
@@ -80,21 +80,27 @@ class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):
         return self.setdefault(key, itertools.count())
 
     def values_now(self) -> Tally:
-        # Only its repr gives a counter's value without changing it.
+        # Only repr() gives the value of an itertools.count without changing it.
         return {key: int(repr(counter)[len("count(") : -1]) for key, counter in self.copy().items()}
 
 
 class Pending(Protocol):
-    """A point-to-point transfer under way."""
+    """A point-to-point transfer that has been started."""
 
     def test(self) -> Envelope | None:
-        """The envelope if it has completed, else None. May be called again afterwards."""
+        """Return the envelope if the transfer has completed, else None. May be called again afterwards."""
 
     def wait(self, timeout: float | None) -> Envelope:
-        """Block until it has completed. Raises Timeout after `timeout` seconds; None: the transport's own bound."""
+        """Block until the transfer has completed.
+
+        Raises Timeout after `timeout` seconds; None: the transport's own bound.
+        """
 
     def cancel(self) -> Envelope | None:
-        """Give up a receive, so that it swallows no later message; the envelope if one has come all the same."""
+        """Cancel a receive, so that it matches no later message.
+
+        Returns the envelope if a message has arrived before.
+        """
 
 
 class Native(Protocol):
@@ -119,31 +125,40 @@ class Native(Protocol):
     def alltoall(self, source: Memory, target: Memory) -> None: ...
     def barrier(self) -> None: ...
     def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
-        """What reduces `count` elements of `dtype` at an address in place, for calls in which each tenth of a
-        microsecond counts."""
+        """Return a function that reduces `count` elements of `dtype` at an address in place.
+
+        It is for calls in which each tenth of a microsecond counts.
+        """
 
     def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
-        """What repeats `call`, which calls one of these collectives once, and does nothing else, on memory that stays.
+        """Return a function that repeats `call` on memory that stays valid.
 
-        A `persistent` one may be a persistent collective of MPI: all ranks make it together, and it meets no others
-        than its like."""
+        `call` calls one of these collectives once, and does nothing else. With `persistent`, it may become a
+        persistent collective of MPI: all ranks create it together, and it matches only other persistent
+        collectives.
+        """
 
     def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
-        """What makes of an address and a number of elements of `dtype` the memory that these methods take, for calls
-        in which each microsecond counts. The memory must outlive its use."""
+        """Return a function that makes memory of an address and a number of elements of `dtype`.
+
+        These methods take that memory. It is for calls in which each microsecond counts. The memory must
+        outlive its use.
+        """
 
 
 class Transport(Protocol):
-    """One rank's end of a group of ranks. Collective traffic and the caller's point-to-point traffic never meet.
+    """One rank's end of a group of ranks.
+
+    Messages of collectives never match the caller's point-to-point messages.
 
     `nodes` gives for each rank the number of its node, counted from 0 in the order of first appearance. `native` is
     None where there is no MPI library; `mpi` is the mpi4py communicator for the caller's own use, or None. Tags of
-    messages lie in [0, max_tag]. `background` says whether another thread may communicate beside the caller's.
-    `key` names the group, the same on all its ranks and that of no other; `members` are its ranks as ranks of the job.
-    `traffic` counts the caller's point-to-point messages; None where nobody needs to know. `unshared` says why the
-    ranks of a node can't share memory, and `unread` why they can't read each other's private memory; None if they can.
-    Both are the same on all ranks. `timeout` is that of the communicator: seconds for which it waits where it can leave
-    a wait.
+    messages are in [0, max_tag]. `background` is True if another thread may communicate concurrently with the
+    caller's. `key` names the group: it is the same on all its ranks, and unique among groups; `members` are its
+    ranks as ranks of the job. `traffic` counts the caller's point-to-point messages; None where the counts are not
+    needed. `unshared` is the reason why the ranks of a node can't share memory, and `unread` the reason why they
+    can't read each other's private memory; None if they can. Both are the same on all ranks. `timeout` is that of
+    the communicator: the seconds after which a wait that can be left raises Timeout.
     """
 
     timeout: float
@@ -174,44 +189,52 @@ class Transport(Protocol):
     def unread(self) -> str | None: ...
 
     def misreduces(self, op: str, dtype: np.dtype[Any]) -> str | None:
-        """Why the reduction `op` of `dtype` must not be left to ``native``; None if it may be. The same on all
-        ranks."""
+        """Return the reason why the reduction `op` of `dtype` must not be done by ``native``, or None if it may be.
+
+        The result is the same on all ranks.
+        """
 
     def share(self, nbytes: int) -> Sequence[Memory]:
-        """Collective, on a group of one node: fresh memory of each rank as this one sees it, zeroed; of `nbytes`, which
-        may differ. Raises CommunicationError on all ranks if it can't be had on one of them."""
+        """Allocate zeroed shared memory, and return that of each rank as this rank sees it.
+
+        Collective, on a group of one node. `nbytes` is the size of this rank's memory, which may differ between
+        ranks. Raises CommunicationError on all ranks if the allocation fails on one of them.
+        """
 
     def adopt(self, memory: Memory, fd: int) -> Sequence[Memory]:
-        """The same for memory of this process that there is already: the beginning of the file behind `fd`."""
+        """Share existing memory of this process, the beginning of the file behind `fd`, as :meth:`share` does."""
 
     def readers(self) -> Sequence[Read]:
-        """Collective, on a group of one node: what reads each rank's private memory."""
+        """Return for each rank a function that reads its private memory. Collective, on a group of one node."""
 
     @property
     def own_cores(self) -> bool:
-        """On a group of one node: whether each rank has a core to itself, on which it may look for others without
-        pause."""
+        """True if each rank of a group of one node has its own core, on which it may poll without pause."""
 
     @property
     def fence(self) -> Callable[[], object] | None:
-        """What keeps this rank's accesses to shared memory in their order; None where the hardware does."""
+        """A function that orders this rank's accesses to shared memory; None where the hardware orders them."""
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
-        """For who has been waiting in shared memory, for `peers`, for `waited` seconds: raise RankFailed if one of them
-        is known to be gone, or Timeout."""
+        """Raise RankFailed if one of `peers` is known to have died, or Timeout if the wait has lasted too long.
+
+        It is called by a rank that has been waiting in shared memory for `peers` for `waited` seconds.
+        """
 
     def texts(self, text: str) -> list[str]:
-        """Collective: every rank's `text`."""
+        """Return every rank's `text`. Collective."""
 
     def explain(self, error: Exception) -> Exception:
-        """The library's exception for what a native collective raised."""
+        """Return this library's exception for an exception that a native collective raised."""
 
     def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
-        """Collective: None if all ranks have the same `word` (of 62 bits), otherwise the `text` of each rank. While it
-        waits for the others it calls `idle` now and then, which may raise."""
+        """Return None if all ranks pass the same `word` (of 62 bits), otherwise the `text` of each rank. Collective.
+
+        While it waits for the other ranks, it calls `idle` from time to time, which may raise.
+        """
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
-        """Carry out one round: post everything, return when everything has completed."""
+        """Execute one round: post all sends and receives, and return when all have completed."""
 
     def send(self, data: Memory, dest: int, tag: int) -> None: ...
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope: ...
@@ -221,55 +244,74 @@ class Transport(Protocol):
     def isend(self, data: Memory, dest: int, tag: int) -> Pending: ...
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> Pending: ...
     def takes_own(self, tag: int) -> bool:
-        """Whether a receive is pending that takes a message of this rank to itself with `tag`."""
+        """Return True if a pending receive matches a message of this rank to itself with `tag`."""
 
     def receiving(self) -> Sequence[tuple[int | None, int | None]]:
-        """Source and tag (None: any) of the receives for which nothing has come yet."""
+        """Return source and tag (None: any) of the receives for which no message has arrived."""
 
     def settle(self, seconds: float) -> bool:
-        """Collective, at the end of a program: return when all ranks have come, so that the messages which they have
-        sent are there, but after `seconds` in any case. Whether messages can still be looked at."""
+        """Wait until all ranks have entered the call, so that the messages that they have sent have arrived.
+
+        Collective, at the end of a program. It returns after `seconds` in any case. Returns True if messages
+        can still be probed.
+        """
 
     def iprobe(self, source: int | None, tag: int | None) -> Envelope | None: ...
     def probe(self, source: int | None, tag: int | None, timeout: float | None) -> Envelope: ...
 
     def split(self, color: int | None, key: int) -> Transport | None:
-        """Collective: a group for each color, ordered by key, then by rank. None for those without a color."""
+        """Return the group of this rank's color, ordered by key, then by rank; None without a color. Collective."""
 
     def group(self, ranks: Sequence[int]) -> Transport | None:
-        """A group of `ranks` in that order; to be called by those ranks only."""
+        """Return a group of `ranks` in that order. Only these ranks must call it."""
 
     def duplicate(self, tag: int) -> Transport:
-        """Collective, but apart from the other collectives, and from that of another tag: a group of the same ranks."""
+        """Return a group of the same ranks.
+
+        It is collective, but independent of other collectives and of duplications with another tag.
+        """
 
     def revoke(self) -> None:
-        """Raise RankFailed on whoever waits on the group, or on groups made of it, on all ranks, or calls anything but
-        ``shrink`` and ``agree`` later. Waits for nothing."""
+        """Revoke the group and the groups derived from it, on all ranks. It does not wait.
+
+        Calls that wait on these groups, and all later ones except ``shrink`` and ``agree``, raise RankFailed.
+        """
 
     def shrink(self) -> Transport:
-        """Collective over the ranks that live, which no death makes fail: a group of them, in the same order. Revokes
-        this one. Raises CommunicatorError where ranks can't survive a death."""
+        """Return a group of the living ranks, in the same order. Revokes this group.
+
+        Collective over the living ranks; the death of a rank does not make it fail. Raises CommunicatorError
+        where ranks can't survive a death.
+        """
 
     def failed_already(self) -> bool:
-        """Whether a rank is known to be dead, or the group was revoked; waits a moment for the news. Never so in a job
-        that does not survive deaths."""
+        """Return True if a rank is known to have died, or the group was revoked.
+
+        It waits a moment for reports of failures. The result is always False in a job that does not survive
+        deaths.
+        """
 
     def agree(self, flag: bool) -> bool:
-        """Collective over the ranks that live, which no death makes fail: whether all of their flags are true, the
-        same on all of them."""
+        """Return True if the flags of all living ranks are true; the result is the same on all of them.
+
+        Collective over the living ranks; the death of a rank does not make it fail.
+        """
 
     def free(self) -> None: ...
 
 
 SHARED_MEMORY_GRACE = 0.5
-"""Seconds for which who waits in shared memory is more patient than who waits for a message: whom it waits for may be
-about to give up itself, and lets it through then."""
+"""Seconds by which a wait in shared memory exceeds the timeout of a message.
+
+The awaited rank may be about to time out itself, and then releases the waiting rank.
+"""
 
 
 def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
-    """Ask `ready` until it gives something true, and return that: eagerly first, then leaving the core to others.
+    """Call `ready` until it returns a true value, and return that value.
 
-    Raises Timeout, saying `what` it was, after `timeout` seconds.
+    The first calls are made without a pause; later ones yield the core, then sleep. Raises Timeout, with `what` in
+    its text, after `timeout` seconds.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     turns = 0
@@ -285,7 +327,7 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
 
 
 def truncation_error(rank: int, message: Envelope, size: int) -> TruncationError:
-    """The error of `rank` for a message that is larger than the `size` bytes of memory for it."""
+    """Return the error of `rank` for a message that is larger than the `size` bytes of memory for it."""
     return TruncationError(
         f"rank {rank}: a message of {message.nbytes} bytes from rank {message.source} (tag {message.tag}) does not fit"
         f" the {size} bytes that receive it"

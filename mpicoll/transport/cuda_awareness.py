@@ -1,8 +1,8 @@
-"""Whether this MPI library takes device memory: never believed, always tried.
+"""Test if this MPI library accepts device memory.
 
-What a library says of itself is wrong in both directions, and one that does not take device memory crashes the process
-that tries. So two ranks of a job of their own try it, apart for each class of operations, and what they find is kept
-for later runs, in a JSON file with an entry for each kind of device, driver, MPI library and settings.
+The information that a library gives about itself is wrong in both directions, and one that does not accept device
+memory crashes the process that tries. So two ranks of a separate job try it, for each class of operations, and the
+results are kept for later runs, in a JSON file with an entry for each kind of device, driver, MPI library and settings.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from mpicoll.config import CUDA_AWARE, config
 from mpicoll.transport import launcher, probes
 
 CLASSES = CUDA_AWARE
-"""The classes of operations: messages between two ranks, also those that are completed by a thread which has never
-used a device, as the engine's poller has not; collectives that move data; collectives that reduce."""
+"""The classes of operations.
+
+They are messages between two ranks, also those that are completed by a thread which has never used a device, as the
+engine's poller has not; collectives that move data; and collectives that reduce.
+"""
 
 FORMAT = "mpicoll CUDA-aware MPI"
 VERSION = 2
 
 _SECONDS = 30.0
-"""For which a class is tried."""
+"""Maximum seconds for the test of a class."""
 
 _MATTERS = ("OMPI_MCA_", "UCX_", "FI_", "MPICH_", "MPIR_CVAR_", "MV2_USE_")
-"""What settings of MPI libraries begin with that may make a difference."""
+"""Prefixes of settings of MPI libraries that may affect the result."""
 
 _NO_MATTER = ("OMPI_MCA_osc", "OMPI_MCA_rmaps_", "OMPI_MCA_hwloc_", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME")
-"""What some of those begin with that make none, or that a launcher sets for its ranks."""
+"""Prefixes of some of those settings that do not affect the result, or that a launcher sets for its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of which classes of operations MPI takes device memory; the evidence for each; and where it comes from."""
+    """The classes of operations for which MPI accepts device memory, the evidence for each, and its source."""
 
     send: bool
     move: bool
@@ -52,7 +55,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """How a class was tried: what came of it, in words, and whether it could be tried at all."""
+    """The test of a class: its result and the evidence. `possible` is False if the class could not be tried."""
 
     good: bool
     evidence: str
@@ -61,16 +64,17 @@ class _Tried:
 
 _lock = threading.Lock()
 _known: Verdict | None = None
-"""What this process has found, if it has looked."""
+"""The result of this process, if it has been determined."""
 
 _UNKNOWN = "not probed"
 
 
 def verdict(program: str | None, *, fresh: bool = False) -> Verdict:
-    """What MPI can do with device memory: as MPICOLL_CUDA_AWARE says; else as was found before on such a machine;
-    else, if `probe`, as is found now, which takes some seconds, and a minute and a half at worst; else nothing.
+    """Return the operations that MPI can do on device memory.
 
-    `fresh` tries anew, whatever is known. Not collective: ranks may come to different verdicts.
+    The result is that of MPICOLL_CUDA_AWARE; else that found before on such a machine; else, if `program` is not
+    None, that found now by this module of probes, which takes some seconds, and a minute and a half at worst; else
+    nothing. `fresh` tries again, even if a result is known. Not collective: the results of ranks may differ.
     """
     global _known  # noqa: PLW0603  messages ask for it, one by one
     asked = _asked(config().cuda_aware)
@@ -78,7 +82,7 @@ def verdict(program: str | None, *, fresh: bool = False) -> Verdict:
         return asked
     known = _known
     if known is not None and not fresh and (known.source != _UNKNOWN or program is None):
-        return known  # without waiting for a thread that tries
+        return known  # without waiting for a thread that runs the probes
     with _lock:
         if _known is None:
             _known = _read(_depends()) or _nothing(_UNKNOWN, _UNKNOWN)
@@ -89,7 +93,7 @@ def verdict(program: str | None, *, fresh: bool = False) -> Verdict:
 
 @lru_cache(maxsize=4)
 def _asked(text: str) -> Verdict | None:
-    """What MPICOLL_CUDA_AWARE says; None if that is nothing."""
+    """Return the verdict that MPICOLL_CUDA_AWARE specifies; None if it specifies none."""
     if text == "auto":
         return None
     words = text.split(",")
@@ -106,7 +110,7 @@ def _nothing(why: str, source: str) -> Verdict:
 
 
 def _depends() -> dict[str, Any]:
-    """What a verdict depends on."""
+    """Return the conditions on which a verdict depends."""
     settings = {
         name: value
         for name, value in launcher.environment_here(os.environ, root=False).items()
@@ -124,7 +128,7 @@ def _depends() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """Models of the devices and version of the driver, where the driver says so in /proc."""
+    """Return the models of the devices and the version of the driver, where /proc lists them."""
     driver, models = "", set()
     with suppress(OSError):
         driver = Path("/proc/driver/nvidia/version").read_text(errors="replace").splitlines()[0]
@@ -136,7 +140,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _probe(module: str, depends: dict[str, Any]) -> Verdict:
-    """Try all classes, and keep what was found for later runs."""
+    """Try all classes, and keep the results for later runs."""
     program = launcher.find()
     if program is None:
         return _nothing(
@@ -173,19 +177,19 @@ def _try(program: str, module: str, name: str) -> _Tried:
     how = f"no end within {_SECONDS:g} s" if ended.status is None else f"status {ended.status}"
     said = probes.failure_text(ended)
     if "step" not in told:
-        # It has not come to the first operation: that says nothing about device memory.
+        # The job failed before the first operation, so this is no evidence about device memory.
         return _Tried(False, f"{program}: {how}: {said}", possible=False)
     where = "at its end" if "done" in told else f"in {told['step']}"
     return _Tried(False, f"{how}, {where}: {said}")
 
 
 def cache() -> Path | None:
-    """The file in which verdicts are kept; None where there is no home directory."""
+    """Return the file in which verdicts are kept; None where there is no home directory."""
     return _FILE.path
 
 
 def _read(depends: dict[str, Any]) -> Verdict | None:
-    """What was found before."""
+    """Return the verdict that was found before, or None."""
     entry = _FILE.read(depends)
     if entry is None:
         return None

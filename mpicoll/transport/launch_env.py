@@ -1,4 +1,4 @@
-"""Is there an MPI job around this process, and is it the one that the MPI library belongs to?"""
+"""Detection of an MPI job around this process, from the environment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _SIGNS = (*_SIZES, "PMI_RANK", "PMIX_RANK", "PMI_FD", "PMI_PORT")
 
 
 def launched(environ: Mapping[str, str]) -> bool:
-    """Whether an MPI launcher started this process, or the program has initialised MPI by itself."""
+    """Return True if an MPI launcher started this process, or the program has initialised MPI by itself."""
     return "mpi4py.MPI" in sys.modules or any(name in environ for name in _SIGNS)
 
 
 def started_by_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether an MPI launcher, and none inside of it, started this process.
+    """Return True if an MPI launcher, and no other launcher inside of it, started this process.
 
-    The launcher's variables are inherited by whatever its processes start: by torchrun under ``srun`` or
-    ``mpirun -npernode 1``, by other launchers (which show in a WORLD_SIZE that is not MPI's), and by the processes of
-    multiprocessing. Variables of Slurm alone say nothing: they are there in every allocation.
+    The launcher's variables are inherited by all processes that its ranks start: by torchrun under ``srun`` or
+    ``mpirun -npernode 1``, by other launchers (detected by a WORLD_SIZE that is not MPI's), and by the processes of
+    multiprocessing. Variables of Slurm alone are no evidence: they are set in every allocation.
     """
     size, other = launched_size(environ), environ.get("WORLD_SIZE", "")
     nested = "TORCHELASTIC_RUN_ID" in environ or (size is not None and other.isdigit() and int(other) != size)
@@ -28,13 +28,13 @@ def started_by_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def is_child() -> bool:
-    """Whether multiprocessing started this process."""
+    """Return True if multiprocessing started this process."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 def launched_size(environ: Mapping[str, str]) -> int | None:
-    """How many ranks the launcher says there are, if it says so."""
+    """Return the number of ranks that the launcher specifies, or None."""
     for name in _SIZES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
@@ -42,7 +42,7 @@ def launched_size(environ: Mapping[str, str]) -> int | None:
 
 
 def local_ranks(environ: Mapping[str, str], size: int) -> int:
-    """How many of the `size` ranks of the job are on this node, if the launcher says so; else all of them."""
+    """Return the number of the job's ranks on this node if the launcher specifies it, else `size`."""
     for name in _LOCAL_SIZES:
         if environ.get(name, "").isdigit():
             return int(environ[name])

@@ -1,4 +1,4 @@
-"""Processes and MPI jobs that this program starts: which launcher, in which environment, and how they are bounded."""
+"""Processes and MPI jobs that this program starts: their launcher, their environment and their time limit."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ _PARENTS = frozenset(
 """Programs that start ranks."""
 
 _OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "MV2_COMM_WORLD_")
-"""What variables begin with by which a launcher tells a process which rank of which job it is."""
+"""Prefixes of variables by which a launcher passes a process its rank and its job."""
 
 _SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_MCA_")
-"""What variables begin with that are a user's settings, although they look like the ones above."""
+"""Prefixes of variables that are a user's settings, although they match ``_OF_A_JOB``."""
 
 _MCA_OF_A_JOB = (
     *("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_"),
     *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type"),
 )
-"""What looks like a setting, but comes from Open MPI's launcher inside a job of its."""
+"""Prefixes of variables that look like settings, but are set by Open MPI's launcher within a job."""
 
 _OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, or a process group of this program, has set: its ranks are not those of the new job."""
+"""Variables set by torchrun, or for a process group of this program: its ranks are not those of the new job."""
 
 _OF_PLACES = re.compile(
     r"(SLURM|PBS|LSB|SGE|FLUX|COBALT)_|(PE_HOSTFILE|HYDRA_HOST_FILE)$"
     r"|(OMPI|PRTE)_MCA_(rmaps_|ras_|hwloc_(base|default)_(binding|cpu)|\w*host_?file)"
 )
-"""Variables by which a batch system or a user says on which hosts and cores a job's ranks are to be."""
+"""Variables by which a batch system or a user determines the hosts and cores of a job's ranks."""
 
 _LIBRARIES = (Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib"))
-"""Where libraries of the system are."""
+"""Directories of the system's libraries."""
 
 _GRACE = 1.0
-"""Seconds between asking a process to end and killing it."""
+"""Seconds between terminating a process and killing it."""
 
 _ENDING = 15.0
-"""Seconds in which nothing is left of a process that was asked to end."""
+"""Seconds in which a process that was terminated has ended with all its children."""
 
 _MUCH = 1 << 20
-"""Bytes that are kept of what a process writes to stdout, and to stderr."""
+"""Bytes that are kept of the stdout, and of the stderr, of a process."""
 
 _RUN = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); del sys.argv[:2];"
@@ -72,7 +72,7 @@ print(json.dumps([MPI.Get_library_version(), mapped_library(), mpi4py.__version_
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The MPI library that mpi4py takes: what it says about its version, the file, and mpi4py's version."""
+    """The MPI library that mpi4py loads: its version string, its file, and mpi4py's version."""
 
     version: str
     path: str
@@ -80,14 +80,17 @@ class Library:
 
     @property
     def name(self) -> str:
-        """Its name and version, in short."""
+        """The name and version of the library, in short."""
         return " ".join(self.version.split(",")[0].strip().splitlines()[0].split())
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process has ended: its exit status as a shell would give it, or None if it took too long and was ended;
-    what it has written to stdout, and to stderr, the end of it if that is much."""
+    """The end of a process.
+
+    `status` is its exit status as a shell would return it, or None if it exceeded its time and was ended. `output`
+    and `errors` are its stdout and stderr, or the end of these if they are long.
+    """
 
     status: int | None
     output: str
@@ -95,8 +98,10 @@ class Ended:
 
 
 def find() -> str | None:
-    """The launcher of the MPI library that this process would use, as far as that can be told, or None: the one that
-    has started this process, else the one beside this Python, beside the library, or in PATH."""
+    """Return the launcher of the MPI library that this process would use, as far as known, or None.
+
+    It is the one that has started this process, else the one beside this Python, beside the library, or in PATH.
+    """
     library = _library_file()
     places = [*_parents(), Path(sys.executable).parent, *_beside(library)]
     for path in (*map(str, places), None):
@@ -107,7 +112,7 @@ def find() -> str | None:
 
 
 def _library_file() -> str:
-    """The file of the MPI library that this process has loaded, or is known to load; or nothing."""
+    """Return the file of the MPI library that this process has loaded, or is known to load; or an empty string."""
     mapped = mapped_library()
     if mapped or not library.cache_info().currsize:
         return mapped
@@ -116,14 +121,14 @@ def _library_file() -> str:
 
 
 def _debian_names(library: str) -> list[str]:
-    """Debian has several MPI libraries in one directory, and their launchers in another."""
+    """Return Debian's name of the launcher: Debian has several MPI libraries in one directory."""
     if re.search(r"/libmpich\.so", library):
         return ["mpirun.mpich"]
     return ["mpirun.openmpi"] if re.search(r"/libmpi\.so\.40", library) else []
 
 
 def _parents() -> list[Path]:
-    """Where the program is that has started this process as a rank."""
+    """Return the directories of the launchers that have started this process as a rank."""
     found = []
     pid = os.getpid() if launch_env.launched(os.environ) else 0
     with suppress(OSError, ValueError, IndexError):  # processes of others, or no /proc
@@ -137,12 +142,12 @@ def _parents() -> list[Path]:
 
 
 def _beside(library: str) -> list[Path]:
-    """Where the launcher of a library may be: in ``bin`` beside the directory ``lib`` in which it is."""
+    """Return possible directories of a library's launcher: ``bin`` beside the library's directory ``lib``."""
     return [one / "bin" for one in list(Path(library).parents)[1:4]] if library else []
 
 
 def mapped_library() -> str:
-    """The file of the MPI library that this process has loaded, or nothing."""
+    """Return the file of the MPI library that this process has loaded, or an empty string."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             path = line.partition("/")[2]
@@ -153,8 +158,10 @@ def mapped_library() -> str:
 
 @lru_cache(maxsize=1)
 def library() -> Library | str:
-    """The MPI library of this process, or the one that it would load; or why there is none. Takes a moment where MPI is
-    not loaded yet: then another process loads it."""
+    """Return the MPI library of this process, or the one that it would load; or the reason why there is none.
+
+    It takes a moment where MPI is not loaded yet: then another process loads it.
+    """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         return Library(mpi.Get_library_version(), mapped_library(), sys.modules["mpi4py"].__version__)
@@ -166,7 +173,7 @@ def library() -> Library | str:
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without what says that this process belongs to a job."""
+    """Return `environ` without the variables by which this process belongs to a job."""
     inside = "OMPI_COMM_WORLD_SIZE" in environ
     return {
         name: value
@@ -179,13 +186,16 @@ def outside(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """The environment of a new job: `environ` without what says that this process belongs to one, with what Open MPI
-    needs on a small machine, in a container and as root, where it isn't set."""
-    # Ranks are the parallelism; a thread pool in each of them would only fight over the same cores.
+    """Return the environment of a new job.
+
+    It is `environ` without the variables by which this process belongs to a job, and with the settings that Open
+    MPI needs on a small machine, in a container and as root, where they are not set.
+    """
+    # The ranks use all cores; a thread pool in each of them would compete for the same cores.
     defaults = {"OMP_NUM_THREADS": "1"}
     # More ranks than cores, for Open MPI 5 and 4. It then also yields while it waits.
     defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    # Where UCX finds no device, every shared window would print a complaint.
+    # Where UCX finds no device, every shared window would print a warning.
     defaults |= {"OMPI_MCA_osc": "^ucx"}
     if root:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -193,8 +203,10 @@ def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
 
 
 def environment_here(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
-    """The environment of a small job on this machine and the cores of this process, wherever `environ` and the batch
-    system would put it."""
+    """Return the environment of a small job on this machine and the cores of this process.
+
+    Placement by `environ` and by the batch system is removed.
+    """
     placed = {name: value for name, value in environ.items() if not _OF_PLACES.match(name)}
     # A rank that is bound to one core has no second one to bind a rank to.
     unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
@@ -202,13 +214,15 @@ def environment_here(environ: Mapping[str, str], *, root: bool) -> dict[str, str
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """The command that runs a module as ``python -m`` does, with the sys.path of this program."""
+    """Return the command that runs a module as ``python -m`` does, with the sys.path of this program."""
     return [sys.executable, "-c", _RUN, json.dumps(sys.path), name, *arguments]
 
 
 def attempt(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> Ended:
-    """Run `command`, the path of a program and its arguments, for at most `seconds`. Whatever happens, nothing of it is
-    left on return, nor after the death of this process."""
+    """Run `command`, the path of a program and its arguments, for at most `seconds`.
+
+    None of its processes is left on return, nor after the death of this process.
+    """
     import subprocess
     import tempfile
 
@@ -260,14 +274,15 @@ _REFUSALS = {
 
 
 def refusal(errors: str) -> str | None:
-    """Why Open MPI's launcher has started nothing, by what it has said: ``as root``, ``slots`` (there are fewer cores
-    than ranks); None if it is neither."""
+    """Return the reason why Open MPI's launcher has started nothing, by its messages.
+
+    It is ``as root``, or ``slots`` (there are fewer cores than ranks); None if it is neither.
+    """
     return next((why for why, said in _REFUSALS.items() if said.search(errors)), None)
 
 
 def remedies(why: str, errors: str) -> tuple[str, str]:
-    """The option of ``mpirun``, and the variables with their values, that make it start nonetheless after such a
-    :func:`refusal`."""
+    """Return the option of ``mpirun``, and the variables with their values, that avoid such a :func:`refusal`."""
     if why == "as root":
         return "--allow-run-as-root", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     if "--map-by" in errors:  # Open MPI 5
@@ -276,7 +291,7 @@ def remedies(why: str, errors: str) -> tuple[str, str]:
 
 
 def unlinked_mpich(error: str) -> str | None:
-    """The file of Debian's MPICH, if it is there and mpi4py has failed with `error` since it looks for another name."""
+    """Return the file of Debian's MPICH if mpi4py has failed with `error` since it looks for another name, or None."""
     if "libmpi.so.12" not in error and "MPI library" not in error:
         return None
     places = (one for place in _LIBRARIES for one in (place, *sorted(place.glob("*-linux-gnu*"))))
@@ -284,6 +299,6 @@ def unlinked_mpich(error: str) -> str | None:
 
 
 def last_lines(text: str, count: int) -> str:
-    """The last lines of what a process has said, as one, without what only frames them."""
+    """Return the last lines of a process's output as one line, without lines that only frame them."""
     lines = [line.strip() for line in text.splitlines()]
     return " ".join([line for line in lines if line.strip("-= ") and "***" not in line][-count:]) or "it said nothing"

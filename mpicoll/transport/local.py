@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that a fault kills. Not an Exception: no handler of the program is to survive it."""
+    """The exception that ends the thread of a rank killed by a fault.
+
+    It is not an Exception, so that no handler of the program catches it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Mailbox:
-    """Of one rank in one context: letters nobody asked for yet, and receives nothing came for yet, both in order."""
+    """The unexpected messages and the posted receives of one rank in one context, both in order."""
 
     letters: list[_Letter] = field(default_factory=list)
     slots: list[_Slot] = field(default_factory=list)
@@ -112,7 +115,7 @@ Group: TypeAlias = tuple[int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Living:
-    """A meeting of those who live: what each says, and once all have come, who they are and contexts for them."""
+    """A meeting of the living ranks: their flags and, once all have entered, their ranks and new contexts."""
 
     flags: dict[int, bool]
     ranks: tuple[int, ...] = ()
@@ -120,7 +123,7 @@ class Living:
 
 
 class World:
-    """What the threads share: mailboxes, the dead, the faults, and a place to meet."""
+    """The state that the threads share: mailboxes, dead ranks, faults, and meetings."""
 
     def __init__(self, size: int, faults: Sequence[Fault] = (), timeout: float = 60.0) -> None:
         self.size = size
@@ -128,7 +131,7 @@ class World:
         self.changed = threading.Condition()
         self.dead: set[int] = set()
         self.killed: set[int] = set()
-        # Groups that nobody can use any more.
+        # Revoked groups, as in ULFM.
         self.revoked: set[Group] = set()
         self.faulty = bool(faults)
         self._faults = tuple(faults)
@@ -145,7 +148,7 @@ class World:
         return self._boxes.setdefault((context, rank), _Mailbox())
 
     def deliver(self, context: int, source: int, dest: int, letter: _Letter) -> None:
-        """Put `letter` into the box of world rank `dest`, unless a fault says otherwise. The lock is held."""
+        """Put `letter` into the mailbox of rank `dest` of the world, unless a fault prevents it. The lock is held."""
         pair = (source, dest)
         number = self._sent[pair] = self._sent.get(pair, -1) + 1
         own = self._sent_by[source] = self._sent_by.get(source, -1) + 1
@@ -177,9 +180,10 @@ class World:
         what: str,
         group: Group | None = None,
     ) -> T:
-        """Wait until `ready` gives something. The lock is held. Raises RankFailed or Timeout.
+        """Wait until `ready` returns a value other than None. The lock is held. Raises RankFailed or Timeout.
 
-        `peers` are the world ranks without whom it can't happen; `group` is the group in which it is to happen.
+        `peers` are the ranks of the world whose death makes that impossible; `group` is the group of the
+        operation.
         """
         deadline = time.monotonic() + timeout
         while (value := ready()) is None:
@@ -191,12 +195,12 @@ class World:
             now = time.monotonic()
             if now >= deadline:
                 raise Timeout(f"{what}: nothing within {timeout:g} s")
-            # A delayed letter becomes ready without anybody's notice.
+            # No notification is sent when a delayed letter becomes due.
             self.changed.wait(min(deadline - now, 0.002 if self._delays else 1.0))
         return value
 
     def lost(self, what: str) -> RankFailed:
-        """The error for what can't happen in a group that is revoked."""
+        """Return the error for an operation in a revoked group."""
         ranks = tuple(sorted(self.killed))
         names = ", ".join(map(str, ranks)) or "none"
         return RankFailed(f"{what}: the group was given up (killed: rank {names}); go on by comm.shrink()", ranks)
@@ -210,7 +214,7 @@ class World:
 
             def ended() -> bool | None:
                 if not mine.contexts and mine.flags.keys() | self.dead >= set(members):
-                    # Whoever sees it first says who lives, for all of them.
+                    # The first thread that finds the meeting complete determines the result for all.
                     mine.ranks = tuple(m for m in members if m in mine.flags and m not in self.dead)
                     mine.contexts = next(self._contexts), next(self._contexts)
                 return bool(mine.contexts) or None
@@ -228,7 +232,10 @@ class World:
         what: str = "meeting of a new group",
         group: Group | None = None,
     ) -> dict[int, Any]:
-        """Every member brings a value and gets everybody's, and under -1 two fresh contexts that they share."""
+        """Exchange a value with all of `members`, and return the values by member.
+
+        The key -1 has two new contexts that the members share.
+        """
         with self.changed:
             table = self._meetings.setdefault(key, {-1: (next(self._contexts), next(self._contexts))})
             table[rank] = value
@@ -265,7 +272,7 @@ class LocalPending:
         return self._done
 
     def withdraw(self) -> None:
-        """Take back a receive for which nothing has come, so that it swallows no later message."""
+        """Remove a receive for which no message has arrived, so that it matches no later message."""
         with self._transport.world.changed:
             self._transport.withdraw(self._slot)
 
@@ -284,7 +291,7 @@ class LocalPending:
             with self._transport.world.changed:
                 self._transport.world.wait(
                     self._take,
-                    # A letter that is only late still comes when its sender is gone.
+                    # A delayed letter is delivered even if its sender has died.
                     lambda: set() if slot.letter else self._transport.needed(slot.source),
                     self._transport.timeout if timeout is None else timeout,
                     f"rank {self._transport.rank} waits for a message from {who}, tag {slot.tag}",
@@ -294,14 +301,14 @@ class LocalPending:
         return self._done
 
     def _take(self) -> Envelope | None:
-        """Copy the letter out if it has come. The lock is held."""
+        """Copy the data of the letter if it has arrived. The lock is held."""
         slot = self._slot
         if self._done is None and slot is not None and slot.letter is not None:
             letter = slot.letter
             if letter.due > time.monotonic():
                 return None
             if len(letter.data) > slot.data.size:
-                # As MPI libraries do.
+                # MPI libraries fill the buffer on truncation, too.
                 slot.data[:] = memoryview(letter.data)[: slot.data.size]
                 message = Envelope(letter.source, letter.tag, len(letter.data))
                 raise truncation_error(self._transport.rank, message, slot.data.size)
@@ -311,7 +318,7 @@ class LocalPending:
 
 
 class _Reach:
-    """One rank's hold on memory, which lets go of it apart from those of the others."""
+    """One rank's reference to memory, which is released independently of the references of other ranks."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -319,12 +326,12 @@ class _Reach:
 
 
 def _read(source: int, target: int, nbytes: int) -> None:
-    """Threads have their private memory in common."""
+    """Copy memory: threads share their private memory."""
     ctypes.memmove(target, source, nbytes)
 
 
 class LocalTransport:
-    """One thread's end."""
+    """The transport of one thread."""
 
     native = None
     mpi = None
@@ -343,7 +350,7 @@ class LocalTransport:
         self.rank = members.index(me)
         self.size = len(members)
         self.nodes = nodes
-        # What is done to messages would be lost on those who need none.
+        # Faults would have no effect on ranks that communicate through shared memory.
         self.unshared = "faults are injected into messages" if world.faulty else None
         self._shares = itertools.count()
         self._compared = itertools.count()
@@ -361,7 +368,7 @@ class LocalTransport:
         self._duplicates: dict[int, int] = {}
 
     def needed(self, source: int | None) -> set[int]:
-        """World ranks whose death means that nothing from `source` will come."""
+        """Return the ranks of the world whose death means that no message from `source` can arrive."""
         if source is not None:
             return {self._members[source]}
         others = {m for m in self._members if m != self._me}
@@ -383,20 +390,20 @@ class LocalTransport:
     def _meet(
         self, name: Hashable, value: Any, members: Sequence[int] = (), what: str = "meeting of a new group"
     ) -> dict[int, Any]:
-        """Meet with `members`, or with all."""
+        """Meet with `members`, or with all ranks of the group."""
         with self.world.changed:
             self.check()
         return self.world.meet(name, members or self._members, self._me, value, self.timeout, what, self.group_key)
 
     def check(self) -> None:
-        """Raise RankFailed if nothing can happen here any more. The lock is held."""
+        """Raise RankFailed if the group is revoked. The lock is held."""
         if self.group_key in self.world.revoked:
             raise self.world.lost(f"rank {self.rank}")
 
     def explain(self, error: Exception) -> Exception:
         killed = self.world.killed & set(self._members)
         if isinstance(error, RankFailed) and killed:
-            self.revoke()  # others may wait for this rank, which waits no more
+            self.revoke()  # other ranks may wait for this rank
         elif type(error) is CommunicationError and (killed or self.group_key in self.world.revoked):
             return self.world.lost(str(error))
         return error
@@ -412,7 +419,7 @@ class LocalTransport:
     def share(self, nbytes: int) -> list[Memory]:
         own: Any
         try:
-            # Pages of its own, as those of processes are: devices are told of whole pages.
+            # Separate pages, as processes have: memory is registered with devices in whole pages.
             own = np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
         except (OSError, ValueError, OverflowError) as error:
             own = f"rank {self.rank} can't allocate {nbytes} bytes of shared memory: {error}"
@@ -444,7 +451,7 @@ class LocalTransport:
             raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
 
     def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
-        """The world notices by itself when the others don't come, so `idle` has nothing to do."""
+        """Compare `word` between the ranks. The world detects missing ranks by itself, so `idle` is not called."""
         name = ("compare", self._collective, self._members, next(self._compared))
         what = f"rank {self.rank} waits for the others, to compare what they call"
         table = self._meet(name, word, what=what)
@@ -494,7 +501,7 @@ class LocalTransport:
             return [(slot.source, slot.tag) for slot in self.world.box(self._p2p, self._me).slots]
 
     def settle(self, seconds: float) -> bool:
-        """Messages are there when they are sent."""
+        """Return True: a message has arrived when its send returns."""
         return True
 
     def sendrecv(
@@ -522,7 +529,7 @@ class LocalTransport:
         return Envelope(letter.source, letter.tag, len(letter.data)) if letter and due else None
 
     def _first(self, source: int | None, tag: int | None) -> _Letter | None:
-        """The first letter that a receive would get, be it due or not."""
+        """Return the first letter that a receive would match, due or not."""
         letters = self.world.box(self._p2p, self._me).letters
         return next((letter for letter in letters if letter.fits(source, tag)), None)
 
@@ -537,7 +544,7 @@ class LocalTransport:
             )
 
     def split(self, color: int | None, key: int) -> LocalTransport | None:
-        # The groups that come out of one split share their contexts, so the members belong to a meeting's name.
+        # The groups of one split share their contexts, so the members are a part of a meeting's name.
         name = ("split", self._collective, self._members, next(self._splits))
         table = self._meet(name, (color, key))
         base = table.pop(-1)
@@ -561,7 +568,7 @@ class LocalTransport:
         return self._child(self._members, table[-1])
 
     def _child(self, members: tuple[int, ...], contexts: tuple[int, int]) -> LocalTransport:
-        """A transport that is revoked with this one."""
+        """Return a transport that is revoked with this one."""
         child = self._derive(members, contexts)
         with self.world.changed:
             self._made.add(child)
@@ -594,11 +601,14 @@ class LocalTransport:
         return all(self.world.living(name, self._members, self._me, flag, self.timeout).flags.values())
 
     def free(self) -> None:
-        """Mailboxes hold nothing once every message was received; there is no handle to give back."""
+        """Do nothing: mailboxes are empty once every message was received, and there is no handle to free."""
 
 
 def transports(world: World, ranks_per_node: int | None = None) -> list[LocalTransport]:
-    """The ends of all ranks of `world`, `ranks_per_node` consecutive ones to a node (None: all on one)."""
+    """Return the transports of all ranks of `world`.
+
+    `ranks_per_node` consecutive ranks are on a node (None: all on one).
+    """
     members = tuple(range(world.size))
     nodes = tuple(rank // (ranks_per_node or world.size) for rank in members)
     return [LocalTransport(world, members, rank, (-1, -2), nodes) for rank in members]

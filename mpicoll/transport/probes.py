@@ -1,9 +1,10 @@
-"""Probe programs: what may crash or hang a process is tried in processes of its own, which report on stdout.
+"""Probe programs, which try in separate processes operations that may crash or hang, and report on stdout.
 
 A module of probes calls :func:`run` as its main program, with functions by name; the process that starts it (see
 :func:`mpicoll.transport.launcher.module`) reads the reports with :func:`reports_in`. A report is a line that begins
-with :data:`MARK`; JSON follows, with one of these keys: what is done next (``step``), what was computed wrongly
-(``wrong``), why it can't be tried (``unable``), or, at the end, the result (``done``)."""
+with :data:`MARK`; JSON follows, with one of these keys: the next operation (``step``), a wrong result (``wrong``), the
+reason why it can't be tried (``unable``), or, at the end, the result (``done``).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Wrong(Exception):
 
 
 class Unable(Exception):
-    """It can't be tried here."""
+    """The operation can't be tried here."""
 
 
 def run(probes: Mapping[str, Callable[..., Any]], name: str, *arguments: str) -> int:
@@ -74,8 +75,10 @@ def merged_reports(output: str) -> dict[str, Any]:
 
 
 def failure_text(ended: launcher.Ended) -> str:
-    """Return what the launcher has written about a signal, to stderr or, as MPICH's does, to stdout; else the end of
-    stderr."""
+    """Return the launcher's message about a signal, from stderr or, as MPICH's launcher does, from stdout.
+
+    Without such a message, returns the end of stderr.
+    """
     others = [line for line in ended.output.splitlines() if not line.startswith(MARK)]
     signals = [line for line in [*others, *ended.errors.splitlines()] if "signal" in line.lower()]
     return signals[-1].strip() if signals else launcher.last_lines(ended.errors, 2)

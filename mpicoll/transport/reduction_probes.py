@@ -22,7 +22,7 @@ PROGRAM: str = __spec__.name
 """The name of this module, also where it is the main program."""
 
 _SECONDS = 60.0
-"""For which collectives are tried."""
+"""Maximum seconds for a job that tries the collectives."""
 
 _CRASHES = 8
 """Operations and dtypes that crash, past which a library is not tried further."""
@@ -72,8 +72,11 @@ COUNTS = (33, 5000)
 
 
 def _check_collectives(skip: str) -> dict[str, Any]:
-    """What the MPI library's own reductions of host memory compute, on all dtypes but those that `skip`, JSON, has
-    already found out about; by MPI_Reduce_local and by each collective."""
+    """Return the defects of the MPI library's own reductions of host memory, on all dtypes.
+
+    They are tried by MPI_Reduce_local and by each collective, except the defects in `skip`, JSON, which are known
+    already.
+    """
     from mpicoll.transport import mpi
 
     transport = probes.join_two_ranks()
@@ -94,7 +97,7 @@ def _check_collectives(skip: str) -> dict[str, Any]:
 
 
 def _collective_defect(transport: Transport, op: str, dtype: np.dtype[Any], count: int) -> str | None:
-    """What is wrong with the collectives that reduce; None if nothing is."""
+    """Return a description of a wrong result of the collectives that reduce; None if all are right."""
     native, rank = transport.native, transport.rank
     assert native is not None
     both = reductions.operands(op, dtype, 2 * count)
@@ -140,7 +143,7 @@ def _collective_defect(transport: Transport, op: str, dtype: np.dtype[Any], coun
 
 
 def _check_in_place() -> str:
-    """MPI_Reduce in place, at a root other than rank 0."""
+    """Try MPI_Reduce in place, at a root other than rank 0."""
     from mpicoll.transport import mpi
 
     rank = probes.join_two_ranks().rank

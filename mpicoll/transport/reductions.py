@@ -1,10 +1,10 @@
-"""What the MPI library's own reductions compute: tried once for each library, never taken for granted.
+"""Tests of the MPI library's own reductions, made once for each library.
 
 Libraries in use compare unsigned integers as signed ones, saturate sums of small integers, or lose a NaN, some of them
 only in the part of an array that their vector instructions cover. MPI_Reduce_local runs the functions of a library's
 collectives in one process, without a message, so all operations are tried on all dtypes when the first communicator is
 made: some milliseconds, once for each library and processor, since the result is kept in a file of the user's.
-``mpicoll doctor`` also tries the collectives themselves, in a job of two ranks, and adds what it finds to that file.
+``mpicoll doctor`` also tries the collectives themselves, in a job of two ranks, and adds the results to that file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mpicoll.transport.base import Memory
 from mpicoll.ufuncs import UFUNCS
 
 Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
-"""``reduce(op, source, target)`` makes `target` what `op` makes of the two, as MPI_Reduce_local does."""
+"""``reduce(op, source, target)`` stores `op` of the two arrays in `target`, as MPI_Reduce_local does."""
 
 Defects: TypeAlias = "dict[str, str]"
-"""What must not be left to the MPI library, by :func:`name`, and why."""
+"""Reductions that must not be done by the MPI library, by :func:`name`, with the reason."""
 
 _LOGIC = ("land", "lor", "lxor")
 
@@ -69,26 +69,28 @@ def _valid(entry: Mapping[str, Any]) -> bool:
 
 
 FILE = user_cache.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _valid)
-"""Where it is kept what was found."""
+"""The file of the results."""
 
 _IN_PLACE = ("Open MPI v5.", "MPICH Version: 5.", "Intel(R) MPI Library 2021.19")
-"""How the versions begin of libraries whose MPI_Reduce was seen to work in place at any root. MPICH 4.0 crashes there
-if the root isn't rank 0."""
+"""Prefixes of the versions of libraries whose MPI_Reduce was seen to work in place at any root.
+
+MPICH 4.0 crashes there if the root isn't rank 0.
+"""
 
 
 def name(op: str, dtype: np.dtype[Any]) -> str:
-    """What `op` on `dtype` is called in files and tables."""
+    """Return the name of `op` on `dtype` in files and tables."""
     return f"{op} {dtype.char}"
 
 
 def words(text: str) -> str:
-    """A :func:`name` as people read it."""
+    """Return a :func:`name` in readable form."""
     op, _, char = text.partition(" ")
     return f"{op} of {np.dtype(char).name}"
 
 
 def refusal(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | None:
-    """Why `op` on `dtype` must not be left to a library that computes `wrong`; None if it may be."""
+    """Return the reason why `op` on `dtype` must not be done by a library with the defects `wrong`, or None."""
     what = name(op, dtype)
     if what not in _NAMES:
         return f"it was not tried whether the MPI library has {op} of {dtype.name}"
@@ -96,7 +98,7 @@ def refusal(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | No
 
 
 def find_defects(reduce: Reduce) -> Defects:
-    """What the library of this process computes wrongly: as was found before, else as :func:`attempt` finds."""
+    """Return the defects of the library of this process: those found before, else those that :func:`attempt` finds."""
     here = conditions()
     entry = FILE.read(here)
     if entry is None:
@@ -107,19 +109,19 @@ def find_defects(reduce: Reduce) -> Defects:
 
 
 def kept_entry() -> dict[str, Any] | None:
-    """What the file says of the MPI library of this process, or of the one that it would load."""
+    """Return the file's entry for the MPI library of this process, or for the one that it would load."""
     return FILE.read(conditions())
 
 
 def entry_of(found_under: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
-    """An entry of the file, for what :func:`attempt` has found."""
+    """Return an entry of the file, for the defects that :func:`attempt` has found."""
     now = strftime("%Y-%m-%d %H:%M:%S")
     return {**found_under, "wrong": wrong, "collectives": False, "in_place": None, "tried": now}
 
 
 @lru_cache(maxsize=1)
 def reduces_in_place() -> bool:
-    """Whether MPI_Reduce of this process' library may work in place at a root other than rank 0."""
+    """Return True if MPI_Reduce of this process' library may work in place at a root other than rank 0."""
     entry = kept_entry()
     if entry is not None and entry["in_place"] is not None:
         return bool(entry["in_place"])
@@ -128,7 +130,7 @@ def reduces_in_place() -> bool:
 
 
 def conditions() -> dict[str, Any]:
-    """What it depends on how a library reduces."""
+    """Return the conditions on which a library's reductions depend."""
     library = launcher.library()
     if isinstance(library, str):
         library = launcher.Library("", "", "")
@@ -144,7 +146,7 @@ def conditions() -> dict[str, Any]:
 
 
 def _built(path: str) -> list[int]:
-    """What tells builds of one version apart."""
+    """Return size and modification time of the file, which distinguish builds of one version."""
     try:
         status = os.stat(path)  # noqa: PTH116  "" is no path of a file
     except OSError:
@@ -154,7 +156,7 @@ def _built(path: str) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _processor() -> list[str]:
-    """Model and instruction sets of the first core: libraries choose their functions by these."""
+    """Return model and instruction sets of the first core: libraries choose their functions by these."""
     telling = ("model name", "flags", "Features", "CPU implementer", "CPU part", "cpu model", "isa")
     try:
         with Path("/proc/cpuinfo").open(errors="replace") as file:
@@ -165,14 +167,14 @@ def _processor() -> list[str]:
 
 
 def attempt(reduce: Reduce) -> Defects:
-    """What `reduce` computes wrongly, among all :data:`PAIRS`."""
+    """Return the defects of `reduce` among all :data:`PAIRS`."""
     wrong = {name(op, dtype): why for op, dtype in PAIRS if (why := _attempt(reduce, op, dtype)) is not None}
     _layout.cache_clear()
     return wrong
 
 
 def _attempt(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
-    """Why `op` on `dtype` can't be left to `reduce`; None if all its results are right."""
+    """Return the reason why `op` on `dtype` can't be done by `reduce`; None if all its results are right."""
     source, before, pieces = _layout(dtype, logic=op in _LOGIC)
     target = before.copy()
     try:
@@ -187,14 +189,16 @@ def _attempt(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
 
 
 def combine(op: str, left: Memory, right: Memory) -> Memory:
-    """What `op` has to make of the two."""
+    """Return the right result of `op` for the two arrays."""
     with np.errstate(all="ignore"):
         return np.asarray(UFUNCS[op](left, right).astype(left.dtype, copy=False))
 
 
 def differs(op: str, expected: Memory, got: Memory, left: Memory, right: Memory) -> str | None:
-    """The first element of `got` that is not as `expected`, where `left` and `right` were combined; None if there is
-    none."""
+    """Return a description of the first element of `got` that differs from `expected`; None if there is none.
+
+    `left` and `right` are the operands.
+    """
     equal = expected == got
     if expected.dtype.kind in "fc":
         equal |= np.isnan(expected) & np.isnan(got)
@@ -208,15 +212,15 @@ def differs(op: str, expected: Memory, got: Memory, left: Memory, right: Memory)
 
 
 def operands(op: str, dtype: np.dtype[Any], count: int) -> tuple[Memory, Memory]:
-    """Two arrays of `count` elements, in which each value at an edge of the dtype meets each other."""
+    """Return two arrays of `count` elements, in which each edge value of the dtype is paired with each other one."""
     values = _values(dtype, logic=op in _LOGIC)
     return np.resize(np.repeat(values, values.size), count), np.resize(np.tile(values, values.size), count)
 
 
 def _values(dtype: np.dtype[Any], *, logic: bool) -> Memory:
-    """An odd number of them: so in a long array each pair of values comes to lie in each place of a vector."""
+    """Return an odd number of values: in a long array each pair of values is then in each place of a vector."""
     if dtype.kind == "b" or logic:
-        return np.array([0, 1, 1], dtype)  # operands are made truth values before
+        return np.array([0, 1, 1], dtype)  # operands are converted to truth values before
     if dtype.kind == "c":
         return np.array([0, 1, 1j, 2 + 3j, -1 - 4j, 5, -2j], dtype)  # products of which are exact in any order
     if dtype.kind == "f":
@@ -229,8 +233,11 @@ def _values(dtype: np.dtype[Any], *, logic: bool) -> Memory:
 
 @lru_cache(maxsize=32)
 def _layout(dtype: np.dtype[Any], *, logic: bool) -> tuple[Memory, Memory, list[tuple[int, int]]]:
-    """Two arrays, and the pieces of them that are to be reduced: all lengths up to two vectors and what is left of a
-    third, then a long one. Between pieces an element is left over, which must stay as it is."""
+    """Return two arrays, and the pieces of them that are to be reduced.
+
+    The pieces have all lengths up to two vectors and a part of a third, then a long one. Between pieces is an
+    element that must stay unchanged.
+    """
     width = max(1, _VECTOR // dtype.itemsize)
     long = width * _values(dtype, logic=logic).size ** 2 + width // 2 + 1
     pieces, end = [], 0
@@ -238,5 +245,5 @@ def _layout(dtype: np.dtype[Any], *, logic: bool) -> tuple[Memory, Memory, list[
         pieces.append((end, end + count))
         end += count + 1
     source, target = operands("land" if logic else "", dtype, end + 1)
-    # Apart by one element, so that they are aligned in different ways.
+    # Offset by one element, so that their alignments differ.
     return source[1:], target[:-1], pieces

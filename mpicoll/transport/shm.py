@@ -24,13 +24,15 @@ _DIRECTORY = "/dev/shm"
 _NAME = "mpicoll"
 
 _FEW = 1 << 20
-"""Bytes that any machine has: to ask how many are free takes longer than to share so few."""
+"""Bytes that any machine has free: it takes longer to query the free memory than to share so few."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """By which another process of this node finds a piece of memory: a file, and what lies before the memory in it, a
-    page that begins with `cookie`, or nothing if that is None."""
+    """The handle by which another process of this node maps memory.
+
+    It is a file; a page that begins with `cookie` lies before the memory in it, or nothing if `cookie` is None.
+    """
 
     path: str
     nbytes: int
@@ -38,18 +40,18 @@ class Handle:
 
 
 _NOTHING = Handle("", 0, None)
-"""That of no bytes, for which there is no file."""
+"""The handle of no bytes, for which there is no file."""
 
 
 class Shared:
-    """Memory of this process that others can map.
+    """Memory of this process that other processes of the same user can map.
 
-    It has no name that could outlive its processes: an anonymous file, or one whose name is removed by ``seal``, which
-    is to be called when the others have mapped it. Only processes of the same user can.
+    It has no name that could outlive its processes: it is an anonymous file, or one whose name is removed by
+    ``seal``, which is to be called when the other processes have mapped it.
     """
 
     def __init__(self, nbytes: int, *, named: bool = False) -> None:
-        # A page of its own tells those who map it that they have found the right one.
+        # The first page holds a cookie, by which other processes verify that they mapped the right file.
         total = nbytes + _PAGE
         self._name: str | None = None
         if named:
@@ -61,7 +63,7 @@ class Shared:
         try:
             os.ftruncate(self._fd, total)
             if named:
-                # The file system may be small, and says so now, rather than by a signal at the first touch.
+                # If the file system is full, this raises an error now, instead of SIGBUS at the first access.
                 os.posix_fallocate(self._fd, 0, total)
             whole = np.asarray(_Mapping(self._fd, total))
         except BaseException:
@@ -74,7 +76,7 @@ class Shared:
         self.memory: Memory = whole[_PAGE:]
 
     def seal(self) -> None:
-        """Nobody else can map it from now on."""
+        """Close the descriptor and remove the name, so that no other process can map the memory from now on."""
         os.close(self._fd)
         if self._name is not None:
             with suppress(FileNotFoundError):
@@ -82,9 +84,10 @@ class Shared:
 
 
 class _Mapping:
-    """A file in the memory of this process, for as long as an array lies in it.
+    """A mapped file, which is unmapped when the last array in it is deleted.
 
-    Python's mmap would keep the file open besides."""
+    Python's mmap would keep the file open as well.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         if os.fstat(fd).st_size < nbytes:
@@ -121,7 +124,7 @@ def attach(handle: Handle) -> Memory:
     finally:
         os.close(fd)
     if handle.cookie is not None and whole[:8].view(np.int64)[0] != handle.cookie:
-        # Where processes of a node don't see each other's numbers, another process may have this one.
+        # In another PID namespace, this process id may be that of another process.
         raise OSError(errno.ESRCH, "it belongs to another process", handle.path)
     return whole[offset:]
 
@@ -131,9 +134,10 @@ class _Extent(ctypes.Structure):
 
 
 def reader(pid: int) -> Read:
-    """What copies ``(source, target, nbytes)`` from an address of process `pid` to one of this process.
+    """Return a function ``read(source, target, nbytes)``.
 
-    Raises OSError, in calls too, if the kernel does not let this process read that one.
+    It copies from an address of process `pid` to one of this process. Raises OSError, in calls too, if the kernel
+    does not allow this process to read that one.
     """
     try:
         call = _LIBC.process_vm_readv
@@ -150,7 +154,7 @@ def reader(pid: int) -> Read:
     ]
 
     def read(source: int, target: int, nbytes: int) -> None:
-        # Extents of each call's own, since several threads may read at once.
+        # Each call has its own extents, since several threads may read at once.
         here, there = _Extent(), _Extent()
         while nbytes > 0:
             here.address, here.nbytes = target, nbytes
@@ -159,7 +163,7 @@ def reader(pid: int) -> Read:
             if done <= 0:
                 number = ctypes.get_errno() if done else errno.EFAULT
                 raise OSError(number, f"reading the memory of process {pid}: {os.strerror(number)}")
-            # The kernel may stop early, and takes 2 GiB at a time at most.
+            # The kernel may read less, and reads at most 2 GiB per call.
             source, target, nbytes = source + done, target + done, nbytes - done
 
     return read
@@ -167,19 +171,21 @@ def reader(pid: int) -> Read:
 
 def _yielder() -> Callable[[], object]:
     try:
-        # Unlike os.sched_yield of some Python versions it lets other threads of this process run as well.
+        # Unlike os.sched_yield of some Python versions, it releases the GIL.
         return _LIBC.sched_yield
     except AttributeError:
         return os.sched_yield
 
 
 yield_core = _yielder()
-"""Let other processes and threads have this core."""
+"""Yield the core to other processes and threads."""
 
 
 def _check_free(nbytes: int) -> None:
-    """Raise MemoryError if the machine has less memory than that: a page is taken when it is first touched, and then it
-    is too late for an error."""
+    """Raise MemoryError if the machine has less than `nbytes` of free memory.
+
+    A page is allocated when it is first touched, and then no error can be raised any more.
+    """
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
         free = 1024 * int(text.partition("MemAvailable:")[2].split()[0])
@@ -190,9 +196,10 @@ def _check_free(nbytes: int) -> None:
 def share(
     nbytes: int, exchange: Callable[[object], Sequence[object]], rank: int, *, named: bool
 ) -> tuple[list[Memory] | None, str]:
-    """Collective over processes of one node: memory of `nbytes` of each of them (0: none), as this process sees it.
+    """Share memory between processes of one node, and return that of each as this process sees it. Collective.
 
-    ``exchange(value)`` gives the values of all, by rank. All get None and the same reason if it fails for one of them.
+    `nbytes` is the size of this rank's memory (0: none). ``exchange(value)`` returns the values of all ranks, by
+    rank. If it fails on one rank, all get None and the same reason.
     """
     own: Shared | None = None
     told: Handle | str = _NOTHING
@@ -203,7 +210,7 @@ def share(
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
     try:
-        # Memory with a name was taken from the file system when it was made.
+        # Named memory was already allocated by posix_fallocate.
         return _map_all(told, None if own is None else own.memory, exchange, rank, taken=named)
     finally:
         if own is not None:
@@ -213,7 +220,7 @@ def share(
 def adopt(
     memory: Memory, fd: int, exchange: Callable[[object], Sequence[object]], rank: int
 ) -> tuple[list[Memory] | None, str]:
-    """The same for memory that there is already, the beginning of the file behind `fd`."""
+    """Share existing memory, the beginning of the file behind `fd`, as :func:`share` does."""
     told = Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None)
     return _map_all(told, memory, exchange, rank, taken=True)
 

@@ -29,7 +29,7 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def shorten(words: Sequence[str], what: str = "") -> list[str]:
-    """Return the first ``READ`` of `words`, and the number of the others as `what`.
+    """Return the first ``READ`` of `words` and the number of the others, or all if at most one more.
 
     The details of each rank in a report contain all of them.
     """

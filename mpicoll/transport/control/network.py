@@ -1,16 +1,17 @@
 """The control network: connections between the ranks of a job that are independent of MPI.
 
-Messages and reports of deaths get through it also while MPI is blocked. Its shape is a star. The hub is the lowest
-living rank; all others are connected to it, and it forwards their messages. When the hub is gone, all connect to the
-next lowest rank: every rank listens from the start, so that this needs no MPI. Each rank's watch thread drives its end
-by :meth:`ControlNetwork.poll`; the class starts no thread.
+Messages and reports of deaths are delivered also while MPI is blocked. The topology is a star. The hub is the lowest
+living rank; all others are connected to it, and it forwards their messages. When the hub dies, all connect to the next
+lowest rank: every rank listens from the start, so that this needs no MPI. Each rank's watch thread drives its end by
+:meth:`ControlNetwork.poll`; the class starts no thread.
 
-Deaths are reported by the kernel, never concluded from silence of a process: a connection ends at once with its
+Deaths are detected by the kernel, never inferred from a process that is silent: a connection ends at once with its
 process. A host whose kernel does not answer is lost, but only after the OUTAGE seconds that an interruption of the
 network may last: it is detected within 12 s (20 s on Linux before 6.15). A process that is stopped, is in a debugger or
 holds the GIL for minutes does not read, but its kernel answers for it. For the same reason no more bytes are in flight
-on a connection than the receiver's kernel accepts without help of the process (``_WINDOW``): TCP can't tell a full
-buffer from a lost host."""
+on a connection than the receiver's kernel accepts without help of the process (``_WINDOW``): TCP can't distinguish a
+full buffer from a lost host.
+"""
 
 from __future__ import annotations
 
@@ -69,16 +70,18 @@ OUTAGE = 7.0
 CONNECT_WITHIN = 2.0
 """Seconds for a connection to be made."""
 PROVE_WITHIN = 5.0
-"""Seconds that a stranger has to prove that it knows the token."""
+"""Seconds within which a new connection must prove that its peer has the token."""
 HEAR_WITHIN = 0.5
-"""Seconds that the hub's death is held back, for the next hub to add the words that only it has heard."""
+"""Seconds by which the hub's death is delayed, so that the next hub can add the words that only it has received."""
 TELL_WITHIN = 5.0
-"""Seconds that all have to come to a new hub and tell whether a rank that it doesn't find has left; twice as many until
-the others do without the hub's word."""
+"""Seconds within which all ranks must connect to a new hub and report the exits that they have seen.
+
+After twice as many seconds the other ranks decide without the hub.
+"""
 ASK_AFTER = 1.0
-"""Seconds until the hub asks the kernel after a rank that has not come to it."""
+"""Seconds until the hub probes the port of a rank that has not connected to it."""
 MISSED_AFTER = 60.0
-"""Seconds until it is logged that a rank has not come. It is not taken for dead."""
+"""Seconds until it is logged that a rank has not connected. The rank is not taken for dead."""
 _SETTLE_EVERY = 1.0
 
 _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
@@ -94,14 +97,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class PeerExit:
-    """A rank that is no longer there. `why` is
+    """A rank that has exited.
 
-    - "left": it said goodbye by :meth:`ControlNetwork.leave`;
-    - "closed": its process ended without a word: its connection did, or it listens no more and nobody knows a goodbye;
+    `why` is one of
+
+    - "left": it has announced its exit by :meth:`ControlNetwork.leave`;
+    - "closed": its process ended unannounced: its connection ended, or its port is closed and no rank has its farewell;
     - "unreachable": its host does not answer.
 
-    `words` is what it wrote into its crash descriptor before it died, if anything; `pid` and `host` are what it had
-    told of itself (0 and "" if unknown).
+    `words` is the text that it wrote to its crash descriptor before it died, if any; `pid` and `host` are from its
+    address (0 and "" if unknown).
     """
 
     rank: int
@@ -112,25 +117,27 @@ class PeerExit:
 
 
 class ControlNetwork:
-    """This rank's connections to the others of its job.
+    """This rank's connections to the other ranks of its job.
 
-    `token` is the job's secret, the same on all ranks: who does not prove to know it is not listened to, be it a
-    scanner of ports, a rank of another job or another user of the machine. What is sent is neither encrypted nor
-    signed.
+    `token` is the job's secret, the same on all ranks. Connections that do not prove that they have it are
+    rejected, such as those of a port scanner, a rank of another job or another user of the machine. Messages are
+    neither encrypted nor signed.
 
-    Every living rank is told exactly once of each rank that is gone, after all messages of that rank that came.
-    Messages of one rank arrive in the order in which they were sent. Those that are under way through a hub that dies
-    may be lost; those that had not left this process go through the next one.
+    Every living rank gets exactly one event for each rank that is gone, after all messages of that rank that
+    arrived. Messages of one rank arrive in the order in which they were sent. Those in transit through a hub that
+    dies may be lost; those that had not left this process are sent through the next hub.
 
-    A rank that has never come to the hub is dead if it is on the same host and nobody listens on its port any more;
-    else it is only missed, by a line in the log.
+    A rank that has never connected to the hub is dead if it is on the same host and its port is no longer open;
+    otherwise its absence is only logged.
 
-    Who leaves may end once somebody has its goodbye who can't end before having passed it on: a rank that stays and has
-    told all it knows of, or one with a higher number that has come to it. That the number is higher keeps two that
-    leave at once from each relying on the other. So a rank that can't be found may have left, and only some know:
-    whether it has died is decided by the hub when all others have come and told whom they know to be gone.
+    A rank that leaves may end once its farewell is with a rank that can't end before it has forwarded it: a rank
+    that stays and has forwarded all farewells, or one with a higher number that has connected to it. The order of
+    the numbers keeps two ranks that leave at once from each relying on the other. So a rank that can't be found may
+    have left, and only some ranks may have its farewell. The hub decides that such a rank has died when all others
+    have connected and reported the exits that they have seen.
 
-    `outage` are the seconds for which the network may be down while no rank is taken for dead; rank 0's counts for all.
+    `outage` are the seconds for which the network may be down while no rank is taken for dead; rank 0's counts for
+    all.
     """
 
     def __init__(self, rank: int, size: int, token: bytes, outage: float | None = None) -> None:
@@ -140,12 +147,12 @@ class ControlNetwork:
         self.size = size
         self._token = token
         self._outage = OUTAGE if outage is None else outage
-        self._lock = threading.Lock()  # of all below; held for no longer than it takes to do what does not block
-        self._driver = threading.Lock()  # held by who waits in select
+        self._lock = threading.Lock()  # guards all below; never held during a blocking call
+        self._driver = threading.Lock()  # held by the thread in select
         self._outbox: deque[_Outgoing] = deque()
         self._events: deque[Message | PeerExit] = deque()
         self._gone: dict[int, PeerExit] = {}
-        self._unsure: dict[int, tuple[PeerExit, float, bool]] = {}  # and since when, and whether it may not have left
+        self._unsure: dict[int, tuple[PeerExit, float, bool]] = {}  # with the time, and True if it can't have left
         self._peers: Sequence[dict[str, Any]] = ()
         self._clients: dict[int, _Connection] = {}
         self._others: set[_Connection] = set()  # strangers, attempts, probes
@@ -160,11 +167,11 @@ class ControlNetwork:
         self._backlog: dict[int, deque[_Outgoing]] = {}  # to ranks that have not come
         self._farewell: _Outgoing | None = None
         self._leaving = False  # the farewell is on its way, behind all other messages
-        self._heard = False  # a hub has passed it on
+        self._heard = False  # a hub has forwarded it
         self._informed = False  # a client with a higher rank has been sent it
         self._farewells: dict[int, _Outgoing] = {}
-        self._hearsay_at = float("-inf")  # when a goodbye came by way of another rank
-        self._leavers: list[tuple[_Connection, _Outgoing]] = []  # whose farewell is to be passed on
+        self._hearsay_at = float("-inf")  # when a farewell was received through another rank
+        self._leavers: list[tuple[_Connection, _Outgoing]] = []  # whose farewell is to be forwarded
         self._missed_at = float("inf")
         self._settle_at = float("inf")
         self._accept_at = 0.0
@@ -173,7 +180,7 @@ class ControlNetwork:
         self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._crash_fd = _stderr() if size > 1 else None
         self._crash_to: _Connection | None = None
-        # Whoever writes to these may do so at any time, and must not meet another file that has the same number.
+        # Other threads may write to these at any time, so their numbers must not be reused for other files.
         self._kept = [fd for fd in (self._wakeup_fd, self._crash_fd) if fd is not None]
         weakref.finalize(self, _close, self._kept).atexit = False
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
@@ -187,7 +194,7 @@ class ControlNetwork:
 
     @property
     def address(self) -> dict[str, Any]:
-        """Where this rank listens: what JSON can carry, to be handed to all others for :meth:`connect`."""
+        """The address at which this rank listens, for JSON, to be passed to all other ranks' :meth:`connect`."""
         return {
             "host": socket.gethostname(),
             "place": _place(),
@@ -198,7 +205,7 @@ class ControlNetwork:
         }
 
     def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Give every rank's :attr:`address`, by rank. The connections are made within :meth:`poll`."""
+        """Set every rank's :attr:`address`, by rank. The connections are made within :meth:`poll`."""
         if len(addresses) != self.size:
             raise ValueError(f"{len(addresses)} addresses for {self.size} ranks")
         with self._lock:
@@ -210,8 +217,10 @@ class ControlNetwork:
 
     @property
     def hub(self) -> int:
-        """The rank that passes on messages between the others: this one, or the one to which it is or will be
-        connected. -1 before :meth:`connect`."""
+        """The rank that forwards messages between the others, -1 before :meth:`connect`.
+
+        It is this rank, or the one to which this rank is or will be connected.
+        """
         return self._target
 
     @property
@@ -221,9 +230,12 @@ class ControlNetwork:
 
     @property
     def crash_fd(self) -> int | None:
-        """Where a process that dies may write text from a signal handler (``faulthandler.enable(file=...)``), which the
-        others get as :attr:`PeerExit.words`. It stays the same for life, whatever it leads to: a connection, or stderr
-        while there is none and in forked children. None for a world of one."""
+        """The descriptor to which a dying process may write text from a signal handler; None for a world of one.
+
+        It is for ``faulthandler.enable(file=...)``; the others receive the text as :attr:`PeerExit.words`. Its
+        number never changes. It refers to a connection, or to stderr while there is none and in forked
+        children.
+        """
         return self._crash_fd
 
     def wake(self) -> None:
@@ -233,19 +245,23 @@ class ControlNetwork:
                 os.eventfd_write(self._wakeup_fd, 1)
 
     def send(self, body: dict[str, Any], to: int | None = None) -> None:
-        """Send `body` to rank `to`, or to all others. Returns at once; what is sent to a rank that is gone is dropped.
+        """Send `body` to rank `to`, or to all others.
 
-        Cost: one message to the hub, and one from there to each that gets it. At most 16 MiB of JSON.
+        Returns at once. Messages to a rank that is gone are dropped. Cost: one message to the hub, and one from
+        there to each receiver. At most 16 MiB of JSON.
         """
         if to is not None and (not 0 <= to < self.size or to == self.rank):
             raise ValueError(f"rank {self.rank} of {self.size} can't send to rank {to}")
         self._post((_MESSAGE, self.rank, _ALL if to is None else to, _encode(body)))
 
     def leave(self, body: dict[str, Any], timeout: float = 2.0) -> None:
-        """Say goodbye: the others get `body` as a message, then that this rank has left. From then on this one hears
-        nothing, sends nothing, and is told of nobody's end. Waits, at most `timeout` seconds, until it is certain that
-        the others will know, so that this process may end: longer than a moment only if somebody is stopped, or has
-        never been connected. Other messages to a rank that has never been connected may be lost."""
+        """Leave the job: the other ranks receive `body` as a message, then the exit of this rank.
+
+        From then on this rank receives nothing, sends nothing, and gets no events of exits. Waits at most
+        `timeout` seconds until the delivery to the others is certain, so that this process may end: longer than
+        a moment only if a rank is stopped, or has never been connected. Other messages to a rank that has never
+        been connected may be lost.
+        """
         if self._farewell is None:
             farewell = (_LEAVE, self.rank, _ALL, _encode(body))
             self._farewell = farewell
@@ -253,8 +269,10 @@ class ControlNetwork:
         self.flush(timeout)
 
     def flush(self, timeout: float) -> bool:
-        """Wait, at most `timeout` seconds, until what was sent is with the kernels of those it goes to first: this
-        process may die then. Whether that came about."""
+        """Wait until the sent messages are in the kernels of the next hops, so that this process may die.
+
+        Waits at most `timeout` seconds. Returns True if all messages are there.
+        """
         deadline = time.monotonic() + timeout
         woken = False
         while True:
@@ -278,20 +296,23 @@ class ControlNetwork:
                     self._driver.release()
             else:
                 if not woken:
-                    self.wake()  # it does not know of what this thread has tried to send
+                    self.wake()  # the polling thread must send what this thread could not
                     woken = True
                 time.sleep(0.002)
 
     def close(self) -> None:
-        """Close all connections. The others take it for death, unless this rank has left."""
+        """Close all connections. The other ranks take it for death, unless this rank has left."""
         self._over = True
         self.wake()
         with self._driver, self._lock:
             self._close_all()
 
     def forget(self) -> None:
-        """For a forked child: close its copies of all descriptors without a word, or its life would hide its parent's
-        death from the others. It happens by itself in children made by ``os.fork``."""
+        """Close all descriptors of a forked child without a message.
+
+        Otherwise the child's copies would hide its parent's death from the other ranks. It is called
+        automatically in children made by ``os.fork``.
+        """
         self._over = True
         self._lock, self._driver = threading.Lock(), threading.Lock()
         self._close_all()
@@ -302,8 +323,11 @@ class ControlNetwork:
     # --- the watch thread
 
     def poll(self, timeout: float) -> list[Message | PeerExit]:
-        """Do all the work for at most `timeout` seconds, and return what has come by then. It returns as soon as there
-        is something, sometimes earlier, and at once after :meth:`close`. For one thread, in a loop."""
+        """Do all the work for at most `timeout` seconds, and return the events received by then.
+
+        Returns as soon as there is an event, sometimes earlier, and at once after :meth:`close`. For one
+        thread, in a loop.
+        """
         if self._over or not self._driver.acquire(timeout=timeout):
             return []
         try:
@@ -342,7 +366,7 @@ class ControlNetwork:
         if self._farewell is not None or self._over or self.size == 1:
             return
         self._outbox.append(message)
-        # A lock that is taken must not be waited for: its holder may be this very thread, under a signal handler.
+        # Waiting for the lock could deadlock: this may be a signal handler on the thread that holds it.
         if not self._lock.acquire(blocking=False):
             self.wake()
             return
@@ -378,19 +402,25 @@ class ControlNetwork:
                 leaver.write()
 
     def _is_known(self, farewell: _Outgoing) -> bool:
-        """Whether all others have it: else, if this process died, the leaver would seem to have died as well."""
+        """Return True if all others have the farewell.
+
+        Otherwise, if this process died, the leaving rank would seem to have died as well.
+        """
         if (
             self._is_hub()
             and not self._leaving
             and any(rank != self.rank and rank not in self._clients for rank in self._alive())
         ):
-            return False  # somebody is still to come
+            return False  # a rank has not connected yet
         return not any(client.blocked or farewell in client.queue for client in self._clients.values())
 
     def _say_goodbye(self, farewell: _Outgoing) -> None:
-        """Tell the hub, or as the hub its clients. One is enough: it tells those that come to it, or the next hub if it
-        leaves as well. A rank that has none goes to the next, be it a higher one: that may leave as well, and each then
-        tells the other; the higher one goes on."""
+        """Send the farewell to the hub, or as the hub to its clients.
+
+        One receiver is enough: it forwards the farewell to ranks that connect to it, or to the next hub if it
+        leaves as well. A hub without clients connects to the next rank, also to a higher one: that one may
+        leave as well, and each then sends the other its farewell; the higher one continues.
+        """
         self._leaving = True
         for one in self._established():
             one.queue.append(farewell)
@@ -402,7 +432,7 @@ class ControlNetwork:
         return self._target == self.rank
 
     def _spread(self, message: _Outgoing) -> None:
-        """Send on to all it is for, but the rank where it comes from."""
+        """Forward `message` to all its destinations except its source."""
         _, source, dest, _ = message
         for rank in range(self.size) if dest == _ALL else (dest,):
             if rank not in (self.rank, source) and rank not in self._gone:
@@ -445,7 +475,7 @@ class ControlNetwork:
     def _on_time(self, now: float) -> None:
         for one in [one for one in self._others if one.deadline <= now]:
             if one.connecting and _is_connected(one.sock):
-                self._connected(one)  # in time, but this process had no time for it
+                self._connected(one)  # in time, but this process was late to handle it
             else:
                 one.error = errno.ETIMEDOUT
                 self._lost(one)
@@ -469,14 +499,17 @@ class ControlNetwork:
         for rank, (when, pause) in list(self._ask.items()):
             if when <= now and rank in self._ask:
                 self._ask[rank] = now + pause, min(pause * 2, 10.0)
-                if self._near(rank) or self._is_late():  # else no answer would prove anything
+                if self._near(rank) or self._is_late():  # otherwise a missing answer would prove nothing
                     self._asked[rank] = {}
                     for where in self._ways(rank):
                         self._reach(rank, where, "probe")
 
     def _settle(self) -> None:
-        """Find hosts that have been silent for too long and owe an answer. TCP by itself starts to count anew when
-        something is sent: it does not ask any more, and measures from there."""
+        """Find hosts that have been silent for too long and owe an acknowledgement.
+
+        TCP restarts its own timeout when data is sent: it sends no more keepalive probes, and measures from
+        there.
+        """
         for one in self._established():
             if one.unsettled and one.sock.fileno() >= 0:
                 one.unsettled = _under_way(one.sock) > 0
@@ -516,7 +549,7 @@ class ControlNetwork:
                 return
             try:
                 _tune(sock, self._outage)
-            except OSError:  # it is over already
+            except OSError:  # the connection has ended already
                 sock.close()
                 continue
             stranger = _Connection(sock, "stranger")
@@ -564,7 +597,7 @@ class ControlNetwork:
     def _serve(self, one: _Connection, mask: int) -> None:
         """Read from and write to a connection that is ready."""
         if one.sock.fileno() < 0:
-            return  # closed in this very turn
+            return  # closed in this turn
         if one.connecting:
             self._connected(one)
             return
@@ -587,7 +620,7 @@ class ControlNetwork:
         code = one.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code == 0:
             try:
-                # Who connects to a free port of its own host may, by chance, meet itself.
+                # A connection to a free port of the same host may, by chance, be connected to itself.
                 code = errno.ECONNREFUSED if one.sock.getsockname() == one.sock.getpeername() else 0
             except OSError as error:
                 code = error.errno or errno.ECONNREFUSED
@@ -596,10 +629,10 @@ class ControlNetwork:
             self._lost(one)
             return
         one.connecting = False
-        one.deadline = float("inf")  # a process that is stopped says nothing for long
+        one.deadline = float("inf")  # a stopped process may be silent for long
         self._failed.pop(one.where, None)
         if one.role == "probe":
-            self._asked.pop(one.rank, None)  # somebody listens
+            self._asked.pop(one.rank, None)  # the port is open
             self._drop(one)
 
     def _drop(self, one: _Connection) -> None:
@@ -637,8 +670,11 @@ class ControlNetwork:
         return self._target > 0
 
     def _judge(self, one: _Connection, failed: dict[str, str]) -> None:
-        """There is no way here to a rank. If none is left, that is its death if its host says so, or if it comes after
-        a hub's death."""
+        """Record that an address of a rank can't be reached.
+
+        If none is left, the rank is suspected dead if its host refused the connections, or if this follows a
+        hub's death.
+        """
         rank = one.rank
         if one.error in (errno.ECONNREFUSED, errno.EPROTO):
             failed[one.where] = "closed"
@@ -651,18 +687,18 @@ class ControlNetwork:
             self._suspect(self._exit_record(rank, "closed" if refused else "unreachable", ""), certain=False)
 
     def _hub_lost(self, one: _Connection, why: str) -> None:
-        # What has not been sent completely was not understood.
+        # The hub has discarded messages that were not sent completely.
         self._held.extendleft(message for message in reversed(one.queue) if message[0] == _MESSAGE)
         if self._heard:
-            return  # nobody waits for this rank any more
+            return  # no rank waits for this rank any more
         if one.rank in self._gone:
             self._elect()
         else:
-            # One that had told this rank of the others and left would not have ended before its goodbye was here.
+            # A hub that had reported its exits to this rank would not have ended before its farewell had arrived.
             self._suspect(self._exit_record(one.rank, why, one.text()), certain=one.told)
 
     def _suspect(self, gone: PeerExit, *, certain: bool) -> None:
-        """A rank is gone; but others may know more about it: unless it is `certain` to have died, that it has left."""
+        """Handle a rank that is gone, while other ranks may have its farewell unless it is `certain` to have died."""
         rank = gone.rank
         if gone.words or (certain and rank > self._target):
             self._declare(gone)
@@ -672,7 +708,7 @@ class ControlNetwork:
         self._elect()
 
     def _held_until(self, _: PeerExit, since: float, certain: bool) -> float:
-        """When a rank in ``_unsure`` counts as dead, if nobody has said anything else."""
+        """Return the time at which a rank in ``_unsure`` counts as dead, unless a report about it arrives before."""
         if certain:
             return since + HEAR_WITHIN
         if self._leaving:
@@ -680,7 +716,7 @@ class ControlNetwork:
         return max(since, self._elected_at) + TELL_WITHIN * (1 if self._is_hub() else 2)
 
     def _decide(self) -> None:
-        """As the hub to which all have come: whom none of them knows to have left has died."""
+        """Declare the unsure ranks dead, as the hub to which all others have connected without a farewell of these."""
         others = (rank for rank in self._alive() if rank != self.rank)
         if (
             self._unsure
@@ -761,7 +797,7 @@ class ControlNetwork:
         return _GONE, self.rank, -1, _encode(what)
 
     def _aim(self) -> None:
-        """Let the crash descriptor lead to the hub, or from the hub to the rank that would be the next."""
+        """Let the crash descriptor refer to the hub, or on the hub to the rank that would be the next hub."""
         living = [rank for rank in self._clients if rank not in self._gone]
         to = self._hub or (self._clients[min(living)] if living else None)
         if to is self._crash_to or self._crash_fd is None:
@@ -826,7 +862,7 @@ class ControlNetwork:
             self._declare(self._exit_record(source, "left", ""), one)
 
     def _told(self, one: _Connection, gone: PeerExit) -> None:
-        """Another rank tells of one that is gone. Who has a connection with that one knows better."""
+        """Handle another rank's report of an exit. A rank with its own connection to that rank ignores the report."""
         if not 0 <= gone.rank < self.size or (self._hub is not None and self._hub.rank == gone.rank):
             return
         if one.role == "client" and gone.rank in self._clients:
@@ -834,8 +870,11 @@ class ControlNetwork:
         self._declare(gone, one)
 
     def _proof(self, side: str, server: str, client: str, rank: int, to: int) -> str:
-        """What only a rank of this job can compute. Each side gives one for a number that the other has just drawn, so
-        that neither is worth anything on another connection; `side` keeps one from being used as the other."""
+        """Return a proof that only a rank of this job can compute.
+
+        Each side proves itself for a nonce that the other has just drawn, so that a proof is valid on one
+        connection only; `side` keeps the proof of one side from being used as that of the other.
+        """
         text = f"{side} {server} {client} {rank} {to} {self.size}"
         return hmac.new(self._token, text.encode(), hashlib.sha256).hexdigest()
 
@@ -875,7 +914,7 @@ class ControlNetwork:
         self._retry.clear()
         one.role = "hub"
         self._hub = one
-        # Only now does the other side take the end of this connection for the end of this process.
+        # From now on the other side takes the end of this connection for the end of this process.
         one.queue.append((_JOINED, self.rank, one.rank, b"{}"))
         one.queue.extend(self._news(gone) for gone in self._gone.values())
         one.queue.append((_TOLD, self.rank, one.rank, b"{}"))
@@ -887,11 +926,11 @@ class ControlNetwork:
         self._aim()
 
     def _is_dead(self, rank: int) -> bool:
-        """Whether others know already that a rank has died. One that has left may still have to tell of others."""
+        """Return True if it is known that a rank has died. One that has left may still have to report other exits."""
         return rank in self._gone and self._gone[rank].why != "left"
 
     def _rejected(self, one: _Connection) -> None:
-        """For the other this rank is dead: the network was cut for a while."""
+        """Handle a rejection: the other rank takes this rank for dead, since the network was interrupted."""
         rank = one.rank
         self._drop(one)
         self._suspect(self._exit_record(rank, "unreachable", ""), certain=not self._leaving)
@@ -931,7 +970,7 @@ class ControlNetwork:
         self._selector.close()
 
     def _before_fork(self) -> None:
-        # No descriptor may be on its way from the kernel to where it is noted.
+        # No thread may be between the creation of a descriptor and its registration.
         self._fork_lock = self._lock.acquire(timeout=1.0)
 
     def _after_fork(self) -> None:
