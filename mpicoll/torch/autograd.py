@@ -1,18 +1,19 @@
 """Differentiable collectives on torch tensors, out of place: no input and no incoming gradient is ever changed.
 
-What a gradient means. Every rank runs its own graph and calls ``backward`` on its own loss. What is differentiated is
-the **sum of these losses over the ranks**: the gradient that a rank finds in its tensor is the derivative of that sum.
-A loss that all ranks compute alike therefore counts once per rank; divide it by the number of ranks if it should count
-once. (torch.distributed.nn.functional means the same.)
+Meaning of a gradient: every rank runs its own graph and calls ``backward`` on its own loss. The differentiated function
+is the **sum of these losses over the ranks**: the gradient of a rank's tensor is the derivative of that sum. A loss
+that all ranks compute identically therefore counts once per rank; divide it by the number of ranks if it should count
+once. (torch.distributed.nn.functional uses the same definition.)
 
 The rules that follow from it:
 
 * The backward of a collective is a collective. **On every rank the tensor must require grad, or on none**, also where
   only its shape matters, as with :func:`broadcast` on a rank that receives. Ranks that disagree wait for each other.
 * Every rank must run the backward, and its loss must depend on each result, if need be by adding
-  ``0 * result.sum()``. ``torch.autograd.grad(loss, inputs)`` leaves out what does not lead to one of `inputs`: let all
-  ranks name what leads to the same collectives, which on a rank that only receives is the tensor that it passed.
-* autograd goes through a graph in the reverse order of the calls. Where all ranks called the same operations in the
+  ``0 * result.sum()``. ``torch.autograd.grad(loss, inputs)`` skips nodes that do not lead to one of `inputs`: all
+  ranks must pass inputs that lead to the same collectives; on a rank that only receives, this is the tensor that it
+  passed to the collective.
+* autograd traverses a graph in the reverse order of the calls. If all ranks called the same operations in the
   same order, their backwards meet as well, and messages of :func:`send` and :func:`recv` travel back in the mirrored
   order. So make the calls on one thread per rank, and go back through what was called on all ranks alike by the same
   ``backward`` calls.
@@ -211,7 +212,7 @@ def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None)
 
     `src` passes a tensor for each rank, all of one shape and dtype. Every other rank passes one tensor of that shape
     and dtype, whose contents don't matter, but which must require grad as those of `src` do. Gradients: that of the
-    i-th tensor comes from rank i; what the other ranks pass gets zeros.
+    i-th tensor is received from rank i; the tensors that the other ranks pass get zeros.
     """
     comm, root = _rooted("scatter", src, group)
     if comm.rank == root:
@@ -231,10 +232,10 @@ def scatter(tensors: Sequence[Tensor] | Tensor, src: int = 0, group: Any = None)
 def all_to_all(
     tensors: Sequence[Tensor], output_shapes: Sequence[Sequence[int]] | None = None, group: Any = None
 ) -> tuple[Tensor, ...]:
-    """Send the i-th tensor to rank i; get a tuple whose j-th tensor comes from rank j.
+    """Send the i-th tensor to rank i, and return a tuple whose j-th tensor was received from rank j.
 
     Every rank passes a tensor for each rank, all of one dtype. If not all have the same shape on all ranks, every rank
-    says in `output_shapes` what it gets from each. Gradients travel back to where the tensors came from.
+    passes in `output_shapes` the shapes that it receives from each. Gradients are sent back to the source ranks.
     """
     comm = communicator(group)
     _check_list("all_to_all", tensors, comm, alike=output_shapes is None, remedy="; pass output_shapes on every rank")
@@ -255,8 +256,8 @@ def all_to_all_single(
     """Divide every rank's `tensor` along axis 0, and send the i-th block to rank i.
 
     Without sizes all ranks pass the same shape, and blocks are equal. Otherwise every rank passes both:
-    ``input_split_sizes[i]`` rows go to rank i, ``output_split_sizes[j]`` rows come from rank j. The result joins what
-    arrives in the order of ranks. Gradients travel back to where the rows came from.
+    ``input_split_sizes[i]`` rows are sent to rank i, ``output_split_sizes[j]`` rows are received from rank j. The
+    result concatenates the received rows in rank order. Gradients are sent back to the source ranks of the rows.
     """
     comm = communicator(group)
     if (output_split_sizes is None) != (input_split_sizes is None):
@@ -286,8 +287,8 @@ def sendrecv(
     """Send `tensor` to rank `dst`, and get a tensor of the same dtype from rank `src` at once, which can't deadlock.
 
     `shape` is that of what arrives, by default the shape of `tensor`. With None for `dst` nothing is sent, with None
-    for `src` the result is zeros: for the ends of an open chain. The gradient of what arrived goes to `src`, and that
-    of `tensor` comes from `dst`, with the same `tag`.
+    for `src` the result is zeros: for the ends of an open chain. The gradient of the result is sent to `src`, and that
+    of `tensor` is received from `dst`, with the same `tag`.
     """
     comm = communicator(group)
     to = None if dst is None else _rank("sendrecv", dst, group, comm)
