@@ -1,6 +1,6 @@
 """The ranks of a pytest run agree: a test that fails on one rank fails on all of them, and none waits for ever.
 
-pytest runs once per rank and knows nothing of the others. This plugin, which conftest.py registers for ``--with-mpi``,
+pytest runs once per rank without communication. This plugin, which conftest.py registers for ``--with-mpi``,
 
 * compares what the ranks collected, before the first test;
 * makes each phase (setup, call, teardown) of a test end alike everywhere, with the messages of all ranks that failed in
@@ -11,8 +11,8 @@ pytest runs once per rank and knows nothing of the others. This plugin, which co
   a main thread that runs Python, which a rank that waits inside MPI does not);
 * leaves terminal and junit report to rank 0.
 
-Ranks talk over a duplicate of COMM_WORLD, and when the job has to be ended through files in a temporary folder, because
-then MPI may be what is stuck. All ranks must see that folder: they run on one machine, or share TMPDIR.
+Ranks communicate over a duplicate of COMM_WORLD, and for the end of the job through files in a temporary folder, since
+MPI itself may be stuck then. All ranks must see that folder: they run on one machine, or share TMPDIR.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ GRACE = 3.0
 """Seconds that a rank which failed waits for the others before it ends the job."""
 
 OUTSIDE = 120.0
-"""Seconds for what is not inside a test: collection, the time between tests, the end."""
+"""Time limit in seconds outside of tests: collection, the time between tests, the end."""
 
 
 class FailedTogether(AssertionError):
-    """What `Agreement.together` raises on every rank."""
+    """The error that `Agreement.together` raises on every rank."""
 
 
 class Outcome(enum.IntEnum):
-    """How a phase ended on one rank. Only PASSED is falsy."""
+    """Outcome of a phase on one rank. Only PASSED is falsy."""
 
     PASSED = 0
     SKIPPED = 1
@@ -75,7 +75,7 @@ class Agreement:
     # --- agreeing
 
     def exchange(self, where: str, outcome: Outcome, text: str = "") -> list[Outcome]:
-        """Every rank's outcome. Ends the job if the others do not come although this rank failed, or are elsewhere."""
+        """Return every rank's outcome. End the job if this rank failed and the others are late, or are elsewhere."""
         where = f"{self.watch.what}: {where}"
         mine = array("q", [outcome, zlib.crc32(where.encode())])
         everyone = array("q", bytes(16 * self.size))
@@ -97,23 +97,23 @@ class Agreement:
         return [Outcome(value) for value in everyone[0::2]]
 
     def texts(self, text: str) -> list[str]:
-        """Every rank's text."""
+        """Return every rank's text."""
         return self.comm.allgather(text)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block that fails on all ranks if it fails on one, by the same exception (see conftest.py)."""
+        """Run a block that fails on all ranks if it fails on one, by the same exception (see conftest.py)."""
         __tracebackhide__ = True
         failure = ""
         try:
             yield
         except HypothesisException:  # assume(): all ranks draw the same, so all are here
             raise
-        except Exception:  # noqa: BLE001  whatever it is, the other ranks are told
+        except Exception:  # noqa: BLE001  any exception is reported to the other ranks
             failure = traceback.format_exc()
         outcome = Outcome.FAILED if failure else Outcome.PASSED
         if Outcome.FAILED in self.exchange("the end of together()", outcome, failure):
-            # Outside of the except block, because hypothesis tells failures apart by their whole chain of exceptions.
+            # Outside of the except block, because hypothesis compares failures by their whole chain of exceptions.
             raise FailedTogether("\n" + _by_rank(self.texts(failure)))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -124,7 +124,7 @@ class Agreement:
         outcome = _outcome(report)
         text = _text(report) if outcome else ""
         if call.excinfo is not None and call.excinfo.errisinstance(FailedTogether):
-            text = ""  # it holds what each rank has to say, and is the same on all
+            text = ""  # it already holds the texts of all ranks
         outcomes = self.exchange(call.when, outcome, text)
         failed = Outcome.FAILED in outcomes
         if not failed and len(set(outcomes)) == 1:
@@ -165,7 +165,7 @@ class Agreement:
             lines += [f"  not on rank 0: {name}" for name in names if name not in first]
             lines += [f"  only on rank 0: {name}" for name in first if name not in names]
             lines += [f"  {line}" for error in errors for line in error.splitlines()]
-        # What pytest does for --maxfail: the session fails at once, and the terminal says why.
+        # As pytest does for --maxfail: the session fails at once, and the terminal shows the reason.
         session.shouldfail = "\n".join(lines)
         raise session.Failed(session.shouldfail)
 
@@ -220,7 +220,7 @@ class Agreement:
 
 
 class Watch:
-    """A thread that ends the job when the time is up, and takes part when another rank ends it."""
+    """A thread that ends the job after the time limit, and takes part when another rank ends it."""
 
     def __init__(self, rank: int, size: int, folder: Path) -> None:
         self.what = ""
@@ -234,7 +234,7 @@ class Watch:
         self._thread.start()
 
     def arm(self, what: str, seconds: float) -> None:
-        """From now on `what` is what goes on, and the job ends if that takes longer than `seconds`."""
+        """Set the current activity to `what`; the job ends if it takes longer than `seconds`."""
         self.what, self._deadline = what, time.monotonic() + seconds
         # No thread runs while a C function holds the GIL. This timer needs no GIL, and a rank's exit ends the job.
         faulthandler.dump_traceback_later(seconds + 5, exit=True, file=self._stderr)
@@ -244,13 +244,13 @@ class Watch:
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
-        """Watch no more, but bound the end of the process: a rank may hang in MPI_Finalize."""
+        """Stop watching, but bound the end of the process: a rank may hang in MPI_Finalize."""
         self._closed.set()
         self._thread.join()
         self.arm("the end of the process", OUTSIDE)
 
     def end_job(self, why: str) -> NoReturn:
-        """Print why and what every rank was doing, and end all ranks with a non-zero exit."""
+        """Print the reason and every rank's state, and end all ranks with a nonzero exit status."""
         faulthandler.dump_traceback_later(30, exit=True, file=self._stderr)  # should anything below get stuck
         self._write_state()
         try:
@@ -282,7 +282,7 @@ class Watch:
                 self.end_job(f"{self.what} is over its time")
 
     def _write_state(self) -> None:
-        """Write what this rank is doing to a file, once, and whole or not at all."""
+        """Write this rank's state to a file, once and atomically."""
         state = self._folder / f"state.{self._rank}"
         if state.exists():
             return
@@ -303,12 +303,12 @@ def _outcome(report: pytest.TestReport) -> Outcome:
 
 
 def _text(report: pytest.TestReport) -> str:
-    """What pytest would print of a report."""
+    """Return the text that pytest would print of a report."""
     return "\n".join([report.longreprtext, *(f"[{title}]\n{content}" for title, content in report.sections)])
 
 
 def _by_rank(texts: list[str]) -> str:
-    """The ranks' texts, each printed once under the ranks that said it; the empty ones left out."""
+    """Return the ranks' texts, each once under the ranks that reported it; empty texts are left out."""
     ranks: dict[str, list[str]] = {}
     for rank, text in enumerate(texts):
         if text:
@@ -320,7 +320,7 @@ def _by_rank(texts: list[str]) -> str:
 
 
 def _stack(frame: Any) -> str:
-    """A stack, without the frames of pytest."""
+    """Format a stack without the frames of pytest."""
     frames = [
         line
         for line in traceback.extract_stack(frame)

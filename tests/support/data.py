@@ -1,4 +1,4 @@
-"""Arrays of every library, dtype and layout, the values in them, and what reductions of them must give.
+"""Arrays of every library, dtype and layout, their values, and the expected results of reductions.
 
 The oracle is plain numpy: float64 or complex128 for floating point, the dtype itself where arithmetic is exact.
 """
@@ -40,7 +40,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def means(op: str, name: str) -> bool:
-    """Whether `op` has a meaning for the dtype `name`: the table of docs/operations.md, written out."""
+    """Return True if `op` is defined for the dtype `name`: the table of docs/operations.md, written out."""
     if op in ("user_add", "user_first"):
         return True
     if op == "user_affine":
@@ -60,12 +60,12 @@ def means(op: str, name: str) -> bool:
 
 
 def random(*what: object) -> np.random.Generator:
-    """A generator of its own for `what`, the same on every rank and in every process."""
+    """Return a generator specific to `what`, the same on every rank and in every process."""
     return np.random.default_rng(zlib.crc32(repr(what).encode()))
 
 
 def numbers(rng: np.random.Generator, name: str, shape: tuple[int, ...], op: str = "sum") -> np.ndarray:
-    """Random values: integers from the whole range, floats without overflow, half of them zero where that matters."""
+    """Return random values: integers from the whole range, floats without overflow, half of them zero where needed."""
     dtype = dtype_of(name)
     if dtype.kind == "b":
         return np.asarray(rng.random(shape) < 0.5)
@@ -95,7 +95,7 @@ def _namespace(a: Any) -> Any:
 
 
 def _plain(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """`function` of numpy arrays and tensors for objects that only carry an array as well."""
+    """Extend `function` of numpy arrays and tensors to objects that only hold an array."""
 
     def call(a: Any, b: Any) -> Any:
         return Api(function(a.array, b.array)) if isinstance(a, Api) else function(a, b)
@@ -111,13 +111,13 @@ def user_add(a: Any, b: Any) -> Any:
 
 @_plain
 def user_first(a: Any, b: Any) -> Any:
-    """Of each pair the first that is not zero: associative, elementwise, exact, and not commutative."""
+    """Return of each pair the first nonzero value: associative, elementwise, exact, and not commutative."""
     return _namespace(a).where(a != 0, a, b)
 
 
 @_plain
 def user_affine(a: Any, b: Any) -> Any:
-    """A complex number s + ti stands for the map x -> s x + t; this is composition, which does not commute."""
+    """Compose maps; a complex number s + ti stands for the map x -> s x + t. Composition does not commute."""
     real = a.real * b.real
     imag = a.imag * b.real + b.imag
     return (real + 1j * imag).astype(a.dtype) if isinstance(a, np.ndarray | np.generic) else torch.complex(real, imag)
@@ -129,7 +129,7 @@ def user_matmul(a: Any, b: Any) -> Any:
 
 
 def make_op(op: str, rank: int, name: str) -> Any:
-    """What a caller of rank `rank` passes as ``op``."""
+    """Return the ``op`` that a caller of rank `rank` passes."""
     if op == "premul_sum":
         return mpicoll.premul_sum(factor(rank, name))
     if op == "user_add":
@@ -146,7 +146,7 @@ def factor(rank: int, name: str) -> complex:
 
 @dataclass(frozen=True)
 class Expected:
-    """A value, and by how much each element may differ from it (None: not at all)."""
+    """A value, and the tolerance of each element (None: exact)."""
 
     value: np.ndarray
     slack: np.ndarray | None = None
@@ -181,18 +181,18 @@ _UFUNCS = {
 }
 
 EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "complex64": 2.0**-23}
-"""Distance from 1 to the next number; 2**-52 for what is not named."""
+"""Distance from 1 to the next number; 2**-52 for dtypes that are not listed."""
 
 
 def ulp(value: np.ndarray, name: str) -> np.ndarray:
-    """The distance between neighbours of dtype `name`, a half precision, around `value`."""
+    """Return the distance between neighbours of dtype `name`, a half precision, around `value`."""
     digits, smallest = {"float16": (10, -14), "bfloat16": (7, -126)}[name]
     magnitude = np.maximum(np.abs(value), 2.0**smallest)
     return 2.0 ** (np.floor(np.log2(magnitude)) - digits)
 
 
 def expected(op: str, operands: Sequence[np.ndarray], name: str) -> Expected:
-    """The reduction of one operand for each rank, in the order of ranks."""
+    """Return the reduction of one operand for each rank, in the order of ranks."""
     dtype = dtype_of(name)
     if op in ("min", "max", "user_first") or dtype.kind in "biu":
         return Expected(_exact(op, operands, name))
@@ -234,7 +234,7 @@ def _exact(op: str, operands: Sequence[np.ndarray], name: str) -> np.ndarray:
 
 
 def neutral(op: str, name: str) -> Any:
-    """What a reduction of nothing gives, or None where there is no such thing: written out, not computed."""
+    """Return the neutral element of a reduction, or None where there is none: written out, not computed."""
     dtype = dtype_of(name)
     if op in ("sum", "premul_sum", "bor", "bxor", "lor", "lxor"):
         return 0
@@ -255,7 +255,7 @@ def neutral(op: str, name: str) -> Any:
 
 
 class Api:
-    """The least that the array API standard asks of an array: results are of this class again."""
+    """A minimal array of the array API standard: results are of this class again."""
 
     def __init__(self, array: Any) -> None:
         self.array = np.asarray(array)
@@ -288,7 +288,7 @@ class Namespace:
 
 
 class DLPack:
-    """An exporter of memory that has no constructor: results come as numpy arrays."""
+    """An exporter of memory without a constructor: results are numpy arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -301,7 +301,7 @@ class DLPack:
 
 
 class Interface:
-    """An exporter by numpy's array interface: results come as numpy arrays."""
+    """An exporter by numpy's array interface: results are numpy arrays."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -315,7 +315,7 @@ LIBRARIES = ("numpy", "torch", "api", "dlpack", "interface", "python", "scalar")
 
 
 def has(library: str, name: str) -> bool:
-    """Whether the library has arrays of the dtype `name`."""
+    """Return True if the library has arrays of the dtype `name`."""
     if library == "python":
         return name in ("bool", "int64", "float64", "complex128")
     if library == "torch":
@@ -326,7 +326,7 @@ def has(library: str, name: str) -> bool:
 
 
 def wrap(library: str, view: np.ndarray) -> Any:
-    """An object of `library` on the memory of `view`; the value itself for numbers."""
+    """Return an object of `library` on the memory of `view`; the value itself for numbers."""
     if library == "torch":
         if view.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(view.view(np.int16)).view(torch.bfloat16)
@@ -340,7 +340,7 @@ def wrap(library: str, view: np.ndarray) -> Any:
 
 
 def unwrap(library: str, result: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The memory of a result, after looking whether its type, dtype and shape are what the library must give."""
+    """Return the memory of a result, after checking its type, dtype and shape."""
     dtype = dtype_of(name)
     if library == "torch":
         assert type(result) is torch.Tensor
@@ -371,7 +371,7 @@ LAYOUTS = ("contiguous", "strided", "fortran", "negative", "readonly")
 
 
 def laid(values: np.ndarray, layout: str) -> np.ndarray:
-    """A copy of `values` that lies in memory as `layout` says."""
+    """Return a copy of `values` in the memory layout `layout`."""
     if layout == "strided":
         base = np.empty((*values.shape[:-1], 2 * values.shape[-1] + 1), values.dtype)
         view = base[..., 1::2]
@@ -399,9 +399,9 @@ def has_layout(library: str, layout: str, shape: tuple[int, ...]) -> bool:
 
 
 def covering(axes: dict[str, Sequence[Any]], allowed: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rows, one value of each axis, in which any two values of two axes meet that can meet in an allowed row.
+    """Return rows, one value of each axis, that cover all pairs of values of two axes that an allowed row can have.
 
-    `allowed` is asked about partial rows, and may say no only where no completion would be allowed either.
+    `allowed` is called on partial rows, and may return False only if every completion would be rejected as well.
     """
     missing = {
         (a, i, b, j): None
@@ -415,7 +415,7 @@ def covering(axes: dict[str, Sequence[Any]], allowed: Callable[[dict[str, Any]],
         return (a, i, b, j) if place[a] < place[b] else (b, j, a, i)
 
     def fill(row: dict[str, Any], chosen: dict[str, int]) -> bool:
-        """Choose for the axes that are left, what brings most new pairs first."""
+        """Choose values for the remaining axes, those with the most new pairs first."""
         name = next((one for one in axes if one not in chosen), None)
         if name is None:
             return True

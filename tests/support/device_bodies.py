@@ -1,7 +1,7 @@
-"""What holds for device memory: bodies of tests, for a real device (tests/gpu) and for one that is only played.
+"""Bodies of tests of device memory, for a real device (tests/gpu) and for a fake one.
 
-Each runs on every rank, in whatever transport, and gets `arrays`: an array library on this rank's device. Results are
-compared with the oracle of data.py.
+Each body runs on every rank, with any transport, and takes `arrays`: an array library on this rank's device. Results
+are compared with the oracle of data.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from support.ranks import Comms
 
 DTYPES = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16")
 DTYPES += ("float32", "float64", "complex64", "complex128")
-"""All that mpicoll knows in native byte order, for devices have no other."""
+"""All dtypes of mpicoll in native byte order, since devices have no other."""
 
 SOME_DTYPES = ("bool", "int8", "uint32", "float16", "float64", "complex64")
 """One of each class."""
@@ -33,19 +33,19 @@ SOME_DTYPES = ("bool", "int8", "uint32", "float16", "float64", "complex64")
 LAYOUTS = ("contiguous", "strided", "transposed", "negative")
 
 WAYS = (None, "ipc", "nccl", "slots", "pieces", "ring", "recursive_doubling", "native")
-"""Of an allreduce: its own choice, and one of each kind that may be forced."""
+"""Ways of an allreduce: its own choice, and one of each kind that may be forced."""
 
 
 def most(way: str | None, count: int) -> int:
-    """Elements of an allreduce of float32 by that way, `count` if it serves so many."""
+    """Return the number of elements of a float32 allreduce by `way`: `count`, or the maximum of that way."""
     return min(count, MAX_SLOTS_BYTES // 4) if way == "slots" else count
 
 
 class Arrays(Protocol):
-    """An array library on a device. All it does is work of the stream that is current in the calling thread.
+    """An array library on a device. All operations are ordered on the current stream of the calling thread.
 
-    `dtypes` are what it has arrays of, `devices` how many this process sees. `played` tells that there is no device:
-    work waits until somebody waits for it.
+    `dtypes` are the dtypes of its arrays, `devices` the number of devices that this process sees. `played` marks a
+    fake device, whose work is deferred until a thread waits for it.
     """
 
     name: str
@@ -55,45 +55,45 @@ class Arrays(Protocol):
     devices: int
 
     def put(self, values: np.ndarray) -> Any:
-        """A new contiguous array."""
+        """Copy `values` to a new contiguous array."""
 
     def get(self, array: Any) -> np.ndarray:
-        """The elements, when all that the current stream was given before is done."""
+        """Return the elements after all work on the current stream has completed."""
 
     def assign(self, target: Any, source: Any) -> None:
         """``target[...] = source``, both on the device."""
 
     def is_one(self, array: Any) -> bool:
-        """Whether that is an array of this library, on this rank's device."""
+        """Return True if `array` is an array of this library on this rank's device."""
 
     def dtype_name(self, array: Any) -> str: ...
 
     def address(self, array: Any) -> int: ...
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Another stream, current in the block, which does not wait for the default one."""
+        """Make a new stream current in the block, which does not wait for the default stream."""
 
     def wait(self) -> None:
-        """Return when the current stream has done all."""
+        """Wait until all work on the current stream has completed."""
 
     def delay(self) -> None:
-        """Work of a tenth of a second for the current stream."""
+        """Submit work of a tenth of a second to the current stream."""
 
     def used(self) -> int:
-        """Bytes of the device that this process holds, whoever asked for them."""
+        """Return the bytes of device memory that this process holds, including those of other libraries."""
 
     def forget(self) -> None:
-        """Give back what nobody uses."""
+        """Free unused memory of the pools."""
 
     def capturing(self) -> AbstractContextManager[Any]:
-        """The current stream records a graph."""
+        """Capture the current stream into a graph."""
 
     def interface(self, array: Any) -> Any:
-        """An object that has no more than the CUDA array interface, and names the current stream in it."""
+        """Return an object with the CUDA array interface only, in which it names the current stream."""
 
 
 class Cupy:
-    """cupy's arrays, or those of what is played as cupy."""
+    """cupy's arrays, or those of the fake cupy."""
 
     name = "cupy"
     layouts = LAYOUTS
@@ -163,7 +163,7 @@ class Cupy:
         self.cupy.get_default_memory_pool().free_all_blocks()
 
     def unexportable(self, values: np.ndarray) -> Any:
-        """An array in memory that other processes can't open."""
+        """Return an array in memory that other processes can't open."""
         made = self.cupy.ndarray(values.shape, values.dtype, memptr=self.cupy.cuda.malloc_async(values.nbytes))
         self.assign(made, self.put(values))
         return made
@@ -171,7 +171,7 @@ class Cupy:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         with self.cupy.cuda.Stream(non_blocking=True) as stream:
-            # Other threads of this process may go on allocating.
+            # Other threads of this process may continue to allocate.
             stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeThreadLocal)
             try:
                 yield
@@ -226,7 +226,7 @@ class Torch:
     @contextmanager
     def stream(self) -> Iterator[Any]:
         stream = self.torch.cuda.Stream()
-        # What the caller's stream has done so far is seen, as in any program; the other way round nothing is promised.
+        # As in any program, earlier work of the caller's stream is visible here; the reverse is not guaranteed.
         stream.wait_stream(self.torch.cuda.current_stream())
         with self.torch.cuda.stream(stream):
             yield stream
@@ -256,7 +256,7 @@ class Torch:
 
 
 class _Interface:
-    """Exports an array by the CUDA array interface alone. A stream of 0 is written as 1, its name there."""
+    """Exporter of an array by the CUDA array interface alone. A stream of 0 is written as 1, its value there."""
 
     def __init__(self, array: Any, stream: int) -> None:
         self._array = array  # its memory lives as long
@@ -264,7 +264,7 @@ class _Interface:
 
 
 def laid(arrays: Arrays, values: np.ndarray, layout: str) -> tuple[Any, Any]:
-    """An array with these values that lies in memory as `layout` says, and the array in whose memory it lies."""
+    """Return an array with these values in the memory layout `layout`, and the array in whose memory it lies."""
     if layout == "strided":
         base = np.zeros((*values.shape[:-1], 2 * values.shape[-1] + 1), values.dtype)
         base[..., 1::2] = values
@@ -383,7 +383,7 @@ class Exercise:
         self.generation = 0
 
     def run(self) -> bool:
-        """Whether the algorithm that the row names has served; if not, another one has."""
+        """Return True if the algorithm of the row has served; otherwise another algorithm has."""
         served = self.serves()
         if not served:
             self.algorithm = None
@@ -391,7 +391,7 @@ class Exercise:
         return served
 
     def serves(self) -> bool:
-        """Whether the algorithm serves, without another one in its place."""
+        """Return True if the algorithm itself serves, without a fallback."""
         try:
             self.in_its_form()
         except mpicoll.AlgorithmError:
@@ -429,7 +429,7 @@ class Exercise:
                 self.check(plan())
 
     def arguments(self) -> None:
-        """New arrays, with new values."""
+        """Create new arrays with new values."""
         self.generation += 1
         inputs = self.inputs()
         mine = inputs[self.comm.rank]
@@ -445,12 +445,12 @@ class Exercise:
             self.out, self.out_base = laid(self.arrays, garbage, "strided" if how == "strided" else "contiguous")
 
     def inputs(self) -> list[np.ndarray]:
-        """Every rank's, which ranks that are threads make once for all."""
+        """Return every rank's input, which ranks that are threads create once for all."""
         row = tuple(self.row.items())
         return _inputs(self.call.collective, row, self.call.size, self.generation)
 
     def renew(self) -> None:
-        """Other values in the same memory: work of the current stream that nobody has waited for."""
+        """Write other values to the same memory, as work of the current stream that nothing has waited for."""
         self.generation += 1
         inputs = self.inputs()
         self.want, self.given = self.call.expect(inputs), inputs[self.comm.rank]
@@ -483,7 +483,7 @@ class Exercise:
 
 
 def _assert_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
-    """As numpy does it, which takes its time for what is told of a difference."""
+    """Compare before calling numpy's assertion, whose description of differences is slow."""
     if (got.dtype, got.shape) != (want.dtype, want.shape) or got.tobytes() != want.tobytes():
         np.testing.assert_array_equal(got, want, where)
 
@@ -491,7 +491,7 @@ def _assert_equal(got: np.ndarray, want: np.ndarray, where: str) -> None:
 def each_way(
     arrays: Arrays, collective: str, op: str, name: str, shape: tuple[int, ...], ways: Sequence[str | None]
 ) -> set[str | None]:
-    """An allreduce, say, in each of those ways that serves; they are returned."""
+    """Run the collective in each of those ways that serves, and return these ways."""
     world = mpicoll.world()
     served: set[str | None] = set()
     for way in ways:
@@ -503,7 +503,7 @@ def each_way(
 
 
 def each_op_in_each_way(arrays: Arrays, name: str) -> None:
-    """All ops of a dtype."""
+    """Run all ops of a dtype."""
     if name not in arrays.dtypes:
         return
     served: set[str | None] = set()
@@ -514,8 +514,8 @@ def each_op_in_each_way(arrays: Arrays, name: str) -> None:
 
 
 def large(arrays: Arrays, count: int) -> None:
-    """`count` elements of float32, by each way of an allreduce, then by the others' own choices; in turns, so that
-    memory that was left over from one is reused by the next."""
+    """Reduce `count` elements of float32 by each way of an allreduce, then by the other collectives' own choices, in
+    rotation, so that memory left over from one is reused by the next."""
     world = mpicoll.world()
     inputs = [random("large", rank).standard_normal(count).astype(np.float32) for rank in range(world.size)]
     want = expected("sum", inputs, "float32")
@@ -538,7 +538,7 @@ def large(arrays: Arrays, count: int) -> None:
 
 
 def _served(way: str | None, call: Callable[[], Any]) -> Any:
-    """What the call gives; None if that way can't serve."""
+    """Return the result of the call; None if that way can't serve."""
     try:
         return call()
     except mpicoll.AlgorithmError:
@@ -547,7 +547,7 @@ def _served(way: str | None, call: Callable[[], Any]) -> Any:
 
 
 def half_precision_is_summed_in_single(arrays: Arrays, name: str) -> None:
-    """Large terms cancel over the ranks, and leave small ones that half precision would have lost on the way."""
+    """Sum large terms that cancel over the ranks, and leave small ones that half precision would have lost."""
     world = mpicoll.world()
     if name not in arrays.dtypes:
         return
@@ -587,7 +587,7 @@ def nan_is_extreme(arrays: Arrays) -> None:
 
 
 def order_of_ranks_is_kept(arrays: Arrays) -> None:
-    """Composition of affine maps, by a function that gets and gives whole arrays of the library."""
+    """Compose affine maps by a function that takes and returns whole arrays of the library."""
     world = mpicoll.world()
     maps = [np.stack([random("map", r).integers(-9, 9, 40), np.arange(40) + r]) for r in range(world.size)]
     second = np.array([[0], [1]])
@@ -619,7 +619,7 @@ def all_ranks_get_the_same_bits(arrays: Arrays) -> None:
 
 
 def pairs(arrays: Arrays) -> None:
-    """minloc and maxloc of values and places on the device."""
+    """Reduce values and places on the device by minloc and maxloc."""
     world = mpicoll.world()
     values = [random("pairs", rank).integers(0, 4, 50).astype(np.float32) for rank in range(world.size)]
     for op, extreme in (("minloc", np.min), ("maxloc", np.max)):
@@ -663,7 +663,7 @@ def messages_of_every_dtype_and_layout(arrays: Arrays) -> None:
 
 
 def messages_of_every_size(arrays: Arrays) -> None:
-    """Blocking, from even ranks to the next, then the other way; and several at once, waited for in any order."""
+    """Send from even ranks to the next, then in the other direction; and several at once, completed in any order."""
     rank, size, right, left = _ring()
     for count in (0, 1, 1000, 300_000, 3_000_000):
         like = arrays.put(np.zeros(count, np.float32))
@@ -696,7 +696,7 @@ def messages_between_host_and_device(arrays: Arrays) -> None:
 
 
 def truncated_message(arrays: Arrays) -> None:
-    """What is too large is an error, and writes nothing behind the array."""
+    """Receive a message that is too large: an error is raised, and nothing is written behind the array."""
     rank, _, right, left = _ring()
     request = mpicoll.isend(arrays.put(np.full(100, rank, np.float32)), right, 3)
     whole = arrays.put(np.zeros(200, np.float32))
@@ -711,7 +711,7 @@ def truncated_message(arrays: Arrays) -> None:
 
 
 def must_serve(arrays: Arrays) -> set[str | None]:
-    """The ways of an allreduce of float32 that there must be on these ranks."""
+    """Return the ways of a float32 allreduce that these ranks must have."""
     world = mpicoll.world()
     ways: set[str | None] = {None, "ring", "recursive_doubling"}
     if world.size > 1 and world.unshared is None:
@@ -724,8 +724,8 @@ def must_serve(arrays: Arrays) -> set[str | None]:
 
 
 def late_sum(arrays: Arrays, way: str, factor: int = 1) -> bool:
-    """Whether an allreduce of late inputs is right on all ranks, seen from another stream at once. Another `factor`
-    makes other values, so that what is left over from a call before is not right by chance."""
+    """Return True if an allreduce of late inputs is right on all ranks, read at once on another stream. Another
+    `factor` makes other values, so that data left over from an earlier call is not right by chance."""
     world = mpicoll.world()
     new, old = (arrays.put(np.full(10_000, value * factor, np.float32)) for value in (world.rank + 1, -1))
     arrays.wait()
@@ -741,9 +741,9 @@ def late_sum(arrays: Arrays, way: str, factor: int = 1) -> bool:
 
 
 def input_is_waited_for(arrays: Arrays) -> None:
-    """The caller's stream is late with the input, the result is used on another stream at once.
+    """Reduce a late input, and use the result on another stream at once.
 
-    Without the wait before, the old values are summed; without the one after, what was in the result's memory is seen.
+    Without the wait before, the old values are summed; without the one after, stale data of the result is read.
     """
     world = mpicoll.world()
     served: set[str | None] = set()
@@ -771,7 +771,7 @@ def input_is_waited_for(arrays: Arrays) -> None:
 
 
 def output_is_waited_for(arrays: Arrays) -> None:
-    """The caller's stream is still to read what was in `out` before: it must find that."""
+    """Reduce into `out` while the caller's stream has yet to read its old values, which it must find."""
     world = mpicoll.world()
     for way in WAYS:
         count = most(way, 50_000)
@@ -787,7 +787,7 @@ def output_is_waited_for(arrays: Arrays) -> None:
 
 
 def messages_are_in_order(arrays: Arrays) -> None:
-    """The same for messages, blocking and in the background."""
+    """Send and receive late data, blocking and nonblocking."""
     rank, _, right, left = _ring()
     for count in (10, 400_000):
         old, new = (arrays.put(np.full(count, value, np.float32)) for value in (-1, rank))
@@ -812,7 +812,7 @@ def messages_are_in_order(arrays: Arrays) -> None:
 
 
 def requests_are_in_order(arrays: Arrays) -> None:
-    """Collectives in the background: the input is late, another stream uses the result, and they overlap each other."""
+    """Run nonblocking collectives that overlap each other, with late inputs and results used on another stream."""
     world = mpicoll.world()
     new = arrays.put(np.full(30_000, world.rank + 1, np.float32))
     arrays.wait()
@@ -832,26 +832,26 @@ def requests_are_in_order(arrays: Arrays) -> None:
 
 
 def named_stream_is_waited_for(arrays: Arrays) -> None:
-    """An object with no more than the CUDA array interface names the stream that writes it."""
+    """Pass an object that has the CUDA array interface only, and names the stream that writes it."""
     world = mpicoll.world()
     new = arrays.put(np.full(1000, world.rank, np.float32))
     x = arrays.put(np.full(1000, -1, np.float32))
     arrays.wait()
-    # It lives until the call has been made, as it must.
+    # The stream must live until the call has been made.
     with arrays.stream() as _stream:
         arrays.delay()
         arrays.assign(x, new)
         exported = arrays.interface(x)
         out = arrays.put(np.zeros(1000, np.float32))
         shown = arrays.interface(out)
-    # Nothing of it is on the current stream now.
+    # The current stream has no work on it now.
     got = mpicoll.allreduce(exported, out=shown)
     assert got is shown
     np.testing.assert_array_equal(arrays.get(out), np.full(1000, sum(range(world.size))))
 
 
 def input_may_be_overwritten_at_once(arrays: Arrays) -> None:
-    """When a call returns, the input is the caller's again: other ranks, too, have read what they need of it."""
+    """Overwrite the input when a call has returned: other ranks, too, must have read what they need of it."""
     world = mpicoll.world()
     for way in WAYS:
         count = most(way, 60_000)
@@ -873,7 +873,7 @@ def input_may_be_overwritten_at_once(arrays: Arrays) -> None:
 
 
 def capture_is_refused(arrays: Arrays) -> None:
-    """A graph can't hold a collective, and says so; the next call works."""
+    """Call a collective while a graph is captured: it must be refused, and the next call must work."""
     world = mpicoll.world()
     x = arrays.put(np.ones(10, np.float32))
     arrays.wait()
@@ -889,7 +889,7 @@ def capture_is_refused(arrays: Arrays) -> None:
 
 
 def memory_does_not_grow(arrays: Arrays, calls: int) -> None:
-    """Of the device or of the host, however many calls."""
+    """Check that repeated calls do not increase the memory in use on the device or the host."""
     for way in WAYS:
         x = arrays.put(np.ones(most(way, 20_000), np.float32))
 
@@ -905,7 +905,7 @@ def memory_does_not_grow(arrays: Arrays, calls: int) -> None:
         for _ in range(calls):
             call()
         arrays.forget()
-        # Ranks share the device, and what another one does at its own pace is seen here, too.
+        # Ranks share the device, so allocations of other ranks are included here.
         assert arrays.used() - before < 4 << 20, way
         assert _resident() - resident < 16 << 20, way
     _, _, right, left = _ring()
@@ -925,7 +925,7 @@ def _resident() -> int:
 
 
 def freed_memory_comes_again(arrays: Arrays) -> None:
-    """Buffers are freed, given back and made anew, at old addresses and with other sizes."""
+    """Free buffers, return them to the device and allocate new ones, at old addresses and with other sizes."""
     world = mpicoll.world()
     # Allocators of devices have other ways with much memory; the one that is played has the same for all of it.
     unit = 25_000 if arrays.played else 100_000
@@ -946,7 +946,7 @@ def freed_memory_comes_again(arrays: Arrays) -> None:
 
 
 def parts_of_an_allocation(arrays: Arrays) -> None:
-    """Views somewhere in a large array, on each rank somewhere else."""
+    """Reduce views into a large array, at different offsets on each rank."""
     world = mpicoll.world()
     whole = arrays.put(np.arange(1_000_000, dtype=np.float32))
     for way in WAYS:
@@ -961,7 +961,7 @@ def parts_of_an_allocation(arrays: Arrays) -> None:
 
 
 def memory_that_cannot_be_shared(arrays: Cupy) -> None:
-    """Memory that no other process can open: the result is right all the same, whatever way is asked for."""
+    """Reduce memory that no other process can open: the result is right by every way."""
     world = mpicoll.world()
     mine, total = np.full(60_000, world.rank, np.float32), np.full(60_000, sum(range(world.size)))
     for way in WAYS:
@@ -982,7 +982,7 @@ def memory_that_cannot_be_shared(arrays: Cupy) -> None:
 
 
 def places_must_agree(arrays: Arrays) -> None:
-    """Input and output of a call are both on the device, or both on the host."""
+    """Check that input and output of a call must both be on the device, or both on the host."""
     x = arrays.put(np.ones(3, np.float32))
     for one, other in ((x, np.ones(3, np.float32)), (np.ones(3, np.float32), x)):
         with pytest.raises(mpicoll.DeviceError, match="the host"):
@@ -997,7 +997,7 @@ def places_must_agree(arrays: Arrays) -> None:
 
 
 def host_and_device_take_turns(arrays: Arrays) -> None:
-    """Collectives on the host and on the device take turns on one communicator."""
+    """Run collectives on the host and on the device in alternation on one communicator."""
     world = mpicoll.world()
     for turn in range(5):
         on_device = mpicoll.iallreduce(arrays.put(np.full(1000, turn, np.float32)))
@@ -1028,4 +1028,4 @@ EVERYWHERE = (
     places_must_agree,
     host_and_device_take_turns,
 )
-"""Bodies that need `arrays` alone."""
+"""Bodies whose only argument is `arrays`."""

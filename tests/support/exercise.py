@@ -1,4 +1,4 @@
-"""One body for every collective: call it as a row of choices says, and look at everything that may be wrong.
+"""One body for every collective: call it as a row of choices describes, and check the result, the input and `out`.
 
 `rows` gives for a collective the choices (dtype, library, op, algorithm, layout, out, form, shape, communicator, root,
 counts) in which every two values of two axes that go together meet at least once; not their whole product.
@@ -53,7 +53,7 @@ MATRICES = ((2, 2), (3, 2, 2))
 
 
 def algorithm_names(collective: str, *, native: bool) -> list[str | None]:
-    """Everything that may be forced, and None, with a few numbers of segments where there are any."""
+    """Return all algorithms that may be forced, and None, with some numbers of segments for segmented ones."""
     names: list[str | None] = [None, *(["native"] if native else [])]
     for name, algorithm in mpicoll.schedules.algorithms_of(collective).items():
         names += [name, f"{name}/2", f"{name}/3"] if algorithm.segmented else [name]
@@ -61,7 +61,7 @@ def algorithm_names(collective: str, *, native: bool) -> list[str | None]:
 
 
 def serves(collective: str, name: str | None, op: str, dtype: str | None = None) -> bool:
-    """Whether the algorithm may be forced with `op` whatever the number of ranks and the root."""
+    """Return True if the algorithm may be forced with `op` for every number of ranks and root."""
     if name is None:
         return True
     if name == "native":
@@ -73,7 +73,7 @@ def serves(collective: str, name: str | None, op: str, dtype: str | None = None)
 
 
 def native_serves(op: str, dtype: str) -> bool:
-    """Whether MPI's own reduction means the same: some saturate sums of small integers, or lose a NaN."""
+    """Return True if MPI's own reduction is equivalent: some saturate sums of small integers, or lose a NaN."""
     if op in ("sum", "premul_sum") and dtype in ("int8", "int16", "uint8", "uint16"):
         return False
     if op in ("min", "max") and dtype in (*HALVES, *FLOATS, ">f8"):
@@ -102,7 +102,7 @@ def rows(collective: str, *, native: bool) -> list[dict[str, Any]]:
 
 
 def allowed(collective: str, row: dict[str, Any]) -> bool:
-    """Whether the choices made so far go together."""
+    """Return True if the choices made so far are compatible."""
     get = row.get
     op, library, shape, out = get("op"), get("library"), get("shape"), get("out", "none")
     return (
@@ -161,7 +161,7 @@ def _divisible(collective: str, library: Any, shape: Any, out: str, counts: str,
 
 @dataclass
 class Call:
-    """A row on a communicator of `size` ranks, seen by `rank`."""
+    """A row on a communicator of `size` ranks, for `rank`."""
 
     collective: str
     row: dict[str, Any]
@@ -185,7 +185,7 @@ class Call:
         return self.collective not in ("reduce", "gather") or self.rank == self.root
 
     def rows(self) -> list[int]:
-        """Rows of every rank's block."""
+        """Return the number of rows of every rank's block."""
         shape = self.row["shape"]
         base = shape[0] if shape else 1
         kind = self.row.get("counts", "none")
@@ -196,7 +196,7 @@ class Call:
         return [base] * self.size
 
     def matrix(self) -> list[list[int]]:
-        """For alltoall, the rows that go from i to j."""
+        """Return the rows that each rank i sends to each rank j in an alltoall."""
         kind, base = self.row["counts"], self.row["shape"][0]
         if kind == "uneven":
             return [[(i + 2 * j + base) % 4 for j in range(self.size)] for i in range(self.size)]
@@ -213,7 +213,7 @@ class Call:
         return self.rows()
 
     def options(self, out: Any) -> dict[str, Any]:
-        """The keywords of the call that say what is done, and where the result goes."""
+        """Return the keywords of the call for the operation and for the output."""
         options: dict[str, Any] = {}
         if self.collective in ROOTED:
             options["root"] = self.root
@@ -236,7 +236,7 @@ class Call:
         return tuple(shape)
 
     def inputs(self, generation: object) -> list[np.ndarray]:
-        """Every rank's input."""
+        """Return every rank's input."""
         return [
             numbers(
                 random(self.collective, tuple(self.row.values()), generation, rank),
@@ -248,7 +248,7 @@ class Call:
         ]
 
     def expect(self, inputs: list[np.ndarray]) -> Expected | None:
-        """What this rank must get: nothing, or a value."""
+        """Return the value that this rank must receive; None if it receives nothing."""
         if not self.receives:
             return None
         if self.collective in REDUCTIONS:
@@ -286,7 +286,7 @@ class Call:
 
 
 def exercise(collective: str, row: dict[str, Any], comms: Comms) -> None:
-    """Carry out `row` on this rank and look at the result, the input and `out`."""
+    """Run `row` on this rank and check the result, the input and `out`."""
     comm = comms[row["comm"]]
     if comm is None:
         return
@@ -372,7 +372,7 @@ class Exercise:
         return want.value.shape
 
     def arguments(self) -> None:
-        """Make the input, and `out` if there is to be one."""
+        """Create the input, and `out` if the row has one."""
         inputs = self.call.inputs(self.generation)
         mine = inputs[self.comm.rank]
         self.want = self.call.expect(inputs)
@@ -391,7 +391,7 @@ class Exercise:
             self.out = wrap(self.library, self.out_view)
 
     def _overlapping(self, mine: np.ndarray) -> None:
-        """`out` begins within the input and ends one element behind it."""
+        """Create an `out` that begins within the input and ends one element behind it."""
         shape = self.want.value.shape if self.want is not None else mine.shape
         size = int(np.prod(shape))
         base = numbers(random("garbage"), self.call.name, (max(mine.size, size) + 1,))
@@ -401,7 +401,7 @@ class Exercise:
         self.out = wrap(self.library, self.out_view)
 
     def renew(self, *, keep: bool = False) -> None:
-        """Other values: in the same memory, to `keep` the arrays, or in new ones."""
+        """Write new values: to the same memory if `keep`, otherwise to new arrays."""
         self.generation += 1
         if not keep:
             self.out_view, self.out = None, None
@@ -441,7 +441,7 @@ def all_rows(collective: str, dtype: str | None = None) -> Iterator[dict[str, An
 
 
 def run_rows(collective: str, dtype: str | None = None) -> None:
-    """The body of each collective's test."""
+    """Run all rows of a collective; the body of its test."""
     comms = Comms()
     for row in all_rows(collective, dtype):
         exercise(collective, row, comms)

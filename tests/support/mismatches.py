@@ -1,9 +1,9 @@
-"""Generated mismatches: what ranks may call differently, and what must come of it.
+"""Generated mismatches: different calls of the ranks, and the expected errors.
 
-A case is what most ranks call and what a few others call, drawn from a seed. :func:`check` lets the ranks of a world
-call it, under MPICOLL_CHECK or without, and says what is wrong with what came of it: on every rank a MismatchError that
-names both calls, the field in which they differ and the ranks, the same on all of them; after which the communicator
-works.
+A case is the call of most ranks and that of a few others, drawn from a seed. :func:`check` runs it on the ranks of a
+world, with MPICOLL_CHECK or without, and describes deviations from the expected outcome: on every rank a MismatchError
+that names both calls, the field in which they differ and the ranks, the same on all of them; after which the
+communicator works.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import mpicoll
 from mpicoll.engine.checks.call_check import EACH
 
 KINDS = ("operation", "dtype", "shape", "op", "root", "counts", "order")
-"""Those of which all ranks learn at once."""
+"""Mismatches that all ranks detect at once."""
 
 FATAL = ("group", "missing")
-"""Those that leave ranks waiting for others."""
+"""Mismatches that leave ranks waiting for others."""
 
 NBYTES = (8, 1 << 10, 64 << 10, 1 << 20)
-"""Sizes of messages at which MPI, schedules and shared memory carry operations out."""
+"""Sizes of messages for which MPI, schedules and shared memory are used."""
 
 FACES = ("native", "torch")
 FORMS = ("blocking", "background")
@@ -47,7 +47,7 @@ TORCH = {
     "alltoall": "all_to_all_single",
     "barrier": "barrier",
 }
-"""What they are called by torch, and in messages about its calls."""
+"""Names of the collectives in torch, and in messages about its calls."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Spec:
     uneven: bool = False
 
     def named(self, face: str) -> str:
-        """What messages call it."""
+        """Return the name of the collective in messages."""
         if face == "native":
             return self.operation
         return "all_gather" if self.operation == "allgather" and self.counted else TORCH[self.operation]
@@ -73,7 +73,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Case:
-    """`odd` ranks call `theirs`, one after the other, the others `usual`."""
+    """A case in which `odd` ranks call `theirs`, one after the other, and the other ranks `usual`."""
 
     number: int
     kind: str
@@ -92,8 +92,8 @@ class Case:
 
 
 def case(seed: str, number: int, size: int, face: str, nbytes: int | None = None) -> Case:
-    """The `number`-th case for `size` ranks and one face, on arrays of about `nbytes` if that is given; kinds and
-    forms come in turn."""
+    """Return case `number` for `size` ranks and one face, on arrays of about `nbytes` if given; kinds and forms
+    alternate."""
     rng = random.Random(f"{seed}/{number}/{size}/{face}")
     kind, form = KINDS[number % len(KINDS)], FORMS[number // len(KINDS) % 2]
     odd = tuple(sorted(rng.sample(range(size), rng.randint(1, max(1, (size - 1) // 2)))))
@@ -109,7 +109,7 @@ def case(seed: str, number: int, size: int, face: str, nbytes: int | None = None
         rows = nbytes // np.dtype(usual.dtype).itemsize // usual.columns // size * size
         usual = replace(usual, rows=max(2 if usual.counted else 1, rows // size) * size)
     if kind == "counts" and usual.operation == "alltoall":
-        usual = replace(usual, uneven=False)  # uneven blocks are those that nobody expects
+        usual = replace(usual, uneven=False)  # only the odd ranks have uneven blocks
     if kind in ("operation", "order"):
         other = rng.choice([one for one in among if one != usual.operation])
         theirs = replace(usual, operation=other) if rng.random() < 0.5 else _spec(rng, other, size)
@@ -158,7 +158,7 @@ def _counts(spec: Spec, size: int) -> list[int]:
 
 
 def native(spec: Spec, comm: mpicoll.Communicator, form: str) -> None:
-    """Call it by the native API."""
+    """Call the collective through the native API."""
     rank, size = comm.rank, comm.size
     name = spec.operation
     counts = _counts(spec, size) if spec.counted else None
@@ -172,7 +172,7 @@ def native(spec: Spec, comm: mpicoll.Communicator, form: str) -> None:
     if name in ROOTED:
         kwargs["root"] = spec.root
     if counts is not None:
-        # Where they are uneven, other ranks get more, or less, of this one than they expect.
+        # If the blocks are uneven, other ranks receive more, or less, from this one than they expect.
         arrivals = [counts[rank] if other == rank else spec.rows // size for other in range(size)]
         kwargs["counts"] = (counts, arrivals) if name == "alltoall" else counts
     arguments = () if name == "barrier" else (x,)
@@ -183,7 +183,7 @@ def native(spec: Spec, comm: mpicoll.Communicator, form: str) -> None:
 
 
 def torch(spec: Spec, group: Any, form: str) -> None:
-    """Call it by torch's."""
+    """Call the collective through torch."""
     import torch
     import torch.distributed as dist
 
@@ -222,12 +222,12 @@ def torch(spec: Spec, group: Any, form: str) -> None:
 
 
 Call = Callable[[Spec, str], None]
-"""What calls a collective of one face on one communicator."""
+"""A call of a collective of one face on one communicator."""
 
 
 def check(wanted: Case, comm: mpicoll.Communicator, call: Call, *, checked: bool = True) -> str:
-    """Collective: what is wrong with what came of `wanted` on `comm`; empty if nothing is. Where the calls are not
-    `checked`, what was started in the background is not known by its line."""
+    """Return the deviations from the expected outcome of `wanted` on `comm`; empty if there are none. Collective. If
+    the calls are not `checked`, the error of a nonblocking call need not name its source line."""
     mine = wanted.theirs if comm.rank in wanted.odd else wanted.usual
     texts: list[str] = []
     wrong: list[str] = []
@@ -255,14 +255,14 @@ def check(wanted: Case, comm: mpicoll.Communicator, call: Call, *, checked: bool
 
 
 def _wrong(wanted: Case, error: mpicoll.MismatchError, usual: Spec, theirs: Spec, *, sites: bool) -> list[str]:
-    """What `error` does not say though it must, or says wrongly."""
+    """Return the facts that `error` lacks or states wrongly."""
     field = {"order": "operation"}.get(wanted.kind, wanted.kind)
     found = []
     if field not in error.fields:
         found.append(f"{field} is not among the fields {error.fields}")
     if field not in str(error).splitlines()[0]:
         found.append(f"{field} is not named")
-    # Of two parties of one size nobody knows which is the odd one.
+    # If both parties have the same size, either may be reported as the odd one.
     others = tuple(rank for rank in range(wanted.size) if rank not in wanted.odd)
     if wanted.kind == "counts" and usual.operation == "alltoall":
         if not set(error.ranks) & set(wanted.odd):
@@ -279,20 +279,20 @@ def _wrong(wanted: Case, error: mpicoll.MismatchError, usual: Spec, theirs: Spec
 
 
 def cases(seed: str, count: int, sizes: Sequence[int], face: str) -> list[Case]:
-    """`count` cases, for all `sizes` in turn."""
+    """Return `count` cases, for all `sizes` in rotation."""
     return [case(seed, number // len(sizes), sizes[number % len(sizes)], face) for number in range(count)]
 
 
 def by_default(face: str, size: int) -> list[Case]:
-    """A case of each kind, form and size that is noticed without MPICOLL_CHECK, on any number of nodes: between nodes
-    the rows of alltoall are not."""
+    """Return a case of each kind, form and size that is detected without MPICOLL_CHECK, on any number of nodes: the
+    rows of alltoall are not compared between nodes."""
     cases = [case("by default", number, size, face, nbytes) for nbytes in NBYTES for number in range(2 * len(KINDS))]
     return [one for one in cases if one.kind != "counts" or one.usual[0].operation != "alltoall"]
 
 
 def between_nodes() -> list[str]:
-    """Collective: what is wrong with what comes of mismatches where the ranks share no memory, on communicators of the
-    world. Nothing is checked but what is by default."""
+    """Return the deviations of mismatches where the ranks share no memory, on communicators of the world, with the
+    default checks only. Collective."""
     world = mpicoll.world()
     failures = []
     for one in by_default("native", world.size):
@@ -304,7 +304,7 @@ def between_nodes() -> list[str]:
 
 
 def _late(comm: mpicoll.Communicator, before: int) -> str:
-    """Collective: what is wrong with what comes of a mismatch after `before` collectives that are the same."""
+    """Return the deviations of a mismatch after `before` collectives that match. Collective."""
     x, last = np.ones(2), comm.rank == comm.size - 1
     for _ in range(before):
         mpicoll.allreduce(x, comm=comm)
@@ -315,7 +315,7 @@ def _late(comm: mpicoll.Communicator, before: int) -> str:
             mpicoll.iallreduce(x, op="prod" if last and raised == before + 1 else "sum", comm=comm).wait()
     except mpicoll.MismatchError as error:
         said = str(error)
-    # The next one at which something is compared.
+    # The next collective at which calls are compared.
     due = before + 1 if before < EACH else (before // EACH + 1) * EACH
     wrong = [
         text

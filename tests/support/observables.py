@@ -1,7 +1,8 @@
-"""A program that knows nothing of mpicoll, chooses a backend as Accelerate and Transformers' Trainer do, and trains.
+"""A program independent of mpicoll that chooses a backend as Accelerate and Transformers' Trainer do, and trains.
 
-It writes all that a program can see of torch.distributed, and what came of the training, to ``FOLDER/NAME-RANK.json``.
-``observables.py FOLDER NAME`` is for torchrun; with ``--spawn`` it writes what it sees by itself, as rank -1, and then
+It writes all state of torch.distributed that a program can see, and the result of the training, to
+``FOLDER/NAME-RANK.json``. ``observables.py FOLDER NAME`` is for torchrun; with ``--spawn`` it writes its own state as
+rank -1, and then
 starts two ranks by torch.multiprocessing.
 """
 
@@ -61,7 +62,7 @@ def write(folder: Path, name: str, rank: int, values: dict[str, Any]) -> None:
 
 
 def seen() -> dict[str, Any]:
-    """What a program finds before it makes a process group."""
+    """Return the state of torch.distributed before a process group is created."""
     backend = dist.Backend
     names = ("mpi", "gloo", "nccl", "ucc", "undefined", "MPI", "cpu:mpi,cuda:nccl", "of nobody")
     heard = io.StringIO()
@@ -99,7 +100,7 @@ def seen() -> dict[str, Any]:
 
 
 def functions(holder: Any) -> dict[str, list[str]]:
-    """Where each function of a module or class comes from. What listens for the name of a backend is left out."""
+    """Return the origin of each function of a module or class, without the listeners for backend names."""
     found = {}
     for name in sorted(dir(holder)):
         value = inspect.getattr_static(holder, name)
@@ -115,7 +116,7 @@ def functions(holder: Any) -> dict[str, list[str]]:
 
 
 def refusal(backend: str) -> list[str]:
-    """How init_process_group says that it was given a size without a rank."""
+    """Return the errors of init_process_group for a size without a rank."""
     try:
         dist.init_process_group(backend, store=dist.HashStore(), world_size=1)
     except AssertionError as error:
@@ -125,7 +126,7 @@ def refusal(backend: str) -> list[str]:
 
 
 def surroundings() -> dict[str, Any]:
-    """What a library could leave behind in a process."""
+    """Return the state that a library could leave behind in a process."""
     packages = {module.partition(".")[0] for module in sys.modules if module not in ENTRANCES}
     return {
         "packages": sorted(packages - sys.stdlib_module_names - {"mpicoll"}),
@@ -149,7 +150,7 @@ OF_THE_RUN = (
 
 
 def trained(rank: int, size: int, method: str) -> dict[str, Any]:
-    """Groups and gradients by the backend that Accelerate would take."""
+    """Return groups and gradients with the backend that Accelerate would choose."""
     several = int(os.environ.get("LOCAL_RANK", "-1")) != -1
     backend = "mpi" if several and dist.is_mpi_available() else "gloo"
     dist.init_process_group(backend, method, rank=rank, world_size=size)
@@ -186,7 +187,7 @@ def trained(rank: int, size: int, method: str) -> dict[str, Any]:
 
 
 def backend_name(group: Any) -> str:
-    """What the group takes where no device says which; c10d may have settled nothing."""
+    """Return the backend of the group without a device; c10d may not have created one."""
     try:
         return str(group.name())
     except RuntimeError as error:

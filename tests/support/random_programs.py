@@ -1,8 +1,8 @@
 """Long random programs on the native API, each operation compared with the oracle.
 
-A program is told by its seed and its number: every rank draws the same one, so each can work out what all others pass.
-What a rank decides for itself (when it waits for what, how long it sleeps) it draws apart. tests/engine has a test of
-some hundred operations, ci/random_operations.py runs as many as one likes.
+A program is determined by its seed and its number: every rank draws the same one, so each can compute what all others
+pass. Local decisions of a rank (the order of waits, the time of sleeps) are drawn separately. tests/engine has a test
+of some hundred operations, ci/random_operations.py runs any number.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from support.exercise import (
 )
 
 OPERATIONS = 40
-"""How many operations a program has, unless told otherwise."""
+"""Default number of operations of a program."""
 
 PATIENCE = 100.0
-"""Seconds after which a request that does not complete is given up."""
+"""Time limit in seconds for a request to complete."""
 
 LAYOUTS = ("contiguous", "contiguous", "strided", "fortran", "negative", "readonly", "shared")
 """In ``shared``, the input lies in memory of mpicoll.empty."""
@@ -69,7 +69,7 @@ LOCATIONS = ("minloc", "maxloc")
 
 @dataclass
 class Place:
-    """A group of ranks (of the world, in their order), and what this rank passes as ``comm``: None if not in it."""
+    """A group of ranks (of the world, in their order), and the ``comm`` of this rank: None if it is not a member."""
 
     members: tuple[int, ...]
     comm: Any
@@ -81,7 +81,7 @@ class Place:
 
 @dataclass
 class Waiting:
-    """A request, what to do with its value, and the plan that it is a run of."""
+    """A request, the check of its value, and the plan that started it, if any."""
 
     request: Any
     check: Callable[[Any], None]
@@ -93,7 +93,7 @@ class Waiting:
 
 @dataclass
 class Repeated:
-    """A plan, and the task that it carries out."""
+    """A plan and its task."""
 
     plan: Any
     task: Exercise
@@ -104,7 +104,7 @@ class Repeated:
 
 
 def faults(seed: object, number: int, size: int) -> list[Fault]:
-    """Delays of messages for a program on threads: of all, of those of one rank, or of some pairs."""
+    """Return delays of messages for a program on threads: of all, of those of one rank, or of some pairs."""
     draw = Random(f"faults {seed} {number}")
     kind = draw.choice(("all", "source", "dest", "pairs"))
     if kind == "all":
@@ -120,7 +120,7 @@ def faults(seed: object, number: int, size: int) -> list[Fault]:
 
 
 def run(seed: object, number: int, operations: int = OPERATIONS, *, sleeps: bool = False) -> Counter[str]:
-    """Carry out program `number` of `seed` on this rank, and say what was done. All ranks call it alike.
+    """Run program `number` of `seed` on this rank, and return counts of its operations. Collective.
 
     With `sleeps`, ranks sleep before some of their calls. Raises AssertionError at the first wrong result.
     """
@@ -128,7 +128,7 @@ def run(seed: object, number: int, operations: int = OPERATIONS, *, sleeps: bool
 
 
 class Program:
-    """One rank that carries out a program."""
+    """A program as executed by one rank."""
 
     def __init__(self, seed: object, number: int, *, sleeps: bool) -> None:
         world = mpicoll.world()
@@ -185,7 +185,7 @@ class Program:
     # --- groups
 
     def place(self) -> Place:
-        """One of the groups, more often the world."""
+        """Draw one of the groups, most often the world."""
         return self.places[0] if self.draw.random() < 0.3 else self.draw.choice(self.places)
 
     def make_place(self) -> None:
@@ -223,7 +223,7 @@ class Program:
             self.add(Place(parent.members, made), "mpi4py")
 
     def communicator(self, place: Place) -> mpicoll.Communicator:
-        """That of a place, if need be the one that was made of an mpi4py communicator."""
+        """Return the communicator of a place, if need be the one made from an mpi4py communicator."""
         made = resolve(place.comm)
         assert made.size == place.size
         return made
@@ -242,7 +242,7 @@ class Program:
             self.free(place)
 
     def free(self, place: Place) -> None:
-        """What is pending must be done then, but for messages, which are the caller's affair."""
+        """Free the communicator, at times with pending collectives, which must still complete; messages end before."""
         late = self.own.random() < 0.3
         for one in [one for one in self.waiting if one.place is place]:
             if one.transfer or not late or not isinstance(place.comm, mpicoll.Communicator):
@@ -268,7 +268,7 @@ class Program:
         self.where = here
 
     def wait(self, count: int) -> None:
-        """For `count` of what is under way, in any order."""
+        """Complete `count` pending requests, in any order."""
         plain = [one for one in self.waiting if one.plan is None]
         if len(plain) > 1 and self.own.random() < 0.2:
             self.where = "waitany"
@@ -309,7 +309,7 @@ class Program:
             self.count(task, form)
             if self.own.random() < 0.95:
                 self.waiting.append(Waiting(request, task.check, place, self.where))
-            # else it is dropped, and goes on all the same
+            # otherwise it is dropped, and completes all the same
         else:
             task.check(self.asked(task, ""))
             self.count(task, form)
@@ -348,7 +348,7 @@ class Program:
             one.task.check(one.plan())
 
     def asked(self, task: Task, prefix: str, suffix: str = "") -> Any:
-        """Call it. An algorithm that refuses does so on all ranks, and another one is taken then."""
+        """Call the collective. An algorithm that refuses does so on all ranks, and another one is used then."""
         function = task.function(prefix, suffix)
         if task.row["algorithm"] is None:
             return function(*task.positional(), **task.options())
@@ -391,12 +391,12 @@ class Program:
     # --- messages
 
     def message(self, place: Place, what: object, rank: int, row: dict[str, Any]) -> Any:
-        """What `rank` of `place` sends."""
+        """Return the message that `rank` of `place` sends."""
         values = _message(self.name, self.line, what, rank, row["dtype"], row["shape"])
         return wrap(row["library"], laid(values, row["layout"]))
 
     def expecting(self, row: dict[str, Any], what: object, source: int) -> Callable[[Any], None]:
-        """What looks at an array that came from `source`."""
+        """Return the check of an array received from `source`."""
         want = _message(self.name, self.line, what, source, row["dtype"], row["shape"])
 
         def check(got: Any) -> None:
@@ -405,7 +405,7 @@ class Program:
         return check
 
     def shift(self) -> None:
-        """Everybody sends to the one that is so much further, and receives from the one that is as far behind."""
+        """Send from every rank to the one at a distance, and receive from the one at the opposite distance."""
         place, row = self.place(), _drawn_message(self.draw)
         by = self.draw.randrange(place.size + 1)
         known = self.draw.random() < 0.7
@@ -424,7 +424,7 @@ class Program:
         assert (status.source, status.tag) == (source, tag)
 
     def pair(self) -> None:
-        """One sends to another, both waiting; the receiver may look first what comes, and may know nothing of it."""
+        """Send from one rank to another, both blocking; the receiver may probe first, or use wildcards."""
         place, row = self.place(), _drawn_message(self.draw)
         way = self.draw.choice(("known", "any source", "any tag", "probe", "out"))
         if place.size < 2:
@@ -455,7 +455,7 @@ class Program:
             self.expecting(row, "pair", source)(got)
 
     def permutation(self) -> None:
-        """Everybody sends to somebody and receives from somebody, in the background."""
+        """Send along a permutation of the ranks, nonblocking."""
         place, row = self.place(), _drawn_message(self.draw)
         to = self.draw.sample(range(place.size), place.size)
         if place.comm is None:
@@ -479,7 +479,7 @@ class Program:
         self.waiting.append(Waiting(leaving, _is_none, place, self.where, transfer=True))
 
     def to_one(self) -> None:
-        """Everybody sends to one rank, which receives from anybody."""
+        """Send from all ranks to one, which receives with a wildcard source."""
         place, row = self.place(), _drawn_message(self.draw)
         dest = self.draw.randrange(place.size)
         if place.comm is None:
@@ -541,7 +541,7 @@ def _shape(draw: Random, *, divided: bool = False) -> tuple[int, ...]:
 
 
 def draw_task(draw: Random, place: Place, generation: int) -> Task:
-    """A call that has a meaning, or may be refused for its algorithm."""
+    """Draw a call that is valid, or that only its algorithm may refuse."""
     collective = draw.choice((*COLLECTIVES, *REDUCTIONS, "allreduce"))
     while True:
         row = _draw_row(draw, collective, place.size)
@@ -566,7 +566,7 @@ def _draw_row(draw: Random, collective: str, size: int) -> dict[str, Any]:
     if collective in REDUCTIONS:
         forbidden = {"scan": ("avg",), "exscan": ("avg",), "reduce_scatter": ("user_matmul",)}.get(collective, ())
         row["op"] = draw.choice([op for op in (*OPS, *LOCATIONS) if op not in forbidden])
-    # numbers can do little, and are drawn seldom
+    # Python numbers support few operations, and are drawn seldom.
     row["library"] = draw.choice((*LIBRARIES, "numpy", "numpy", "torch", "torch"))
     row["shape"] = draw.choice(MATRICES) if row["op"] == "user_matmul" else _shape(draw, divided=collective in COUNTED)
     if row["library"] in SCALARS:
@@ -606,7 +606,7 @@ def _drawn_algorithm(draw: Random, collective: str) -> str | None:
 
 
 def _locatable(collective: str, row: dict[str, Any]) -> bool:
-    """minloc and maxloc: of real numbers, in arrays of libraries that have them."""
+    """Return True if minloc and maxloc are defined: real numbers in arrays of libraries that have them."""
     if row["dtype"] not in (*INTEGERS, *HALVES, *FLOATS) or row["library"] not in ("numpy", "torch"):
         return False
     if row["layout"] in ("readonly", "shared") or row["out"] in ("strided", "overlap"):
@@ -616,7 +616,7 @@ def _locatable(collective: str, row: dict[str, Any]) -> bool:
 
 
 class Drawn(Call):
-    """A call whose root and counts were drawn."""
+    """A call with random root and counts."""
 
     @property
     def root(self) -> int:
@@ -635,7 +635,7 @@ class Drawn(Call):
 
 @lru_cache(maxsize=64)
 def _inputs(collective: str, row: tuple[tuple[str, Any], ...], size: int, generation: object) -> list[np.ndarray]:
-    """Once for the ranks that are threads of one process."""
+    """Create the inputs once for all ranks that are threads of one process."""
     call = Drawn(collective, dict(row), 0, size)
     return [
         numbers(random(collective, row, generation, rank), call.name, call.input_shape(rank), call.op)
@@ -644,7 +644,7 @@ def _inputs(collective: str, row: tuple[tuple[str, Any], ...], size: int, genera
 
 
 class Task(Exercise):
-    """A call on this rank: its arrays, and what must come."""
+    """A call on this rank: its arrays, and the expected result."""
 
     def __init__(self, call: Drawn, comm: Any, generation: int) -> None:
         super().__init__(call, comm)
@@ -668,7 +668,7 @@ class Task(Exercise):
             self.out = self.x
 
     def must_be_served(self) -> bool:
-        """Whether the algorithm that is forced has no reason to refuse."""
+        """Return True if the forced algorithm has no reason to refuse."""
         collective, name = self.call.collective, self.row["algorithm"].partition("/")[0]
         if name not in mpicoll.schedules.algorithms_of(collective) or self.row.get("counts", "none") != "none":
             return False
@@ -676,7 +676,7 @@ class Task(Exercise):
 
 
 class Location(Task):
-    """minloc or maxloc: of few different values, so that there are ties."""
+    """minloc or maxloc of few different values, so that there are ties."""
 
     def _pairs(self) -> list[tuple[np.ndarray, np.ndarray]]:
         shapes = [self.call.input_shape(rank) for rank in range(self.call.size)]
@@ -713,7 +713,7 @@ class Location(Task):
         self._keep()
 
     def _best(self, pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray] | None:
-        """The oracle: NaN before everything, then the extreme value, then the lowest index that has it."""
+        """Return the oracle's result: NaN before everything, then the extreme value, then its lowest index."""
         rank = self.call.rank
         if not self.call.receives or (self.call.collective == "exscan" and rank == 0):
             return None
@@ -740,7 +740,7 @@ class Location(Task):
         for got, want in zip(result, self.want, strict=True):
             name = "bfloat16" if want.dtype == dtype_of("bfloat16") else want.dtype.name
             wide = unwrap(self.library, got, name, want.shape).astype(np.float64)
-            np.testing.assert_array_equal(wide, want.astype(np.float64))  # which knows that bfloat16 has a NaN
+            np.testing.assert_array_equal(wide, want.astype(np.float64))  # float64, in which numpy recognises NaN
         if self.row["out"] != "inplace":
             assert self.before == b"".join(view.tobytes() for view in self.views), "the input was changed"
 
