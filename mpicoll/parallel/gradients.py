@@ -126,7 +126,7 @@ def clip(
         for one in parameters
         if one.grad is not None and one.numel() and id(one) not in skipped and (first or shard_of(one) is not None)
     ]
-    # On the CPU: a rank without gradients could not know on which device those of the others lie.
+    # On the CPU: a rank without gradients cannot determine the device of the other ranks' gradients.
     own = _to_float64_vector(norms) if norms else torch.zeros(1, dtype=torch.float64)
     total: Tensor
     if norm_type == 2.0:

@@ -1,7 +1,7 @@
 """Marks of parameters that are shards of larger ones.
 
 Under tensor parallelism a rank holds a block of a weight. A layer marks it with :func:`mark`; code that saves, clips or
-counts parameters asks :func:`shard_of`. Parameters without a mark are the same on all ranks of the group.
+counts parameters queries :func:`shard_of`. Parameters without a mark are the same on all ranks of the group.
 """
 
 from __future__ import annotations

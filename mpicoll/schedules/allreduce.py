@@ -138,7 +138,7 @@ def halving_doubling(rank: int, size: int) -> Iterator[Round]:
 
 
 def _fold_in(rank: int, size: int, chunks: Chunks) -> Iterator[Round]:
-    """Guests hand their vector to their hosts."""
+    """Send the vectors of guests to their hosts."""
     _, host, guest = fold(rank, size)
     if host:
         yield Round(recvs=(Recv(rank ^ 1, chunks, reduce=True),))
@@ -147,7 +147,7 @@ def _fold_in(rank: int, size: int, chunks: Chunks) -> Iterator[Round]:
 
 
 def _fold_out(rank: int, size: int, chunks: Chunks) -> Iterator[Round]:
-    """Hosts hand the total to their guests."""
+    """Send the total from hosts to their guests."""
     _, host, guest = fold(rank, size)
     if host:
         yield Round(sends=(Send(rank ^ 1, chunks),))

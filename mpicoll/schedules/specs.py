@@ -13,7 +13,7 @@ gather          own block            all blocks, at the root                    
 scatter         all at the root      own block                                                all at the root
 reduce_scatter  all, own operand     own block, over all ranks
 alltoall        input blocks 0..P-1  output blocks P..2P-1                                    input blocks
-barrier         none                 none; everybody has heard of everybody
+barrier         none                 none; messages lead from each rank to each other rank
 ==============  ===================  =======================================================  ===============
 """
 

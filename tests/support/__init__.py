@@ -1,16 +1,16 @@
-"""What the tests share; pytest finds no tests in these modules, but test_*.py here test the modules themselves.
+"""Shared modules of the tests. They contain no tests; test_*.py here test the modules themselves.
 
 Running tests
     agree               the ranks of ``mpirun ... pytest --with-mpi`` agree on the outcome of each test
     launch              start a program on several ranks: ``mpirun(size, ...)``
     process_group       the fixture with torch's default process group; what differs between versions of torch
-    ranks               fixtures that run one body on threads or under mpirun: ``ranks``, ``several``, ``some``
+    process_group       the fixture with torch's default process group; differences between versions of torch
     scripts             several scripts in one job
 
 Values and oracles
     attention           attention over a whole sequence in one process
     data                arrays of each library, dtype and layout; expected results of reductions
-    exercise            one body for all collectives, called as a row of choices says
+    exercise            one body for all collectives, called as a row of choices describes
     parallel_layers     comparison of parallel layers with the plain ones of torch.nn in one process
     stage_values        values that pipeline stages send, and their comparison
     traces              traces made by hand, and a strict reader of the Chrome trace format
@@ -20,7 +20,7 @@ Devices
     device_bodies       bodies of tests for device memory, real (tests/gpu) or fake
     device_memory       fill arrays of a device, and read them back
     fake_cuda           install and remove the fake cupy
-    fakecuda/           the fake device (package ``fakecuda``) and its ``cupy``, in a folder that is put on the path
+    fakecuda/           the fake device (package ``fakecuda``) and its ``cupy``, in a folder that is added to the path
     torch_cases         torch.distributed's collectives on device tensors
 
 Generated programs and programs of their own

@@ -1,5 +1,5 @@
-"""Jobs on two hosts of ci/hosts.py: right results over slow links, and what happens when they lose sight of each other.
-For ci/partition.py and tests/engine/test_hosts.py. As a program, this is what each rank of such a job runs.
+"""Jobs on two hosts of ci/hosts.py: right results over slow links, and the behaviour after a loss of the connection.
+For ci/partition.py and tests/engine/test_hosts.py. As a program, this is run by each rank of such a job.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LAUNCHER = 3.0
 """More seconds for the launcher."""
 
 LOOPS = ("native", "schedule", "hierarchical", "background", "recv")
-"""What the ranks do over and over when the hosts lose each other."""
+"""Operations that the ranks repeat while the hosts lose their connection."""
 
 SIDES = ((0, 1), (2, 3))
 
 
 @dataclass
 class Outcome:
-    """What a job did after the cut."""
+    """The behaviour of a job after the cut."""
 
     loop: str
     gone: dict[int, float] = field(default_factory=dict)
@@ -44,19 +44,19 @@ class Outcome:
     launcher: float | None = None
     """Seconds from the cut to the end of the last process, which is the launcher's; None if one was left."""
     said: list[str] = field(default_factory=list)
-    """By rank: what it wrote."""
+    """By rank: its output."""
     lines: list[str] = field(default_factory=list)
-    """By rank: the first line that mpicoll wrote, or an empty one."""
+    """By rank: the first line of mpicoll's output, or an empty one."""
     problems: list[str] = field(default_factory=list)
 
 
 def hosts(*arguments: str | Path) -> list[str]:
-    """The command for a program of 2 ranks on each of 2 hosts that 10 Mbit/s join; `arguments` are ci/hosts.py's."""
+    """Return the command for a program of 2 ranks on each of 2 hosts joined by 10 Mbit/s; see ci/hosts.py."""
     return [sys.executable, str(_ROOT / "ci" / "hosts.py"), "--rate", "10mbit", *map(str, arguments)]
 
 
 def possible() -> str:
-    """Why this machine can't play hosts; empty if it can."""
+    """Return the reason why this machine can't emulate hosts; empty if it can."""
     command = ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]
     link = "ip link add port0 type veth peer name port1"
     shape = "tc qdisc add dev port0 root tbf rate 1mbit burst 9k latency 9ms"
@@ -74,7 +74,7 @@ def _environ(mark: str, variables: dict[str, str]) -> dict[str, str]:
 
 
 def right(seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run dozens of operations and some steps of DDP. Each rank that has seen nothing wrong says "all right"."""
+    """Run dozens of operations and some steps of DDP. Each rank without an error prints "all right"."""
     return _run(hosts(2, 2), __file__, "right", seconds=seconds, **variables)
 
 
@@ -96,7 +96,7 @@ def _run(launch: list[str], *program: str, seconds: float, **variables: str) -> 
 
 
 def part(loop: str, **variables: str) -> Outcome:
-    """Cut the hosts apart in the middle of a loop, and see how the ranks end. It takes no longer than 80 s."""
+    """Cut the hosts apart in the middle of a loop, and observe the end of the ranks, for at most 80 s."""
     outcome, mark = Outcome(loop), uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
         folder = Path(name)
@@ -112,7 +112,7 @@ def part(loop: str, **variables: str) -> Outcome:
             if job.poll() == 0:
                 outcome.problems.append("exit status 0")
         finally:
-            # unshare(1) heeds no other signal; all else is in its namespaces, which end with it.
+            # unshare(1) handles no other signal; all other processes are in its namespaces, which end with it.
             job.kill()
             job.wait()
             for pid in _marked(mark):
@@ -126,7 +126,7 @@ def part(loop: str, **variables: str) -> Outcome:
 
 
 def blink(seconds: float = 6.5, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Cut the hosts apart for some seconds that are too few for them to be lost: each rank goes on, and says so."""
+    """Cut the hosts apart for less time than declares them lost: each rank must continue, and print so."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
         cut, heal = Path(name) / "cut", Path(name) / "heal"
         link = hosts("--cut", "1", cut, "--heal", heal, 2, 2)
@@ -148,8 +148,8 @@ def blink(seconds: float = 6.5, **variables: str) -> subprocess.CompletedProcess
 
 
 def freeze(**variables: str) -> tuple[str, float | None]:
-    """Stop all processes of a host, ranks and launcher; its kernel goes on answering. What the job has written, and the
-    seconds until it has ended; None if it has not after 40."""
+    """Stop all processes of a host, ranks and launcher, while its kernel still responds. Return the job's output, and
+    the seconds until it has ended; None if it has not after 40."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
         begin, end = Path(name) / "frozen", 40.0
         environ = _environ(uuid.uuid4().hex, {"MPICOLL_TIMEOUT": "2", "TMPDIR": name} | variables)
@@ -195,7 +195,7 @@ def _follow(outcome: Outcome, job: subprocess.Popen[bytes], cut: Path, mark: str
 
 
 def _marked(mark: str) -> dict[int, int | None]:
-    """The rank that each living process of the job is; None for the launcher's."""
+    """Return the rank of each living process of the job; None for the launcher's processes."""
     found: dict[int, int | None] = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -230,14 +230,14 @@ def _judge(outcome: Outcome) -> None:
 
 
 class _Oracle:
-    """The data of all ranks, new at each call, and the comparison of results with what they have to be."""
+    """The data of all ranks, new at each call, and the comparison of results with the expected ones."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._number = 0
 
     def inputs(self, count: int, dtype: Any) -> list[Any]:
-        """Small whole numbers: their sums are exact in every dtype and order."""
+        """Return small integers: their sums are exact in every dtype and order."""
         import numpy as np
 
         self._number += 1
@@ -290,7 +290,7 @@ def _reductions(oracle: _Oracle) -> None:
     for algorithm in (None, "native", "ring", "hierarchical", "halving_doubling", "double_tree"):
         for dtype, count in shapes:
             if algorithm == "native" and dtype is np.float16:
-                continue  # MPI libraries don't know it
+                continue  # MPI libraries do not support it
             every = inputs(count, dtype)
             what = f"allreduce of {count} {np.dtype(dtype)} by {algorithm}"
             same(mpicoll.allreduce(every[rank], algorithm=algorithm), sum(every[1:], every[0]), what)
@@ -337,7 +337,7 @@ def _movements(oracle: _Oracle) -> None:
 
 
 def _at_once(oracle: _Oracle, across: Any) -> None:
-    """Several in the background, in a group that has one rank of each host and in the world, waited for backwards."""
+    """Run several nonblocking collectives, in a group with one rank of each host and in the world; wait in reverse."""
     import numpy as np
 
     import mpicoll
@@ -371,7 +371,7 @@ def _messages(oracle: _Oracle) -> None:
 
 
 def _train(rank: int) -> None:
-    """DDP must follow the training of one process on the whole batch."""
+    """Compare DDP with the training of one process on the whole batch."""
     import torch
     import torch.distributed as dist
 
@@ -457,7 +457,7 @@ def _freeze(folder: Path) -> None:
 
 def _loop(loop: str, folder: Path) -> None:
     rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-    # What the far side writes would not come to mpirun any more.
+    # Output of the far side would not reach mpirun any more.
     said = os.open(folder / f"said.{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)

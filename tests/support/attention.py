@@ -14,7 +14,7 @@ from mpicoll.parallel import context_parallel as cp
 LAYOUTS: tuple[cp.Layout, ...] = ("contiguous", "zigzag")
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""How far a result may be from that in float64, in the Euclidean norm."""
+"""Maximum relative difference to the result in float64, in the Euclidean norm."""
 
 
 def whole(shape: Sequence[int], size: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -28,7 +28,7 @@ def whole(shape: Sequence[int], size: int, seed: int = 0, dtype: torch.dtype = t
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-    """What attention means."""
+    """Compute attention by its definition."""
     share = query.shape[1] // key.shape[1]
     key, value = (one.repeat_interleave(share, 1) for one in (key, value))
     scores = query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)

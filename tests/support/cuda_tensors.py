@@ -32,7 +32,7 @@ PLACE = torch.device("cuda", 0)
 _aten = torch.ops.aten
 
 _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default)
-"""What tells the host something of the values."""
+"""Operations that return values to the host."""
 
 
 class Stream:
@@ -197,7 +197,7 @@ def _lazy(tensor: Any, conjugated: bool, negated: bool) -> Any:
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the end of the last."""
+    """Return the number of elements from the first to the end of the last, including gaps."""
     return 1 + sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
 
 
@@ -283,7 +283,7 @@ def late(values: torch.Tensor, *, requires_grad: bool = False) -> Any:
 
 
 def now(tensor: Any) -> torch.Tensor:
-    """What is there at this moment, whatever is still to be done."""
+    """Return the current values, without waiting for pending work."""
     return _found(_place(tensor)).clone()
 
 
@@ -304,7 +304,7 @@ def _as_tensor(data: Any, *args: Any, device: Any = None, **options: Any) -> Any
 
 
 def _filled(name: str) -> Callable[..., Any]:
-    """What makes a tensor and fills it."""
+    """Return a function that creates a tensor and fills it."""
 
     def create(*args: Any, device: Any = None, **options: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":

@@ -1,9 +1,9 @@
-"""Jobs in which one rank dies: what they must show, and what they do.
+"""Jobs in which one rank dies: the expected behaviour and the observed one.
 
 For ci/deaths.py and tests/engine/diagnostics/test_deaths.py.
 
-A case is a kind of death, the moment at which it comes, the number of ranks and the victim among them. As a program,
-this is what each rank of such a job runs.
+A case is a kind of death, its moment, the number of ranks and the victim among them. As a program, this is run by each
+rank of such a job.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS = {
     "SEGV": "SIGSEGV",
     "ABRT": "SIGABRT",
 }
-"""What each kind of death is called in the first line."""
+"""Names of the kinds of death in the first line of the output."""
 
 OUTSIDE = ("import", "before", "native", "schedule", "shared", "background", "p2p")
 """The victim dies while the others wait for it: in making the world, in their first collective, in …"""
@@ -86,7 +86,7 @@ def _impossible(moment: str) -> tuple[str, ...]:
 
 @dataclass
 class Outcome:
-    """What a job did."""
+    """The observed behaviour of a job."""
 
     case: Case
     status: int = 0
@@ -101,11 +101,11 @@ class Outcome:
     err: str = ""
     problems: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
-    """What Open MPI left behind in /dev/shm or the temporary folder."""
+    """Files that Open MPI left behind in /dev/shm or the temporary folder."""
 
 
 def run(case: Case, **variables: str) -> Outcome:
-    """The job of this case, and what was wrong with it. It takes about as long as the job, and 80 s at most."""
+    """Run the job of this case, for at most 80 s, and return its behaviour with the problems found."""
     outcome = Outcome(case)
     with tempfile.TemporaryDirectory(prefix="mpicoll-deaths-") as name:
         folder = Path(name)
@@ -117,7 +117,7 @@ def run(case: Case, **variables: str) -> Outcome:
         left = sorted((folder / "tmp").rglob("*"))
         left += [path for text in folder.glob("shm.*") for path in map(Path, text.read_text().split()) if path.exists()]
         left += _ours() - before
-        # What Open MPI leaves is not ours to answer for, but to know.
+        # Files left by Open MPI are reported, but are not failures of mpicoll.
         theirs = {str(path) for path in left if "mpicoll-" not in path.name}
         outcome.left = sorted(path.removeprefix(f"{folder}/") for path in theirs)
         outcome.problems += [f"left behind: {path}" for path in {str(path) for path in left} - theirs]
@@ -146,7 +146,7 @@ def _watch_job(case: Case, folder: Path, outcome: Outcome, variables: dict[str, 
             command, cwd=folder, env=environ | variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err
         )
     status, died, alive = None, None, [job.pid]
-    # The job is slow to start on a busy machine; from the death on it has to keep its bound.
+    # A job starts slowly on a busy machine; the bound holds from the death on.
     while alive and time.monotonic() < (begin + 60 if died is None else died + BOUND):
         time.sleep(0.02)
         if died is None:

@@ -47,8 +47,8 @@ def install() -> ModuleType:
 
 @cache
 def _set_apart() -> None:
-    """What there is by now, modules and tests for the most part, lives to the end. Device memory comes back only when
-    garbage is collected, so tests do that often, and most of the time would go to looking through all of this again."""
+    """Exclude all present objects, mostly modules and tests, from garbage collection. Device memory is freed only when
+    garbage is collected, so tests do that often, and most of the time would go to traversing these objects again."""
     gc.collect()
     gc.freeze()
 
@@ -59,7 +59,7 @@ def _need_compiler() -> None:
 
 
 def is_fake(cupy: ModuleType) -> bool:
-    """Whether it is the fake: then work waits until somebody waits for it, and :mod:`fakecuda` can be used."""
+    """Return True for the fake: its work is deferred until a thread waits for it, and :mod:`fakecuda` can be used."""
     return getattr(cupy, "is_fake", False)
 
 
@@ -94,7 +94,7 @@ def _parent(name: str) -> dict[str, object]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """What lets a subprocess, or the ranks of a job, find the fake; and `variables`."""
+    """Return `variables` and those with which a subprocess, or the ranks of a job, import the fake."""
     _need_compiler()
     paths = [str(FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), **variables}

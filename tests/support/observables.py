@@ -116,7 +116,7 @@ def functions(holder: Any) -> dict[str, list[str]]:
 
 
 def refusal(backend: str) -> list[str]:
-    """Return the errors of init_process_group for a size without a rank."""
+    """Return the error, with its frames, of init_process_group for a size without a rank."""
     try:
         dist.init_process_group(backend, store=dist.HashStore(), world_size=1)
     except AssertionError as error:
@@ -187,7 +187,7 @@ def trained(rank: int, size: int, method: str) -> dict[str, Any]:
 
 
 def backend_name(group: Any) -> str:
-    """Return the backend of the group without a device; c10d may not have created one."""
+    """Return the name of the group's backend without a device, or the first line of the error."""
     try:
         return str(group.name())
     except RuntimeError as error:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 ORDERED = "sort_ranks" in signature(dist.new_group).parameters
-"""Whether this torch makes groups whose ranks are not in ascending order."""
+"""True if this torch supports groups whose ranks are not in ascending order."""
 
 in_given_order = pytest.mark.skipif(not ORDERED, reason="torch makes groups in other orders from 2.13 on")
 

@@ -30,7 +30,7 @@ class Ranks:
         return self.local or mpicoll.world().size
 
     def __call__(self, body: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-        """What the ranks of this process return: all of them, or this one under MPI."""
+        """Return the results of the ranks of this process: all of them, or this one under MPI."""
         if self.local:
             return mpicoll.run_local(body, self.local, *args, timeout=timeout)
         return [body(*args)]

@@ -24,14 +24,14 @@ from support.launch import ROOT, mpirun
 
 @dataclass
 class Ended:
-    """How a script ended: the statuses of all ranks, and what was printed, to stdout or stderr and by which rank."""
+    """The end of a script: the statuses of all ranks, and the output to stdout or stderr, by rank."""
 
     statuses: list[int]
     printed: list[str]
 
     @property
     def output(self) -> str:
-        """What was printed, if only one rank has, and all have succeeded."""
+        """Output of the only rank that has printed, if all ranks have succeeded."""
         assert not any(self.statuses), self
         (text,) = filter(None, self.printed)
         return text

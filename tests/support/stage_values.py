@@ -26,7 +26,7 @@ class Pair(NamedTuple):
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values have the same structure, types, dtypes, shapes, requires_grad and elements."""
+    """Return True if two values have the same structure, types, dtypes, shapes, requires_grad and elements."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):

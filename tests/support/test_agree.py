@@ -28,7 +28,7 @@ pytestmark = pytest.mark.mpi
 
 @dataclass
 class Done:
-    """How a job has ended."""
+    """The end of a job."""
 
     returncode: int
     stdout: str
@@ -49,7 +49,7 @@ def run(folder: Path, tests: dict[str, str], *options: str, size: int = 2, with_
 
 
 def outcomes(module: str, output: str) -> list[str]:
-    """How the tests of a module have ended, in their order, by the lines of ``pytest -v``."""
+    """Return the outcomes of the tests of a module, in their order, from the lines of ``pytest -v``."""
     return re.findall(rf"^test_{module}\.py::\w+ (\w+)", output, re.MULTILINE)
 
 
@@ -240,7 +240,7 @@ def test_it(): comm.Barrier()
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Done]]:
-    """How a job of ENDED has ended. Most of their time is waiting, so several of them run at the same time."""
+    """Return the end of a job of ENDED. Most of their time is waiting, so several of them run at the same time."""
     with ThreadPoolExecutor(3) as pool:
         jobs: dict[str, Future[Done]] = {
             name: pool.submit(run, tmp_path_factory.mktemp("ended"), {"it": tests}, size=size)

@@ -1,4 +1,4 @@
-"""What each tier takes of some tests, whose parameters and marks are like those of the project's own."""
+"""Selections of each tier from some tests, whose parameters and marks are like those of the project's own."""
 
 from __future__ import annotations
 

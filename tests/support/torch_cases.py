@@ -12,13 +12,13 @@ from torch.distributed import ReduceOp
 
 
 class Device(Protocol):
-    """Where the tensors are."""
+    """The device of the tensors."""
 
     def late(self, values: torch.Tensor) -> Any:
         """A tensor that has other values until what the current stream was given is done."""
 
     def now(self, tensor: Any) -> torch.Tensor:
-        """What is there, whatever the current stream still has to do."""
+        """Return the current values, without waiting for the current stream."""
 
 
 def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

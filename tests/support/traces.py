@@ -161,7 +161,7 @@ def operations(events: list[dict[str, Any]], rank: int | None = None) -> list[di
 
 
 def names(events: list[dict[str, Any]], what: str) -> dict[Any, str]:
-    """What processes or threads are called, by pid, or by pid and tid."""
+    """Return the names of processes or threads, by pid, or by pid and tid."""
     return {
         one["pid"] if what == "process" else (one["pid"], one["tid"]): one["args"]["name"]
         for one in events

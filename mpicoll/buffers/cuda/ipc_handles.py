@@ -86,7 +86,7 @@ def _handle(index: int, base: int, number: int) -> bytes:
 
 def process_name() -> str:
     """Return a name that no other process has; process numbers are reused, and occur in every container."""
-    # A child of fork is another process. Threads may ask at once, and have to be told the same.
+    # A child of fork is another process. Concurrent threads must receive the same name.
     process = os.getpid()
     return _names.get(process) or _names.setdefault(process, secrets.token_hex(16))
 

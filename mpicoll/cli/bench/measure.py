@@ -1,4 +1,4 @@
-"""Check each contestant against the oracle, then time all of them in turns.
+"""Check each contestant against the oracle, then time all of them in rotation.
 
 All ranks follow the decisions of rank 0. The time of a block of calls is that of its slowest rank.
 """

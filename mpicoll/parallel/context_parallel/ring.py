@@ -143,7 +143,7 @@ class _RingAttention(Function):
 class _RingAttentionBackward(Function):
     """The gradients of query, key and value.
 
-    A Function of its own, so that differentiating them raises instead of treating them as constants.
+    A separate Function, so that differentiating them raises instead of treating them as constants.
     """
 
     @staticmethod
@@ -182,8 +182,8 @@ class _RingAttentionBackward(Function):
             by_query[:, many, rows] += by_q
             return some, columns, [found[index] for index in wanted]
 
-        # The sums for a block begin at the first rank that it comes to, follow one step behind it, and end at its
-        # owner. While they come home, a rank computes the half of its own block's heads that it has left for then.
+        # The sums for a block begin at the first rank that receives it, follow one step behind it, and end at its
+        # owner. While they return to the owner, a rank computes the deferred half of the heads of its own block.
         early = (heads + 1) // 2 if own and comm.size > 1 else heads
         ring = RingExchange(comm, "backward")
         block: Sequence[Tensor] = (key, value)
@@ -283,10 +283,10 @@ def _private_duplicate(comm: Communicator) -> Communicator:
     """
     if comm.size == 1:
         return comm
-    # Not by Communicator.mpi, which says that the program may send messages there.
+    # Not by Communicator.mpi, whose use permits the program to send messages there.
     own = comm.transport.mpi
     if own is not None:
-        # Kept with MPI's communicators, and freed with them. The first duplicate is what comm.mpi means where a user
+        # Kept with MPI's communicators, and freed with them. The first duplicate corresponds to comm.mpi where a user
         # passes it, and carries the messages sent there; the second has no other user.
         return resolve(resolve(own).transport.mpi)
     if comm not in _THREAD_DUPLICATES:

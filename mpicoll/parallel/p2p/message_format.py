@@ -31,7 +31,7 @@ _ALIGNED = 64
 
 
 class TensorSpec(NamedTuple):
-    """Properties of a tensor that a receiver must know.
+    """Properties of a tensor that a receiver needs.
 
     `device` is a device type, ``cpu`` or ``cuda``: each rank uses its own device of that type.
     """

@@ -526,7 +526,7 @@ class PipeP2P:
             time.sleep(50e-6)
 
     def _call(self, what: str, late: list[Peer]) -> Call:
-        """A wait for a message from each of `late`, as others get to know it."""
+        """A wait for a message from each of `late`, as published to other ranks."""
         parts = tuple(Call("recv", peer=stage, collective=False) for stage in sorted({peer.stage for peer in late}))
         takes = tuple(stage for stage, peer in self._mux.peers.items() if peer.wants)
         return Call(what, parts=parts, takes=takes, collective=False)

@@ -460,7 +460,7 @@ class PipelineEngine:
             script = schedules.schedule(self.schedule, self.stages, self.micro_batches, chunks)
             own = {name: (tuple(one.shape), str(one.dtype)) for name, one in tied.items()}
             mine = _StageTerms(work, zlib.crc32(repr(script).encode()), "", own)
-        except Exception as error:  # noqa: BLE001  whatever it is, no stage must wait for this one
+        except Exception as error:  # noqa: BLE001  no stage must wait for this one
             mine, failure = _StageTerms(work, 0, f"{type(error).__name__}: {error}", {}), error
         everyones: list[_StageTerms] = self._gather_objects(mine)
         if failure is not None:

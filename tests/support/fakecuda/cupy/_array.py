@@ -46,8 +46,8 @@ def _launch(function: Callable[..., Any], *arrays: Any) -> None:
 
 
 def _race(out: ndarray, operand: ndarray) -> bool:
-    """Whether they overlap without being of one place, where cupy, which looks only at what is of one memory object,
-    does not copy the operand."""
+    """Return True if both overlap at different places and in different memory objects. cupy does not copy the operand
+    then, since it compares memory objects only."""
     if out.data.mem.ptr == operand.data.mem.ptr or not fake_memory.overlap(out._bounds(), operand._bounds()):
         return False
     return (out.data.ptr, out.shape, out.strides) != (operand.data.ptr, operand.shape, operand.strides)
@@ -106,7 +106,7 @@ class ndarray:  # noqa: N801
     device = property(lambda self: Device(self.data.device_id))
 
     def _bounds(self) -> tuple[int, int]:
-        """Where its memory begins and ends."""
+        """Return the begin and the end of the array's memory."""
         before, behind = fake_memory.extent(self.shape, self.strides, self.itemsize)
         return (self.data.ptr - before, self.data.ptr + behind) if self.size else (0, 0)
 
@@ -278,7 +278,7 @@ def _unsafe_copy(target: Any, source: Any) -> None:
 
 
 class DLPack:
-    """What stands for a capsule between arrays of the fake."""
+    """A substitute for a capsule between arrays of the fake."""
 
     def __init__(self, array: ndarray) -> None:
         self.array = array

@@ -100,7 +100,7 @@ class ElementwiseKernel:
         return outs[0] if len(outs) == 1 and not self._return_tuple else outs
 
     def _types(self, args: tuple[Any, ...]) -> dict[str, np.dtype[Any]]:
-        """What the letters stand for. Numbers decide only where no array does."""
+        """Return the dtypes of the type letters. Numbers determine a letter only where no array does."""
         types: dict[str, np.dtype[Any]] = {}
         arrays = [(one, value) for one, value in zip(self.params, args, strict=False) if isinstance(value, ndarray)]
         for parameter, value in arrays:

@@ -57,7 +57,7 @@ def synchronize(stream: int) -> None:
 
 
 def pending(stream: int) -> int:
-    """How many pieces of work the stream has still to do."""
+    """Return the number of pending pieces of work of the stream."""
     found = streams.stream_at(stream)
     return found.given - found.done
 

@@ -96,7 +96,7 @@ def _told(function: Callable[..., int | None]) -> Callable[..., int]:
 
 
 _kept: list[Any] = []
-"""What the library calls."""
+"""Callbacks of the library, kept alive."""
 
 
 def load() -> ctypes.CDLL:

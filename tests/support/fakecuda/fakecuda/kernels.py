@@ -112,7 +112,7 @@ class Parameter:
     const: bool
 
     def outside(self, number: int) -> str:
-        """What declares it before the loop."""
+        """Return the declaration of the parameter before the loop."""
         if self.form == "scalar":
             return f"const {self.ctype} {self.name} = *(const {self.ctype}*)data[{number}];\n"
         if self.form == "raw":

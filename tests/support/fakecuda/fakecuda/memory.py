@@ -27,7 +27,7 @@ from fakecuda import errors
 from fakecuda.errors import CUDARuntimeError
 
 POISON = np.frombuffer(b"\xf5\xff", np.uint8)
-"""What lies in memory that nobody has written: NaN in all floating dtypes, small negative numbers in integer ones."""
+"""Content of uninitialised memory: NaN in all floating dtypes, small negative numbers in integer ones."""
 
 _PAGE = mmap.PAGESIZE
 _SPACE = 1 << 38
@@ -177,7 +177,7 @@ def find(address: int, nbytes: int = 1) -> Allocation | None:
 
 
 def of_devices(address: int) -> bool:
-    """Whether this may be an address of device memory, in use or not."""
+    """Return True if this may be an address of device memory, in use or not."""
     return _DEVICE <= address < _DEVICE + _SPACE
 
 
@@ -189,11 +189,11 @@ class _Kernel(threading.local):
 
 kernel = _Kernel()
 peers: set[tuple[int, int]] = set()
-"""Which devices may use memory of which others: peer access has been enabled."""
+"""Pairs of a device and another whose memory it may use: peer access has been enabled."""
 
 
 def working(address: int, nbytes: int) -> int:
-    """Where queued work finds the device memory, or the page-locked host memory, at `address`."""
+    """Return the address at which queued work accesses the device or page-locked host memory at `address`."""
     found = find(address, nbytes)
     if found:
         if kernel.device not in (None, found.device) and (kernel.device, found.device) not in peers:
@@ -219,7 +219,7 @@ def array_at(address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[in
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether ranges of addresses, each (begin, end), have something in common."""
+    """Return True if ranges of addresses, each (begin, end), overlap."""
     return one[0] < other[1] and other[0] < one[1]
 
 
@@ -234,7 +234,7 @@ def bytes_at(address: int, nbytes: int) -> Any:
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """How many bytes before and behind its address an array reaches."""
+    """Return the bytes that an array occupies before and behind its address."""
     reach = [(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)]
     return -sum(one for one in reach if one < 0), sum(one for one in reach if one > 0) + itemsize
 
@@ -307,13 +307,13 @@ def release_host(address: int) -> None:
 
 
 def pinned(address: int, nbytes: int = 1) -> bool:
-    """Whether all of this is page-locked host memory."""
+    """Return True if the whole range is page-locked host memory."""
     with LOCK:
         return any(one <= address and address + nbytes <= one + length for one, (length, _) in _ranges.items())
 
 
 def partly_pinned(address: int, nbytes: int) -> bool:
-    """Whether some of it is."""
+    """Return True if a part of the range is page-locked host memory."""
     with LOCK:
         return any(one < address + nbytes and address < one + length for one, (length, _) in _ranges.items())
 
@@ -331,7 +331,7 @@ def visible() -> list[int]:
 
 
 def can_reach(device: int, other: int) -> bool:
-    """Whether kernels of `device` can use memory of `other`; ``FAKECUDA_PEERS=0`` says no."""
+    """Return True if kernels of `device` can use memory of `other`; ``FAKECUDA_PEERS=0`` disables this."""
     return device == other or os.environ.get("FAKECUDA_PEERS", "1") == "1"
 
 

@@ -126,7 +126,7 @@ class Stream:
 
 
 class Event:
-    """What a stream had been given when this was recorded last; done if it never was."""
+    """The work of a stream up to the last record of this event; complete if it was never recorded."""
 
     def __init__(self, device: int) -> None:
         make_context()
@@ -205,7 +205,7 @@ def end_capture(stream: Stream) -> list[Work | None]:
 
 
 def exchange_capture_mode(mode: int) -> int:
-    """Which captures this thread heeds from now on; returns what that was."""
+    """Set the capture mode of this thread; return the previous mode."""
     before, _here.mode = _here.mode, mode
     return before
 
@@ -259,14 +259,14 @@ def _only_here() -> None:
 
 
 def make_context() -> None:
-    """What each call of the runtime does that needs the current device."""
+    """Make the context of the current device, as each runtime call does that needs the device."""
     _only_here()
     contexts.add(_here.device)
     _here.bound = True
 
 
 def has_context() -> bool:
-    """Whether this thread has a current context, as the driver's own functions need it."""
+    """Return True if this thread has a current context, as the driver's own functions need it."""
     return _here.bound
 
 
@@ -289,7 +289,7 @@ def _peers(stream: Stream) -> Iterator[Stream]:
 
 
 def capture_beside(stream: Stream) -> bool:
-    """Whether a stream that the legacy default stream would wait for is capturing."""
+    """Return True if a stream is capturing that the legacy default stream would wait for."""
     return any(one.capture for one in _peers(stream))
 
 
@@ -384,7 +384,7 @@ def wait_for_device(index: int) -> None:
 
 
 def has_work(index: int) -> bool:
-    """Whether a stream of the device still has something to do."""
+    """Return True if a stream of the device has pending work."""
     return any(one.done < one.given for one in list(_streams.values()) if one.device == index)
 
 
@@ -419,5 +419,5 @@ def on_device(index: int) -> Iterator[None]:
 
 
 def running() -> bool:
-    """Whether this thread runs the work of a stream, or changes a table: then the host can't wait here."""
+    """Return True if this thread runs the work of a stream, or holds the lock: then the host can't wait here."""
     return bool(_here.running) or LOCK._is_owned()  # type: ignore[attr-defined]

@@ -126,7 +126,7 @@ class _Chunk:
 
 
 class PooledMemory(BaseMemory):
-    """What the pool has handed out."""
+    """Memory allocated from the pool."""
 
     def __init__(self, chunk: _Chunk, free: deque[_Chunk], pool: MemoryPool) -> None:
         self.ptr = chunk.mem.ptr + chunk.offset
@@ -188,7 +188,7 @@ class MemoryPool:
         return None
 
     def _merged(self, key: tuple[int, int]) -> list[_Chunk]:
-        """What is free in a stream, smallest first."""
+        """Return the free chunks of a stream, smallest first."""
         back = self._given_back.get(key, deque())
         chunks = self._free.setdefault(key, [])
         while back:

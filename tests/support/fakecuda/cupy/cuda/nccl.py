@@ -98,7 +98,7 @@ def _dtype(datatype: int) -> np.dtype[Any]:
 
 
 class _Call:
-    """What a rank calls. `number` counts the collectives of a communicator, or the messages between two ranks."""
+    """A call of a rank. `number` counts the collectives of a communicator, or the messages between two ranks."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Call:
         raise NotImplementedError
 
     def finish(self) -> bool:
-        """Whether it is done."""
+        """Return True if the call has completed."""
         raise NotImplementedError
 
 
