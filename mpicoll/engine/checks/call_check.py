@@ -1,12 +1,12 @@
-"""Whether all ranks call the same collectives.
+"""Comparison of the ranks' collective calls.
 
-``MPICOLL_CHECK`` and :func:`mpicoll.debug` compare everything (:class:`Check`): each collective begins with the
-exchange of one word, and only where the words differ do the ranks exchange descriptions of their calls. All of them
-raise the same error then, before anything else has been sent, and the communicator stays usable.
+``MPICOLL_CHECK`` and :func:`mpicoll.debug` compare all arguments (:class:`Check`): each collective begins with the
+exchange of one word, and only where the words differ do the ranks exchange descriptions of their calls. Then all ranks
+raise the same error before any other data is sent, and the communicator stays usable.
 
-By default the ranks compare a signature of each call. In shared memory that costs next to nothing (see
+By default the ranks compare a signature of each call. In shared memory the comparison costs next to nothing (see
 :meth:`mpicoll.engine.core.arena.Arena.matcher`). Where ranks share no memory, :class:`Between` compares each of the
-first collectives of a communicator, and later ones many at once, unless ``MPICOLL_CHECK=off``.
+first collectives of a communicator, and later ones in batches, unless ``MPICOLL_CHECK=off``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from mpicoll.engine.core.communicator import Communicator
 
 Told: TypeAlias = "dict[str, Any]"
-"""What a rank tells the others about its call."""
+"""Description of a rank's call that is sent to the other ranks."""
 
 _SAME = ("allreduce", "bcast", "allgather")
 """Collectives whose results must have the same bits on all ranks."""
 
 _PAIRS = 5
-"""Blocks that don't fit, as many as are named."""
+"""Maximum number of mismatched blocks that an error names."""
 
 _ORDINARY = ("operation", "number", "communicator", "dtype", "memory", "shape", "op", "root", "counts", "algorithm")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is checked: `calls` before each collective (and messages), `numerics`: NaN and infinity in what goes in and
-    comes out, `checksum`: that results which must be equal on all ranks are. Without `calls`, `between` nodes some of
-    them are compared nevertheless."""
+    """Enabled checks: `calls` before each collective (and messages), `numerics`: NaN and infinity in inputs and
+    outputs, `checksum`: equality of the results that must be equal on all ranks. Without `calls`, `between` still
+    compares some of the collectives whose ranks share no memory."""
 
     calls: bool = False
     numerics: bool = False
@@ -55,12 +55,12 @@ class Options:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> Options:
-        """Those that `words` name."""
+        """Return the options that `words` name."""
         asked = set(words) - {UNCHECKED}
         return cls(bool(asked), "numerics" in asked, "checksum" in asked, UNCHECKED not in words)
 
     def changed(self, check: bool | None, numerics: bool | None, checksum: bool | None) -> Options:
-        """With what is given in the place of what there is (None: as it is)."""
+        """Return the options with the given values replaced (None: unchanged)."""
         if check is False:
             return Options(between=self.between)
         numerics = self.numerics if numerics is None else numerics
@@ -69,8 +69,8 @@ class Options:
 
 
 def agreed(transport: Transport, words: Sequence[str]) -> Options:
-    """Collective: what is checked where the ranks' variables ask for `words`: all that one of them asks for, and
-    nothing by default if one of them says so."""
+    """Return the union of the checks that the ranks' variables request with `words`; no default checks if one rank
+    disables them. Collective."""
     if transport.size == 1:
         return Options.of(words)
     asked = transport.texts(",".join(words))
@@ -78,7 +78,7 @@ def agreed(transport: Transport, words: Sequence[str]) -> Options:
 
 
 class Family:
-    """The communicators of one rank, and how :func:`mpicoll.debug` has changed what is checked on them."""
+    """Communicators of one rank, and the changes that :func:`mpicoll.debug` has made to their checks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,19 +86,19 @@ class Family:
         self._changes: list[tuple[bool | None, bool | None, bool | None]] = []
 
     def add(self, comm: Communicator) -> None:
-        """A communicator was made."""
+        """Register a new communicator."""
         with self._lock:
             self._members.append(ref(comm, self._members.remove))
         _set(comm, self._now(comm))
 
     def members(self) -> list[Communicator]:
-        """Those that are there and were not freed, in the order in which they were made."""
+        """Return the communicators that are alive and not freed, in the order of creation."""
         with self._lock:
             known = [one() for one in self._members.copy()]
         return [comm for comm in known if comm is not None and not comm.freed]
 
     def change(self, *what: bool | None) -> tuple[bool | None, bool | None, bool | None]:
-        """Check something else from now on."""
+        """Change the checks from now on."""
         check, numerics, checksum = what
         added = (check, numerics, checksum)
         self._changes.append(added)
@@ -106,7 +106,7 @@ class Family:
         return added
 
     def restore(self, added: tuple[bool | None, bool | None, bool | None], *, wait: bool) -> None:
-        """Take a change back."""
+        """Undo a change."""
         for index in reversed(range(len(self._changes))):
             if self._changes[index] is added:
                 del self._changes[index]
@@ -120,7 +120,7 @@ class Family:
         return options
 
     def _apply(self, *, wait: bool) -> None:
-        # In one order on all ranks, since what was started before is completed first, and may need the others for it.
+        # In the same order on all ranks, since earlier operations are completed first, and may need the other ranks.
         for comm in self.members():
             if wait:
                 with comm.progress.lock:
@@ -137,14 +137,14 @@ def _set(comm: Communicator, options: Options) -> None:
 
 
 family = Family()
-"""That of a process which is one rank."""
+"""Communicators of a process that is one rank."""
 
 
 _COMPARING = Position("the comparison of the ranks' calls", polls=True)
 
 
 class Check:
-    """Observes the collectives of one communicator."""
+    """Observer of the collectives of one communicator."""
 
     sites = True
     thorough = True
@@ -158,7 +158,7 @@ class Check:
         self._executing = comm.progress.executing
 
     def before(self, raw: Raw, function: Callable[..., Any]) -> None:
-        """Compare what the ranks call, and look at what goes in. Raises MismatchError or NumericsError on all ranks."""
+        """Compare the ranks' calls and check the inputs. Raises MismatchError or NumericsError on all ranks."""
         entry = Entry._make(raw)
         operations = getattr(function, "operations", ())
         flaw = ""
@@ -173,7 +173,7 @@ class Check:
             return
         word = hashed(fields)
         if flaw or apart:
-            # So that the words differ, even if it is the same on all ranks.
+            # Make the words differ, even if the flaw is the same on all ranks.
             word ^= self._transport.rank + 1
         texts = self._compare(entry, word, lambda: described(entry, fields) | {"flaw": flaw})
         if texts is None:
@@ -186,7 +186,7 @@ class Check:
             raise _flawed(entry.group, told, "before")
 
     def after(self, raw: Raw, function: Callable[..., Any]) -> None:
-        """Look at what has come out. Raises NumericsError or MismatchError on all ranks."""
+        """Check the results. Raises NumericsError or MismatchError on all ranks."""
         operations = getattr(function, "operations", ())
         if not operations or not (self._options.numerics or self._options.checksum):
             return
@@ -218,12 +218,13 @@ class Check:
         raise _unequal(entry.group, everyone)
 
     def _compare(self, entry: Entry, word: int, told: Callable[[], Told]) -> list[str] | None:
-        """The texts of all ranks, if their words differ. Raises what says that not all of them come."""
+        """Return the texts of all ranks if their words differ, otherwise None. Raises CommunicationError if not all
+        ranks can enter the collective."""
         outer, self._executing.executor = self._executing.executor, _COMPARING
         try:
             return self._transport.compare(word, lambda: json.dumps(told()), lambda: self._look(entry))
         except Timeout:
-            raise  # it is told with the call anyway
+            raise  # Timeout is reported with the call anyway
         except CommunicationError as error:
             where = "" if entry.site is None else f" at {entry.site}"
             what = f"{entry.call}, collective {entry.number} of {entry.group.name},{where}"
@@ -239,13 +240,13 @@ class Check:
 
 
 def hashed(fields: Told) -> int:
-    """62 bits that are the same for the same `fields`, and nearly always others for others."""
+    """Return a hash of 62 bits of `fields`: equal for equal `fields`, and with high probability different otherwise."""
     return int.from_bytes(blake2b(repr(fields).encode(), digest_size=8).digest(), "big") >> 2
 
 
 def compared(entry: Entry, operations: Sequence[Any] = ()) -> tuple[Told, bool]:
-    """What must be the same on all ranks; and whether there are counts that must fit, which is to be seen only when all
-    ranks' are known."""
+    """Return the fields that must be equal on all ranks, and True if there are counts that can only be compared when
+    those of all ranks are known."""
     call = entry.call
     fields: Told = {"operation": _name(call, operations), "number": entry.number, "communicator": entry.group.key}
     if not call.parts:
@@ -263,7 +264,7 @@ def compared(entry: Entry, operations: Sequence[Any] = ()) -> tuple[Told, bool]:
 
 
 def _name(call: Call, operations: Sequence[Any]) -> str:
-    """What is called, whichever face it is called by."""
+    """Return the name of the operation, independent of the API through which it is called."""
     if len(operations) == 1 and not call.parts:
         return str(operations[0].problem.collective)
     return call.name.replace("_", "") if not call.name.endswith("_init") else call.name
@@ -274,7 +275,7 @@ def _add(fields: Told, at: str, call: Call) -> None:
         fields[f"{at}dtype"] = call.dtype
         fields[f"{at}memory"] = call.memory or "host"
     if call.shape is not None:
-        # Where there are counts, they say how many rows there are.
+        # Where there are counts, they determine the number of rows.
         fields[f"{at}shape"] = ["any", *call.shape[1:]] if call.counts or call.arrivals else list(call.shape)
     elif call.nbytes:
         fields[f"{at}size"] = call.nbytes
@@ -291,20 +292,20 @@ def _add(fields: Told, at: str, call: Call) -> None:
 
 
 def described(entry: Entry, fields: Told) -> Told:
-    """What a rank tells the others about its call."""
+    """Return the description of a call that is sent to the other ranks."""
     flows = [[list(one.counts), list(one.arrivals)] for one in (entry.call, *entry.call.parts) if one.arrivals]
     site = None if entry.site is None else str(entry.site)
     return {"text": str(entry.call), "site": site, "fields": fields, "flows": flows}
 
 
 def judged(group: Group, told: Sequence[Told | None]) -> MismatchError | None:
-    """The error for what the ranks of `group` have called (None: not known), the same whichever rank asks; None if it
-    goes together."""
+    """Return the error for the calls of the ranks of `group` (None: unknown), the same on every rank; None if the calls
+    match."""
     known = {rank: one for rank, one in enumerate(told) if one is not None}
     kinds: dict[str, list[int]] = {}
     for rank, one in known.items():
         kinds.setdefault(repr(one["fields"]), []).append(rank)
-    # Most ranks first, and of as many the lowest.
+    # Largest group of ranks first; among equal ones, the group with the lowest rank.
     parties = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     if len(parties) < 2:
         return _unfit(group, known)
@@ -318,7 +319,8 @@ def judged(group: Group, told: Sequence[Told | None]) -> MismatchError | None:
 
 
 def _differing(fields: Sequence[Told]) -> list[str]:
-    """Which of them are not the same everywhere; of calls of different operations, of what both have."""
+    """Return the names of the fields that differ between ranks; for different operations, only fields that all of them
+    have."""
     first = fields[0]
     names = [name for one in fields for name in one]
     missing = object()
@@ -330,13 +332,13 @@ def _differing(fields: Sequence[Told]) -> list[str]:
     if "operation" in found:
         found = [name for name in found if all(name in one for one in fields)]
     if len(found) > 1:
-        # It is chosen by the others.
+        # The algorithm is chosen by the other arguments.
         found = [name for name in found if not name.endswith("algorithm")]
     return [{"number": "the number of the collective"}.get(name, name) for name in found]
 
 
 def _unfit(group: Group, known: dict[int, Told]) -> MismatchError | None:
-    """The error for blocks whose receivers expect others; None if all of them fit."""
+    """Return the error for blocks that differ from what their receivers expect; None if all blocks match."""
     wrong: list[tuple[int, int, str]] = []
     flows = [one["flows"] for one in known.values()]
     for place in range(len(flows[0]) if flows else 0):
@@ -414,7 +416,7 @@ def _hex(sums: Sequence[int]) -> str:
 
 
 def _sites(sites: dict[int, str | None], indent: str = "    ") -> list[str]:
-    """Lines that say where the ranks made their calls."""
+    """Return lines with the call sites of the ranks."""
     places: dict[str, list[int]] = {}
     for rank, site in sites.items():
         if site is not None:
@@ -427,7 +429,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _s(word: str, many: Sequence[Any]) -> str:
-    """A noun in the plural, a verb in the singular, as it takes."""
+    """Return the noun or the verb `word` in the number that `many` requires."""
     if word in ("calls", "gets", "passes"):
         return word if len(many) == 1 else word.removesuffix("es" if word == "passes" else "s")
     return word if len(many) == 1 else f"{word}s"
@@ -438,7 +440,7 @@ def _and(words: Sequence[str]) -> str:
 
 
 def _outside(group: Group, ranks: Sequence[int]) -> str:
-    """What the ranks of a part are called in the job."""
+    """Return a text with the ranks of the job that correspond to `ranks` of a subgroup."""
     if group.members == tuple(range(len(group.members))):
         return ""
     named = ", ".join(f"{rank} is {group.members[rank]}" for rank in ranks)
@@ -448,11 +450,12 @@ def _outside(group: Group, ranks: Sequence[int]) -> str:
 # By default only signatures are compared. What follows describes the calls whose signatures differ.
 
 TEXT = 1000
-"""Bytes in which a rank describes its call."""
+"""Maximum size in bytes of the description of a rank's call."""
 
 
 def brief(raw: Raw | None, *, runs: bool = True) -> str:
-    """A description of this rank's call, in at most TEXT bytes. Its line in the program is found while it `runs`."""
+    """Return a description of this rank's call, in at most TEXT bytes. The call site is determined only while the call
+    `runs`."""
     if raw is None:
         return ""
     entry = Entry._make(raw)
@@ -482,11 +485,11 @@ def rows_error(transport: Transport, raw: Raw | None, check_wait: Callable[[], N
 
 
 def from_texts(group: Group, texts: Sequence[str]) -> MismatchError | None:
-    """The error for what :func:`brief` has told on the ranks of `group`; None if that is all the same."""
+    """Return the error for the texts of :func:`brief` of the ranks of `group`; None if all calls match."""
     told: list[Told | None] = [json.loads(text) if text else None for text in texts]
     for one in told:
         if one is not None:
-            one["flows"] = []  # a signature says nothing of rows that have to fit
+            one["flows"] = []  # a signature does not cover rows that have to match
     return judged(group, told)
 
 
@@ -508,7 +511,7 @@ def _cut(text: str, length: int) -> str:
 
 
 def _foreground_site() -> Site | None:
-    """Where this thread was called; None on a worker, which doesn't know."""
+    """Return the call site of this thread; None on a worker thread, which has no call site."""
     if threading.current_thread().name.startswith("mpicoll-") and not threading.current_thread().name.startswith(
         "mpicoll-rank-"
     ):
@@ -517,11 +520,11 @@ def _foreground_site() -> Site | None:
 
 
 EACH = 64
-"""Collectives of a communicator that are compared one by one; of later ones as many are compared at once."""
+"""Number of first collectives of a communicator that are compared one by one, and batch size for later ones."""
 
 
 class Queue(Protocol):
-    """The queue of a communicator, as :class:`Between` needs it."""
+    """Queue of a communicator, as :class:`Between` needs it."""
 
     group: Group
     current: Raw | None
@@ -530,7 +533,7 @@ class Queue(Protocol):
 
 
 class Watcher(Protocol):
-    """What knows of operations that can never complete, and of ranks that have died."""
+    """Detector of operations that can never complete, and of ranks that have died."""
 
     def check(self, raw: Raw | None) -> None:
         """Raise CommunicationError if the operation can never complete."""
@@ -540,11 +543,12 @@ class Watcher(Protocol):
 
 
 class Between:
-    """Compares the collectives of one communicator whose ranks share no memory, as far as that costs little.
+    """Comparison, at low cost, of the collectives of one communicator whose ranks share no memory.
 
-    Each of the first EACH is compared before it begins. Most programs repeat what they call there, so later ones are
-    compared before every EACH-th only, together with all since the last comparison. Those after the last comparison
-    are never compared."""
+    Each of the first EACH collectives is compared before it begins. Most programs repeat the same calls after these, so
+    later collectives are compared only before every EACH-th one, together with all since the last comparison.
+    Collectives after the last comparison are never compared.
+    """
 
     __slots__ = ("_begun", "_entries", "_progress", "_signatures", "_transport", "_watch")
 
@@ -553,14 +557,14 @@ class Between:
         self._progress = progress
         self._watch = watch
         self._begun = 0
-        # Of the collectives since the last comparison.
+        # Collectives since the last comparison.
         self._signatures: list[int] = []
         self._entries: list[Raw | None] = []
 
     def match(self, call: Call) -> None:
-        """Begin a collective. Raises MismatchError on all ranks, if the ranks have called different ones: if that is
-        found in the collective that begins, the communicator stays usable; if in one that is over, all later ones
-        raise CommunicatorError."""
+        """Begin a collective. Raises MismatchError on all ranks if the ranks have called different collectives: if the
+        mismatch is found in the collective that begins, the communicator stays usable; if it is found in an earlier
+        one, all later collectives raise CommunicatorError."""
         self._begun = begun = self._begun + 1
         signature = call.signature
         self._signatures.append(signature if signature > 0 else call.sign())
@@ -582,7 +586,7 @@ class Between:
         try:
             texts = self._transport.compare(crc32(array("I", signatures)), described, lambda: self._look(entries[last]))
         except RankFailed:
-            raise  # nothing goes on this communicator any more, which its transport says
+            raise  # the transport already refuses further operations on this communicator
         except BaseException:
             self._refuse("an operation was given up, and the ranks are out of step since")
             raise
@@ -610,7 +614,7 @@ class Between:
             self._watch.check_deaths(entry[0])
 
     def _refuse(self, why: str) -> None:
-        """Let no further collective begin."""
+        """Make all later collectives raise CommunicatorError."""
         name = self._progress.group.name
 
         def match(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""What messages say of themselves where they are checked, and those that nobody has received."""
+"""Descriptions that checked messages carry, and reports of messages that were not received."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ Note: TypeAlias = "dict[str, Any]"
 """``text``, ``dtype``, ``shape``, ``nbytes`` and ``site`` of a call."""
 
 LENGTH = 512
-"""Bytes of a note, which comes ahead of the message."""
+"""Bytes of a note, which precedes the message."""
 
 _ROOM = 64 * 1024
-"""Bytes by which a message may be larger than expected, and still say what it is with any MPI library."""
+"""Bytes by which a message may be larger than expected and still deliver its note with any MPI library."""
 
 _SPARE = 1 << 28
-"""Bytes behind the memory for a message: Open MPI writes all of a message that is too large, even where it raises an
-error for it. They take no memory while they are not touched."""
+"""Bytes behind the receive buffer of a message: Open MPI writes all of a message that is too large, even where it
+raises an error for it. Untouched pages take no memory."""
 
 _MAGIC = b"\\0mpicoll note 1\\n"
 
 _LINES = 10
-"""Messages that are named when they were not received."""
+"""Maximum number of messages that are named when they were not received."""
 
 _LARGE = 1 << 26
-"""Bytes of messages that are not received just to see what they are."""
+"""Bytes above which an unreceived message is not received to read its note."""
 
 _PATIENCE = 0.5
-"""Seconds for a message that has been announced to come."""
+"""Timeout in seconds for receiving a message that has been announced."""
 
 
 def note(call: Call, site: Site | None) -> Note:
-    """What there is to say of a message, or of its receive."""
+    """Return the note of a message, or of its receive."""
     return {
         "text": str(call),
         "dtype": call.dtype,
@@ -54,7 +54,7 @@ def note(call: Call, site: Site | None) -> Note:
 
 
 def with_note(data: Array, about: Note) -> Array:
-    """A copy of the message `data`, with its note."""
+    """Return a copy of the message `data`, preceded by its note."""
     whole = np.empty(LENGTH + data.size, np.uint8)
     text = _fitting(about).ljust(LENGTH - len(_MAGIC))
     whole[:LENGTH] = np.frombuffer(_MAGIC + text, np.uint8)
@@ -63,7 +63,7 @@ def with_note(data: Array, about: Note) -> Array:
 
 
 def _fitting(about: Note) -> bytes:
-    """As much of it as there is room for."""
+    """Return the encoded note, shortened to fit into its space."""
     for text, site in ((60, 300), (60, 100), (20, 40)):
         shorter = about | {"text": about["text"][:text], "site": about["site"] and about["site"][-site:]}
         whole = about if len(about["text"]) <= text and len(about["site"] or "") <= site else shorter
@@ -76,13 +76,13 @@ def _fitting(about: Note) -> bytes:
 
 
 def room(nbytes: int) -> Array:
-    """Memory for a message of `nbytes`, its note, and somewhat more, should it be another message."""
+    """Return a receive buffer for a message of `nbytes`, its note, with spare bytes for a larger message."""
     length = LENGTH + nbytes + _ROOM
     return np.empty(length + _SPARE, np.uint8)[:length]
 
 
 def note_of(data: Array) -> Note | None:
-    """The note at the beginning of what has come; None if there is none."""
+    """Return the note at the beginning of received data; None if there is none."""
     begin = data[:LENGTH].tobytes()
     if not begin.startswith(_MAGIC) or len(begin) < LENGTH:
         return None
@@ -93,15 +93,15 @@ def note_of(data: Array) -> Note | None:
 
 
 def unreceived(comm: Communicator, limit: int = _LINES) -> list[str]:
-    """Of messages that came to this rank and were not received, and of receives for which nothing came: what to tell
-    about the first `limit` of them. Takes them away."""
+    """Receive and describe messages that arrived at this rank and were not received, and receives without a message:
+    one line each, for about the first `limit` of them."""
     transport, lines = comm.transport, []
     who = f"rank {comm.rank} of {comm.size} ({comm.name})"
     for source, tag in transport.receiving():
         whence = "any rank" if source is None else f"rank {source}"
         which = "any tag" if tag is None else f"tag {tag}"
         lines.append(f"{who}: nothing came for a receive from {whence}, {which}")
-    # A message goes to the first receive that takes it, so there are none while such receives are pending.
+    # A message goes to the first receive that matches it, so no message is unreceived while such receives are pending.
     while len(lines) < limit and (envelope := transport.iprobe(None, None)) is not None:
         data = np.empty(envelope.nbytes if envelope.nbytes <= _LARGE else 0, np.uint8)
         nbytes, about = envelope.nbytes, None
@@ -118,14 +118,14 @@ def unreceived(comm: Communicator, limit: int = _LINES) -> list[str]:
 
 
 def warn(comms: Iterable[Communicator]) -> None:
-    """Write to stderr the same for several communicators, at their end."""
+    """Write the lines of :func:`unreceived` for several communicators to stderr, when they are freed."""
     lines: list[str] = []
     for comm in comms:
-        with suppress(MpicollError):  # where ranks have died there is no more to be learned
+        with suppress(MpicollError):  # where ranks have died, no more information is available
             lines += unreceived(comm, _LINES + 1)
     more = ["there are more of them"] if len(lines) > _LINES else []
     text = "".join(f"mpicoll: warning: {line}\n" for line in [*lines[:_LINES], *more])
     if text:
-        with suppress(OSError, ValueError, AttributeError):  # closed, or none: nobody reads it
+        with suppress(OSError, ValueError, AttributeError):  # stderr may be closed or missing
             sys.stderr.write(text)
             sys.stderr.flush()

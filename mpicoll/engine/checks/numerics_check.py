@@ -1,4 +1,4 @@
-"""Looking at numbers: NaN and infinity where there should be none, and bits that should be the same everywhere."""
+"""Checks of values: NaN and infinity where there should be none, and bits that should be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mpicoll.engine.executors.device import on_host
 from mpicoll.engine.operation import Operation
 
 _GROW = ("sum", "prod", "avg", "premul_sum", "user")
-"""Reductions whose result may be infinite though no operand is."""
+"""Reductions whose result may be infinite although no operand is."""
 
 _EXPONENT = np.uint16(0x7F80)
 _FRACTION = np.uint16(0x007F)
-"""Of a bfloat16, seen as a word."""
+"""Mask of the fraction of a bfloat16, viewed as a 16-bit word."""
 
 _BLOCK = 1 << 20
-"""Elements that are looked at in one go, where each of them is."""
+"""Elements that are checked at a time, where each element is checked."""
 
 
 def flaw_of_input(operation: Operation) -> str:
-    """What is wrong with the numbers that this rank passes to `operation`; empty if nothing is."""
+    """Describe NaN and infinity in the input of this rank to `operation`; empty if there are none."""
     on = operation.on
     with nullcontext() if on is None else on.working(operation.after):
         return _flaw_of_input(operation)
@@ -44,7 +44,7 @@ def _flaw_of_input(operation: Operation) -> str:
         return ""
     if collective not in ("bcast", "scatter"):
         return flaw(block.array, block.dtype.name)
-    # What the root sends is not the block that all have alike; others send nothing.
+    # The root's input is not the block that all ranks have; the other ranks send nothing.
     if operation.comm.rank != operation.problem.root or operation.flat is None:
         return ""
     flat = operation.flat()
@@ -55,14 +55,14 @@ def _flaw_of_input(operation: Operation) -> str:
 
 
 def may_overflow(operation: Operation) -> bool:
-    """Whether the result of `operation` may be infinite, or NaN, though no operand is."""
+    """Return True if the result of `operation` may be infinite, or NaN, although no operand is."""
     reduction, block = operation.reduction, operation.block
     return reduction is not None and block is not None and reduction.name in _GROW and _has_gaps(block)
 
 
 def flaw_of_result(operation: Operation) -> str:
-    """What is wrong with the numbers that this rank gets from a reduction; empty if nothing is."""
-    # The first rank's prefix is that of no operands.
+    """Describe NaN and infinity in the result of a reduction on this rank; empty if there are none."""
+    # The first rank's prefix has no operands.
     if operation.problem.collective == "exscan" and operation.comm.rank == 0:
         return ""
     buffer = result_of(operation)
@@ -70,7 +70,7 @@ def flaw_of_result(operation: Operation) -> str:
 
 
 def result_of(operation: Operation) -> Buffer | None:
-    """What this rank gets from `operation`, if it gets something."""
+    """Return the result of `operation` on this rank, or None if it has none."""
     result = operation.result()
     if result is None or isinstance(result, tuple):
         return None
@@ -78,7 +78,7 @@ def result_of(operation: Operation) -> Buffer | None:
 
 
 def checksum(operation: Operation) -> int:
-    """Of the bytes of what this rank gets; the same on all ranks if the bytes are."""
+    """Return a checksum of the bytes of this rank's result; equal on all ranks if the bytes are."""
     result = operation.result()
     parts = result if isinstance(result, tuple) else () if result is None else (result,)
     value = 0
@@ -89,8 +89,8 @@ def checksum(operation: Operation) -> int:
 
 
 def flaw(array: Array, dtype: str) -> str:
-    """How many elements are NaN or infinite, and which is the first; empty if none is. `dtype` is that of the elements
-    where numpy knows none."""
+    """Describe the number of NaN and infinite elements and the index of the first one; empty if there are none. `dtype`
+    names the dtype of the elements where numpy has no such dtype."""
     array = on_host(array)
     words = dtype == "bfloat16" and array.dtype == np.uint16
     if not words and _all_finite(array):
@@ -112,18 +112,19 @@ def flaw(array: Array, dtype: str) -> str:
 
 
 def _all_finite(array: Array) -> bool:
-    """Quickly, whether they are sure to be: any that is not makes the sum NaN or infinite."""
+    """Return True if all elements are known to be finite, by a fast test: any other element makes the sum NaN or
+    infinite."""
     with np.errstate(all="ignore"):
         return bool(np.isfinite(array.sum(dtype=np.float32) if array.dtype.itemsize == 2 else array.sum()))
 
 
 def _of_words(words: Array) -> tuple[Array, Array]:
-    """Which elements are NaN, and which are NaN or infinite."""
+    """Return two masks: the elements that are NaN, and those that are NaN or infinite."""
     wrong = (words & _EXPONENT) == _EXPONENT
     return wrong & ((words & _FRACTION) != 0), wrong
 
 
 def _has_gaps(block: Buffer) -> bool:
-    """Whether there are NaN and infinity among the numbers of its dtype, and they can be told."""
+    """Return True if the dtype of `block` has NaN and infinity that can be detected."""
     kind: Any = block.array.dtype.kind
     return kind in "fc" or block.dtype.name == "bfloat16"

@@ -1,4 +1,4 @@
-"""Bind a schedule to memory, and carry it out."""
+"""Binding of schedules to memory, and their execution."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TOKEN = np.empty(0, np.uint8)
 
 
 class Wire(Protocol):
-    """What schedules need of a transport."""
+    """Part of a transport that schedules use."""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
-        """Carry out one round: post everything, return when everything has completed."""
+        """Carry out one round: post all messages, return when all have completed."""
 
 
 @dataclass(slots=True)
@@ -37,13 +37,14 @@ class Region:
 
 
 def cut(count: int, pieces: int) -> list[int]:
-    """Offsets of `pieces` consecutive parts of `count` elements, the first ones larger by one if it doesn't divide."""
+    """Return the offsets of `pieces` consecutive parts of `count` elements; the first parts are larger by one element
+    if `pieces` does not divide `count`."""
     size, extra = divmod(count, pieces)
     return [i * size + min(i, extra) for i in range(pieces + 1)]
 
 
 def extents(counts: Iterable[int]) -> list[int]:
-    """Offsets of consecutive blocks of `counts` elements."""
+    """Return the offsets of consecutive blocks of `counts` elements."""
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)
@@ -53,7 +54,7 @@ def extents(counts: Iterable[int]) -> list[int]:
 @dataclass(slots=True)
 class _Step:
     round: int
-    """Which of the schedule's rounds it is: those in which this rank has nothing to do are left out."""
+    """Index of the round in the schedule; rounds in which this rank has no work are omitted."""
     before: list[Action] = field(default_factory=list)
     sends: list[Message] = field(default_factory=list)
     recvs: list[Message] = field(default_factory=list)
@@ -62,15 +63,15 @@ class _Step:
 
 @dataclass(slots=True)
 class Program:
-    """A schedule bound to memory. It may be run any number of times; it reads and writes that memory each time."""
+    """Schedule bound to memory. It may be run any number of times; each run reads and writes that memory."""
 
     schedule: Schedule
     steps: list[_Step]
     at: int = 0
-    """The step that is carried out."""
+    """The step that is being carried out."""
 
     def run(self, wire: Wire, tag: int) -> None:
-        """Carry it out. Errors of the exchange say in which round of what they happened."""
+        """Carry out the schedule. Errors of the exchange name the round and the schedule."""
         try:
             for number, step in enumerate(self.steps):
                 self.at = number
@@ -91,13 +92,13 @@ class Program:
         return f"{self.schedule.collective}/{self.schedule.algorithm}"
 
     def position(self, members: Sequence[int]) -> Position:
-        """Return the round, what it sends and what it waits for."""
+        """Return the current round, the ranks it sends to, and the ranks it waits for."""
         if not self.steps:
             return Position(self._name)
         step = self.steps[self.at]
         one = self.schedule.rounds[step.round]
         sent, received = {peer for peer, _ in step.sends}, {peer for peer, _ in step.recvs}
-        # What has no bytes is not exchanged.
+        # Messages without bytes are not exchanged.
         words = [f"sends {_chunks(send.chunks)} to rank {members[send.to]}" for send in one.sends if send.to in sent]
         words += [
             f"waits for {_chunks(recv.chunks)} from rank {members[recv.source]}{' (reduce)' if recv.reduce else ''}"
@@ -126,8 +127,8 @@ def _chunks(chunks: Sequence[int]) -> str:
 def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> Program:
     """Bind `schedule`, whose chunks lie in `regions` one after the other, to memory.
 
-    Messages are sent from and received into the chunks where they are consecutive; otherwise, and where what arrives is
-    to be reduced, they go through scratch memory beside them.
+    Messages are sent from and received into the chunks where they are consecutive; otherwise, and where received data
+    is to be reduced, messages go through separate scratch memory.
     """
     return Program(schedule, _Binder(schedule, regions, combine).steps())
 
@@ -147,7 +148,7 @@ class _Binder:
         return [step for step in steps if step is not None]
 
     def _incoming_memory(self) -> Array | None:
-        """Scratch for what arrives to be reduced, enough for the largest round."""
+        """Scratch memory for received data that is to be reduced, enough for the largest round."""
         need = max(
             (sum(self._count(recv.chunks) for recv in one.recvs if recv.reduce) for one in self._schedule.rounds),
             default=0,
@@ -191,7 +192,7 @@ class _Binder:
         return total
 
     def _runs(self, chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """The memory of `chunks` in order, as few (region, start, stop) as possible."""
+        """Return the memory of `chunks` in order, as the fewest possible (region, start, stop)."""
         current: tuple[int, int, int] | None = None
         for chunk in chunks:
             number, i = self._where[chunk]
@@ -206,7 +207,8 @@ class _Binder:
             yield current
 
     def _whole(self, runs: list[tuple[int, int, int]], actions: list[Action], *, unpack: bool) -> Array:
-        """One piece of bytes for `runs`: their memory itself, or scratch with the copies between both."""
+        """Return one contiguous buffer of bytes for `runs`: their memory itself, or scratch memory with the copies
+        between both."""
         views = []
         for number, start, stop in runs:
             itemsize = self._regions[number].array.itemsize
