@@ -1,10 +1,11 @@
-"""Collectives of the ranks of one node on device memory that they reach directly.
+"""Collectives of the ranks of one node on device memory that they access directly.
 
 Ranks open each other's allocations once (CUDA IPC) and work in them as in their own, whether they share a device or
-have one each. In an operation all first tell each other where their buffers lie; when all have done so each works in
-the memory of the others, and when all have done that nobody touches it any more.
+have one each. In an operation the ranks first exchange the locations of their buffers; then each rank works in the
+memory of the others; after a final synchronisation no rank accesses the memory of the others any more.
 
-:meth:`Arena.sync` settles the device before it lets the others go on: what they read has been written by then.
+:meth:`Arena.sync` waits for the device before it releases the other ranks: the data that they read has been written by
+then.
 
 Operands are combined in the order of ranks, each element by one rank: results have the same bits on every rank and in
 every run.
@@ -32,68 +33,69 @@ from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather", "gather", "scatter", "alltoall")
-"""What there is to :func:`bind`."""
+"""Collectives that :func:`bind` supports."""
 
 OPEN = 256
-"""Allocations of each other rank that are kept open for a communicator; the one longest unused by its owner gives way
-to the next one."""
+"""Maximum number of allocations of each other rank that are kept open for a communicator; the one that its owner has
+not used for longest is closed first."""
 
 STANDING = 64 << 20
-"""Bytes up to which memory that stands in for memory that can't be exported is kept for the next operation."""
+"""Bytes up to which a substitute for memory that can't be exported is kept for the next operation."""
 
 _VIEWS = 4096
-"""Places in the memory of others that are kept at hand."""
+"""Maximum number of cached views of other ranks' memory."""
 
 _PATTERN = 256
-"""Bytes by which ranks find out whether they reach each other's memory."""
+"""Bytes of the test pattern by which ranks detect whether they can access each other's memory."""
 
 Place: TypeAlias = tuple[int, ...]
-"""The number of an allocation, and an offset in it in bytes."""
+"""Number of an allocation, and an offset in it in bytes."""
 
 _NOWHERE: Place = (-1, 0)
 
 _SOURCE, _TARGET = 0, 1
 
 _opening = threading.Lock()
-"""Held by who opens allocations, and by who changes what there is to open."""
+"""Lock held while allocations are opened, and while the list of known allocations changes."""
 
 
 @dataclass(slots=True)
 class _Allocation:
-    """Of another rank; `memory` is None until it is needed, and when it was closed."""
+    """Allocation of another rank; `memory` is None before its first use, and after it was closed."""
 
     export: Export
     memory: DeviceArray | None = None
 
 
 class Peers:
-    """The device memory of the ranks of one node, as this rank reaches it: one for each communicator and device.
+    """Device memory of the ranks of one node, as this rank accesses it: one object for each communicator and device.
 
-    Device memory that a rank frees goes back to the device only when its peers close it: when the rank next lends them
-    memory that is new to them, or when the communicator is freed. CUDA leaves open what happens if memory is freed
-    while it is open elsewhere; nobody touches it any more then.
+    Device memory that a rank frees returns to the device only when its peers close it: when the rank next lends them
+    memory that is new to them, or when the communicator is freed. CUDA leaves the behaviour undefined if memory is
+    freed while it is open in another process; no rank accesses it any more then.
     """
 
     def __init__(self, transport: Transport, arena: Arena, device: Device) -> None:
         self.device = device
         self._transport = transport
         self._rank = arena.rank
-        # This rank's own allocations that the others know, the one used last at the end.
+        # This rank's own allocations that the other ranks know, the most recently used last.
         self._announced: dict[int, Export] = {}
         self._news: dict[int, Export] = {}
         self._others: list[dict[int, _Allocation]] = [{} for _ in range(arena.size)]
         self._views: dict[tuple[int, int, int, int, np.dtype[Any]], DeviceArray] = {}
-        # What keeps the allocations open that the operation under way uses.
+        # References that keep allocations open during the current operation.
         self._used: list[DeviceArray] = []
         self._standing: dict[int, DeviceArray] = {}
         with _opening:
             _everybody.add(self)
 
     def check(self) -> str | None:
-        """Collective, at first use: why the ranks can't reach each other's memory, the same text on all of them; None
-        if they can. Found out by trying: everyone reads what everyone has written, by a copy and by a kernel."""
+        """Return the reason why the ranks can't access each other's memory, the same text on all of them; None if they
+        can. Collective at first use. The ranks test it: each rank reads what all ranks have written, by a copy and by a
+        kernel."""
         pattern = secrets.token_bytes(_PATTERN)
-        # It has to stay until all have read it.
+        # The memory has to stay allocated until all ranks have read it.
         scratch, own = self._try_export(pattern)
         told = [json.loads(one) for one in self._transport.texts(json.dumps([own, pattern.hex()]))]
         found = "" if any(isinstance(one, str) for one, _ in told) else self._try_reach(told)
@@ -103,7 +105,7 @@ class Peers:
         return failures[0] if failures else None
 
     def _try_export(self, pattern: bytes) -> tuple[DeviceArray | None, Any]:
-        """Scratch memory with `pattern` in it, and how to reach it or why it can't be reached."""
+        """Return scratch memory that contains `pattern`, and its export or the reason why it can't be exported."""
         device = self.device
         try:
             with device.working():
@@ -119,7 +121,7 @@ class Peers:
         return scratch, _written(export)
 
     def _try_reach(self, told: Sequence[Any]) -> str:
-        """What keeps this rank from reading what others have written; empty if nothing does."""
+        """Return the reason why this rank can't read the data of the other ranks; empty if it can."""
         device = self.device
         for rank, (written, pattern) in enumerate(told):
             if rank == self._rank:
@@ -129,7 +131,7 @@ class Peers:
             try:
                 with device.working():
                     there = device.reach(export)[export.offset : export.offset + _PATTERN]
-                    # What is copied may come where kernels don't.
+                    # Copies may succeed where kernels fail.
                     here = device.empty(_PATTERN, there.dtype)
                     device.fold("max", [there], [here], "uint8")
                     host = device.pinned(2 * _PATTERN)
@@ -144,8 +146,8 @@ class Peers:
     # --- this rank's memory
 
     def lend(self, which: int, array: Any) -> tuple[Any, Place]:
-        """Where other ranks reach `array`; if they can't, memory that stands in for it, for one operation and for the
-        one buffer of it that is `which`. Raises DeviceError if they can't reach that either."""
+        """Return the location of `array` for the other ranks. If they can't access it, return substitute memory for one
+        operation and for its buffer `which`. Raises DeviceError if they can't access that either."""
         if array is None or array.size == 0:
             return array, _NOWHERE
         export = self.device.export(array)
@@ -177,11 +179,11 @@ class Peers:
 
     @property
     def has_news(self) -> bool:
-        """Whether this rank lends memory of allocations of which the others don't know."""
+        """True if this rank lends memory of allocations that are unknown to the other ranks."""
         return bool(self._news)
 
     def announce(self) -> None:
-        """Collective, when all know that a rank has news: exchange them."""
+        """Exchange new allocations. Collective, called when all ranks know that a rank has new ones."""
         gone = self._gone() if self._news else []
         said = json.dumps([gone, [_written(one) for one in self._news.values()]])
         texts = self._transport.texts(said)
@@ -202,7 +204,7 @@ class Peers:
                 self._views.clear()
 
     def _gone(self) -> list[int]:
-        """Of the allocations that were announced, those that have gone, and as many as have to give way."""
+        """Return the announced allocations that were freed, and as many more as the limit OPEN requires."""
         gone = [number for number, one in self._announced.items() if not self._lives(one)]
         left = [number for number in self._announced if number not in gone]
         return gone + left[: max(0, len(left) + len(self._news) - OPEN)]
@@ -214,14 +216,14 @@ class Peers:
     # --- that of the others
 
     def at(self, rank: int, place: Place, start: int, count: int, dtype: np.dtype[Any]) -> DeviceArray:
-        """`count` elements of another rank's buffer which begins at `place`, from element `start` on. They stay there
-        until :meth:`end`."""
+        """Return `count` elements of another rank's buffer that begins at `place`, from element `start` on. They stay
+        open until :meth:`end`."""
         number, offset = place
         begin = offset + start * dtype.itemsize
         key = rank, number, begin, count, dtype
         found = self._views.get(key)
         if found is None:
-            # Whoever closes it meanwhile must find the view, which would keep it open.
+            # A thread that closes the allocation meanwhile must find the view, which would keep it open.
             with _opening:
                 if len(self._views) >= _VIEWS:
                     self._views.clear()
@@ -231,11 +233,11 @@ class Peers:
         return found
 
     def end(self) -> None:
-        """The operation under way has ended, with all that it has given to the device."""
+        """End the current operation, after its work on the device has completed."""
         self._used.clear()
 
     def near(self, rank: int, place: Place, array: DeviceArray) -> DeviceArray:
-        """`array`, which lies at `place`, or a copy of it if that is on another device than this rank's memory."""
+        """Return `array`, which lies at `place`, or a copy of it if it is on another device than this rank's memory."""
         if self._others[rank][place[0]].export.device == self.device.identity:
             return array
         here = self.device.empty(array.size, array.dtype)
@@ -249,20 +251,21 @@ class Peers:
         return allocation.memory
 
     def _open(self, export: Export) -> DeviceArray:
-        """The system may refuse to open what lies where something is open that its owner has freed."""
+        """Open an allocation. Allocations that overlap it are closed first, because the system may refuse to open an
+        address where an allocation is open that its owner has freed."""
         for peers in _everybody:
             peers.close(export.process, lambda old: old.number != export.number and _overlap(old, export))
         try:
             return self.device.reach(export)
         except DeviceError:
-            # Small allocations lie in larger ones of the system's, which are what it opens.
+            # Small allocations lie in larger ones of the system, and the system opens the latter.
             for peers in _everybody:
                 peers.close(export.process, lambda old: True)
             return self.device.reach(export)
 
     def close(self, process: str, which: Callable[[Export], bool]) -> None:
-        """Close those allocations of a process that are `which`, what an operation uses when that has ended. They are
-        opened again if they are needed again."""
+        """Close the allocations of `process` that satisfy `which`; those in use by an operation close when it has
+        ended. They are opened again when they are needed."""
         for allocations in self._others:
             for one in allocations.values():
                 if one.memory is not None and one.export.process == process and which(one.export):
@@ -275,11 +278,11 @@ def _overlap(one: Export, other: Export) -> bool:
 
 
 _everybody: WeakSet[Peers] = WeakSet()
-"""Of all communicators of this process, which may have opened the same allocations."""
+"""Peers of all communicators of this process, which may have opened the same allocations."""
 
 
 def _written(export: Export) -> list[Any]:
-    """`export` in terms of JSON."""
+    """Return `export` as JSON values."""
     return [
         export.process,
         export.device,
@@ -297,29 +300,29 @@ def _read(written: Sequence[Any]) -> Export:
 
 
 def bind(arena: Arena, peers: Peers, spec: Spec) -> Body:
-    """What carries `spec` out on device memory, by :meth:`Arena.run` inside of ``device.working``, as often as it is
-    called.
+    """Return a function that carries out `spec` on device memory, by :meth:`Arena.run` inside of ``device.working``,
+    each time that it is called.
 
-    Of vectors of n bytes on P ranks, in traffic of device memory, with two synchronisations each:
+    For vectors of n bytes on P ranks, in traffic of device memory, with two synchronisations each:
 
-    * allreduce: each rank combines its share of all sources and writes it to all targets, by one piece of work: n read
-      and n written per rank. An element is read and written by one rank alone, which reads it everywhere before it
-      writes it anywhere; so the targets may be the sources.
-    * reduce: the same, to the root's target alone: n read and n/P written per rank.
+    * allreduce: each rank combines its share of all sources and writes it to all targets, in one device operation: n
+      read and n written per rank. An element is read and written by one rank alone, which reads it from all sources
+      before it writes it to any target; so the targets may be the sources.
+    * reduce: as allreduce, but to the root's target alone: n read and n/P written per rank.
     * reduce_scatter: each rank combines its own block of all sources: n read and n/P written per rank.
-    * bcast, allgather, gather, scatter, alltoall: each rank fetches what it is to have: as much read as written.
+    * bcast, allgather, gather, scatter, alltoall: each rank fetches its result: as much read as written.
 
-    Reductions by a function of the caller (an elementwise one) need other ways where several ranks get the result: for
+    Reductions by an elementwise function of the caller need other methods where several ranks get the result: for
     allreduce each rank combines its share to its own target, and after one more synchronisation fetches the rest, 2n
-    read and n written per rank, and what the function itself takes. For reduce the root combines all of it.
+    read and n written per rank, plus the traffic of the function itself. For reduce the root combines the whole vector.
 
-    Memory that other processes can't open is copied to and from such as they can: n more read and n more written.
+    Memory that other processes can't open is copied to and from substitute memory: n more read and n more written.
     """
     return _Operation(arena, peers, spec).run
 
 
 class _Operation:
-    """A collective on device memory, as one rank carries it out."""
+    """Collective on device memory, as one rank carries it out."""
 
     def __init__(self, arena: Arena, peers: Peers, spec: Spec) -> None:
         self._arena = arena
@@ -340,16 +343,16 @@ class _Operation:
             self._part = 0, spec.counts[0] if rank == spec.root else 0
         if everywhere and self._fused is None:
             moves = [Move(peer, low, low, shares[peer + 1] - low) for peer, low in enumerate(shares[:-1])]
-        # The next rank first, so that not all ask the same one.
+        # The next rank first, so that not all ranks read from the same one.
         theirs = [one for one in moves if one.peer != rank and one.count]
         self._fetched = sorted(theirs, key=lambda one: (one.peer - rank) % size)
-        # Others write there, or read it.
+        # Other ranks write to the memory, or read it.
         self._lends_target = everywhere or (
             spec.collective == "reduce" and rank == spec.root and self._fused is not None
         )
 
     def run(self, source: Any, target: Any) -> None:
-        """Carry it out, on this rank's flat input and output."""
+        """Carry out the collective on this rank's flat input and output."""
         try:
             self._run(source, target)
         except BaseException:
@@ -366,7 +369,7 @@ class _Operation:
             peers.device.copy(lent, source)
         result, to = target, _NOWHERE
         if self._lends_target:
-            # In place, what stands in for the one stands in for the other.
+            # In place, both buffers have the same substitute.
             result, to = (lent, at) if _address(target) == _address(source) else peers.lend(_TARGET, target)
         arena.tell(peers.has_news, *at, *to)
         arena.sync()
@@ -409,7 +412,7 @@ class _Operation:
             self._fetch(targets, target)
 
     def _parts(self, places: Sequence[Place], own: Array) -> list[Any]:
-        """The elements that this rank combines, of all ranks' inputs."""
+        """Return the elements of all ranks' inputs that this rank combines."""
         low, high = self._part
         parts: list[Any] = []
         for rank, place in enumerate(places):
@@ -422,7 +425,7 @@ class _Operation:
         return parts
 
     def _outs(self, places: Sequence[Place], own: Any) -> list[Any]:
-        """Where what this rank combines is to go."""
+        """Return the targets for the elements that this rank combines."""
         spec, rank = self._spec, self._arena.rank
         low, high = self._part
         if spec.collective == "reduce_scatter":

@@ -1,11 +1,12 @@
-"""Collectives and messages on device memory: which ways there are for a communicator, and how each is carried out.
+"""Collectives and messages on device memory: the methods available to a communicator, and their execution.
 
-What a device can do with the memory of the other ranks is found out by trying, once for a communicator, in the turn of
-its first operation on a device; only then an algorithm is chosen. From there on the same code runs as on the host: a
+The capabilities of a device on the memory of the other ranks are tested once for a communicator, in queue order, at its
+first operation on a device; only then is an algorithm chosen. After that the same code runs as on the host: a
 DeviceArray turns the copies and reductions of schedules and of shared memory into work of its device.
 
-Messages of schedules go straight from device memory where the MPI library takes it. Otherwise they pass through
-page-locked memory in pieces: while one is exchanged, the one before it is copied up and the one after it down.
+Messages of schedules are sent directly from device memory where the MPI library supports it. Otherwise they pass
+through page-locked memory in pieces: while one piece is exchanged, the previous one is copied to the device and the
+next one to the host.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ PIECE = 1 << 20
 
 
 class Devices:
-    """What the ranks of a communicator can do with each other's device memory. Each rank has one device in it."""
+    """Capabilities of the ranks of a communicator on each other's device memory. Each rank uses one device in it."""
 
     def __init__(self, comm: Communicator, device: Device) -> None:
         self.device = device
@@ -54,7 +55,8 @@ class Devices:
         self._arena: Callable[[], Arena | None] = comm.arena
         self._size, self._prober, self._several = comm.size, comm.local_rank == 0, comm.num_nodes > 1
         self._met = False
-        # Why there is no such way; what isn't known before the ranks have met is hoped for.
+        # Reasons why a method is not available; methods are assumed to be available until the ranks have exchanged
+        # their capabilities.
         self._ipc = comm.unshared
         self._nccl = "there is a single rank" if comm.size == 1 else None
         self._aware: frozenset[str] = frozenset(cuda_awareness.CLASSES)
@@ -64,7 +66,7 @@ class Devices:
         self._page_locked: Arena | None = None
 
     def reach(self, collective: str, reduction: Reduction | None) -> DeviceCapabilities:
-        """Why each way can't serve a collective, as far as that is known."""
+        """Return the reasons why each method can't serve a collective, as far as they are known."""
         unnamed = reduction is not None and reduction.name not in (*ops.NAMES, "premul_sum")
         lacking = ("reduce" if reduction is not None else "move") not in self._aware
         return DeviceCapabilities(
@@ -78,14 +80,14 @@ class Devices:
         )
 
     def meet(self) -> None:
-        """Collective at first use: find out what there is."""
+        """Exchange the capabilities of the ranks. Collective at first use."""
         if self._met:
             return
         mine = self.device
         told: dict[str, Any] = {"device": mine.identity, "name": mine.name, "model": mine.model}
         failure: MpicollError | None = None
         try:
-            # To try takes seconds, and matters only where messages leave the node.
+            # The test takes seconds, and matters only where messages leave the node.
             verdict = cuda_awareness.verdict(cuda_probes.PROGRAM if self._several and self._prober else None)
             if self._prober or not self._several:
                 told["aware"] = [name for name in cuda_awareness.CLASSES if getattr(verdict, name)]
@@ -120,11 +122,11 @@ class Devices:
         self._met = True
 
     def straight(self) -> bool:
-        """Whether messages of schedules go straight from device memory: the same on all ranks."""
+        """Return True if messages of schedules are sent directly from device memory: the same on all ranks."""
         return "send" in self._aware
 
     def nccl(self) -> nccl.Nccl | None:
-        """Collective at first use: NCCL on this communicator; None if there is none after all."""
+        """Return NCCL on this communicator; None if it is not available. Collective at first use."""
         if self._native is None and self._nccl is None:
             made = nccl.make(self._transport, self.device)
             if isinstance(made, str):
@@ -134,7 +136,7 @@ class Devices:
         return self._native
 
     def register_host_memory(self, arena: Arena) -> None:
-        """Make shared memory of the host quick to copy from and to."""
+        """Register shared memory of the host with the device, for fast copies."""
         if self._page_locked is not arena:
             self._page_locked = arena
             for both in (*arena.slots, arena.results):
@@ -142,7 +144,7 @@ class Devices:
                     self.device.register_host_memory(memory)
 
     def free(self) -> None:
-        """Give back what is only for this communicator. Not collective."""
+        """Release the resources of this communicator. Not collective."""
         if self._native is not None:
             self._native.free()
             self._native = None
@@ -163,7 +165,7 @@ def _not_by_nccl(collective: str, reduction: Reduction | None) -> str | None:
 
 
 def devices(comm: Communicator, device: Device) -> Devices:
-    """What `comm` can do with memory of `device`. Raises DeviceError if it has another one."""
+    """Return the capabilities of `comm` on memory of `device`. Raises DeviceError if `comm` uses another device."""
     if comm.devices is None:
         comm.devices = Devices(comm, device)
     mine = comm.devices
@@ -177,13 +179,14 @@ def devices(comm: Communicator, device: Device) -> Devices:
 
 
 def reach(comm: Communicator, device: Device, collective: str, reduction: Reduction | None) -> DeviceCapabilities:
-    """Why each way can't serve a collective on `device`, as far as that is known. Raises DeviceError if `comm` has
-    another device on this rank."""
+    """Return the reasons why each method can't serve a collective on `device`, as far as they are known. Raises
+    DeviceError if `comm` uses another device on this rank."""
     return devices(comm, device).reach(collective, reduction)
 
 
 def body(operation: Operation, device: Device, tell: Callable[[Choice], None]) -> Callable[[], None]:
-    """What carries out `operation`, as often as it is called, in its turn. It says by which algorithm by `tell`."""
+    """Return a function that carries out `operation`, in queue order, each time that it is called. It passes the chosen
+    algorithm to `tell`."""
     choose_now = chooser(operation, device, tell)
 
     def run() -> None:
@@ -195,15 +198,15 @@ def body(operation: Operation, device: Device, tell: Callable[[Choice], None]) -
 
 
 def chooser(operation: Operation, device: Device, tell: Callable[[Choice], None]) -> Callable[[], Choice]:
-    """What chooses the algorithm for `operation`, collectively and in its turn, when the ranks have found out what
-    there is. Each choice is said by `tell` before anything is done for it."""
-    # Whatever thread calls it must choose what all others do.
+    """Return a function that chooses the algorithm for `operation`, collectively and in queue order, after the ranks
+    have exchanged their capabilities. Each choice is passed to `tell` before the operation begins."""
+    # Every thread that calls it must make the same choice as the other ranks.
     context = copy_context()
     comm, problem = operation.comm, operation.problem
 
     def look() -> Choice:
         mine = devices(comm, device)
-        # Pairs are joined on the host, and are no matter of devices then.
+        # Pairs are joined on the host, so the device does not matter.
         ways = None if problem.device is None else mine.reach(problem.collective, operation.reduction)
         choice = context.copy().run(choose, replace(problem, device=ways, lost=comm.lost), operation.algorithm)
         tell(choice)
@@ -219,7 +222,7 @@ def chooser(operation: Operation, device: Device, tell: Callable[[Choice], None]
 
 
 def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:
-    # Not above: it is made of what is here.
+    # Not at module level: a circular import.
     from mpicoll.engine.operation import Shared, body_of, scheduled
 
     algorithm, device, comm = choice.algorithm, mine.device, operation.comm
@@ -246,19 +249,19 @@ def _carry_out(operation: Operation, choice: Choice, mine: Devices) -> None:
     else:
         wire = _Straight(comm.transport, device) if mine.straight() else _Staged(comm.transport, device)
         scheduled(operation, choice, wire)()
-        # What is on its way through page-locked memory must have left it.
+        # Pending copies through page-locked memory must have completed.
         device.synchronize()
 
 
 class _Settled:
-    """MPI's own collectives, each called when all that the device was given before is done."""
+    """MPI's own collectives, each called after all work queued on the device is done."""
 
     def __init__(self, native: Any, device: Device) -> None:
         self._native = native
         self._device = device
 
     def reduce(self, source: Array, target: Array | None, op: str, root: int) -> None:
-        """As MPI's, but never in place at a root other than rank 0, where some libraries fail."""
+        """Call MPI's reduce, but never in place at a root other than rank 0, where some libraries fail."""
         if source is target and root:
             source = empty_beside(source, source.size)
             np.copyto(source, target)
@@ -276,7 +279,7 @@ class _Settled:
 
 
 class _Straight:
-    """Exchanges device memory through an MPI library that takes it."""
+    """Exchange of device memory through an MPI library that supports it."""
 
     def __init__(self, transport: Transport, device: Device) -> None:
         self._transport = transport
@@ -288,18 +291,18 @@ class _Straight:
 
 
 class _Staged:
-    """Exchanges device memory through page-locked memory, in pieces.
+    """Exchange of device memory through page-locked memory, in pieces.
 
-    Both ends cut a message alike, and step k of a rank has piece k of each of its messages: so each step is an exchange
-    by itself. Piece k + 1 goes down, and piece k - 1 up, while piece k is under way; so two pieces of page-locked
-    memory for each message of a round are enough.
+    Both ends cut a message alike, and step k of a rank has piece k of each of its messages: so each step is a separate
+    exchange. Piece k + 1 is copied to the host, and piece k - 1 to the device, while piece k is exchanged; so two
+    pieces of page-locked memory for each message of a round are enough.
     """
 
     def __init__(self, transport: Transport, device: Device) -> None:
         self._transport = transport
         self._device = device
         self._memory: dict[tuple[str, int, int], Array] = {}
-        # What was still on its way up at the end of the last exchange.
+        # Copies to the device that were pending at the end of the last exchange.
         self._up: list[Event] = []
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
@@ -318,7 +321,7 @@ class _Staged:
             self._up.append(self._copy(recvs, "recvs", step))
 
     def _copy(self, messages: Sequence[Message], which: str, step: int) -> Event:
-        """Copy piece `step` of all messages down, if they are to be sent, or up."""
+        """Copy piece `step` of all messages to the host if they are sends, otherwise to the device."""
         for i, (_, memory) in enumerate(messages):
             piece = memory[step * PIECE : (step + 1) * PIECE]
             if isinstance(memory, DeviceArray) and piece.size:
@@ -327,7 +330,8 @@ class _Staged:
         return self._device.record_event()
 
     def _pieces(self, messages: Sequence[Message], which: str, step: int) -> list[Message]:
-        """Piece `step` of each message that has one: where it lies in page-locked memory, or itself on the host."""
+        """Return piece `step` of each message that has one: its page-locked memory, or the piece itself if it is on the
+        host."""
         found: list[Message] = []
         for i, (peer, memory) in enumerate(messages):
             piece = memory[step * PIECE : (step + 1) * PIECE]
@@ -338,7 +342,7 @@ class _Staged:
         return found
 
     def _place(self, which: str, i: int, step: int, size: int) -> Array:
-        """Page-locked memory for a piece of message `i`."""
+        """Return page-locked memory for a piece of message `i`."""
         key = which, i, step & 1
         memory = self._memory.get(key)
         if memory is None or memory.size < size:
@@ -347,12 +351,13 @@ class _Staged:
 
 
 def takes_straight(checked: bool) -> bool:
-    """Whether a message between two ranks goes straight from or to device memory. Ranks may differ in that."""
+    """Return True if a message between two ranks is sent or received directly in device memory. The result may differ
+    between ranks."""
     return not checked and cuda_awareness.verdict(None).send
 
 
 def fetched(buffer: Buffer, device: Device) -> Array:
-    """The elements of `buffer`, which lies on `device`, as bytes in page-locked memory."""
+    """Return the elements of `buffer`, which lies on `device`, as bytes in page-locked memory."""
     memory = device.pinned(buffer.array.nbytes)
     with device.working(record_events(buffer)):
         np.copyto(memory.view(buffer.array.dtype).reshape(buffer.array.shape), buffer.array)
@@ -360,8 +365,8 @@ def fetched(buffer: Buffer, device: Device) -> Array:
 
 
 class Landing:
-    """Memory for a message to `buffer`, which lies on `device`: `raw` is to be filled, then stored. It is page-locked
-    memory of the host; or that of `buffer` itself, if messages go `straight` there."""
+    """Receive memory for a message to `buffer`, which lies on `device`: `raw` is to be filled, then stored. It is
+    page-locked memory of the host; or the memory of `buffer` itself, if messages are received `straight` into it."""
 
     __slots__ = ("_after", "_array", "_device", "_straight", "raw")
 
@@ -370,7 +375,7 @@ class Landing:
         self._array = array
         self._device = device
         self._straight = straight and array.flags.c_contiguous
-        # The caller may still be reading what is there.
+        # The caller's pending work may still read the buffer.
         self._after = record_events(buffer)
         if self._straight:
             with device.working(self._after):
@@ -379,14 +384,14 @@ class Landing:
             self.raw = device.pinned(array.nbytes)
 
     def store(self) -> None:
-        """Deliver what has come."""
+        """Copy the received message to the buffer."""
         if not self._straight:
             with self._device.working(self._after):
                 np.copyto(self._array, self.raw.view(self._array.dtype).reshape(self._array.shape))
 
 
 def on_host(array: Array) -> Array:
-    """The elements of `array` where the host can read them."""
+    """Return the elements of `array` in memory that the host can read."""
     if not isinstance(array, DeviceArray):
         return array
     found = np.empty(array.shape, array.dtype)

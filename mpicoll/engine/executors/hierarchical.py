@@ -1,11 +1,12 @@
-"""Collectives of several nodes that have equally many ranks each: ``hierarchical``.
+"""Collectives of several nodes with equal numbers of ranks: ``hierarchical``.
 
-The ranks of a node divide the data among them, each exchanges its part with its like on the other nodes, and what comes
-of it goes round in the node. So the ranks of a node share its link, and no byte crosses it more often than it has to.
+The ranks of a node divide the data among them, each rank exchanges its part with the ranks of equal local rank on the
+other nodes, and the results are distributed within the node. So the ranks of a node share its link, and no byte crosses
+it more often than necessary.
 
-Each phase is an operation of its own, on the communicator of the node or on that of the lane (the ranks of equal local
-rank on all nodes), for which an algorithm is chosen as for any other. Reductions are carried out in the dtype of the
-reduction throughout, and rounded once.
+Each phase is a separate operation, on the communicator of the node or on that of the lane (the ranks of equal local
+rank on all nodes), for which an algorithm is chosen as for any other operation. Reductions are carried out in the dtype
+of the reduction throughout, and rounded once.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
 
 _Step: TypeAlias = tuple[Callable[[], None], bool]
-"""Something to do, and whether others wait for this rank to do it."""
+"""Function to call, and True if other ranks wait for this rank in it."""
 
 
 def hierarchical(operation: Operation) -> Callable[[], None]:
-    """What carries out `operation`, as often as it is called. In its turn: communicators are made at first use."""
-    # Phases are chosen when it first runs, on whichever thread, but all ranks must choose alike.
+    """Return a function that carries out `operation` each time that it is called. Called in queue order, because
+    communicators are created at first use."""
+    # Phases are chosen in the first run, on any thread, but all ranks must make the same choice.
     context = copy_context()
     ready: _Phases | None = None
 
@@ -51,9 +53,10 @@ def hierarchical(operation: Operation) -> Callable[[], None]:
 
 
 class _Phases:
-    """An operation as the steps of this rank.
+    """Operation as the steps of this rank.
 
-    On every rank `source` is its input and `target` its output, either None where the collective has none here.
+    On every rank `source` is its input and `target` its output; each is None where the collective has none on this
+    rank.
     """
 
     def __init__(self, operation: Operation) -> None:
@@ -70,8 +73,8 @@ class _Phases:
         _PHASES[problem.collective](self)
 
     def run(self) -> None:
-        """Carry it out. If it fails here, this rank still lets the others through what they share with it, as far as
-        an operation does that which fails before it begins."""
+        """Carry out the steps. After a failure on this rank, it still enters the joint steps and fails in them, to
+        release the other ranks, as far as an operation that fails before it begins releases them."""
         executing = self.comm.progress.executing
         outer, executing.executor = executing.executor, self
         try:
@@ -89,7 +92,7 @@ class _Phases:
             raise failure
 
     def position(self, members: Sequence[int]) -> Position:
-        """Return the phase, and how far it has come."""
+        """Return the current phase and the position in it."""
         joint = [number for number, (_, joint) in enumerate(self._steps) if joint]
         if self._at not in joint:
             return Position(f"between the {len(joint)} phases")
@@ -101,7 +104,7 @@ class _Phases:
         return Position(phase)
 
     def check(self) -> None:
-        """Raise what has failed before."""
+        """Raise the earlier failure, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -119,9 +122,9 @@ class _Phases:
         root: int = 0,
         spare: Array | None = None,
     ) -> None:
-        """Add a collective of `comm`. `counts` are the elements of the blocks, or of the vector alone. Where `source`
-        and `target` overlap, one is the other or its part for this rank. A reduction may write to its `source`, unless
-        there is memory to `spare` for that."""
+        """Add a collective of `comm`. `counts` are the elements of the blocks, or of the vector alone. If `source` and
+        `target` overlap, one must be the other or its part for this rank. A reduction may write to its `source`, unless
+        `spare` memory is passed for that."""
         whole = self.operation.problem
         reduction = self.operation.reduction if collective in ("allreduce", "reduce", "reduce_scatter") else None
         kind = "float" if whole.kind == "half" else whole.kind
@@ -168,7 +171,7 @@ def _ranks_by_node(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(slots=True)
 class _Part:
-    """A phase, to whichever algorithm carries it out."""
+    """Arrays of a phase, for any algorithm that carries it out."""
 
     rank: int
     collective: str
@@ -180,7 +183,7 @@ class _Part:
     check: Callable[[], None]
     spare: Array | None
     block: Any = None
-    """Where a schedule, which works on the blocks of all ranks, has that of this rank."""
+    """Position of this rank's block in a schedule's memory, which holds the blocks of all ranks."""
 
     def flat(self) -> Flat:
         fold = None if self.reduction is None else Fold(self.reduction)
@@ -250,7 +253,7 @@ class _Part:
 
 
 class _Packed:
-    """The blocks of all ranks, those of each lane side by side, in the order of nodes."""
+    """Blocks of all ranks, grouped by lane, in the order of nodes."""
 
     def __init__(self, phases: _Phases, counts: Sequence[int]) -> None:
         ranks, nodes = phases.ranks, len(phases.ranks)
@@ -259,7 +262,7 @@ class _Packed:
         ends = extents(counts[rank] for rank in order)
         self._places = [slice(offsets[rank], offsets[rank + 1]) for rank in order]
         self._packed = [slice(*extent) for extent in pairwise(ends)]
-        # With one rank after another on the nodes in turn, they lie like that already.
+        # With ranks placed round-robin on the nodes, the blocks are in this order already.
         self._in_order = order == sorted(order)
         self.starts = ends[::nodes]
         self.lanes = [stop - start for start, stop in pairwise(self.starts)]
@@ -267,11 +270,11 @@ class _Packed:
         self._own = slice(*self.starts[phases.comm.local_rank : phases.comm.local_rank + 2])
 
     def memory(self, blocks: Array) -> Array:
-        """Where they lie, if `blocks` are those blocks in the order of ranks."""
+        """Return memory for the packed blocks: `blocks` itself if the order of ranks is the packed order."""
         return blocks if self._in_order else empty_beside(blocks, blocks.size)
 
     def own(self, packed: Array) -> Array:
-        """Those of this rank's lane."""
+        """Return the blocks of this rank's lane."""
         return packed[self._own]
 
     def pack(self, blocks: Array, packed: Array) -> None:
@@ -286,7 +289,7 @@ class _Packed:
 
 
 def _shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
-    """The elements of each local rank's share of a vector, and this rank's own."""
+    """Return the elements of each local rank's share of a vector, and this rank's own share."""
     offsets = cut(array.size, phases.comm.local_size)
     local = phases.comm.local_rank
     counts = [stop - start for start, stop in pairwise(offsets)]
@@ -294,15 +297,17 @@ def _shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
 
 
 def _flat(phases: _Phases) -> tuple[Flat, Any, Any]:
-    """What the operation works on, and its input and output: their types can't tell on which rank they are None."""
+    """Return the arrays of the operation, and its input and output: their types can't express on which rank they are
+    None."""
     assert phases.operation.flat is not None
     flat = phases.operation.flat()
     return flat, flat.source, flat.target
 
 
 def _operand(phases: _Phases) -> tuple[Array, Array]:
-    """Add what brings this rank's operand into the dtype of the reduction. Returns where it is then, which may be the
-    caller's own memory, and the memory for the vector, which may be the same."""
+    """Add a step that converts this rank's operand to the dtype of the reduction. Return the array that holds the
+    converted operand, which may be the caller's own memory, and the memory for the vector, which may be the same array.
+    """
     flat, source, _ = _flat(phases)
     work = phases.operation.work
     assert work is not None
@@ -312,7 +317,7 @@ def _operand(phases: _Phases) -> tuple[Array, Array]:
 
 
 def _allreduce(phases: _Phases) -> None:
-    """Between nodes, each rank handles n/L of n bytes."""
+    """Add the phases: reduce_scatter and allgather in the node. Between nodes, each rank handles n/L of n bytes."""
     source, array = _operand(phases)
     counts, own = _shares(phases, array)
     phases.phase(phases.node, "reduce_scatter", source, own, counts, spare=array)

@@ -1,4 +1,4 @@
-"""NCCL's collectives on device memory, where each rank has a device of its own."""
+"""NCCL's collectives on device memory, where each rank has its own device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError
 from mpicoll.transport.base import Memory, Native, Transport, poll
 
 Give: TypeAlias = "Callable[[Any, int], object]"
-"""``give(communicator, stream)`` calls NCCL."""
+"""Function called as ``give(communicator, stream)``, which calls NCCL."""
 
 _log = logging.getLogger("mpicoll")
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "gather", "scatter", "allgather", "alltoall")
 
-# Truth values are 0 and 1 when they are reduced.
+# Booleans are reduced as 0 and 1.
 _OPS = {
     "sum": "NCCL_SUM",
     "prod": "NCCL_PROD",
@@ -51,20 +51,20 @@ _DTYPES = {
 }
 
 _LOOK = 0.05
-"""Seconds between two looks whether the others are still there."""
+"""Seconds between two checks that the other ranks are alive."""
 
 _COMPLETES = 2.0
-"""Seconds in which an operation is done whose last peer has left after it."""
+"""Seconds within which an operation completes after its last peer has exited."""
 
 _FREED = 5.0
-"""Seconds for which who frees a communicator waits for NCCL."""
+"""Maximum time in seconds to wait for NCCL when a communicator is freed."""
 
 _living: WeakSet[Nccl] = WeakSet()
 
 
 def refusal(collective: str, op: str | None, dtype: np.dtype[Any] | None) -> str | None:
-    """Why NCCL can't serve a collective; None if it can. `op` is the name of MPI's operation and `dtype` the one in
-    which is reduced, both None where nothing is."""
+    """Return the reason why NCCL can't serve a collective; None if it can. `op` is the name of MPI's operation and
+    `dtype` the dtype of the reduction, both None without a reduction."""
     if collective not in COLLECTIVES:
         return f"NCCL has no {collective}"
     if op is None or dtype is None:
@@ -77,9 +77,9 @@ def refusal(collective: str, op: str | None, dtype: np.dtype[Any] | None) -> str
 
 
 def make(transport: Transport, device: Device) -> Nccl | str:
-    """Collective: NCCL among the ranks of `transport`, each with its `device`; or why there is none, the same on all
-    ranks. Raises what `transport` raises if a rank dies meanwhile. NCCL takes some tenths of a second, and memory of
-    the device."""
+    """Return NCCL among the ranks of `transport`, each with its `device`; or the reason why it is not available, the
+    same on all ranks. Collective. Raises what `transport` raises if a rank dies meanwhile. NCCL takes some tenths of a
+    second, and memory of the device."""
     if transport.size == 1:
         return "there is a single rank"
     told: dict[str, Any] = {"device": device.identity}
@@ -94,7 +94,7 @@ def make(transport: Transport, device: Device) -> Nccl | str:
     why = _unfit(everyone)
     if why is not None:
         return why
-    # From here on all ranks are in NCCL, where one that is missing would let the others wait.
+    # From here on all ranks are in NCCL, where a missing rank would block the others.
     made: Nccl | None = None
     problem = ""
     try:
@@ -119,14 +119,14 @@ def make(transport: Transport, device: Device) -> Nccl | str:
 
 
 def _nccl() -> Any:
-    """What there is of NCCL, which needs cupy."""
+    """Return the NCCL bindings, which need cupy."""
     from mpicoll.buffers.cuda import nccl
 
     return nccl
 
 
 def _unfit(everyone: Sequence[dict[str, Any]]) -> str | None:
-    """Why ranks that have told that can't use NCCL together."""
+    """Return the reason why ranks with the exchanged properties can't use NCCL together."""
     seen: dict[str, int] = {}
     for rank, one in enumerate(everyone):
         if "problem" in one:
@@ -140,17 +140,18 @@ def _unfit(everyone: Sequence[dict[str, Any]]) -> str | None:
 
 
 class Nccl:
-    """The :class:`~mpicoll.transport.base.Native` protocol on arrays of a device, by NCCL, without scans.
+    """Implementation of the :class:`~mpicoll.transport.base.Native` protocol on arrays of a device, by NCCL, without
+    scans.
 
-    To be used inside of ``device.working``, where all ranks call the same collectives in the same order. Each returns
-    when this rank's part is done. A failure ends it for good, and so does a rank that is gone, or does not come within
-    the timeout, while this one waits for the device. While NCCL connects the ranks, which it does when it is made and
-    again at the first collective of each kind, it blocks in the host, and can't be left: then only the watch
-    (:mod:`mpicoll.engine.diagnostics.watchdog`) bounds the wait, and ends the job.
+    Must be used inside of ``device.working``, where all ranks call the same collectives in the same order. Each call
+    returns when this rank's part is done. The object becomes unusable after a failure, and after a rank has died or
+    does not enter the collective within the timeout while this rank waits for the device. While NCCL connects the
+    ranks, at creation and again at the first collective of each kind, it blocks in the host and can't be interrupted:
+    then only the watch (:mod:`mpicoll.engine.diagnostics.watchdog`) bounds the wait, and ends the job.
 
-    NCCL wants the operations of all communicators on a device in one order on all ranks, or it may wait for ever. That
-    order is the caller's: of two communicators that use NCCL, each with an operation in the background, all ranks must
-    have the same one complete before the other begins.
+    NCCL requires the operations of all communicators on a device in one order on all ranks, otherwise it may wait
+    forever. The caller must ensure that order: of two communicators that use NCCL, each with an operation in the
+    background, all ranks must complete the same one before the other begins.
     """
 
     max_count = 2**62
@@ -312,16 +313,17 @@ class Nccl:
     # --- life
 
     def free(self) -> None:
-        """Give back what NCCL holds. Waits a moment for the ranks that do the same, since some versions of NCCL do."""
+        """Release the resources of NCCL. Waits briefly for the ranks that free it too, because some versions of NCCL
+        do."""
         self.leave().join(_FREED)
 
     def abort(self, why: str) -> None:
-        """End what is under way, and give back what NCCL holds. Waits for no rank."""
+        """End the running operations, and release the resources of NCCL. Waits for no rank."""
         self._finish(self._communicator.abort, why)
         self._keeper.join(_FREED)
 
     def leave(self, dead: AbstractSet[int] = frozenset()) -> threading.Thread:
-        """Have it freed, or aborted if one of its ranks is among the `dead` (ranks of the world), by the thread that is
+        """Free NCCL, or abort it if one of its ranks is among the `dead` (ranks of the world), in the thread that is
         returned."""
         if dead.isdisjoint(self._transport.members):
             self._finish(self._communicator.destroy, "it was freed")
@@ -330,7 +332,7 @@ class Nccl:
         return self._keeper
 
     def _finish(self, how: Callable[[], object], why: str) -> None:
-        """Have the keeper end it, unless that was done."""
+        """Request the end from the thread that holds NCCL's communicator, unless this was done."""
         self._failure = self._failure or why
         if self._leave.detach() is not None:
             self._end.put(how)
@@ -338,19 +340,19 @@ class Nccl:
     # --- work
 
     def _reduction(self, source: Memory, op: str) -> tuple[int, int, int]:
-        """How many numbers of which dtype NCCL has to reduce, and how."""
+        """Return the number of elements, the dtype and the operation that NCCL reduces with."""
         width = 2 if source.dtype.kind == "c" else 1
         kind, how = (getattr(self._module, name) for name in (_DTYPES[source.dtype.name], _OPS[op]))
         return source.size * width, kind, how
 
     def _keep(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
-        """Put this rank's block in its place of `target`."""
+        """Copy this rank's block to its position in `target`."""
         begin = sum(counts[: self._rank]) if counts else source.size * self._rank
         _copy(target[begin : begin + source.size], source)
 
     def _carry_out(self, what: str, count: int, give: Give, *, grouped: bool = False) -> None:
-        """Have NCCL do what `give` calls, in this thread's turn on the device, unless `count` is 0: then no rank has
-        anything to do."""
+        """Run the NCCL call `give` in this thread's turn on the device, unless `count` is 0: then no rank has work to
+        do."""
         if self._failure is not None:
             raise CommunicatorError(
                 f"{what}: NCCL can't be used any more on this communicator: {self._failure}; make a new one by"
@@ -384,7 +386,7 @@ class Nccl:
         self._module.groupEnd()
 
     def _wait(self, what: str) -> None:
-        """Return when all that the device was given is done. NCCL by itself would wait for ever."""
+        """Return when all work queued on the device is done. NCCL by itself would wait forever."""
         mark = self._device.record_event()
         begin = time.monotonic()
         look, gone = begin + _LOOK, float("inf")
@@ -406,7 +408,7 @@ class Nccl:
                     self._transport.check_peers(now - begin, self._peers)
                 except RankFailed:
                     gone = min(gone, now)
-                    # Who has done its part may leave.
+                    # A rank that has completed its part may exit.
                     if now - gone > _COMPLETES:
                         raise
             return False
@@ -424,7 +426,7 @@ def _keep(communicator: Any, device: Device, end: SimpleQueue[Callable[[], objec
     ranks of the node to do so. Such a thread can't be started any more when the program ends; and as long as it holds
     the communicator, the interpreter does not end that in its own way, which might never return."""
     try:
-        with device.working():  # lest NCCL makes itself at home on this thread's default device
+        with device.working():  # so that NCCL does not use this thread's default device
             end.get()()
     except Exception as error:  # noqa: BLE001  it is over either way
         _log.warning("NCCL on %s did not end well: %s", device.name, error)
@@ -444,7 +446,7 @@ def _at(memory: Memory) -> int:
 
 
 def _places(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, int, int]]:
-    """Rank, address and elements of each block of `memory` that has any."""
+    """Return rank, address and elements of each block of `memory` that is not empty."""
     at = _at(memory)
     for rank, elements in enumerate(counts):
         if elements:
@@ -453,6 +455,6 @@ def _places(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, int, i
 
 
 def _copy(target: Memory, source: Memory) -> None:
-    """Give the copy of a block to the device, unless it is in its place."""
+    """Queue the copy of a block on the device, unless it is in its place."""
     if target.size and _at(target) != _at(source):
         np.copyto(target, source)

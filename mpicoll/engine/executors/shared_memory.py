@@ -1,6 +1,6 @@
-"""Collectives of the ranks of one node through the memory that they share.
+"""Collectives of the ranks of one node through shared memory.
 
-Three methods, which are algorithms to those who choose:
+Three methods, which are algorithms for the selection:
 
 * ``slots``: every rank writes its vector to a slot, and reads those of all others after one synchronisation;
 * ``pieces``: the vector goes through the slots in pieces that stay in the caches, double-buffered, so that one
@@ -10,7 +10,7 @@ Three methods, which are algorithms to those who choose:
 Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all three read and write the buffers themselves.
 
 Operands are combined in the order of ranks by every method, each element by one rank or by all alike: results have the
-same bits on every rank and in every run, and with each method (but for products of complex numbers, whose last bit
+same bits on every rank and in every run, and with each method (except for products of complex numbers, whose last bit
 depends on where numpy's vector loops end).
 """
 
@@ -31,16 +31,16 @@ from mpicoll.engine.executors.schedule import cut, extents
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 
 _LINE = 64
-"""Ranks write to parts that begin at multiples of this many bytes, so that they share no cache line."""
+"""Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
 
 _DIRECT = 256 * 1024
-"""Bytes of the pieces in which buffers of other ranks are reduced: what is written is still in the cache when it is
-copied on."""
+"""Bytes of the pieces in which buffers of other ranks are reduced: the result is still in the cache when it is copied
+to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is to be done. `counts` are the elements of each rank's block, or of the vector alone."""
+    """Parameters of a collective. `counts` are the elements of each rank's block, or of the vector alone."""
 
     collective: str
     method: str
@@ -53,20 +53,20 @@ class Spec:
 
     @property
     def signature(self) -> int:
-        """The same on all ranks, and for other operations nearly always another."""
+        """Hash of the parameters: the same on all ranks, and with high probability different for other operations."""
         what = self.dtype.itemsize if self.fold is None else self.fold.what
         asked = (self.collective, self.method, what, self.counts, self.root, self.segment)
         return crc32(repr(asked).encode())
 
 
 def piece_bytes(size: int) -> int:
-    """The default size of a piece for `size` ranks, each of which works on its share of it: small enough for the shares
-    of all steps at hand to stay in a core's cache, and large enough for the synchronisation to be cheap."""
+    """Return the default size of a piece for `size` ranks, each of which works on its share of it: small enough for the
+    shares of all concurrent steps to stay in a core's cache, and large enough for the synchronisation to be cheap."""
     return min(SLOT_BYTES, size * 512 * 1024)
 
 
 def bind(arena: Arena, spec: Spec) -> Body:
-    """What carries `spec` out on `arena`, by :meth:`Arena.run`, as often as it is called."""
+    """Return a function that carries out `spec` on `arena`, by :meth:`Arena.run`, each time that it is called."""
     if spec.collective == "barrier":
         return lambda source, target: arena.sync()
     staged = None if spec.method == "cma" else _STAGED[spec.collective](arena, spec)
@@ -75,7 +75,7 @@ def bind(arena: Arena, spec: Spec) -> Body:
     splits = spec.fold is None or spec.fold.elementwise
 
     def body(source: Any, target: Any) -> None:
-        # Memory for all is made by all, so that all come by here alike.
+        # Shared memory is allocated collectively, so all ranks take the same branch.
         if (staged is None or (arena.allocated and splits)) and direct.run(source, target):
             return
         if staged is not None:
@@ -85,7 +85,8 @@ def bind(arena: Arena, spec: Spec) -> Body:
 
 
 class _Pieces:
-    """Cuts `count` elements into the pieces that go through slots, each of which has room for `parts` such pieces."""
+    """Partition of `count` elements into the pieces that go through slots, each of which has room for `parts` such
+    pieces."""
 
     __slots__ = ("cuts", "width")
 
@@ -113,7 +114,7 @@ def _slots(arena: Arena, spec: Spec) -> tuple[list[Array], list[Array]]:
 
 
 def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
-    """One synchronisation, then everyone reduces everything: n bytes written and n P read per rank."""
+    """Synchronise once, then reduce all vectors on every rank: n bytes written and n P read per rank."""
     (count,), fold = spec.counts, spec.fold
     assert fold is not None
     slots = [[slot[:count] for slot in both] for both in _slots(arena, spec)]
@@ -139,15 +140,15 @@ def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
 
 
 def shares_of(count: int, size: int, itemsize: int) -> list[int]:
-    """Offsets of each rank's share of a piece, at cache lines."""
+    """Return the offsets of each rank's share of a piece, aligned to cache lines."""
     line = max(1, _LINE // itemsize)
     lines = cut(-(-count // line), size)
     return [min(count, at * line) for at in lines]
 
 
 def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
-    """In each step: write a piece, reduce this rank's share of the one before, and fetch the result of the one before
-    that. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one
+    """In each step, write a piece, reduce this rank's share of the previous piece, and fetch the result of the piece
+    before that. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one
     synchronisation a piece and one more."""
     (count,), fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
     assert fold is not None
@@ -164,7 +165,7 @@ def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
         if isinstance(source, DeviceArray):
             np.copyto(slot[: stop - start], source[start:stop])
             return
-        # Nobody else reads this rank's own share.
+        # No other rank reads this rank's own share.
         slot[:low] = source[start : start + low]
         slot[high : stop - start] = source[start + high : stop]
 
@@ -197,8 +198,8 @@ def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
 
 
 def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
-    """In each step: write a piece of every block, and reduce those of this rank's block of the step before. Per rank
-    n(P-1)/P bytes written to slots, and n read in reducing; one synchronisation a piece."""
+    """In each step, write a piece of every block, and reduce the pieces of this rank's block of the previous step. Per
+    rank n(P-1)/P bytes written to slots, and n read in reducing; one synchronisation a piece."""
     counts, fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
     assert fold is not None
     offsets = extents(counts)
@@ -225,7 +226,7 @@ def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
                 slot = slots[arena.parity][rank]
                 for peer in range(size):
                     start, stop = piece[0], min(piece[1], counts[peer])
-                    # Nobody else reads what is for this rank itself.
+                    # No other rank reads the block for this rank.
                     if (peer != rank or device is not None) and start < stop:
                         at = peer * width
                         np.copyto(slot[at : at + stop - start], source[offsets[peer] + start : offsets[peer] + stop])
@@ -239,7 +240,8 @@ def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Data from a rank's input to another rank's output: `count` elements, from `start` on there, from `to` on here."""
+    """Transfer from the input of `peer` to this rank's output: `count` elements, from element `start` of the input to
+    element `to` of the output."""
 
     peer: int
     start: int
@@ -248,7 +250,7 @@ class Move:
 
 
 def moves_of(spec: Spec, rank: int, size: int) -> list[Move]:
-    """What `rank` takes from all ranks, itself among them."""
+    """Return the transfers from all ranks to `rank`, including its own."""
     counts, offsets = spec.counts, extents(spec.counts)
     if spec.collective == "bcast":
         return [Move(spec.root, 0, 0, counts[0])]
@@ -263,7 +265,7 @@ def moves_of(spec: Spec, rank: int, size: int) -> list[Move]:
 
 
 def own_data(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
-    """What copies a rank's own data to itself."""
+    """Return a function that copies a rank's own data to its output."""
     mine = [move for move in moves if move.peer == rank and move.count]
 
     def copy(source: Array, target: Array) -> None:
@@ -277,8 +279,8 @@ def own_data(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
 
 
 def _move_pieces(arena: Arena, spec: Spec) -> Body:
-    """In each step: write a piece of what others want, and copy what they wrote in the step before. Whoever has the
-    same for all writes it once. One synchronisation a piece."""
+    """In each step, write a piece of the data for other ranks, and copy the pieces that they wrote in the previous
+    step. A rank that sends the same data to all ranks writes it once. One synchronisation a piece."""
     rank, size = arena.rank, arena.size
     wants = [moves_of(spec, peer, size) for peer in range(size)]
     same = spec.collective in ("bcast", "allgather", "gather")
@@ -327,10 +329,11 @@ _STAGED: dict[str, Callable[[Arena, Spec], Body]] = {
 
 
 class _Direct:
-    """An operation on the buffers of the other ranks themselves.
+    """Operation that works on the buffers of the other ranks directly.
 
-    First all tell each other where their buffers are; where these lie in memory that all reach, or the method is to
-    read the private memory of others, it is carried out, else nothing has happened but that.
+    First the ranks exchange the locations of their buffers. The operation is carried out if these lie in memory that
+    all ranks can access, or if the method reads the private memory of other ranks; otherwise only the locations have
+    been exchanged.
     """
 
     def __init__(self, arena: Arena, spec: Spec) -> None:
@@ -342,11 +345,11 @@ class _Direct:
         self._segments: dict[int, Segment] = {}
 
     def run(self, source: Any, target: Any) -> bool:
-        """Carry it out, if it can be; whether it was."""
+        """Carry out the operation if possible. Return True if it was carried out."""
         arena = self._arena
         if self._reads and target is None and self._spec.fold is not None:
             target = self._own_share()
-        # What this rank still has of it may differ from rank to rank; what was ever allocated does not.
+        # The memory that is still in use may differ from rank to rank; the number of allocations does not.
         allocated = arena.allocated > 0
         where = (*arena.find(source), *arena.find(target)) if allocated else (0, 0, 0, 0)
         arena.tell(*where, _address(source), _address(target))
@@ -355,7 +358,7 @@ class _Direct:
         # Before anything is written to the memory of others.
         arena.agree()
         if allocated:
-            # Kept for this run, as memory may be given up on another thread.
+            # Copied for this run, because another thread may release memory.
             self._segments = arena.segments.copy()
             try:
                 if self._registered(told, source, target):
@@ -370,7 +373,7 @@ class _Direct:
         return True
 
     def _registered(self, told: list[tuple[int, ...]], source: Any, target: Any) -> bool:
-        """Work in memory that all reach, if all their buffers lie there."""
+        """Work in memory that all ranks can access, if all their buffers lie in it. Return False otherwise."""
         collective, root, rank = self._spec.collective, self._spec.root, self._arena.rank
         sources, targets = ({one[i] for one in told} for i in (0, 2))
         sources_known = len(sources) == 1 and 0 not in sources
@@ -389,7 +392,8 @@ class _Direct:
             if rank == root:
                 self._reduce_range(self._views(told, 0, source), target, 0, self._spec.counts[0])
         elif collective in ("bcast", "scatter"):
-            # Only the root has data; that another rank knows its memory shows in its own buffer being of the same.
+            # Only the root has data; another rank can access the root's memory if its own buffer lies in the same
+            # segment.
             numbers = {one[0] if peer == root else one[2] for peer, one in enumerate(told)}
             if len(numbers) != 1 or 0 in numbers:
                 return False
@@ -401,7 +405,7 @@ class _Direct:
         return True
 
     def _view(self, told: list[tuple[int, ...]], which: int, peer: int) -> Array:
-        """The buffer of another rank, from its beginning on."""
+        """Return the buffer of another rank, from its beginning on."""
         number, offset = told[peer][which : which + 2]
         memory = self._segments[number].others[peer][offset:]
         return _typed(memory, self._spec)
@@ -419,7 +423,7 @@ class _Direct:
         self._copy_own(source, target)
 
     def _reduce_everywhere(self, told: list[tuple[int, ...]], source: Array, target: Array) -> None:
-        """Reduce this rank's share, and write it to the buffers of all."""
+        """Reduce this rank's share, and write it to the buffers of all ranks."""
         arena, spec = self._arena, self._spec
         shares = shares_of(spec.counts[0], arena.size, spec.dtype.itemsize)
         sources, targets = self._views(told, 0, source), self._views(told, 2, target)
@@ -447,7 +451,7 @@ class _Direct:
             yield start, min(start + width, end)
 
     def _read(self, told: list[tuple[int, ...]], source: Any, target: Any) -> None:
-        """Work in private memory, reading that of others."""
+        """Work in private memory, reading the memory of the other ranks."""
         arena, spec = self._arena, self._spec
         if spec.fold is None:
             itemsize, here = spec.dtype.itemsize, told[arena.rank][5]
@@ -476,19 +480,19 @@ class _Direct:
                 arena.readers[peer](told[peer][5] + (0 if reduce else start), here + start, stop - start)
 
     def _own_share(self) -> Array:
-        """Where a rank that gets no result keeps its share of it."""
+        """Return memory for the share of a rank that gets no result."""
         shares = shares_of(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
         return np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
 
     def _others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all ask the same one."""
+        """Return the other ranks, beginning with the next one, so that not all ranks read from the same one."""
         rank, size = self._arena.rank, self._arena.size
         return [(rank + i) % size for i in range(1, size)]
 
     def _read_and_reduce(
         self, told: list[tuple[int, ...]], source: Array, target: Array, begin: int, end: int, origin: int
     ) -> None:
-        """Reduce the elements from `begin` to `end`; the first one of `target` is element `origin`."""
+        """Reduce the elements from `begin` to `end`; the first element of `target` is element `origin`."""
         arena, spec = self._arena, self._spec
         itemsize = spec.dtype.itemsize
         width = max(1, (spec.segment or _DIRECT) // itemsize)
