@@ -1,8 +1,9 @@
-"""Tracing: each rank takes down its operations, and at the end there is one file for all of them.
+"""Tracing: each rank records its operations, and at the end rank 0 writes one file for all of them.
 
-While it is under way, each operation costs a rank one append to a list, which a thread writes out twice a second. Each
-rank writes a part of its own, ``DIR/JOB/rank-N.jsonl``, so that one that is killed loses little; at the end rank 0
-makes ``DIR/JOB.json`` of the parts (see :mod:`mpicoll.engine.timeline`), which travel to it where it can't see them.
+While tracing is active, each operation costs a rank one append to a list, which a thread writes out twice a second.
+Each rank writes its own part, ``DIR/JOB/rank-N.jsonl``, so that a killed rank loses little data; at the end rank 0
+makes ``DIR/JOB.json`` of the parts (see :mod:`mpicoll.engine.timeline`), which are sent to rank 0 where it can't read
+them in the file system.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from mpicoll.errors import CommunicationError, SetupError, Timeout
 from mpicoll.transport.base import Transport
 
 _PERIOD = 0.5
-"""Seconds between two writes. All ranks of a node write at the same moments, so that they hold each other up once."""
+"""Seconds between two writes. All ranks of a node write at the same time, so that they delay each other only once."""
 
 _BATCH = 2000
-"""Operations that are written at once: for no longer than they take may the thread keep the interpreter to itself."""
+"""Operations written at a time, which bounds the time for which the thread holds the interpreter lock."""
 
 _FIELDS = 7
-"""What is kept of an operation."""
+"""Number of recorded fields per operation."""
 
 _KEPT = 4096
-"""Calls that are known by identity, and those that are known by what they say, before all are forgotten."""
+"""Maximum number of calls cached by identity, and of calls cached by content, before the cache is cleared."""
 
 _PINGS = 32
-"""Round trips to learn what another clock says; the fastest counts."""
+"""Round trips used to measure the offset of another clock; the fastest one counts."""
 
 _CHUNK = 4 << 20
-"""Bytes of the messages in which a part travels."""
+"""Bytes of the messages in which a part is sent."""
 
 _TAG = 32767
-"""Of the duplicate on which ranks talk about tracing."""
+"""Tag of the duplicate on which ranks communicate for tracing."""
 
 _ANSWER = 60.0
-"""Seconds that a rank has to answer when rank 0 has begun to talk to it."""
+"""Seconds within which a rank has to reply after rank 0 has contacted it."""
 
 _told = attrgetter(*(name for name in Call.__slots__ if name != "parts"))
 
@@ -61,10 +62,10 @@ Clock = Callable[[], float]
 
 
 class Recorder:
-    """Takes down the operations of the rank `rank` of the world, in the file `path`.
+    """Recorder of the operations of the rank `rank` of the world, in the file `path`.
 
-    Only those on communicators of the same world as the one whose key is `key`: ranks may be threads of one process.
-    Raises OSError if the file can't be made.
+    Records only operations on communicators of the same world as the one whose key is `key`: ranks may be threads of
+    one process. Raises OSError if the file can't be created.
     """
 
     def __init__(self, path: Path, job: str, rank: int, key: str) -> None:
@@ -77,14 +78,14 @@ class Recorder:
             job=job, rank=rank, host=socket.gethostname(), pid=os.getpid(), base=self._base, version=timeline.VERSION
         )
         self._put()
-        # What stands for groups, calls and texts in the file. Groups are known by identity, and kept for that.
+        # Numbers of groups, calls and texts in the file. Groups are identified by identity, and kept alive for that.
         self._groups: dict[int, int] = {}
         self._calls: dict[Call, int] = {}
         self._contents: dict[Any, int] = {}
         self._texts: dict[Any, int] = {}
         self._drawn = itertools.count()
         self._kept: list[Group] = []
-        # One after the other, and not in tuples: the garbage collector would look at each of those again and again.
+        # A flat list, not tuples: the garbage collector would visit each tuple again and again.
         self._new: list[Any] = []
         self._lock = threading.Lock()
         self._end = threading.Event()
@@ -94,7 +95,7 @@ class Recorder:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take down no more, and write what there is."""
+        """Stop recording, and write the recorded operations."""
         keepers.remove(self._sink)
         self._end.set()
         self._thread.join()
@@ -102,7 +103,7 @@ class Recorder:
         self._file.close()
 
     def flush(self) -> None:
-        """Write what there is. Nothing is written if somebody else does not come to an end with that."""
+        """Write the recorded operations. Nothing is written if another thread holds the lock for too long."""
         if not self._lock.acquire(timeout=_PERIOD):
             return
         try:
@@ -151,7 +152,7 @@ class Recorder:
     def _put(self) -> None:
         self._file.write("".join(line + "\n" for line in self._lines).encode())
         self._lines.clear()
-        self._file.flush()  # so that it is there even if the process is killed
+        self._file.flush()  # the data survives if the process is killed
 
     def _say(self, **fields: Any) -> None:
         self._lines.append(json.dumps(fields))
@@ -161,14 +162,14 @@ class Recorder:
             if id(group) in self._groups:
                 continue
             self._kept.append(group)
-            index = -1  # of what is another rank's
+            index = -1  # groups of other ranks
             if group.members[group.rank] == self._rank and _is_local(group.key) == self._local:
                 index = next(self._drawn)
                 self._say(group=index, key=group.key, name=group.name, members=group.members)
             self._groups[id(group)] = index
 
     def _learn_call(self, call: Call) -> None:
-        """By what it says, since many a call is made anew each time."""
+        """Number a call by its content, since many calls are created again each time."""
         content = _content(call)
         index = self._contents.get(content)
         if index is None:
@@ -178,7 +179,7 @@ class Recorder:
         self._calls[call] = index
 
     def _texted(self, texts: list[Site | str | None], none: str | None) -> int | list[int]:
-        """The numbers of `texts`, -1 for `none`."""
+        """Return the numbers of `texts`, -1 for `none`."""
         there = set(texts)
         if there == {none}:
             return -1
@@ -204,7 +205,7 @@ def _make_room(known: dict[Any, int]) -> None:
 
 
 def _is_local(key: str) -> bool:
-    """Whether a communicator is one of threads."""
+    """Return True if the key is that of a communicator of threads."""
     return ":" in key
 
 
@@ -218,10 +219,10 @@ def _definition(call: Call) -> dict[str, Any]:
 
 
 class Tracing:
-    """A trace under way on the ranks of a communicator. `path` is where it will be."""
+    """Active trace on the ranks of a communicator. `path` is the path of the resulting file."""
 
     def __init__(self, folder: Path, transport: Transport, limit: float) -> None:
-        """Collective: begin. Raises SetupError on a rank that can't write there."""
+        """Begin tracing. Collective. Raises SetupError on a rank that can't write to `folder`."""
         self._owner = os.getpid()
         self._limit = limit
         self._link = link = transport.duplicate(_TAG)
@@ -230,7 +231,7 @@ class Tracing:
         self._clocks: timeline.Clocks = {}
         job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}" if link.rank == 0 else ""
         self.job = link.texts(job)[0]
-        # Later the program may be in another folder.
+        # The program may change its working directory later.
         self.path = folder.absolute() / f"{self.job}.json"
         self._parts = folder.absolute() / self.job
         if link.rank == 0:
@@ -255,14 +256,14 @@ class Tracing:
         last_acts.append(self._last_act)
 
     def stop(self) -> None:
-        """Take down no more; the parts are left to ``mpicoll trace merge``."""
+        """Stop recording and leave the parts to ``mpicoll trace merge``."""
         if os.getpid() == self._owner and self._last_act in last_acts:
             last_acts.remove(self._last_act)
             self._recorder.stop()
 
     def finish(self) -> None:
-        """Collective: stop, and make one file of all parts. A rank that is gone doesn't hold up the others for longer
-        than the limit, and of what it has written as much is in the file as can be seen from here."""
+        """Stop recording, and make one file of all parts. Collective. A dead rank delays the others for at most the
+        limit; the file contains as much of its part as rank 0 can read."""
         if os.getpid() != self._owner:
             return
         self.stop()
@@ -280,10 +281,10 @@ class Tracing:
             )
 
     def free(self) -> None:
-        """Collective: give back what the ranks talked on."""
+        """Release the transport that the ranks used for tracing. Collective."""
         self._link.free()
 
-    # Rank 0 gives orders of one letter, which the others carry out until it has no more.
+    # Rank 0 sends commands of one letter, which the other ranks execute until the letter q.
 
     def _order(self, rank: int, letter: bytes) -> None:
         self._link.isend(np.frombuffer(letter, np.uint8).copy(), rank, 1).wait(_ANSWER)
@@ -300,13 +301,13 @@ class Tracing:
                 self._send_part()
             elif order == b"d":
                 self._part.unlink()
-                with suppress(OSError):  # others of this host may not have been asked yet
+                with suppress(OSError):  # other ranks of this host may still have their parts in the folder
                     self._parts.rmdir()
             else:
                 return
 
     def _compare_clocks(self, rank: int) -> None:
-        """What the clock of the node of `rank` is ahead of this one."""
+        """Measure the offset of the clock of the node of `rank` from the clock of this node."""
         answer = np.zeros(1)
         best, found = float("inf"), (0.0, 0.0)
         for _ in range(_PINGS):
@@ -320,7 +321,7 @@ class Tracing:
         self._clocks.setdefault(self._nodes[rank], []).append(found)
 
     def _leads(self, rank: int) -> bool:
-        """Whether `rank` is the one that tells the time of another node."""
+        """Return True if `rank` is the rank that reports the clock of another node."""
         return self._nodes[rank] != self._nodes[0] and self._nodes.index(self._nodes[rank]) == rank
 
     def _tell_about_job(self) -> None:
@@ -328,7 +329,7 @@ class Tracing:
         timeline.write_about(self._parts, {"job": self.job, "nodes": nodes, "clocks": self._clocks})
 
     def _gather(self) -> None:
-        """Rank 0: see to it that all parts are here, and make the file."""
+        """Collect all parts on rank 0, and make the file."""
         lost = self._each_rank()
         self._tell_about_job()
         timeline.merge(self._parts)
@@ -336,7 +337,7 @@ class Tracing:
             shutil.rmtree(self._parts)
 
     def _each_rank(self) -> list[str]:
-        """Talk to each rank as it comes, and return what went wrong."""
+        """Serve each rank in the order of arrival, and return the errors."""
         link, lost = self._link, []
         sizes = np.zeros(link.size, np.int64)
         coming = {rank: link.irecv(sizes[rank : rank + 1].view(np.uint8), rank, 0) for rank in range(1, link.size)}
@@ -382,21 +383,22 @@ class Tracing:
 
 
 def clock() -> float:
-    """The clock by which operations are timed: the same for all processes of a host."""
+    """Return the time by the clock of the operations: the same clock for all processes of a host."""
     return time.monotonic()
 
 
 @contextmanager
 def trace(folder: str | Path, *, comm: CommLike = None) -> Iterator[Path]:
-    """Trace what the ranks of `comm` (default: the world) do inside: ``with mpicoll.trace("traces") as path: ...``
+    """Trace the operations of the ranks of `comm` (default: the world) in the block: ``with mpicoll.trace("traces") as
+    path: ...``
 
-    Collective: all ranks enter and leave it alike. It gives the path of the file that is there when it has been left:
-    one trace in the Chrome format for all ranks, which https://ui.perfetto.dev shows and ``mpicoll trace summary``
-    sums up. `folder` is where each rank writes its part meanwhile, and rank 0 the file; it is made if it isn't there.
+    Collective: all ranks enter and exit it alike. It yields the path of the file that exists after the block: one trace
+    in the Chrome format for all ranks, which https://ui.perfetto.dev displays and ``mpicoll trace summary`` summarises.
+    Each rank writes its part to `folder` meanwhile, and rank 0 the file; the folder is created if it does not exist.
 
     Each operation takes about 1 µs longer, and 53 bytes in the part, 300 in the file. If the block raises, this rank
-    stops and leaves its part, since the others may not come: ``mpicoll trace merge`` makes a file of what is there.
-    Raises SetupError if the rank can't write to `folder`.
+    stops recording and leaves its part, because the other ranks may not exit the block: ``mpicoll trace merge`` makes a
+    file of the existing parts. Raises SetupError if the rank can't write to `folder`.
     """
     communicator = resolve(comm)
     tracing = Tracing(Path(folder), communicator.transport, communicator.timeout)
