@@ -1,4 +1,4 @@
-"""A trace as a whole: the parts of all ranks on one clock, who waited for whom, and the file that people look at.
+"""Merged traces: the parts of all ranks on one clock, the wait times between ranks, and the file for viewers.
 
 The file is in the Chrome trace format: a process per rank, in it a track per communicator for collectives, and others
 for messages. It has one event a line, so that it can be read again without being held in memory as a whole.
@@ -21,10 +21,11 @@ import numpy.typing as npt
 from mpicoll.errors import SetupError
 
 VERSION = 1
-"""Of the format of parts and files."""
+"""Version of the format of parts and files."""
 
 Clocks: TypeAlias = "dict[int, list[tuple[float, float]]]"
-"""For each node but rank 0's: at what time of its clock, that was how far ahead of rank 0's."""
+"""Points for each node except rank 0's: a time of its clock, and the seconds by which it was ahead of rank 0's clock.
+"""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -36,23 +37,23 @@ ROW = np.dtype(
         *(("site", "<i4"), ("error", "<i4")),
     ]
 )
-"""An operation in a part. `group`, `call`, `site` and `error` (-1 for none) are numbers that the part has explained
-before; `begin` and `end` (-1 if it was only started) are nanoseconds since the `base` of the part."""
+"""Operation in a part. `group`, `call`, `site` and `error` (-1 for none) are numbers defined earlier in the part;
+`begin` and `end` (-1 if it was only started) are nanoseconds since the `base` of the part."""
 
 _ABOUT = "about.json"
 _PART = "rank-"
 
 _SEEN = 10.0
-"""Microseconds from which on waiting is drawn as a slice of its own."""
+"""Microseconds from which on a wait is drawn as a separate slice."""
 
 _SENDS = {"send": False, "isend": True}
 _RECEIVES = {"recv": False, "irecv": False}
-"""What messages begin and end with, and whether it is only started."""
+"""Names of sends and receives, with True for those that are counted as started only."""
 
 
 @dataclass(slots=True)
 class Process:
-    """A rank of the job."""
+    """Rank of the job."""
 
     rank: int
     host: str
@@ -62,7 +63,7 @@ class Process:
 
 @dataclass(slots=True)
 class Comm:
-    """A communicator."""
+    """Communicator of the job."""
 
     key: str
     name: str
@@ -71,14 +72,15 @@ class Comm:
 
 @dataclass(slots=True)
 class Timeline:
-    """The operations of all ranks.
+    """Operations of all ranks.
 
-    Each has a row in these columns: `rank` (of the world), `comm` (of `comms`), `number` (the how many-th collective on
-    it, 0 for what is none), `call` (of `calls`), `begin` and `end` in microseconds since the first began (`end` is NaN
-    of what was only started), `site` and `error` (of `texts`, -1 for none). Added by :func:`align`: `wait`, the
-    microseconds for which the last of the ranks had not come (NaN of what is no collective), and `last`, that rank.
+    Each operation has a row in these columns: `rank` (of the world), `comm` (of `comms`), `number` (index of the
+    collective on the communicator, from 1; 0 for other operations), `call` (of `calls`), `begin` and `end` in
+    microseconds since the first operation began (`end` is NaN for an operation that was only started), `site` and
+    `error` (of `texts`, -1 for none). Added by :func:`align`: `wait`, the microseconds until the last of the ranks
+    entered (NaN for operations other than collectives), and `last`, that rank.
 
-    `missing` are ranks of which there is no part.
+    `missing` are the ranks without a part.
     """
 
     job: str
@@ -103,14 +105,14 @@ class Timeline:
 
 
 class _Table:
-    """Numbers things by what they say."""
+    """Table that numbers objects by content."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
         self._index: dict[str, int] = {}
 
     def number(self, thing: Any, key: str) -> int:
-        """The number of `thing`."""
+        """Return the number of `thing`."""
         index = self._index.get(key)
         if index is None:
             index = self._index[key] = len(self.all)
@@ -122,17 +124,17 @@ class _Table:
 
 
 def part_name(rank: int) -> str:
-    """The name of the part of the rank `rank` of the world."""
+    """Return the name of the part of the rank `rank` of the world."""
     return f"{_PART}{rank}.jsonl"
 
 
 def write_about(folder: Path, about: dict[str, Any]) -> None:
-    """Write what rank 0 knows of the job: its name, the node of each rank, and the clocks of nodes."""
+    """Write rank 0's data on the job: its name, the node of each rank, and the clocks of nodes."""
     (folder / _ABOUT).write_text(json.dumps(about))
 
 
 def is_parts(folder: Path) -> bool:
-    """Whether `folder` holds the parts of a job."""
+    """Return True if `folder` contains the parts of a job."""
     return any(folder.glob(f"{_PART}*.jsonl"))
 
 
@@ -152,7 +154,7 @@ def merge(folder: Path) -> Path:
 
 
 def load_parts(folder: Path) -> Timeline:
-    """The timeline of the parts in `folder`. Raises SetupError as :func:`merge` does."""
+    """Return the timeline of the parts in `folder`. Raises SetupError as :func:`merge` does."""
     parts = sorted(folder.glob(f"{_PART}*.jsonl"), key=lambda path: (len(path.name), path.name))
     about: dict[str, Any] = {}
     if (folder / _ABOUT).exists():
@@ -165,7 +167,7 @@ def load_parts(folder: Path) -> Timeline:
     for path in parts:
         head, rows = _read_part(path, tables)
         if head is None:
-            continue  # killed before it had written its first line
+            continue  # the rank was killed before it had written its first line
         rank, node = head["rank"], nodes.get(head["rank"], 0)
         line.processes.append(Process(rank, head["host"], head["pid"], node))
         columns.append(_Columns(rank, rows, head["base"], clocks.get(node, [])))
@@ -185,19 +187,20 @@ def load_parts(folder: Path) -> Timeline:
 
 
 class _Columns:
-    """What a part says, on rank 0's clock."""
+    """Columns of a part, on rank 0's clock."""
 
     def __init__(self, rank: int, rows: Rows, base: float, points: Sequence[tuple[float, float]]) -> None:
         self.rank = rank
         self.rows = rows
-        # Both are computed alike, so that none ends after what came next began.
+        # Both are computed alike, so that no operation ends after the next one began.
         self.begin = _corrected(base + 1e-9 * rows["begin"].astype(np.float64), points)
         self.end = _corrected(base + 1e-9 * rows["end"].astype(np.float64), points)
         self.end[rows["end"] < 0] = np.nan
 
 
 def _corrected(times: Floats, points: Sequence[tuple[float, float]]) -> Floats:
-    """`times` of a clock that was ahead at some `points`, between which it drifts evenly."""
+    """Return `times`, of a clock that was ahead at some `points`, on rank 0's clock; the offset is interpolated
+    linearly."""
     if not points:
         return times
     at, ahead = zip(*points, strict=True)
@@ -206,7 +209,7 @@ def _corrected(times: Floats, points: Sequence[tuple[float, float]]) -> Floats:
 
 
 def _read_part(path: Path, tables: tuple[_Table, _Table, _Table]) -> tuple[dict[str, Any] | None, Rows]:
-    """The first line of a part, and its rows with the numbers of `tables`."""
+    """Return the first line of a part, and its rows with the numbers of `tables`."""
     head: dict[str, Any] | None = None
     known = {-1: -1}
     batches = [np.empty(0, ROW)]
@@ -226,7 +229,7 @@ def _read_part(path: Path, tables: tuple[_Table, _Table, _Table]) -> tuple[dict[
 
 
 def _learn(said: dict[str, Any], known: dict[int, int], tables: tuple[_Table, _Table, _Table]) -> None:
-    """What a number of a part stands for."""
+    """Register a number that a part defines."""
     comms, calls, texts = tables
     if "group" in said:
         comm = Comm(said["key"], said["name"], said["members"])
@@ -239,7 +242,7 @@ def _learn(said: dict[str, Any], known: dict[int, int], tables: tuple[_Table, _T
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """What each line says. A process that was killed may have left its last line unfinished."""
+    """Yield the content of each line. A killed process may have left its last line unfinished."""
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             try:
@@ -251,14 +254,14 @@ def _lines(path: Path) -> Iterator[Any]:
             yield said
 
 
-# --- who waits for whom
+# --- wait times
 
 
 def align(line: Timeline) -> None:
-    """Find out who waited for whom: the n-th collective of a communicator is the same one on all its ranks.
+    """Compute the wait times: the n-th collective of a communicator is the same one on all its ranks.
 
-    A rank waits until the last one has come, but no longer than it takes part: what it has to do with others may be
-    over before the last of them comes.
+    A rank waits until the last rank has entered, but no longer than its own part of the collective takes: its exchanges
+    with other ranks may complete before the last rank enters.
     """
     line.wait = np.full(len(line), np.nan)
     line.last = np.full(len(line), -1)
@@ -277,7 +280,8 @@ def align(line: Timeline) -> None:
 
 
 def instances(line: Timeline, rows: Ints) -> tuple[Ints, int]:
-    """For each of the `rows`, which are collectives, the number of the one that they are part of; and how many."""
+    """Return for each of the `rows`, which are collectives, the number of its collective; and the number of
+    collectives."""
     most = int(line.number[rows].max()) + 1 if len(rows) else 1
     _, where = np.unique(line.comm[rows] * most + line.number[rows], return_inverse=True)
     return where, int(where.max()) + 1 if len(rows) else 0
@@ -287,7 +291,7 @@ def instances(line: Timeline, rows: Ints) -> tuple[Ints, int]:
 
 
 def chrome(line: Timeline) -> Iterator[str]:
-    """The text of the file, piece by piece."""
+    """Yield the text of the file, piece by piece."""
     about = {
         "mpicoll trace": VERSION,
         "job": line.job,
@@ -311,7 +315,7 @@ def chrome(line: Timeline) -> Iterator[str]:
 
 
 def _process(line: Timeline, process: Process, arrows: _Arrows) -> Iterator[str]:
-    """The events of a rank, in the order in which they begin."""
+    """Yield the events of a rank, in the order in which they begin."""
     pid = process.rank
     yield _meta(pid, 0, "process_name", name=f"rank {process.rank} ({process.host})")
     yield _meta(pid, 0, "process_sort_index", sort_index=process.rank)
@@ -352,7 +356,8 @@ def _process(line: Timeline, process: Process, arrows: _Arrows) -> Iterator[str]
 
 
 def _duration(begin: float, end: float) -> str:
-    """As it is written: so that what ends before something else begins does so in the file, too."""
+    """Return the duration as written: computed from rounded times, so that slices that do not overlap do not overlap in
+    the file."""
     return "0" if end != end else f"{round(end, 3) - round(begin, 3):.3f}"
 
 
@@ -364,7 +369,7 @@ _SHOWN = ("nbytes", "dtype", "shape", "op", "root", "algorithm", "peer", "tag")
 
 
 def _arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """What the file says of a call beside its name."""
+    """Return the arguments of a call in the file, except its name."""
     made = {"bytes" if name == "nbytes" else name: call[name] for name in _SHOWN if name in call}
     if "shape" in made:
         made["shape"] = str(made["shape"])
@@ -374,10 +379,10 @@ def _arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tracks:
-    """On which track each of the `rows` of a rank, which are in the order of `begin`, is drawn.
+    """Assignment of the `rows` of a rank, which are in the order of `begin`, to tracks.
 
-    The collectives of a communicator come one after the other; messages may be under way side by side, and then they
-    are drawn on as many tracks as it takes.
+    The collectives of a communicator are sequential; messages may overlap, and then they are drawn on as many tracks as
+    needed.
     """
 
     def __init__(self, line: Timeline, rows: Ints) -> None:
@@ -402,14 +407,15 @@ class _Tracks:
 
 
 End: TypeAlias = "tuple[int, float, int]"
-"""A process, a time and a track."""
+"""End of an arrow: a process, a time and a track."""
 
 
 class _Arrows:
-    """From where messages leave to where they arrive.
+    """Arrows from sends to receives.
 
-    Messages between two ranks of a communicator with one tag arrive in the order in which they leave. Where that
-    doesn't tell which is which (somebody receives from any rank, or any tag; more leave than arrive) there are none.
+    Messages between two ranks of a communicator with one tag arrive in the order in which they were sent. Where the
+    match is ambiguous (a rank receives from any rank, or any tag; the numbers of sends and receives differ) there are
+    no arrows.
     """
 
     def __init__(self, line: Timeline) -> None:
@@ -418,7 +424,7 @@ class _Arrows:
         self._unclear: set[tuple[str, int]] = set()
 
     def add(self, comm: Comm, rank: int, call: dict[str, Any], when: tuple[float, float, int], started: bool) -> None:
-        """`rank` of the world sends or receives."""
+        """Record a send or a receive of `rank` of the world."""
         begin, end, track = when
         for one in call.get("parts", [call]):
             name = one["name"]
@@ -432,7 +438,7 @@ class _Arrows:
                     self._arriving[comm.key, comm.members[peer], rank, tag].append((rank, end, track))
 
     def texts(self) -> Iterator[str]:
-        """The events of the arrows."""
+        """Yield the events of the arrows."""
         number = 0
         for pair, leaving in self._leaving.items():
             arriving = self._arriving.get(pair, [])
@@ -451,7 +457,7 @@ class _Arrows:
 
 
 def load(path: Path) -> Timeline:
-    """The timeline of a file, of a folder of parts, or of the newest job in a folder of traces.
+    """Return the timeline of a file, of a folder of parts, or of the newest job in a folder of traces.
 
     Raises SetupError if there is none.
     """
@@ -463,7 +469,7 @@ def load(path: Path) -> Timeline:
 
 
 def jobs(path: Path) -> list[Path]:
-    """The traces that `path` means, oldest first: files, and folders of parts of which there is no file."""
+    """Return the traces in `path`, oldest first: files, and folders of parts without a file."""
     if not path.is_dir():
         return [path]
     if is_parts(path):
@@ -476,7 +482,7 @@ def jobs(path: Path) -> list[Path]:
 
 
 def load_file(path: Path) -> Timeline:
-    """The timeline of a file that :func:`merge` has made. Raises SetupError for any other."""
+    """Return the timeline of a file that :func:`merge` has made. Raises SetupError for any other file."""
     try:
         with path.open() as file:
             return _load(file)
