@@ -189,7 +189,7 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
 
 
 def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
-    """Return `traceback` without the frames of this package, which are of no use to the author of the program.
+    """Return `traceback` without the frames of this package where these are of no use to the program's author.
 
     The frames of the errors that led to `error` are removed likewise. A note states how many were removed. All are
     kept with ``python -X dev``.

@@ -133,7 +133,7 @@ class ControlNetwork:
     A rank that leaves may end once its farewell is with a rank that can't end before it has forwarded it: a rank
     that stays and has forwarded all farewells, or one with a higher number that has connected to it. The order of
     the numbers keeps two ranks that leave at once from each relying on the other. So a rank that can't be found may
-    have left, and only some ranks may have its farewell. The hub decides that such a rank has died when all others
+    have left, and only some ranks may have its farewell. The hub decides whether such a rank has died when all others
     have connected and reported the exits that they have seen.
 
     `outage` are the seconds for which the network may be down while no rank is taken for dead; rank 0's counts for
