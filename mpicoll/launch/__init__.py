@@ -192,6 +192,7 @@ def spawn(
     directory and environment. `fn`, `args` and the results are serialised with cloudpickle: functions and classes of
     the program itself, lambdas and closures by value (which children of a rank that multiprocessing starts with "spawn"
     can't receive: define what they need in a module). Output of the ranks appears in sys.stdout and sys.stderr.
+
     ``join=False`` returns a context at once, whose ``join``, ``results``, ``pids`` and ``terminate`` manage the job.
     If this program exits before the job, it waits for the job, or ends it if `daemon` is true; if this program is
     killed, the job is ended. `timeout` bounds the whole job in seconds. `start_method` exists for compatibility with

@@ -31,9 +31,9 @@ Reductions of the work for P in the hundred thousands (recorded in :attr:`Profil
 * ``sample``: as ``all``, but only for ranks near powers of two, from both ends and where ranks are folded to a power
   of two, for whole nodes there, and for the sources whose messages these ranks need before they can begin. Ranks
   outside are taken to be ready when one of them is needed. A sample counts only if its critical path and the bytes of
-  its busiest rank are exactly
-  those of the closed forms of the algorithm. On 1025 to 2048 ranks the times are 0.68 to 1.39 times those of ``all``;
-  where nodes and ranks are powers of two they are the same, except for ``double_tree`` (0.83 to 1.04).
+  its busiest rank are exactly those of the closed forms of the algorithm. On 1025 to 2048 ranks the times are 0.68 to
+  1.39 times those of ``all``; where nodes and ranks are powers of two they are the same, except for ``double_tree``
+  (0.83 to 1.04).
 
 Barchet-Estefanel and Mounié 2004 and Thakur, Rabenseifner and Gropp 2005 price collectives by rounds in this way.
 """
@@ -96,7 +96,7 @@ class Profile:
     `levels` pairs sets of loads, of which the heaviest determines the duration of a level, with the number of levels
     that have exactly these loads. `sent` (by the busiest rank) and `crossing` (in one direction through the links of
     the busiest node, on all levels together) are multiples of n, the bytes of the vector or of all P blocks of one
-    buffer; `chunks` is the number of chunks of n. `seen` is the set of ranks examined: ``one``, ``all`` or ``sample``.
+    buffer; `chunks` is the number of chunks of n. `seen` names the ranks examined: ``one``, ``all`` or ``sample``.
     """
 
     algorithm: Algorithm

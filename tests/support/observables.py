@@ -2,8 +2,7 @@
 
 It writes all state of torch.distributed that a program can see, and the result of the training, to
 ``FOLDER/NAME-RANK.json``. ``observables.py FOLDER NAME`` is for torchrun; with ``--spawn`` it writes its own state as
-rank -1, and then
-starts two ranks by torch.multiprocessing.
+rank -1, and then starts two ranks by torch.multiprocessing.
 """
 
 from __future__ import annotations
