@@ -1,4 +1,4 @@
-"""Which communicator is meant: the world by default, an mpi4py communicator's duplicate, the world of a local run."""
+"""Resolution of communicators: the world, the duplicate of an mpi4py communicator, the world of a local run."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from mpicoll.transport.control.network import ControlNetwork
 T = TypeVar("T")
 
 CommLike: TypeAlias = "Communicator | Any | None"
-"""What users may pass as ``comm``: a Communicator, an mpi4py communicator, or None for the world."""
+"""Types accepted as ``comm``: a Communicator, an mpi4py communicator, or None for the world."""
 
 _SETTLE = 1.0
-"""Seconds that a process which ends waits for the last messages of the others."""
+"""Seconds that an exiting process waits for the last messages of the other ranks."""
 
 _FAREWELL = 5.0
-"""Seconds that a process which ends gives to its pending operations."""
+"""Seconds that an exiting process waits for its pending operations."""
 
 _START = 60.0
-"""Seconds that MPI may take to start, at least."""
+"""Minimum number of seconds allowed for MPI to start."""
 
 _default: ContextVar[Communicator | None] = ContextVar("mpicoll_default", default=None)
 _world: Communicator | None = None
@@ -59,11 +59,11 @@ _last_words: list[Callable[[], None]] = []
 
 
 def world() -> Communicator:
-    """The communicator of all ranks, made at first use: collective then, and free afterwards.
+    """Return the communicator of all ranks, created at first use: collective then, and without cost afterwards.
 
-    Under an MPI launcher it is a duplicate of MPI.COMM_WORLD. Without one it is a world of one that needs no MPI
-    library. Inside :func:`mpicoll.run_local` it is the world of that run. Raises SetupError if a launcher is there but
-    no MPI library, or one that belongs to another launcher.
+    Under an MPI launcher it is a duplicate of MPI.COMM_WORLD. Without a launcher it is a world of one rank that needs
+    no MPI library. Inside :func:`mpicoll.run_local` it is the world of that run. Raises SetupError under a launcher
+    without an MPI library, or with one that belongs to another launcher.
     """
     return _default.get() or _world or _make_world()
 
@@ -86,7 +86,7 @@ def _make_world() -> Communicator:
 
 
 def _rebind(comm: Communicator) -> None:
-    """`comm` is what has become of the world."""
+    """Replace the world by `comm`."""
     global _world  # noqa: PLW0603  see above
     with _world_lock:
         _world = comm
@@ -97,7 +97,7 @@ def _rebind_here(comm: Communicator) -> None:
 
 
 def _trace(comm: Communicator) -> None:
-    """Collective: trace the job, if a rank wants that."""
+    """Trace the job, if a rank requests it. Collective."""
     folder = next(filter(None, _watched(comm.watch, "starting", lambda: comm.transport.texts(config().trace))), "")
     if not folder:
         return
@@ -171,7 +171,7 @@ def _mpi_init_waits_for_all_ranks() -> Any:
 
 
 def _connect(watch: Watch, transport: Transport, *, survives: bool) -> None:
-    """Collective: let the watches of all ranks talk to each other."""
+    """Connect the watches of all ranks. Collective."""
     job, secret = transport.texts(f"{secrets.token_hex(4)} {secrets.token_hex(16)}")[0].split()
     line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage)
     addresses = [json.loads(text) for text in transport.texts(json.dumps(line.address))]
@@ -190,14 +190,14 @@ def _watched(watch: Watch | None, what: str, make: Callable[[], T]) -> T:
 
 
 def _close() -> None:
-    """At exit, when MPI has ended."""
+    """Close the watch at exit, after MPI was finalised."""
     if _guard.cache_info().currsize and (watch := _guard()) is not None:
         watch.close()
 
 
 @lru_cache(maxsize=1)
 def _guard() -> Watch | None:
-    """What sees to it that this process does not leave others waiting; nothing if there are no others."""
+    """Return the watch that keeps this process from blocking other ranks; None if there are no other ranks."""
     from mpicoll.transport import mpi
 
     if mpi.world_size() == 1:
@@ -213,7 +213,7 @@ def _guard() -> Watch | None:
 
 
 def end_job(error: BaseException, status: int) -> None:
-    """End all ranks, since this one's program has ended by `error`. For a program whose exceptions don't come to
+    """End all ranks, because this rank's program has ended with `error`. For programs whose exceptions do not reach
     sys.excepthook, once MPI has started."""
     from mpicoll.transport import mpi
 
@@ -227,22 +227,22 @@ def end_job(error: BaseException, status: int) -> None:
 
 
 def tell_of_deaths(on_death: Callable[[int, str], None]) -> None:
-    """Have `on_death` called, on one rank that lives, with a rank that has ended unannounced, and how."""
+    """Register `on_death`, called on one surviving rank with a rank that has ended unannounced, and the cause."""
     watch = _guard()
     if watch is not None:
         watch.on_death = on_death
 
 
 def _refuse_all(watch: Watch) -> None:
-    """In a forked child: MPI belongs to its parent alone, and so do the signals that it listens to."""
+    """Disable communication in a forked child: MPI belongs to its parent alone, as do the signals that it handles."""
     leave_signals_alone()
     let_signals_come()
     watch.forked()
 
 
 def _finish_pending(watch: Watch, owner: int) -> None:
-    """At exit: MPI must not be finalised under operations that are still running in the background, nor must NCCL be
-    left to the interpreter's end, where it might wait for ranks that are gone."""
+    """Complete pending operations at exit. MPI must not be finalised while operations run in the background, and NCCL
+    must not be left to the interpreter's shutdown, where it might wait for dead ranks."""
     if os.getpid() != owner:
         return
     failed: list[Past] = []
@@ -254,11 +254,11 @@ def _finish_pending(watch: Watch, owner: int) -> None:
     keepers.add(note_failure)
     for queue in watch.queues():
         done = queue.drain(timeout=min(_FAREWELL, config().timeout))
-        # What others did not join may also have failed meanwhile, as its wait could be left.
+        # An operation that other ranks did not enter may also have failed meanwhile.
         if not done or (failed and not watch.survives):
             watch.dying(f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended")
             watch.end_all(1)
-        # An error that the program has not asked for ends the job, as an uncaught one does.
+        # An error that the program has not retrieved ends the job, as an uncaught exception does.
         for job in () if watch.survives else queue.unreported():
             job.reported = True
             watch.dying(f"exits though {job} failed, and nobody waited for it: {job.error}; the job is ended")
@@ -272,7 +272,7 @@ def _finish_pending(watch: Watch, owner: int) -> None:
 
 
 def _warn_of_messages() -> None:
-    """At exit: say which messages nobody has received."""
+    """Report messages that were not received, at exit."""
     if _world is None or _world.freed:
         return
     with suppress(MpicollError):  # where ranks have died
@@ -281,8 +281,8 @@ def _warn_of_messages() -> None:
 
 
 def resolve(comm: CommLike) -> Communicator:
-    """The Communicator that `comm` means. For an mpi4py communicator that is used for the first time this is collective
-    over it; its duplicate is kept with it and freed when it is freed."""
+    """Return the Communicator for `comm`. The first use of an mpi4py communicator is collective over it; its duplicate
+    is cached with it and freed when it is freed."""
     if comm is None:
         return _default.get() or _world or _make_world()
     if isinstance(comm, Communicator):
@@ -330,15 +330,14 @@ def run_local(
 ) -> list[Any]:
     """Run ``function(*args)`` on `size` ranks that are threads of this process, and return their results by rank.
 
-    Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks; not so in threads
-    that `function` starts, to which it must hand its communicator. The engine is the
-    same as under MPI, apart from there being no native algorithms. `faults` delay, drop or kill (see
-    :mod:`mpicoll.transport.local`); `ranks_per_node` consecutive ranks count as one node; a rank that waits longer than
-    `timeout` seconds gets Timeout.
+    Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks, except in threads
+    that `function` starts, to which it must pass its communicator. The engine is the same as under MPI, except that
+    there are no native algorithms. `faults` delay, drop or kill (see :mod:`mpicoll.transport.local`); `ranks_per_node`
+    consecutive ranks count as one node; a rank that waits longer than `timeout` seconds gets Timeout.
 
-    If ranks fail, the exception of the one that failed first is raised, of those that do not only tell of another's
-    failure, if there are any; a killed rank's result is None. A rank that is done, fails or is killed is gone for the
-    others, whose waits for it raise RankFailed.
+    If ranks fail, the exception of the rank that failed first is raised; exceptions that only report the failure of
+    another rank are raised only if there are no others. A killed rank's result is None. When a rank is done, fails or
+    is killed, waits of other ranks for it raise RankFailed.
     """
     if size < 1:
         raise RankError(f"run_local: size must be at least 1, got {size}")
@@ -348,7 +347,7 @@ def run_local(
     worlds: list[Communicator] = []
 
     def rank_main(transport: local.LocalTransport) -> None:
-        # Each rank is a thread here, and has what a process has elsewhere.
+        # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
         comm = Communicator(
             transport, None, name="world", checks=call_check.Options.of(config().check), family=call_check.Family()
         )
@@ -367,7 +366,8 @@ def run_local(
             comm = _default.get() or comm
             if completed:
                 comm.progress.close()
-            # A worker that waits for others fails when they learn that this rank is gone, and only then can be closed.
+            # A worker that waits for other ranks fails when they detect that this rank has exited, and can be closed
+            # only then.
             universe.bury(transport.rank)
             comm.progress.close(abandon=True)
 

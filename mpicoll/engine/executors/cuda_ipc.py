@@ -356,7 +356,7 @@ class _Operation:
         try:
             self._run(source, target)
         except BaseException:
-            # Who has failed has ended the operation for the others, who may free their memory then.
+            # A failed rank ends the operation for the other ranks, which may free their memory then.
             self._peers.device.synchronize()
             raise
         finally:
@@ -374,7 +374,7 @@ class _Operation:
         arena.tell(peers.has_news, *at, *to)
         arena.sync()
         told = arena.told(5)
-        # Before anything is exchanged, or done in the memory of others.
+        # Before any data is exchanged or written to the memory of other ranks.
         arena.agree()
         if any(news for news, *_ in told):
             peers.announce()
