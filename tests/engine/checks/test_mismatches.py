@@ -198,4 +198,4 @@ def test_rows_of_alltoall_are_compared_by_default(several: Ranks, rows: int, cha
 
     count = 0 if change is None else rows + change
     expected = f"rank 0 sends {count} rows to rank 1, which expects {rows}; they differ in counts"
-    assert several(body) == [expected] * several.size
+    assert set(several(body)) == {expected}
