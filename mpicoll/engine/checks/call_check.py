@@ -220,9 +220,8 @@ class Check:
     def _compare(self, entry: Entry, word: int, told: Callable[[], Told]) -> list[str] | None:
         """Return the texts of all ranks if their words differ, otherwise None. Raises CommunicationError if not all
         ranks can enter the collective."""
-        outer, self._executing.executor = self._executing.executor, _COMPARING
         try:
-            return self._transport.compare(word, lambda: json.dumps(told()), lambda: self._look(entry))
+            return _exchange(self._transport, self._executing, self._watch, entry, word, lambda: json.dumps(told()))
         except Timeout:
             raise  # Timeout is reported with the call anyway
         except CommunicationError as error:
@@ -230,13 +229,29 @@ class Check:
             what = f"{entry.call}, collective {entry.number} of {entry.group.name},{where}"
             error.args = (f"{what}: {error}",)
             raise
-        finally:
-            self._executing.executor = outer
 
-    def _look(self, entry: Entry) -> None:
-        if self._watch is not None:
-            self._watch.check(entry)
-            self._watch.check_deaths(entry.group)
+
+def _exchange(
+    transport: Transport,
+    executing: Executing,
+    watch: Watcher | None,
+    raw: Raw | None,
+    word: int,
+    text: Callable[[], str],
+) -> list[str] | None:
+    """Return the texts of all ranks if their words differ, otherwise None. Collective; raises CommunicationError if the
+    collective `raw` can never complete, RankFailed if a rank of it has died."""
+
+    def check_wait() -> None:
+        if watch is not None and raw is not None:
+            watch.check(raw)
+            watch.check_deaths(raw[0])
+
+    outer, executing.executor = executing.executor, _COMPARING
+    try:
+        return transport.compare(word, text, check_wait)
+    finally:
+        executing.executor = outer
 
 
 def hashed(fields: Told) -> int:
@@ -471,15 +486,18 @@ def brief(raw: Raw | None, *, runs: bool = True) -> str:
     return ""
 
 
-def rows_error(transport: Transport, raw: Raw | None, check_wait: Callable[[], None]) -> CommunicationError:
-    """Return the error for a collective whose blocks are not what their receivers expect. Collective."""
+def rows_error(
+    transport: Transport, executing: Executing, watch: Watcher | None, raw: Raw | None
+) -> CommunicationError:
+    """Return the error for the collective `raw`, whose blocks differ from what their receivers expect. Collective."""
     assert raw is not None  # the collective that has just begun
     entry = Entry._make(raw)
     if entry.site is None:
         entry = entry._replace(site=_foreground_site())
     fields, _ = compared(entry)
     # Words that differ make the transport exchange the texts.
-    texts = transport.compare(transport.rank + 1, lambda: json.dumps(described(entry, fields)), check_wait)
+    word = transport.rank + 1
+    texts = _exchange(transport, executing, watch, raw, word, lambda: json.dumps(described(entry, fields)))
     error = None if texts is None else judged(entry.group, [json.loads(text) for text in texts])
     return error or CommunicationError(f"{entry.call} on {entry.group.name}: ranks expect other counts than are sent")
 
@@ -581,17 +599,14 @@ class Between:
             briefs = [brief(entry, runs=at == last) for at, entry in enumerate(entries)]
             return json.dumps([*zip(signatures, briefs, strict=True)])
 
-        executing = progress.executing
-        outer, executing.executor = executing.executor, _COMPARING
+        word = crc32(array("I", signatures))
         try:
-            texts = self._transport.compare(crc32(array("I", signatures)), described, lambda: self._look(entries[last]))
+            texts = _exchange(self._transport, progress.executing, self._watch, entries[last], word, described)
         except RankFailed:
             raise  # the transport already refuses further operations on this communicator
         except BaseException:
             self._refuse("an operation was given up, and the ranks are out of step since")
             raise
-        finally:
-            executing.executor = outer
         if texts is None:
             return
         told = [json.loads(text) for text in texts]
@@ -607,11 +622,6 @@ class Between:
             later = f"{last - at} collective{'s' if last - at > 1 else ''} later"
             found.args = (f"{found}\n  (found {later}: its results and those since then may be wrong)",)
         raise found
-
-    def _look(self, entry: Raw | None) -> None:
-        if self._watch is not None and entry is not None:
-            self._watch.check(entry)
-            self._watch.check_deaths(entry[0])
 
     def _refuse(self, why: str) -> None:
         """Make all later collectives raise CommunicatorError."""

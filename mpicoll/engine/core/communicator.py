@@ -296,7 +296,8 @@ class Communicator:
 
     def _judge_rows(self) -> Exception:
         """Return the error for blocks that differ from what their receivers expect. Collective."""
-        return call_check.rows_error(self.transport, (self.outer or self).progress.current, self._check_wait)
+        current = (self.outer or self).progress.current
+        return call_check.rows_error(self.transport, self.progress.executing, self.watch, current)
 
     def _judged(self, texts: list[str]) -> Exception | None:
         return call_check.from_texts(self.progress.group, texts)
