@@ -18,3 +18,6 @@ export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe:-1}
 # The PyPI wheel contains UCX; where UCX finds no device, every shared window prints "OSC UCX component priority set
 # inside component query failed" to stderr.
 export OMPI_MCA_osc=${OMPI_MCA_osc:-^ucx}
+
+# Where the component ofi finds no device, it sleeps for a second in each MPI_Init.
+export OMPI_MCA_btl=${OMPI_MCA_btl:-^ofi}

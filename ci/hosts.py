@@ -40,7 +40,7 @@ host=$1
 shift
 nsenter --target "$(cat {folder}/$host)" --net --uts --mount --wd="$PWD" sh -c "$*"
 status=$?
-# As with ssh, nobody hears what becomes of a host that is cut off.
+# As with ssh, the end of a program on a host that is cut off is not reported.
 while [ -e {folder}/$host.lost ]; do sleep 0.1; done
 exit $status
 """

@@ -163,7 +163,7 @@ dist.init_process_group("mpicoll")
 
 
 def fatal(count: int, table: Table, folder: Path) -> None:
-    """`count` cases that leave ranks waiting, each in a job of its own."""
+    """`count` cases that leave ranks waiting, each in a separate job."""
     wanted = []
     for number in range(count):
         size, face, form = SIZES[number % 3], mismatches.FACES[number // 3 % 2], mismatches.FORMS[number // 2 % 2]

@@ -82,7 +82,7 @@ def main() -> None:
     table = Table("schedule", "chunks", "formula", "measured", title=f"bubble of {stages} stages")
     for name, chunks in CASES:
         found = measure(name, chunks, options)
-        formula, _ = schedules.closed_form(name, stages, options.micro_batches, chunks)
+        formula, _ = schedules.evaluate_closed_form(name, stages, options.micro_batches, chunks)
         assert formula is not None
         table.add_row(name, str(chunks), f"{float(formula):.2%}", f"{float(found.bubble):.2%}")
         if options.draw and world().rank == 0:

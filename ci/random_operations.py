@@ -7,7 +7,7 @@ plans, requests under way in any number, groups made and freed.
 
 Everything is done twice: as fast as it goes, and with delays, of messages (on threads) and of ranks that sleep before
 some of their calls. The operations come in programs that know nothing of each other: what fails is repeated by
-``--only``, whose number the message tells. The exit status is 0 if every result was right.
+``--only``, whose number is in the message. The exit status is 0 if every result was right.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ class Soak:
 
     def _in_the_middle(self) -> None:
         op = mpicoll.Op(_fail, commutative=True, elementwise=True)
-        mpicoll.allreduce(self.inputs["float32", 12], op, algorithm="slots")
+        mpicoll.allreduce(self.inputs["float32", 12], op, algorithm="shm_flat")
 
 
 def _fail(a: Any, b: Any) -> Any:
@@ -383,7 +383,7 @@ def growth(samples: list[float]) -> float:
 
 
 def run(soak: Soak, operations: int) -> np.ndarray:
-    """Carry them out, and return by how much this rank has grown in what `state` tells."""
+    """Carry them out, and return the growth of this rank in the quantities of `state`."""
     step = max(100, operations // SAMPLES)
     samples: list[tuple[float, int, int, int]] = []
     begin = time.monotonic()

@@ -5,21 +5,31 @@
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 child=
-trap 'kill $child 2>/dev/null; exit 130' INT TERM
+declare -A started # the process of each stage that runs beside others
+trap 'kill $child "${started[@]}" 2>/dev/null; exit 130' INT TERM
 passed=0 failed=0 skipped=0
 # mpirun gives the ranks a terminal, so pytest can't tell.
 color=--color=$([[ -t 1 ]] && echo yes || echo no)
 broken=() # the stages that failed
 
-# stage NAME SECONDS COMMAND...: run a command with a bound on its time, and say how it ended.
+# stage NAME SECONDS COMMAND...: run a command with a bound on its time, and say how it ended. If `beside` has started
+# the command, wait for its end, and show the output.
 stage() {
     local name=$1 limit=$2 begin=$SECONDS status=0
     shift 2
     printf '\n=== %s\n' "$name"
-    # In the background, because bash would handle Ctrl-C only after a command in the foreground.
-    timeout --kill-after=10 "$limit" "$@" </dev/null &
-    child=$!
+    if [[ -n ${started[$name]:-} ]]; then
+        child=${started[$name]}
+    else
+        # In the background, because bash would handle Ctrl-C only after a command in the foreground.
+        timeout --kill-after=10 "$limit" "$@" </dev/null &
+        child=$!
+    fi
     wait "$child" || status=$?
+    if [[ -n ${started[$name]:-} ]]; then
+        cat "$results/$name.log"
+        unset "started[$name]"
+    fi
     if [[ $status -eq 124 || $status -eq 137 ]]; then
         echo "stopped after $limit s"
     fi
@@ -29,6 +39,15 @@ stage() {
     printf '=== %s: %s, %d s\n' "$name" "$([[ $status -eq 0 ]] && echo ok || echo "FAILED (exit $status)")" \
         $((SECONDS - begin))
     [[ $status -eq 0 ]]
+}
+
+# beside NAME SECONDS COMMAND...: start a stage of tests now, beside the stages up to the call of `tests` with the same
+# arguments.
+beside() {
+    local name=$1 limit=$2
+    shift 2
+    timeout --kill-after=10 "$limit" "$@" --junit-xml="$results/$name.xml" </dev/null >"$results/$name.log" 2>&1 &
+    started[$name]=$!
 }
 
 # check NAME SECONDS COMMAND...: a stage without tests; counts as one failure, so that the last line can't look green.

@@ -35,7 +35,7 @@ from torch.nn import functional
 
 import mpicoll.torch
 from mpicoll.parallel.layers import shard_
-from mpicoll.parallel.shards import shard_of
+from mpicoll.parallel.shards import get_shard
 
 HEAD = 64
 PLAN = {"qkv": "column", "proj": "row", "fc1": "column", "fc2": "row"}
@@ -102,7 +102,7 @@ def by_mpicoll(plain: nn.Module) -> nn.Module:
 def whole(param: Tensor, grad: Tensor) -> Tensor:
     if isinstance(grad, DTensor):
         return grad.full_tensor()
-    shard = shard_of(param)
+    shard = get_shard(param)
     if shard is None:
         return grad
     parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
@@ -144,7 +144,7 @@ def stepper(model: nn.Module, x: Tensor, grad: Tensor) -> Callable[[], None]:
         own.grad = None
         model.zero_grad()
         out = model(own)
-        # torch leaves the wait for the last all-reduce to whoever reads the result.
+        # torch waits for the last all-reduce when the result is read.
         if isinstance(out, AsyncCollectiveTensor):
             out.wait()
         out.backward(grad)

@@ -25,9 +25,16 @@ source ci/stages.sh
 # Without the cache of compiled modules each of hundreds of processes would compile mpicoll and the tests again.
 unset PYTHONDONTWRITEBYTECODE
 
-# More would only wait for each other: many tests start several ranks. nproc would take OMP_NUM_THREADS for the answer.
+# Several jobs share the cores, though none of them has more ranks than there are cores.
+export OMPI_MCA_mpi_yield_when_idle=${OMPI_MCA_mpi_yield_when_idle:-1}
+
+# nproc would take OMP_NUM_THREADS for the answer.
 workers=$(env -u OMP_NUM_THREADS nproc)
-workers=$((workers > 4 ? 4 : workers))
+if [[ $tier != quick ]]; then
+    # Slow tests wait part of their time: for ranks that start, or that fail.
+    workers=$((workers * 3 / 2))
+fi
+workers=$((workers > 8 ? 8 : workers)) # each takes up to 2 GB
 
 # wanted STAGE: is it to run?
 wanted() { [[ $only == all || $only == "$1" ]]; }
@@ -52,12 +59,17 @@ if wanted layers; then
     # import-linter finds the contract of ci/layers.py from here.
     check layers 60 env PYTHONPATH=. lint-imports
 fi
+suite=(suite 900 python ci/torch_suite.py)
+if [[ $only$tier == alldefault ]]; then
+    # Two thirds of the time it waits.
+    beside "${suite[@]}"
+fi
 if wanted unit; then
     tests unit 5400 python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
-        --numprocesses "$workers" --dist worksteal
+        --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
 fi
 if wanted suite && [[ $tier != quick ]]; then
-    tests suite 400 python ci/torch_suite.py
+    tests "${suite[@]}"
 fi
 if wanted mpi; then
     if [[ -n $ranks ]]; then
@@ -68,7 +80,9 @@ if wanted mpi; then
         for np in 1 2 3 4; do mpi "$np" -m mpi; done
     else
         mpi 3 -m mpi
-        for np in 2 4; do mpi "$np" -m "mpi and every_size"; done
+        # Ranks that collected the other files too would take longer for that than for these tests.
+        mapfile -t files < <(grep -rl --include='test_*.py' 'pytest\.mark\.every_size' tests)
+        for np in 2 4; do mpi "$np" -m "mpi and every_size" "${files[@]}"; done
     fi
 fi
 if [[ $tier == long ]]; then

@@ -1,7 +1,7 @@
 """PyTorch's own tests of a c10d backend, run on mpicoll: python ci/torch_suite.py [--np 3] [--only REGEX]
 
 The tests are those of ``torch/testing/_internal/distributed/distributed_test.py``, which is in every wheel of torch.
-All of them run in as few MPI jobs as possible, each in a process group of its own. A test that fails or hangs on a rank
+All of them run in as few MPI jobs as possible, each in a separate process group. A test that fails or hangs on a rank
 ends its job (a hang after printing the stacks of all ranks); the rest go on in a new one. The status of a test is the
 worst of its ranks'. Where the tests ask for a backend by name, mpicoll answers to mpi and gloo.
 """

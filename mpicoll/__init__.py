@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from mpicoll.engine.core.request import Request, waitall, waitany
     from mpicoll.engine.debug import debug
     from mpicoll.engine.plan import Plan
+    from mpicoll.engine.run_local import run_local
     from mpicoll.engine.selection.selector import Choice, algorithms
     from mpicoll.engine.trace import trace
-    from mpicoll.engine.world import run_local, world
+    from mpicoll.engine.world import world
     from mpicoll.errors import (
         AlgorithmError,
         ArgumentError,
@@ -168,7 +169,8 @@ _HOMES = {
     "engine.core.request": "Request waitall waitany",
     "engine.selection.selector": "Choice algorithms",
     "engine.trace": "trace",
-    "engine.world": "run_local world",
+    "engine.run_local": "run_local",
+    "engine.world": "world",
     "errors": (
         "AlgorithmError ArgumentError CommunicationError CommunicatorError DTypeError DeviceError MismatchError"
         " MpicollError NumericsError RankError RankFailed ScheduleError SetupError ShapeError SpawnError Timeout"

@@ -33,11 +33,11 @@ _PATCHED = (
 _HELPER_BACKEND = 3
 """Index of the argument `backend` of ``_new_process_group_helper``."""
 
-_MAKERS = ("init_process_group", "_new_group_with_tag")
+_GROUP_CREATORS = ("init_process_group", "_new_group_with_tag")
 """Functions of c10d that create process groups."""
 
 _lock = threading.Lock()
-_listening: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+_intercepted: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 """Replacement of ``Backend.__new__``, and torch's original function."""
 
 
@@ -48,10 +48,10 @@ def register() -> None:
     neither MPI nor numpy, and never raises.
     """
     try:
-        if launch_env.started_by_mpi(os.environ):
+        if launch_env.is_started_by_mpi(os.environ):
             register_backend()
         else:
-            _listen()
+            _intercept_names()
     except Exception:
         logging.getLogger("mpicoll").debug("the backend could not be registered with torch", exc_info=True)
 
@@ -68,32 +68,32 @@ def register_backend() -> None:
     with _lock:
         if hasattr(c10d.Backend, "MPICOLL"):
             return
-        _stop_listening()
+        _restore_names()
         for name in _PATCHED:
             original = getattr(c10d, name, None)
             if original is not None:
-                patched = _patch(name, original)
+                wrapper = _make_patch(name, original)
                 for module in (c10d, dist):
                     if getattr(module, name, None) is original:
-                        setattr(module, name, patched)
+                        setattr(module, name, wrapper)
         method = "_register_builtin_comm_hook"
         ddp = torch.nn.parallel.DistributedDataParallel
-        setattr(ddp, method, _patch(method, getattr(ddp, method)))
-        if launch_env.started_by_mpi(os.environ):
+        setattr(ddp, method, _make_patch(method, getattr(ddp, method)))
+        if launch_env.is_started_by_mpi(os.environ):
             # Not without a launcher: programs that find MPI available select it, and each process would be a world of
             # one rank.
-            setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  it is no name that mypy knows
-        c10d.Backend.register_backend("mpicoll", _create, extended_api=True, devices=["cpu", "cuda"])
+            setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  mypy does not know the name
+        c10d.Backend.register_backend("mpicoll", _create_process_group, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, backend_options: Any) -> Any:
+def _create_process_group(options: Any, backend_options: Any) -> Any:
     """Create a process group. Called by torch."""
     return import_module("mpicoll.torch.group_creation").create(options, backend_options)
 
 
-def _patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if name == "rendezvous":
             # It does not receive the backend, which is a local variable of its caller, init_process_group.
             ours = names_mpicoll(sys._getframe(1).f_locals.get("backend"))
@@ -105,7 +105,7 @@ def _patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return getattr(import_module("mpicoll.torch.c10d_patches"), name)(original, *args, **kwargs)
         return original(*args, **kwargs)
 
-    return patched
+    return wrapper
 
 
 def is_mpicoll_available() -> bool:
@@ -113,34 +113,34 @@ def is_mpicoll_available() -> bool:
     return True
 
 
-def _listen() -> None:
+def _intercept_names() -> None:
     """Register the backend as soon as the program names it.
 
     Every function of c10d that takes the name of a backend first calls ``Backend`` with it. The name "mpi" counts only
-    in calls from ``_MAKERS``, since a program that only parses or compares the name does not create a group.
+    in calls from ``_GROUP_CREATORS``, since a program that only parses or compares the name does not create a group.
     """
-    global _listening  # noqa: PLW0603  there is one torch
+    global _intercepted  # noqa: PLW0603  there is one torch
     import torch.distributed as dist
 
     if not dist.is_available():
         return
     from torch.distributed import distributed_c10d as c10d
 
-    plain = c10d.Backend.__new__
+    original = c10d.Backend.__new__
 
-    @functools.wraps(plain)
-    def listener(cls: type[Any], name: Any) -> Any:
-        if names_mpicoll(name) and ("mpicoll" in name.lower() or sys._getframe(1).f_code.co_name in _MAKERS):
+    @functools.wraps(original)
+    def intercept(cls: type[Any], name: Any) -> Any:
+        if names_mpicoll(name) and ("mpicoll" in name.lower() or sys._getframe(1).f_code.co_name in _GROUP_CREATORS):
             register_backend()
-        return plain(cls, name)
+        return original(cls, name)
 
-    _listening = listener, plain
-    c10d.Backend.__new__ = staticmethod(listener)  # type: ignore[method-assign]
+    _intercepted = intercept, original
+    c10d.Backend.__new__ = staticmethod(intercept)  # type: ignore[method-assign]
     setattr(dist, is_mpicoll_available.__name__, is_mpicoll_available)
 
 
-def _stop_listening() -> None:
+def _restore_names() -> None:
     from torch.distributed import distributed_c10d as c10d
 
-    if _listening is not None and c10d.Backend.__new__ is _listening[0]:
-        c10d.Backend.__new__ = staticmethod(_listening[1])  # type: ignore[method-assign]
+    if _intercepted is not None and c10d.Backend.__new__ is _intercepted[0]:
+        c10d.Backend.__new__ = staticmethod(_intercepted[1])  # type: ignore[method-assign]

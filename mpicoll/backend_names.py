@@ -8,15 +8,15 @@ from typing import Any
 def names_mpicoll(backend: Any) -> bool:
     """True if the name of a backend asks for mpicoll: ``mpicoll``, ``cpu:mpicoll,cuda:nccl`` or, in a torch that was
     built without MPI, ``mpi``."""
-    return isinstance(backend, str) and any(name == "mpicoll" for _, _, name in _parts(backend))
+    return isinstance(backend, str) and any(name == "mpicoll" for _, _, name in _split_names(backend))
 
 
-def own_name(backend: str) -> str:
+def replace_mpi(backend: str) -> str:
     """Return the name of a backend, with mpicoll for ``mpi`` in a torch that was built without MPI."""
-    return ",".join("".join(part) for part in _parts(backend))
+    return ",".join("".join(part) for part in _split_names(backend))
 
 
-def _parts(backend: str) -> list[tuple[str, str, str]]:
+def _split_names(backend: str) -> list[tuple[str, str, str]]:
     """Return device, colon and name of each part of ``cpu:mpicoll,cuda:nccl``; of a plain name the name only."""
     from torch.distributed import distributed_c10d as c10d
 

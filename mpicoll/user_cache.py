@@ -1,15 +1,16 @@
-"""Location, reading and atomic writing of files in the user's cache directory."""
+"""Location of mpicoll's files in the user's cache directory, and files of measured results."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mpicoll import atomic_files
 
 _LARGEST = 4 << 20
 """Largest size in bytes of a file of entries; larger files are ignored."""
@@ -25,26 +26,6 @@ def cache_file(name: str) -> Path | None:
     except RuntimeError:
         return None
     return Path(cache) / "mpicoll" / name
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the contents of the file by `text` atomically: a concurrent reader sees the old or the new contents.
-
-    Raises OSError, and leaves no temporary file behind, if it can't be written.
-    """
-    draft = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            draft = Path(file.name)
-            file.write(text)
-        draft.replace(path)
-    except OSError:
-        if draft is not None:
-            draft.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +58,16 @@ class Entries:
         """
         path = self.path
         if path is None:
-            return "kept nowhere, as there is no home directory"
+            return "not stored, because there is no home directory"
         others = [one for one in self._all() if self._conditions(one) != self._conditions(entry)]
         entries = [*others[1 - _ENTRIES :], entry]
         content = {"format": self.format, "version": self.version, "entries": entries}
         try:
-            write_atomically(path, json.dumps(content, indent=1) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_files.write(path, json.dumps(content, indent=1) + "\n")
         except OSError as error:
             return f"but {path} can't be written: {error.strerror}"
-        return f"kept in {path}"
+        return f"stored in {path}"
 
     def _conditions(self, entry: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in entry.items() if name not in self.results}

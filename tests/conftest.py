@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -39,6 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.agree import Agreement
 
         config.pluginmanager.register(Agreement(config), "agreement")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    unstable = [item.nodeid for item in session.items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"ids that contain an address differ from worker to worker: {unstable}")
+    # Thousands of tests stay until the end; each collection of garbage would look at them.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -93,11 +93,11 @@ def test_a_program_sees_no_difference(launcher: str, tmp_path: Path) -> None:
     ids=["nothing", "Slurm", "torchrun", "PMIx", "mpirun", "exported", "torchrun in mpirun", "another in mpirun"],
 )
 def test_who_started_this_process(variables: dict[str, str], expected: bool) -> None:
-    assert launch_env.started_by_mpi(variables) is expected
+    assert launch_env.is_started_by_mpi(variables) is expected
 
 
 def test_a_child_of_multiprocessing_was_not_started_by_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     import multiprocessing.process
 
     monkeypatch.setattr(multiprocessing.process, "_parent_process", object())
-    assert not launch_env.started_by_mpi({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "3"})
+    assert not launch_env.is_started_by_mpi({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_RANK": "3"})

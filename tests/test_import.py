@@ -70,7 +70,7 @@ BY_NAME = {
     # torch's entry point lies below mpicoll.torch, and loads it when the backend is used.
     "autoload.py": {"mpicoll.torch.c10d_patches", "mpicoll.torch.group_creation", "mpicoll.torch.process_group"},
     # Whether MPI has been loaded is asked without loading it.
-    "engine/world.py": {"mpicoll.transport.mpi"},
+    "engine/startup.py": {"mpicoll.transport.mpi"},
 }
 """The modules that are named by a string, where the contracts on imports don't see them."""
 

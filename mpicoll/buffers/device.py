@@ -1,11 +1,12 @@
 """Device memory in numpy's terms, and what the engine needs of a device.
 
 A :class:`DeviceArray` has the shape, strides, dtype and address of device memory, and all of numpy that only looks at
-these. What would touch the memory becomes work of its device: copies and ufuncs reach it through numpy's own protocols,
-whoever calls them, and anything else raises instead of reading memory that the host may not read.
+these. Operations on the memory become work of its device: copies and ufuncs reach it through numpy's own protocols,
+from any caller, and all others raise instead of reading memory that the host may not read.
 
-Work of a device is in the order in which a thread gives it, and apart from the caller's streams: it is given inside of
-``with device.working(after)``, begins when all of `after` is done, and is done when the block is left.
+Work of a device runs in the order in which a thread submits it, and separately from the caller's streams: it is
+submitted inside of ``with device.working(after)``, begins when all of `after` is done, and is done when the block is
+left.
 """
 
 from __future__ import annotations
@@ -220,6 +221,16 @@ def empty_beside(array: Array, count: int, dtype: np.dtype[Any] | None = None) -
     """Allocate flat scratch memory, not filled, where `array` lies; of its dtype, if none is given."""
     wanted = array.dtype if dtype is None else dtype
     return array.on.empty(count, wanted) if isinstance(array, DeviceArray) else np.empty(count, wanted)
+
+
+def on_host(array: Array) -> Array:
+    """Return the elements of `array` in memory that the host can read."""
+    if not isinstance(array, DeviceArray):
+        return array
+    found = np.empty(array.shape, array.dtype)
+    with array.on.working():
+        np.copyto(found, array)
+    return found
 
 
 def same_place(operation: str, one: Array, other: Array, names: tuple[str, str] = ("x lies", "out")) -> None:

@@ -71,7 +71,7 @@ class Reduction:
 
     It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the
     number of ranks). `native` is the name of the MPI operation that is equivalent to `combine` on `work`; None if MPI
-    has no such reduction. For the correctness of a library's implementation see :meth:`Transport.misreduces`.
+    has no such reduction. For the correctness of a library's implementation see :meth:`Transport.find_native_defect`.
     """
 
     name: str
@@ -160,7 +160,8 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
         fits = np.can_cast(factor.dtype, dtype.work, casting="same_kind")
     if factor.ndim or not fits:
         raise DTypeError(
-            f"{operation}: premul_sum: the factor {op.factor!r} is no number of dtype {dtype.name}; convert one of them"
+            f"{operation}: premul_sum: the factor {op.factor!r} is not a number of dtype {dtype.name}; convert one of"
+            " them"
         )
     # On one rank the factor may exceed the range, whatever the other ranks pass.
     scale = dtypes.silent(factor.astype)(dtype.work)

@@ -77,8 +77,8 @@ def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:
     view = host_view(x)
     if view is None:
         raise DTypeError(
-            f"{operation}: {argument} is a {type(x).__name__}, which is no array; pass a numpy array, a torch tensor"
-            " or an object with DLPack or the array interface (numpy.asarray makes one of a list)"
+            f"{operation}: {argument} is a {type(x).__name__}, which is not an array; pass a numpy array, a torch"
+            " tensor or an object with DLPack or the array interface (numpy.asarray makes one of a list)"
         )
     namespace = getattr(x, "__array_namespace__", None)
     library: Library = NUMPY if isinstance(x, np.ndarray) or namespace is None else ArrayApi(namespace())

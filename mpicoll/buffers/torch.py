@@ -116,7 +116,7 @@ def recognise_tensor(operation: str, x: torch.Tensor, argument: str) -> Buffer:
         dense = x.detach().resolve_conj().resolve_neg()
         if not dense.data_ptr() and dense.numel():
             raise DTypeError(
-                f"{operation}: {argument} is a {type(x).__name__} without memory of its own; pass the plain tensor that"
+                f"{operation}: {argument} is a {type(x).__name__} that has no memory itself; pass the plain tensor that"
                 " it stands for (of a DTensor, to_local())"
             )
         view, library = _cuda_view(dense, dtype, on), _BFLOAT16_CUDA if words else _TORCH_CUDA
@@ -169,7 +169,7 @@ def itemsize_of(operation: str, dtype: Any) -> int:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, dtype)
     if not isinstance(dtype, torch.dtype):
-        raise DTypeError(f"{operation}: {dtype!r} is no dtype of torch")
+        raise DTypeError(f"{operation}: {dtype!r} is not a dtype of torch")
     return dtype.itemsize
 
 

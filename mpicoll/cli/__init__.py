@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except MpicollError as error:
-        if launch_env.launched(os.environ):
+        if launch_env.is_launched(os.environ):
             raise  # so that the ranks that wait for this one are ended
         sys.stderr.write(f"mpicoll: {error}\n")
         return 2
     except OSError as error:
         # Only for files that the user named; for other errors the traceback is more useful.
-        if error.filename is None or launch_env.launched(os.environ):
+        if error.filename is None or launch_env.is_launched(os.environ):
             raise
         sys.stderr.write(f"mpicoll: {error.filename}: {error.strerror}\n")
         return 2

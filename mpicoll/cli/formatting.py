@@ -6,15 +6,15 @@ import argparse
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from mpicoll.errors import SetupError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
-    from typing_extensions import Self
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
 
@@ -42,7 +42,7 @@ def sizes(text: str, factor: int = 2) -> list[int]:
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+)([kmg]?)(i?b)?", text.strip().lower())
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write such as 8, 64k, 1m, 8-64m or 8,1k,1m")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write for example 8, 64k, 1m, 8-64m or 8,1k,1m")
     return int(match[1]) << _UNITS[match[2]]
 
 
@@ -180,51 +180,20 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, 
     return Table(title, columns, rows, caption)
 
 
-class Bar(Protocol):
-    """The subset of rich's progress bar that the commands use."""
+@contextmanager
+def steps(shown: bool, total: int) -> Iterator[Callable[[str, int], None]]:
+    """Yield ``step(label, done)``, which advances a progress bar of `total` steps on stderr.
 
-    def __enter__(self) -> Self: ...
+    It does nothing unless `shown` is true and rich is installed.
+    """
+    if not shown or find_spec("rich") is None:
+        yield lambda label, done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __exit__(self, *args: object) -> None: ...
-
-    def add_task(self, description: str, *, total: int) -> Any: ...
-
-    def update(self, task: Any, *, description: str = "", advance: int) -> None: ...
-
-    def refresh(self) -> None: ...
-
-
-class _NoBar:
-    """A progress bar without output."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        """Do nothing."""
-
-    def add_task(self, description: str, *, total: int) -> Any:
-        """Return None as the task."""
-
-    def update(self, task: Any, *, description: str = "", advance: int) -> None:
-        """Do nothing."""
-
-    def refresh(self) -> None:
-        """Do nothing."""
-
-
-def progress(shown: bool) -> Bar:
-    """Return a progress bar on stderr, to be used as a context manager. It has no output unless `shown` is true and
-    rich is installed."""
-    if not shown:
-        return _NoBar()
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        return _NoBar()
     # A thread that refreshes the bar would take time from the measurement.
-    bar: Any = Progress(
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -232,5 +201,11 @@ def progress(shown: bool) -> Bar:
         console=Console(stderr=True, force_terminal=True),
         auto_refresh=False,
         transient=True,
-    )
-    return bar  # type: ignore[no-any-return]
+    ) as bar:
+        task = bar.add_task("", total=total)
+
+        def step(label: str, done: int) -> None:
+            bar.update(task, description=label, advance=done)
+            bar.refresh()
+
+        yield step

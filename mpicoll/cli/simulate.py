@@ -8,9 +8,8 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from itertools import groupby
-from math import inf, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,13 +17,12 @@ from typing import Any
 from mpicoll import schedules
 from mpicoll.cli import formatting
 from mpicoll.errors import ArgumentError
-from mpicoll.schedules import Cluster, Forecast, Profile
+from mpicoll.schedules import Cluster, Forecast
 from mpicoll.schedules.draw import picture_type
 
 _SCALES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
 _RATES = {"gb/s": 1e9, "mb/s": 1e6, "gbit/s": 1e9 / 8, "mbit/s": 1e6 / 8}
 _DEFAULT = Cluster(nodes=1024, ranks_per_node=128)
-_COSTS = ("node_alpha", "node_beta", "net_alpha", "net_beta", "gamma")
 
 
 def add(commands: Any) -> None:
@@ -55,7 +53,7 @@ def add(commands: Any) -> None:
         units = "0.5us" if name.endswith("alpha") else "0.1ns or 10GB/s"
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=_seconds,
+            type=_parse_time,
             default=value,
             metavar="TIME",
             help=f"{what}, such as {units}; default: {shown}",
@@ -75,7 +73,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _seconds(text: str) -> float:
+def _parse_time(text: str) -> float:
     """Parse seconds (per message or per byte) from ``0.5us``, ``2e-6``, or a rate such as ``10GB/s``."""
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)", text.strip().lower())
     try:
@@ -87,7 +85,7 @@ def _seconds(text: str) -> float:
         return value * _SCALES[unit]
     if value > 0 and unit in _RATES:
         return 1 / (value * _RATES[unit])
-    raise argparse.ArgumentTypeError(f"{text!r} is no time; write such as 0.5us, 0.1ns, 2e-6 or 10GB/s")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a time; write for example 0.5us, 0.1ns, 2e-6 or 10GB/s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,11 +93,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         formatting.require_matplotlib()
         picture_type(args.plot)
-    return _compare(args) if args.measured else _price(args)
+    return _compare(args) if args.measured else _predict(args)
 
 
-def _price(args: argparse.Namespace) -> int:
-    cluster = _cluster(args)
+def _predict(args: argparse.Namespace) -> int:
+    cluster = _make_cluster(args)
     began = time.perf_counter()
     forecasts = schedules.simulate(
         args.collective,
@@ -110,9 +108,9 @@ def _price(args: argparse.Namespace) -> int:
         **({} if args.budget is None else {"budget": args.budget}),
     )
     took = time.perf_counter() - began
-    wins = _wins(forecasts, args.sizes)
+    wins = _find_fastest(forecasts, args.sizes)
     if args.json != "-":
-        _show(args, cluster, forecasts, wins, took)
+        _print_forecasts(args, cluster, forecasts, wins, took)
     if args.json:
         _write(
             args.json,
@@ -120,7 +118,7 @@ def _price(args: argparse.Namespace) -> int:
                 "collective": args.collective,
                 "cluster": asdict(cluster),
                 "seconds_taken": took,
-                "algorithms": [_as_json(forecast) for forecast in forecasts],
+                "algorithms": [_encode(forecast) for forecast in forecasts],
                 "wins": [{"algorithm": name, "from": low, "to": high} for name, low, high in wins],
             },
         )
@@ -128,11 +126,11 @@ def _price(args: argparse.Namespace) -> int:
         lines = {
             forecast.algorithm.name: [(p.nbytes, p.seconds) for p in forecast.points if p] for forecast in forecasts
         }
-        _plot(args.plot, f"{args.collective} on {_where(cluster)}, simulated", lines, {})
+        _plot(args.plot, f"{args.collective} on {_describe_cluster(cluster)}, simulated", lines, {})
     return 0
 
 
-def _cluster(args: argparse.Namespace) -> Cluster:
+def _make_cluster(args: argparse.Namespace) -> Cluster:
     nodes, per_node, ranks = args.nodes, args.ranks_per_node, args.ranks
     if ranks is not None:
         per_node = per_node or 1
@@ -142,7 +140,9 @@ def _cluster(args: argparse.Namespace) -> Cluster:
                 " --ranks, --nodes and --ranks-per-node that fit"
             )
         nodes = ranks // per_node
-    costs = {name: getattr(args, name) for name in _COSTS}
+    from mpicoll.cli.cost_fit import COSTS
+
+    costs = {name: getattr(args, name) for name in COSTS}
     return Cluster(
         nodes=_DEFAULT.nodes if nodes is None else nodes,
         ranks_per_node=_DEFAULT.ranks_per_node if per_node is None else per_node,
@@ -151,11 +151,11 @@ def _cluster(args: argparse.Namespace) -> Cluster:
     )
 
 
-def _where(cluster: Cluster) -> str:
+def _describe_cluster(cluster: Cluster) -> str:
     return f"{cluster.size} ranks: {cluster.nodes} nodes of {cluster.ranks_per_node}"
 
 
-def _wins(forecasts: Sequence[Forecast], sizes: Sequence[int]) -> list[tuple[str, int, int]]:
+def _find_fastest(forecasts: Sequence[Forecast], sizes: Sequence[int]) -> list[tuple[str, int, int]]:
     """Return the fastest algorithms, each with its first and its last size."""
     fastest = []
     for place, nbytes in enumerate(sizes):
@@ -169,7 +169,7 @@ def _wins(forecasts: Sequence[Forecast], sizes: Sequence[int]) -> list[tuple[str
 _SEEN = {"one": "one rank, all do alike", "all": "every rank", "sample": "a sample of ranks"}
 
 
-def _show(
+def _print_forecasts(
     args: argparse.Namespace,
     cluster: Cluster,
     forecasts: Sequence[Forecast],
@@ -189,7 +189,9 @@ def _show(
                 best,
             ]
         )
-    console.print(formatting.table(f"{args.collective} on {_where(cluster)}: time", ["size", *names, "fastest"], rows))
+    console.print(
+        formatting.table(f"{args.collective} on {_describe_cluster(cluster)}: time", ["size", *names, "fastest"], rows)
+    )
     rows, notes = [], []
     for forecast in forecasts:
         last = next((p for p in reversed(forecast.points) if p), None)
@@ -218,7 +220,7 @@ def _show(
     console.print(f"simulated in {formatting.seconds(took)}")
 
 
-def _as_json(forecast: Forecast) -> dict[str, Any]:
+def _encode(forecast: Forecast) -> dict[str, Any]:
     return {
         "name": forecast.algorithm.name,
         "reason": forecast.reason,
@@ -273,29 +275,18 @@ def _plot(
     figure.savefig(file, dpi=150)
 
 
-# Against measurements
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A measured point, and the profile that predicts it."""
-
-    name: str
-    nbytes: int
-    seconds: float
-    profile: Profile
-
-
 def _compare(args: argparse.Namespace) -> int:
     """Fit the costs to every other size of each algorithm, and predict the sizes between."""
-    cluster, samples = _samples(args)
+    from mpicoll.cli.cost_fit import fit_costs, read_samples
+
+    cluster, samples = read_samples(args, _DEFAULT)
     ours, theirs = samples[::2], samples[1::2]
     if not ours or not theirs:
         raise ArgumentError(
             f"simulate: {args.measured} has {len(samples)} timed points of schedules of {args.collective}, and at least"
             " 2 are needed; measure some by `mpicoll bench --algorithms all --json FILE`"
         )
-    fitted = _fit(ours, cluster)
+    fitted = fit_costs(ours, cluster)
     predicted = [sample.profile.seconds(sample.nbytes, fitted) for sample in theirs]
     errors = [abs(p / sample.seconds - 1) for p, sample in zip(predicted, theirs, strict=True)]
     if args.json != "-":
@@ -311,8 +302,8 @@ def _compare(args: argparse.Namespace) -> int:
             for s, p in zip(theirs, predicted, strict=True)
         ]
         columns = ["algorithm", "size", "measured", "predicted", "error"]
-        console.print(formatting.table(f"{args.collective} on {_where(cluster)}", columns, rows))
-        console.print(f"fitted to {len(ours)} other points: {_costs(fitted)}")
+        console.print(formatting.table(f"{args.collective} on {_describe_cluster(cluster)}", columns, rows))
+        console.print(f"fitted to {len(ours)} other points: {_describe_costs(fitted)}")
         console.print(f"median error of {len(theirs)} predictions: {median(errors):.0%}")
     if args.json:
         _write(
@@ -332,11 +323,13 @@ def _compare(args: argparse.Namespace) -> int:
         names = dict.fromkeys(sample.name for sample in samples)
         curves = {n: [(s.nbytes, s.profile.seconds(s.nbytes, fitted)) for s in samples if s.name == n] for n in names}
         marks = {n: [(s.nbytes, s.seconds) for s in theirs if s.name == n] for n in names}
-        _plot(args.plot, f"{args.collective} on {_where(cluster)}: predicted (lines), measured", curves, marks)
+        _plot(
+            args.plot, f"{args.collective} on {_describe_cluster(cluster)}: predicted (lines), measured", curves, marks
+        )
     return 0
 
 
-def _costs(cluster: Cluster) -> str:
+def _describe_costs(cluster: Cluster) -> str:
     parts = [f"gamma {cluster.gamma * 1e9:.3g} ns/B"]
     classes = (("node", cluster.ranks_per_node > 1), ("net", cluster.nodes > 1))
     for name, there in reversed(classes):
@@ -344,87 +337,3 @@ def _costs(cluster: Cluster) -> str:
             alpha, beta = getattr(cluster, f"{name}_alpha"), getattr(cluster, f"{name}_beta")
             parts.insert(0, f"{name} alpha {formatting.seconds(alpha)}, {name} beta {beta * 1e9:.3g} ns/B")
     return ", ".join(parts)
-
-
-def _samples(args: argparse.Namespace) -> tuple[Cluster, list[_Sample]]:
-    """Return the cluster, and the measurements of schedules on it, by algorithm and size."""
-    try:
-        measured = json.loads(args.measured.read_text())
-        ranks, nodes = int(measured["ranks"]), int(measured.get("nodes", 1))
-        points = [point for point in measured["points"] if point["collective"] == args.collective]
-        timed = [
-            (name, int(point["nbytes"]), float(result["median"]))
-            for point in points
-            for name, result in point["contestants"].items()
-            if result.get("median")
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(
-            f"simulate: {args.measured} is not what `mpicoll bench --json` writes: {error!r}"
-        ) from error
-    if ranks % nodes:
-        raise ArgumentError(f"simulate: {ranks} ranks on {nodes} nodes are not equally many on each")
-    cluster = replace(_DEFAULT, nodes=nodes, ranks_per_node=ranks // nodes, links=args.links)
-    known = schedules.algorithms_of(args.collective)
-    wanted = args.algorithms.split(",") if args.algorithms else known
-    samples = []
-    for name, nbytes, seconds in sorted(timed):
-        if name in known and name in wanted:
-            forecast = schedules.simulate(
-                args.collective, cluster, [nbytes], algorithms=[name], segments=args.segments
-            )[0]
-            if (point := forecast.points[0]) is not None:
-                samples.append(_Sample(name, nbytes, seconds, point.profile))
-    return cluster, samples
-
-
-def _fit(samples: Sequence[_Sample], cluster: Cluster) -> Cluster:
-    """The costs, none below 0, with the least squares of log(predicted / measured).
-
-    A predicted time is linear in the costs for as long as the same ports decide, so each step finds which ones do and
-    solves for the costs; a difference over the geometric mean of both times is what the logarithm of their ratio is to
-    second order. Which ports decide depends on where one begins, so this begins with fast and with slow networks.
-    """
-    best, least = cluster, inf
-    for factor in (1, 10, 100, 1000):
-        now = replace(cluster, net_alpha=cluster.net_alpha * factor, net_beta=cluster.net_beta * factor)
-        for _ in range(40 if cluster.nodes > 1 or factor == 1 else 0):
-            predicted = [sample.profile.seconds(sample.nbytes, now) for sample in samples]
-            loads = [sample.profile.decisive(sample.nbytes, now) for sample in samples]
-            weights = [(p * sample.seconds) ** -0.5 for p, sample in zip(predicted, samples, strict=True)]
-            now = replace(now, **_named(_least_squares(loads, [sample.seconds for sample in samples], weights)))
-            error = _log_error(samples, now)
-            if error < least:
-                best, least = now, error
-            if error == inf:
-                break  # some sample would take no time at all, and has no weight any more
-    return best
-
-
-def _named(costs: Sequence[float]) -> dict[str, Any]:
-    return dict(zip(_COSTS, costs, strict=True))
-
-
-def _log_error(samples: Sequence[_Sample], cluster: Cluster) -> float:
-    predicted = [sample.profile.seconds(sample.nbytes, cluster) for sample in samples]
-    return sum(log(p / s.seconds) ** 2 if p > 0 else inf for p, s in zip(predicted, samples, strict=True))
-
-
-def _least_squares(loads: Sequence[Sequence[float]], seconds: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Weighted least squares with no unknown below 0: the best of those over all sets of unknowns that are not 0."""
-    import numpy as np
-
-    matrix = np.array(loads) * np.array(weights)[:, None]
-    target = np.array(seconds) * np.array(weights)
-    # Latencies count messages and the rest counts bytes: without scaling, one of them would drown in rounding.
-    scale = np.linalg.norm(matrix, axis=0)
-    there = np.flatnonzero(scale)
-    best, least = np.zeros(len(scale)), float(target @ target)
-    for bits in range(1, 1 << len(there)):
-        columns = [int(column) for place, column in enumerate(there) if bits >> place & 1]
-        found = np.linalg.lstsq(matrix[:, columns] / scale[columns], target, rcond=None)[0]
-        rest = matrix[:, columns] / scale[columns] @ found - target
-        if (found >= 0).all() and float(rest @ rest) < least:
-            best, least = np.zeros(len(scale)), float(rest @ rest)
-            best[columns] = found / scale[columns]
-    return [float(value) for value in best]

@@ -7,25 +7,22 @@ from typing import Any
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
     Counts,
-    block_shape,
-    counts_of_parts,
-    key_of,
-    names_rank,
-    native_counts,
-    problem,
-    result,
-    row_size,
-    within,
+    adds_rank_to_errors,
+    check_gather_counts,
+    get_block_bytes,
+    get_block_shape,
+    make_counts_key,
+    make_query,
+    resolve_output,
 )
-from mpicoll.collectives.memory import Source, Target
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.call import call
+from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.executors.schedule import Region, extents
-from mpicoll.engine.operation import Flat, Operation, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def allgather(
@@ -39,23 +36,29 @@ def allgather(
 ) -> Any:
     """Concatenate the blocks of all ranks along axis 0, in rank order, and return the result on every rank.
 
-    Every rank passes `x` of shape ``(rows, ...)``, alike in dtype and in all axes but the first; a 0-d array counts as
-    one row. `counts`, the same on every rank, gives each rank's rows if they differ. Any dtype of fixed size.
-    Returns an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given. Raises DTypeError,
-    ShapeError, AlgorithmError before any message is sent.
+    Args:
+        x: this rank's block, of shape ``(rows, ...)``, with the same dtype and the same axes after the first on every
+            rank. A 0-d array is one row. Any dtype of fixed size.
+        counts: the rows of each rank's block, the same on every rank; None if all blocks are equal.
+        out: an array for the result; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        An array of `x`'s library and dtype and of shape ``(sum of rows, ...)``; `out` if given.
+
+    Raises:
+        DTypeError, ShapeError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.allgather(np.array([[1, 2]]))  # on one rank
+        array([[1, 2]])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(
-            communicator,
-            "allgather",
-            timeout,
-            lambda: iallgather(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
-        )
-    what = ("allgather", algorithm, key_of(counts))
-    return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, counts, out, algorithm))
+    key = ("allgather", algorithm, make_counts_key(counts))
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, counts, out, algorithm))
 
 
 def iallgather(
@@ -66,7 +69,15 @@ def iallgather(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`allgather` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`allgather` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.iallgather(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, counts, out, algorithm))
 
 
@@ -78,54 +89,37 @@ def allgather_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`allgather` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`allgather` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.allgather_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, counts, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
+@adds_rank_to_errors
+def prepare(comm: CommunicatorCore, x: Any, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
     buffer = recognise("allgather", x)
-    shape = block_shape(buffer)
-    rows = counts_of_parts("allgather", shape[0], counts, comm)
-    whole = result("allgather", out, buffer, (sum(rows), *shape[1:]))
-    source, target = Source(buffer, whole), Target(whole)
-    offsets = extents(count * row_size(shape) for count in rows)
-    row_bytes = row_size(shape) * target.array.itemsize
-    sizes = native_counts(rows, row_bytes)
-    raw_source, raw_target = source.raw, target.raw
-
-    def load() -> None:
-        source.load()
-        target.array[offsets[comm.rank] : offsets[comm.rank + 1]] = source.array
-
-    def native(mpi: Native) -> None:
-        source.load()
-        mpi.allgather(raw_source, raw_target, sizes)
-        target.store()
-
+    shape = get_block_shape(buffer)
+    rows = check_gather_counts("allgather", shape[0], counts, comm)
+    whole = resolve_output("allgather", out, buffer, (sum(rows), *shape[1:]))
+    source, target = InputArray(buffer, whole), OutputArray(whole)
+    arrays = move_arrays("allgather", comm, source, target, get_block_bytes(rows, buffer))
+    arrays.persistent = source.is_user_buffer and target.is_user_buffer
+    query = make_query(comm, arrays, algorithm, nbytes=target.array.nbytes)
     return Operation(
         comm,
-        problem(
-            "allgather",
-            comm,
-            algorithm,
-            nbytes=target.array.nbytes,
-            count=target.array.nbytes,
-            array=target.array,
-            counts=rows,
-        ),
+        query,
         algorithm,
-        native=native,
+        arrays,
         block=buffer,
         buffers=(buffer, whole),
         counts=() if counts is None else rows,
-        regions=lambda schedule: [Region(target.array, offsets)],
-        result=whole.result,
-        flat=lambda: Flat(
-            raw_source, raw_target, tuple(count * row_bytes for count in rows), load=source.load, store=target.store
-        ),
-        load=load,
-        store=target.store,
-        bare=source.own and target.own,
-        direct=lambda mpi, source, target: mpi.allgather(source, target, sizes),
+        output=whole,
     )

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import (
     Counts,
-    block_shape,
-    counts_of_whole,
-    key_of,
-    names_rank,
-    problem,
-    result,
-    row_size,
-    send_and_recv_counts,
-    within,
+    adds_rank_to_errors,
+    check_alltoall_counts,
+    check_scatter_counts,
+    get_block_bytes,
+    get_block_shape,
+    make_counts_key,
+    make_query,
+    resolve_output,
 )
-from mpicoll.collectives.memory import Source, Target
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.call import call
+from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.executors.schedule import Region, extents
-from mpicoll.engine.operation import Flat, Operation, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.schedules import Schedule
-from mpicoll.transport.base import Native
 
 
 def alltoall(
@@ -39,26 +35,33 @@ def alltoall(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Divide every rank's array along axis 0 into blocks, and send the i-th to rank i.
+    """Divide every rank's array along axis 0 into blocks, and send the i-th block to rank i.
 
-    Every rank passes `x` of the same shape ``(rows, ...)`` and receives as many rows: block j of the result is from
-    rank j. With ``counts=(send, recv)``, where each rank passes its own, ``send[i]`` rows are sent to rank i and
-    ``recv[j]`` rows are received from rank j; the result then has ``sum(recv)`` rows. Any dtype of fixed size. Returns
-    an array of `x`'s library and dtype: `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any
-    message is sent.
+    Args:
+        x: this rank's array, of shape ``(rows, ...)`` and any dtype of fixed size. Without `counts` its shape is the
+            same on every rank, and `rows` is a multiple of the number of ranks.
+        counts: a pair ``(send, recv)``, where each rank passes its own: ``send[i]`` rows are sent to rank i, and
+            ``recv[j]`` rows are received from rank j. None if all blocks are equal.
+        out: an array for the result; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        An array of `x`'s library and dtype, whose block j is from rank j; `out` if given. It has as many rows as `x`,
+        or ``sum(recv)`` rows.
+
+    Raises:
+        DTypeError, ShapeError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.alltoall(np.array([1, 2]))  # on one rank
+        array([1, 2])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(
-            communicator,
-            "alltoall",
-            timeout,
-            lambda: ialltoall(x, counts=counts, out=out, comm=comm, algorithm=algorithm),
-        )
-    what = ("alltoall", algorithm, key_of(counts))
-    return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, counts, out, algorithm))
+    key = ("alltoall", algorithm, make_counts_key(counts))
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, counts, out, algorithm))
 
 
 def ialltoall(
@@ -69,7 +72,15 @@ def ialltoall(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`alltoall` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`alltoall` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.ialltoall(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, counts, out, algorithm))
 
 
@@ -81,71 +92,52 @@ def alltoall_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`alltoall` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`alltoall` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.alltoall_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, counts, out, algorithm))
 
 
-@names_rank
+@adds_rank_to_errors
 def prepare(
-    comm: Communicator, x: Any, counts: tuple[Counts, Counts] | None, out: Any, algorithm: str | None
+    comm: CommunicatorCore, x: Any, counts: tuple[Counts, Counts] | None, out: Any, algorithm: str | None
 ) -> Operation:
     buffer = recognise("alltoall", x)
-    shape = block_shape(buffer)
+    shape = get_block_shape(buffer)
     if counts is None:
-        send = recv = counts_of_whole("alltoall", shape[0], None, comm)
+        send = recv = check_scatter_counts("alltoall", shape[0], None, comm)
     else:
-        send, recv = send_and_recv_counts("alltoall", shape[0], counts, comm)
-    arrived = result("alltoall", out, buffer, (sum(recv), *shape[1:]))
-    source, target = Source(buffer, arrived), Target(arrived)
-    leave = extents(count * row_size(shape) for count in send)
-    arrive = extents(count * row_size(shape) for count in recv)
-
-    raw_source, raw_target = source.raw, target.raw
-
-    def native(mpi: Native) -> None:
-        source.load()
-        mpi.alltoall(raw_source, raw_target)
-        target.store()
-
-    def regions(schedule: Schedule) -> list[Region]:
-        laid = [Region(source.array, leave), Region(target.array, arrive)]
-        if schedule.scratch:
-            # Only algorithms for equal blocks use scratch memory.
-            ends = extents([leave[1]] * schedule.scratch)
-            laid.append(Region(empty_beside(source.array, ends[-1]), ends))
-        return laid
-
+        send, recv = check_alltoall_counts("alltoall", shape[0], counts, comm)
+    whole = resolve_output("alltoall", out, buffer, (sum(recv), *shape[1:]))
+    source, target = InputArray(buffer, whole), OutputArray(whole)
+    arrays = move_arrays("alltoall", comm, source, target, get_block_bytes(send, buffer))
+    arrays.arrivals = get_block_bytes(recv, buffer)
+    arrays.persistent = source.is_user_buffer and target.is_user_buffer
     # With counts, a rank does not have the sizes of the others, so the selection must not depend on any size.
-    uneven = (0, 1) if counts is not None else send
+    query = make_query(
+        comm,
+        arrays,
+        algorithm,
+        nbytes=source.array.nbytes if counts is None else None,
+        uneven=counts is not None,
+        refusal=None if counts is None else "a rank can't know whether MPI's counts hold the blocks of the others",
+    )
     return Operation(
         comm,
-        problem(
-            "alltoall",
-            comm,
-            algorithm,
-            nbytes=source.array.nbytes if counts is None else None,
-            count=source.array.nbytes,
-            array=source.array,
-            counts=uneven,
-            refusal=None if counts is None else "a rank can't know whether MPI's counts hold the blocks of the others",
-        ),
+        query,
         algorithm,
-        native=native,
+        arrays,
         block=buffer,
-        buffers=(buffer, arrived),
+        buffers=(buffer, whole),
         counts=() if counts is None else send,
         arrivals=() if counts is None else recv,
-        regions=regions,
-        result=arrived.result,
-        flat=lambda: Flat(
-            raw_source,
-            raw_target,
-            tuple(count * row_size(shape) * source.array.itemsize for count in send),
-            load=source.load,
-            store=target.store,
-        ),
-        load=source.load,
-        store=target.store,
-        bare=source.own and target.own,
-        direct=lambda mpi, source, target: mpi.alltoall(source, target),
+        output=whole,
     )

@@ -17,9 +17,10 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike, Reduction
 from mpicoll.buffers.pair import PairLibrary, output_pair, recognise_pair
 from mpicoll.buffers.recognise import output, recognise
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.arrays import CollectiveArrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.request import Request, seconds
-from mpicoll.engine.executors import device as devices
+from mpicoll.engine.dispatch import get_device_capabilities
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import choose
 from mpicoll.errors import ArgumentError, DTypeError, RankError, ShapeError
@@ -30,7 +31,7 @@ R = TypeVar("R")
 Counts = Sequence[int]
 
 
-def names_rank(prepare: Callable[P, R]) -> Callable[P, R]:
+def adds_rank_to_errors(prepare: Callable[P, R]) -> Callable[P, R]:
     """Add this rank to the argument errors of `prepare`, whose first argument is the communicator."""
 
     @wraps(prepare)
@@ -39,15 +40,15 @@ def names_rank(prepare: Callable[P, R]) -> Callable[P, R]:
             return prepare(*args, **kwargs)
         except ArgumentError as error:
             comm: Any = args[0]
-            who = f"(rank {comm.rank} of {comm.size})"
-            if not str(error).endswith(who):
-                error.args = (f"{error} {who}",)
+            location = f"(rank {comm.rank} of {comm.size})"
+            if not str(error).endswith(location):
+                error.args = (f"{error} {location}",)
             raise
 
     return call
 
 
-def operand(operation: str, x: Any, op: OpLike) -> tuple[Buffer, Reduction]:
+def recognise_operand(operation: str, x: Any, op: OpLike) -> tuple[Buffer, Reduction]:
     """Return the buffer of `x`, and the reduction `op` for it. Raises DTypeError if `op` does not support its dtype."""
     if op in ("minloc", "maxloc"):
         pair = recognise_pair(operation, x)
@@ -58,7 +59,7 @@ def operand(operation: str, x: Any, op: OpLike) -> tuple[Buffer, Reduction]:
     return buffer, ops.reduction(operation, op, buffer.dtype, buffer.library.wrap, buffer.array.shape)
 
 
-def result(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+def resolve_output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Buffer:
     """Return the buffer of the result: the caller's `out` if that is not None, else a new array like `like`."""
     if out is None:
         return like.library.empty(like, shape)
@@ -66,8 +67,8 @@ def result(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     return make(operation, out, like, shape)
 
 
-@names_rank
-def within(comm: Communicator, operation: str, timeout: Any, start: Callable[[], Request]) -> Any:
+@adds_rank_to_errors
+def call_with_timeout(comm: CommunicatorCore, operation: str, timeout: Any, start: Callable[[], Request]) -> Any:
     """Return the value of the request of `start`, waiting at most `timeout` seconds.
 
     Raises ArgumentError before the request is started if `timeout` is invalid, and Timeout.
@@ -76,13 +77,13 @@ def within(comm: Communicator, operation: str, timeout: Any, start: Callable[[],
     return start().wait(bound)
 
 
-@names_rank
-def seconds_of(comm: Communicator, operation: str, timeout: Any) -> float:
+@adds_rank_to_errors
+def check_timeout(comm: CommunicatorCore, operation: str, timeout: Any) -> float:
     """Return the `timeout` of `operation`. Raises ArgumentError if it is not a positive number."""
     return seconds(operation, timeout)
 
 
-def rank(operation: str, name: str, value: Any, comm: Communicator) -> int:
+def check_rank(operation: str, name: str, value: Any, comm: CommunicatorCore) -> int:
     """Return `value` as a rank of `comm`. Raises RankError, with the argument's `name`, if it is out of range."""
     number = _integer(value)
     if number is None or not 0 <= number < comm.size:
@@ -103,7 +104,7 @@ class _ProcNull(IntEnum):
 PROC_NULL = _ProcNull.PROC_NULL
 
 
-def peer(operation: str, name: str, value: Any, comm: Communicator) -> int:
+def check_peer(operation: str, name: str, value: Any, comm: CommunicatorCore) -> int:
     """Return `value` as a rank of `comm`, or PROC_NULL if it is mpicoll's or mpi4py's PROC_NULL.
 
     Raises RankError, with the argument's `name`, for all other values.
@@ -115,11 +116,11 @@ def peer(operation: str, name: str, value: Any, comm: Communicator) -> int:
     mpi = sys.modules.get("mpi4py.MPI")
     if number is not None and (number == PROC_NULL or (mpi is not None and number == mpi.PROC_NULL)):
         return PROC_NULL
-    remedy = f"; to {'send to' if name == 'dest' else 'receive from'} nobody, pass mpicoll.PROC_NULL"
+    remedy = f"; to {'send' if name == 'dest' else 'receive'} nothing, pass mpicoll.PROC_NULL"
     raise RankError(f"{operation}: {name} must be a rank in [0, {comm.size}), got {value!r}{remedy}")
 
 
-def tag(operation: str, value: Any, comm: Communicator) -> int:
+def check_tag(operation: str, value: Any, comm: CommunicatorCore) -> int:
     """Return `value` as a tag. Raises RankError if it is out of range."""
     number = _integer(value)
     if number is None or not 0 <= number <= comm.transport.max_tag:
@@ -134,7 +135,7 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def only_at_root(operation: str, out: Any, root: int, comm: Communicator) -> None:
+def check_only_at_root(operation: str, out: Any, root: int, comm: CommunicatorCore) -> None:
     """Raise ShapeError if a rank that gets no result passes `out`."""
     if out is not None and comm.rank != root:
         raise ShapeError(
@@ -142,42 +143,42 @@ def only_at_root(operation: str, out: Any, root: int, comm: Communicator) -> Non
         )
 
 
-def no_average(operation: str, op: OpLike) -> None:
+def reject_average(operation: str, op: OpLike) -> None:
     """Raise DTypeError for avg, whose divisor would differ from rank to rank."""
     if op == "avg":
         raise DTypeError(f"{operation}: op 'avg' has no meaning here; take sum and divide by the number of ranks")
 
 
-def template(operation: str, x: Any, out: Any, argument: str = "x") -> Buffer:
+def recognise_prototype(operation: str, x: Any, out: Any, argument: str = "x") -> Buffer:
     """Return the buffer with the shape and dtype of the message: that of `x`, or of `out` if `x` is None.
 
     Raises DTypeError if both are None.
     """
     if x is None and out is None:
         raise DTypeError(
-            f"{operation}: pass an array of the shape and dtype of what arrives, as {argument} (its contents don't"
-            " matter) or as out="
+            f"{operation}: pass an array of the shape and dtype of the message to receive, as {argument} (its contents"
+            " don't matter) or as out="
         )
     return recognise(operation, out if x is None else x, "out" if x is None else argument)
 
 
-def block_shape(buffer: Buffer) -> tuple[int, ...]:
+def get_block_shape(buffer: Buffer) -> tuple[int, ...]:
     """Return the shape of the block; a 0-d array counts as one row."""
     return buffer.array.shape or (1,)
 
 
-def counts_of_parts(operation: str, rows: int, counts: Counts | None, comm: Communicator) -> tuple[int, ...]:
+def check_gather_counts(operation: str, rows: int, counts: Counts | None, comm: CommunicatorCore) -> tuple[int, ...]:
     """Return the rows of every rank's block, given this rank's `rows`. Raises ShapeError if `counts` differs."""
     if counts is None:
         return (rows,) * comm.size
-    checked = _checked(operation, counts, comm)
-    if checked[comm.rank] != rows:
-        raise ShapeError(f"{operation}: counts={list(checked)} says {checked[comm.rank]} rows, but x has {rows}")
-    return checked
+    by_rank = _check_counts(operation, counts, comm)
+    if by_rank[comm.rank] != rows:
+        raise ShapeError(f"{operation}: counts={list(by_rank)} says {by_rank[comm.rank]} rows, but x has {rows}")
+    return by_rank
 
 
-def counts_of_whole(
-    operation: str, rows: int, counts: Counts | None, comm: Communicator, argument: str = "x"
+def check_scatter_counts(
+    operation: str, rows: int, counts: Counts | None, comm: CommunicatorCore, argument: str = "x"
 ) -> tuple[int, ...]:
     """Return the rows of every rank's block, for an array of `rows`. Raises ShapeError if it can't be divided."""
     if counts is None:
@@ -187,26 +188,28 @@ def counts_of_whole(
                 " pass counts="
             )
         return (rows // comm.size,) * comm.size
-    checked = _checked(operation, counts, comm)
-    if sum(checked) != rows:
+    by_rank = _check_counts(operation, counts, comm)
+    if sum(by_rank) != rows:
         raise ShapeError(
-            f"{operation}: counts={list(checked)} add up to {sum(checked)}, but {argument} has {rows} rows"
+            f"{operation}: counts={list(by_rank)} add up to {sum(by_rank)}, but {argument} has {rows} rows"
         )
-    return checked
+    return by_rank
 
 
-def key_of(counts: Any) -> Any:
+def make_counts_key(counts: Any) -> Any:
     """Return `counts`, or a pair of counts, as part of a cache key. For invalid counts the result is not hashable."""
     if counts is None:
         return None
     try:
         return tuple(map(index, counts)) if hasattr(counts, "__len__") else [counts]
     except TypeError:
-        return tuple(map(key_of, counts)) if isinstance(counts, tuple | list) and len(counts) == 2 else [counts]
+        return (
+            tuple(map(make_counts_key, counts)) if isinstance(counts, tuple | list) and len(counts) == 2 else [counts]
+        )
 
 
-def send_and_recv_counts(
-    operation: str, rows: int, counts: tuple[Counts, Counts], comm: Communicator
+def check_alltoall_counts(
+    operation: str, rows: int, counts: tuple[Counts, Counts], comm: CommunicatorCore
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the rows sent to and received from every rank. Raises ShapeError if `counts` does not fit `rows`."""
     try:
@@ -215,31 +218,58 @@ def send_and_recv_counts(
         raise ShapeError(
             f"{operation}: counts must be a pair (send, recv) of {comm.size} numbers of rows each, got {counts!r}"
         ) from None
-    both = _checked(operation, send, comm), _checked(operation, recv, comm)
-    if sum(both[0]) != rows:
-        raise ShapeError(f"{operation}: send counts {list(both[0])} add up to {sum(both[0])}, but x has {rows} rows")
-    if both[0][comm.rank] != both[1][comm.rank]:
+    sent, received = _check_counts(operation, send, comm), _check_counts(operation, recv, comm)
+    if sum(sent) != rows:
+        raise ShapeError(f"{operation}: send counts {list(sent)} add up to {sum(sent)}, but x has {rows} rows")
+    if sent[comm.rank] != received[comm.rank]:
         raise ShapeError(
-            f"{operation}: this rank sends itself {both[0][comm.rank]} rows but expects {both[1][comm.rank]}"
+            f"{operation}: this rank sends itself {sent[comm.rank]} rows but expects {received[comm.rank]}"
         )
-    return both
+    return sent, received
 
 
-def _checked(operation: str, counts: Counts, comm: Communicator) -> tuple[int, ...]:
+def _check_counts(operation: str, counts: Counts, comm: CommunicatorCore) -> tuple[int, ...]:
     try:
-        checked = tuple(index(count) for count in counts)
+        rows = tuple(index(count) for count in counts)
     except TypeError:
-        checked = ()
-    if len(checked) != comm.size or min(checked) < 0:
+        rows = ()
+    if len(rows) != comm.size or min(rows) < 0:
         raise ShapeError(
             f"{operation}: counts must be {comm.size} numbers of rows >= 0, one for each rank, got {counts!r}"
         )
-    return checked
+    return rows
 
 
-def problem(
-    operation: str,
-    comm: Communicator,
+def make_query(
+    comm: CommunicatorCore,
+    arrays: CollectiveArrays,
+    algorithm: str | None,
+    *,
+    nbytes: int | None,
+    uneven: bool | None = None,
+    refusal: str | None = None,
+) -> SelectionQuery:
+    """Return the query for the selection of an algorithm for `arrays`; see :func:`make_selection_query`.
+
+    `uneven` states whether the sizes of blocks may differ, if that does not follow from the counts.
+    """
+    return make_selection_query(
+        arrays.collective,
+        comm,
+        algorithm,
+        nbytes=nbytes,
+        count=sum(arrays.counts),
+        array=arrays.source if arrays.target is None else arrays.target,
+        root=arrays.root,
+        reduction=arrays.reduction,
+        uneven=len(set(arrays.counts)) > 1 if uneven is None else uneven,
+        refusal=refusal,
+    )
+
+
+def make_selection_query(
+    collective: str,
+    comm: CommunicatorCore,
     algorithm: str | None,
     *,
     nbytes: int | None,
@@ -247,7 +277,7 @@ def problem(
     array: Array | None = None,
     root: int = 0,
     reduction: Reduction | None = None,
-    counts: Counts = (),
+    uneven: bool = False,
     refusal: str | None = None,
 ) -> SelectionQuery:
     """Return the query for the selection of an algorithm.
@@ -259,36 +289,36 @@ def problem(
     """
     native = refusal
     if comm.transport.native is None:
-        native = "there is no MPI library behind this communicator"
+        native = "this communicator does not use an MPI library"
     elif count > comm.transport.native.max_count:
         native = f"{count} elements are more than MPI's counts hold"
     elif reduction is not None and reduction.native is None:
         native = f"op {reduction.name}: MPI has no such reduction"
     elif reduction is not None and refusal is None:
-        native = comm.transport.misreduces(reduction.native or "", reduction.work)
+        native = comm.transport.find_native_defect(reduction.native or "", reduction.work)
     device = device_of(array)
-    wanted = SelectionQuery(
-        operation,
+    query = SelectionQuery(
+        collective,
         nbytes,
         comm.context,
-        "moved" if reduction is None else _kind(reduction, nbytes, count),
+        "moved" if reduction is None else _get_dtype_class(reduction, nbytes, count),
         root,
         commutative=reduction is None or reduction.commutative,
         elementwise=reduction is None or reduction.elementwise,
-        uneven=len(set(counts)) > 1,
+        uneven=uneven,
         native=native,
-        unshared=comm.unshared,
-        unread=comm.unread,
-        lost=comm.lost,
-        allocated=comm.allocated and device is None,
-        device=None if device is None else devices.reach(comm, device, operation, reduction),
+        no_shm_reason=comm.no_shm_reason,
+        no_cma_reason=comm.no_cma_reason,
+        shm_failed_reason=comm.shm_failed_reason,
+        allocated=comm.has_user_segments and device is None,
+        device=None if device is None else get_device_capabilities(comm, device, collective, reduction),
     )
     if algorithm is not None:
-        choose(wanted, algorithm)  # raises now, together with the checks of the other arguments
-    return wanted
+        choose(query, algorithm)  # raises now, together with the checks of the other arguments
+    return query
 
 
-def _kind(reduction: Reduction, nbytes: int | None, count: int) -> str:
+def _get_dtype_class(reduction: Reduction, nbytes: int | None, count: int) -> str:
     """Return the class of dtypes for which the reduction is tuned."""
     if nbytes is not None and nbytes < count * reduction.work.itemsize:
         return "half"  # it is reduced in a wider dtype
@@ -297,11 +327,12 @@ def _kind(reduction: Reduction, nbytes: int | None, count: int) -> str:
     )
 
 
-def row_size(shape: tuple[int, ...]) -> int:
+def get_row_size(shape: tuple[int, ...]) -> int:
     """Return the number of elements of a row."""
     return prod(shape[1:])
 
 
-def native_counts(rows: Counts, row: int) -> list[int] | None:
-    """Return the sizes of the blocks in elements for rows of `row` elements; None if all are equal."""
-    return [count * row for count in rows] if len(set(rows)) > 1 else None
+def get_block_bytes(rows: Counts, buffer: Buffer) -> tuple[int, ...]:
+    """Return the bytes of the blocks of `rows` rows of all ranks; `buffer` holds a block or all of them."""
+    row = get_row_size(get_block_shape(buffer)) * buffer.array.itemsize
+    return tuple(count * row for count in rows)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpicoll.collectives.arguments import names_rank, problem, within
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors, make_query
+from mpicoll.collectives.call import call
+from mpicoll.engine.core.arrays import CollectiveArrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Flat, Operation, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
@@ -18,34 +20,48 @@ _NOTHING = np.empty(0, np.uint8)
 def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: float | None = None) -> None:
     """Wait until all ranks have entered the barrier.
 
-    Raises AlgorithmError before any message is sent, and Timeout after `timeout` seconds (see :func:`allreduce`).
+    Args:
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
+
+    Raises:
+        AlgorithmError: `algorithm` is invalid; no message has been sent.
+        Timeout: the barrier is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.barrier()
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        within(communicator, "barrier", timeout, lambda: ibarrier(comm=comm, algorithm=algorithm))
-        return
-    repeated(communicator, ("barrier", algorithm), _NOTHING, None, lambda own, out: prepare(communicator, algorithm))
+    call(communicator, ("barrier", algorithm), _NOTHING, None, timeout, lambda x, out: prepare(communicator, algorithm))
 
 
 def ibarrier(*, comm: CommLike = None, algorithm: str | None = None) -> Request:
-    """Start :func:`barrier` in the background. The request completes when all ranks have entered the barrier."""
+    """Start :func:`barrier` in the background, with the same arguments.
+
+    Returns:
+        A request that completes when all ranks have entered the barrier; its value is None.
+
+    Example:
+        >>> mpicoll.ibarrier().wait()
+    """
     return start(prepare(resolve(comm), algorithm))
 
 
 def barrier_init(*, comm: CommLike = None, algorithm: str | None = None) -> Plan:
-    """Return :func:`barrier` as a plan for repeated use."""
+    """Create a plan for repeated calls of :func:`barrier` with the same arguments.
+
+    Returns:
+        A plan; each run waits until all ranks have entered it.
+
+    Example:
+        >>> plan = mpicoll.barrier_init()
+        >>> plan()
+    """
     return Plan(prepare(resolve(comm), algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, algorithm: str | None) -> Operation:
-    return Operation(
-        comm,
-        problem("barrier", comm, algorithm, nbytes=0, count=0),
-        algorithm,
-        native=lambda mpi: mpi.barrier(),
-        regions=lambda schedule: [],
-        result=lambda: None,
-        flat=Flat,
-        bare=True,
-    )
+@adds_rank_to_errors
+def prepare(comm: CommunicatorCore, algorithm: str | None) -> Operation:
+    arrays = CollectiveArrays("barrier", comm.rank, persistent=True)
+    return Operation(comm, make_query(comm, arrays, algorithm, nbytes=0), algorithm, arrays)

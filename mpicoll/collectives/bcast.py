@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import names_rank, problem, result, template, within
-from mpicoll.collectives.memory import Source, Target, vector
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_prototype, resolve_output
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def bcast(
@@ -26,21 +25,31 @@ def bcast(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Send rank `root`'s array to all ranks.
+    """Send the array of rank `root` to all ranks.
 
-    Every rank passes `x` of the same shape and dtype; its contents matter on the root only, and elsewhere it may be
-    None if `out` is given. Any dtype of fixed size. Returns an array like `x`, on the root too: `out` if given
-    (``out=x`` fills `x` itself). Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
+    Args:
+        x: an array of the same shape and dtype on every rank, of any dtype of fixed size. Its contents matter on the
+            root only; on other ranks it may be None if `out` is given.
+        root: the rank whose array is sent, the same on every rank.
+        out: an array for the result; None creates one. ``out=x`` overwrites `x` itself.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        An array of `x`'s library, shape and dtype, on the root too; `out` if given.
+
+    Raises:
+        DTypeError, ShapeError, RankError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.bcast(np.array([7.0]), root=0)  # on one rank
+        array([7.])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(communicator, "bcast", timeout, lambda: ibcast(x, root, out=out, comm=comm, algorithm=algorithm))
-    if type(root) is int:
-        what = ("bcast", root, algorithm)
-        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, root, out, algorithm))
-    return run(prepare(communicator, x, root, out, algorithm))
+    key = ("bcast", root, algorithm) if type(root) is int else ("bcast", UNCACHED)
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, root, out, algorithm))
 
 
 def ibcast(
@@ -51,7 +60,15 @@ def ibcast(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`bcast` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`bcast` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.ibcast(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, root, out, algorithm))
 
 
@@ -63,63 +80,30 @@ def bcast_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`bcast` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`bcast` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.bcast_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, root, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, root: int, out: Any, algorithm: str | None) -> Operation:
-    root = arguments.rank("bcast", "root", root, comm)
-    buffer = template("bcast", x, out)
-    filled = result("bcast", out, buffer, buffer.array.shape)
-    target = Target(filled)
-    raw = target.raw
-    in_place = target.own and filled.same_memory(buffer)
-
-    def load() -> None:
-        if comm.rank == root and not in_place:
-            buffer.load(target.array)
-
-    def native(mpi: Native) -> None:
-        load()
-        mpi.bcast(raw, root)
-        target.store()
-
-    def direct(mpi: Native, source: Array | None, into: Array) -> None:
-        if comm.rank != root or source is None or source is into:
-            mpi.bcast(into, root)
-            return
-        # In this order: the caches of the other ranks do not hold the memory that is written then.
-        mpi.bcast(source, root)
-        into[...] = source
-
-    def flat() -> Flat:
-        count = (raw.size,)
-        if comm.rank != root:
-            return Flat(None, raw, count, store=target.store)
-        source = Source(buffer, None if in_place else filled)
-        return Flat(source.raw, raw, count, load=source.load, store=target.store)
-
-    return Operation(
-        comm,
-        problem(
-            "bcast",
-            comm,
-            algorithm,
-            nbytes=target.array.nbytes,
-            count=target.array.nbytes,
-            array=target.array,
-            root=root,
-        ),
-        algorithm,
-        native=native,
-        block=filled,
-        buffers=(buffer, filled),
-        regions=lambda schedule: vector(schedule, target.array),
-        result=filled.result,
-        flat=flat,
-        load=load,
-        store=target.store,
-        bare=in_place,
-        direct=direct,
-    )
+@adds_rank_to_errors
+def prepare(comm: CommunicatorCore, x: Any, root: int, out: Any, algorithm: str | None) -> Operation:
+    root = arguments.check_rank("bcast", "root", root, comm)
+    buffer = recognise_prototype("bcast", x, out)
+    output = resolve_output("bcast", out, buffer, buffer.array.shape)
+    target, in_place = OutputArray(output), output.same_memory(buffer)
+    source = InputArray(buffer, None if in_place else output) if comm.rank == root else None
+    arrays = move_arrays("bcast", comm, source, target, (target.array.nbytes,), root)
+    if in_place and target.is_user_buffer:
+        arrays.persistent = True
+        arrays.source = None if source is None else arrays.target
+    query = make_query(comm, arrays, algorithm, nbytes=target.array.nbytes)
+    return Operation(comm, query, algorithm, arrays, block=output, buffers=(buffer, output), output=output)

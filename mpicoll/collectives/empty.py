@@ -11,8 +11,8 @@ import numpy as np
 
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.dtypes import Array
-from mpicoll.collectives.arguments import names_rank, within
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors, call_with_timeout
+from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.world import CommLike, resolve
@@ -29,25 +29,42 @@ def empty(
 ) -> Any:
     """Return an array in memory that all ranks of `comm` share, if they are on one node.
 
-    Collectives of `comm` on such arrays work on them directly, without copies. This function is collective: every rank
-    passes a `shape` and a `dtype` (numpy's, or torch's with ``like="torch"``), which may differ between ranks, and
-    returns a separate array. A collective skips the copies if the buffers of all ranks, or slices of them, were
-    returned by the same call of this function: input and output for allreduce (``out=x`` is one buffer), bcast and
-    scatter, the input for all others. The results are the same with any buffers.
+    Collectives of `comm` on such arrays work on them directly, without copies. A collective skips the copies if the
+    buffers of all ranks, or slices of them, were returned by the same call of this function: input and output for
+    allreduce (``out=x`` is one buffer), bcast and scatter, the input for all others. The results are the same with any
+    buffers.
 
-    The contents are undefined. The memory is private to the user, has no name, and is freed with the last array that
-    uses it. If ranks can't share memory (:func:`mpicoll.explain` gives the reason) the array is in ordinary memory.
+    The memory is private to the user, has no name, and is freed with the last array that uses it. If the ranks can't
+    share memory (:func:`mpicoll.explain` gives the reason) the array is in ordinary memory. This function is
+    collective.
 
-    Raises ShapeError or DTypeError if `shape` or `dtype` is invalid, CommunicationError on all ranks if the node does
-    not have enough shared memory, and Timeout after `timeout` seconds (see :func:`allreduce`).
+    Args:
+        shape: the shape of this rank's array; it may differ between ranks.
+        dtype: numpy's, or torch's with ``like="torch"``; it may differ between ranks.
+        like: the library of the array.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        timeout: seconds to wait (see :func:`mpicoll.allreduce`).
+
+    Returns:
+        A separate array on each rank, whose contents are undefined.
+
+    Raises:
+        ShapeError, DTypeError: `shape` or `dtype` is invalid; no message has been sent.
+        CommunicationError: the node does not have enough shared memory; raised on all ranks.
+        Timeout: the allocation is not complete after `timeout` seconds.
+
+    Example:
+        >>> x = mpicoll.empty((2, 3), "float64")
+        >>> x.shape, x.dtype
+        ((2, 3), dtype('float64'))
     """
     communicator = resolve(comm)
-    made: Any = _prepare(communicator, shape, dtype, like, timeout)
-    return made
+    array: Any = _prepare(communicator, shape, dtype, like, timeout)
+    return array
 
 
-@names_rank
-def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like: str, timeout: float | None) -> Any:
+@adds_rank_to_errors
+def _prepare(comm: CommunicatorCore, shape: int | tuple[int, ...], dtype: Any, like: str, timeout: float | None) -> Any:
     try:
         extents = tuple(index(n) for n in shape) if isinstance(shape, (tuple, list)) else (index(shape),)
     except TypeError:
@@ -57,7 +74,7 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
     if like == "torch":
         from mpicoll.buffers.torch import from_bytes, itemsize_of
 
-        return from_bytes(_memory(comm, prod(extents) * itemsize_of("empty", dtype), timeout), dtype, extents)
+        return from_bytes(_allocate(comm, prod(extents) * itemsize_of("empty", dtype), timeout), dtype, extents)
     if like != "numpy":
         raise DTypeError(f"empty: like must be 'numpy' or 'torch', got {like!r}")
     try:
@@ -65,17 +82,17 @@ def _prepare(comm: Communicator, shape: int | tuple[int, ...], dtype: Any, like:
         numpy = dtypes.of_numpy(np.empty(0, dtype).dtype).storage
     except (TypeError, DTypeError) as error:
         raise DTypeError(f"empty: {error}") from None
-    return np.ndarray(extents, numpy, _memory(comm, prod(extents) * numpy.itemsize, timeout).data)
+    return np.ndarray(extents, numpy, _allocate(comm, prod(extents) * numpy.itemsize, timeout).data)
 
 
-def _memory(comm: Communicator, nbytes: int, timeout: float | None) -> Array:
+def _allocate(comm: CommunicatorCore, nbytes: int, timeout: float | None) -> Array:
     if timeout is not None:
-        late: Array = within(comm, "empty", timeout, lambda: _start(comm, nbytes))
-        return late
-    allocated: Array = comm.progress.run(comm.allocate, Call("empty"), nbytes)
+        array: Array = call_with_timeout(comm, "empty", timeout, lambda: _start_allocation(comm, nbytes))
+        return array
+    allocated: Array = comm.queue.run(comm.allocate, Call("empty"), nbytes)
     return allocated
 
 
-def _start(comm: Communicator, nbytes: int) -> Request:
-    job = comm.progress.submit(partial(comm.allocate, nbytes), Call("empty"))
+def _start_allocation(comm: CommunicatorCore, nbytes: int) -> Request:
+    job = comm.queue.submit(partial(comm.allocate, nbytes), Call("empty"))
     return Request(job, lambda: job.value)

@@ -11,8 +11,8 @@ from mpicoll import schedules
 from mpicoll.buffers.ops import OpLike
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import problem
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import make_selection_query
+from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve
@@ -34,43 +34,60 @@ def explain(
 ) -> Choice:
     """Return the algorithm that a call of `collective` would use, the reason, and why other algorithms can't be used.
 
-    Printing the result shows all of this. `nbytes` is the size of the vector, or of all blocks together for gather,
-    scatter, allgather, reduce_scatter and alltoall. `op` and `dtype` (numpy's) matter for reductions. For data on a
-    device `like` is an array on it, whose contents don't matter. The capabilities of the ranks on the device are known
-    after their first collective on it, and assumed until then. Sends nothing.
+    Printing the result shows all of this. Sends nothing.
 
-    Raises AlgorithmError if `collective` is unknown or no algorithm supports the call, DTypeError if `op` is not
-    defined for `dtype`.
+    Args:
+        collective: the name of the collective, such as ``"allreduce"``.
+        nbytes: bytes of the vector, or of all blocks together for gather, scatter, allgather, reduce_scatter and
+            alltoall.
+        op: the reduction, for collectives that reduce.
+        dtype: numpy's dtype of the array, for collectives that reduce.
+        root: the root of the call.
+        algorithm: the `algorithm` argument of the call.
+        like: an array on the device of the data, whose contents don't matter; None is the host. The capabilities of the
+            ranks on the device are known after their first collective on it, and assumed until then.
+        comm: the communicator; None is :func:`mpicoll.world`.
+
+    Raises:
+        AlgorithmError: `collective` is unknown or no algorithm supports the call.
+        DTypeError: `op` is not defined for `dtype`.
+
+    Example:
+        >>> choice = mpicoll.explain("allreduce", 1024, algorithm="ring")
+        >>> print(choice)
+        ring: forced by the argument
     """
     communicator = resolve(comm)
-    wanted = problem_of(collective, nbytes, op, dtype, root, algorithm, communicator, like)
-    choice = choose(wanted, algorithm)
+    query = make_call_query(collective, nbytes, op, dtype, root, algorithm, communicator, like)
+    choice = choose(query, algorithm)
     if communicator.size == 1:
         return choice  # with one rank the other algorithms are irrelevant
-    refused = (f"not {name}: {why}" for name, why in unsupported_reasons(wanted).items() if why is not None)
+    refused = (f"not {name}: {why}" for name, why in unsupported_reasons(query).items() if why is not None)
     return replace(choice, refused=tuple(refused))
 
 
-def problem_of(
+def make_call_query(
     collective: str,
     nbytes: int,
     op: OpLike,
     dtype: Any,
     root: int,
     algorithm: str | None,
-    communicator: Communicator,
+    communicator: CommunicatorCore,
     like: Any = None,
 ) -> SelectionQuery:
     """Return the selection query of such a call. Raises the errors of :func:`explain`."""
     if collective not in schedules.collectives():
         raise AlgorithmError(f"explain: no collective {collective!r}; there are {', '.join(schedules.collectives())}")
-    root = arguments.rank("explain", "root", root, communicator)
+    root = arguments.check_rank("explain", "root", root, communicator)
     if collective in ("scan", "exscan"):
-        arguments.no_average(collective, op)
+        arguments.reject_average(collective, op)
     value = np.empty(1, dtype)
     sample = (value, np.zeros(1, int)) if op in ("minloc", "maxloc") else value
-    buffer, reduction = arguments.operand(collective, sample, op) if collective in _REDUCTIONS else (None, None)
-    return problem(
+    buffer, reduction = (
+        arguments.recognise_operand(collective, sample, op) if collective in _REDUCTIONS else (None, None)
+    )
+    return make_selection_query(
         collective,
         communicator,
         algorithm,

@@ -6,17 +6,23 @@ from typing import Any
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.device import empty_beside
-from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
-from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
-from mpicoll.collectives.memory import Work, flat_vectors, vector
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import (
+    adds_rank_to_errors,
+    make_query,
+    recognise_operand,
+    reject_average,
+    resolve_output,
+)
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import ReductionArray
+from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def exscan(
@@ -30,20 +36,30 @@ def exscan(
 ) -> Any:
     """Compute the exclusive prefix reduction: ``x_0 op ... op x_(r-1)`` on rank r, elementwise and in this order.
 
-    Rank 0 returns the neutral element of `op` (0 for sum, the largest value for min, ...); for operations without one
-    (minloc, maxloc, functions) rank 0 returns None, and `out` is not changed. Every rank passes `x` of the same shape
-    and dtype and the same `op` (see :func:`allreduce`; avg is not supported). Returns an array of `x`'s library, shape
-    and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError before any message is sent.
+    Args:
+        x: this rank's array, of the same shape and dtype on every rank.
+        op: the reduction, the same on every rank (see :func:`allreduce`); avg is not supported.
+        out: an array of `x`'s shape and dtype for the result; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        An array of `x`'s library, shape and dtype; `out` if given. On rank 0 it holds the neutral element of `op` (0
+        for sum, the largest value for min, ...); for reductions without one (minloc, maxloc, functions) rank 0 returns
+        None, and `out` is not changed.
+
+    Raises:
+        DTypeError, ShapeError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.exscan(np.array([1, 2]))  # on one rank
+        array([0, 0])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(communicator, "exscan", timeout, lambda: iexscan(x, op, out=out, comm=comm, algorithm=algorithm))
-    if type(op) is str:
-        what = ("exscan", op, algorithm)
-        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
-    return run(prepare(communicator, x, op, out, algorithm))
+    key = ("exscan", op, algorithm) if type(op) is str else ("exscan", UNCACHED)
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, out, algorithm))
 
 
 def iexscan(
@@ -54,7 +70,15 @@ def iexscan(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`exscan` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`exscan` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.iexscan(np.ones(2)).wait()  # on one rank
+        array([0., 0.])
+    """
     return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
@@ -66,56 +90,51 @@ def exscan_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`exscan` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`exscan` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.exscan_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([0., 0.])
+    """
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
-    no_average("exscan", op)
-    buffer, reduction = operand("exscan", x, op)
-    target = result("exscan", out, buffer, buffer.array.shape)
-    mine = Work(buffer, reduction, None, comm.size, avoid=target)
-    neutral = ops.identity(reduction, buffer.dtype)
-    first = comm.rank == 0
-    nothing = first and neutral is None
-    # MPI writes to the caller's memory if that has the dtype of the reduction.
-    fits = target.array.dtype == reduction.work and target.array.flags.c_contiguous and not nothing
-    prefix = target.array.reshape(-1) if fits else empty_beside(mine.array, mine.array.size)
-
-    name = reduction.native or ""
-
-    def native(mpi: Native) -> None:
-        source = mine.operand()
-        mpi.exscan(source, prefix, name)
-        store()
-
-    def direct(mpi: Native, source: Array, target: Array) -> None:
-        mpi.exscan(source, target, name)
-        if first:
-            target[...] = neutral
-
-    def store() -> None:
-        if first and neutral is not None:
-            prefix[...] = neutral
-        if not fits and not nothing:
-            target.store(prefix)
-
+@adds_rank_to_errors
+def prepare(comm: CommunicatorCore, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+    reject_average("exscan", op)
+    buffer, reduction = recognise_operand("exscan", x, op)
+    output = resolve_output("exscan", out, buffer, buffer.array.shape)
+    work = ReductionArray(buffer, reduction, None, comm.size, disjoint_from=output)
+    identity = ops.identity(reduction, buffer.dtype)
+    has_result = comm.rank > 0 or identity is not None
+    # The result is written to the caller's memory if that has the dtype of the reduction.
+    is_user_buffer = output.array.dtype == reduction.work and output.array.flags.c_contiguous and has_result
+    prefix = output.array.reshape(-1) if is_user_buffer else empty_beside(work.array, work.array.size)
+    arrays = CollectiveArrays(
+        "exscan",
+        comm.rank,
+        work.source,
+        prefix,
+        (prefix.size,),
+        reduction=reduction,
+        spare=work.array,
+        identity=identity,
+        load=work.load,
+        store=do_nothing if is_user_buffer or not has_result else lambda: output.store(prefix),
+        unconverted=has_result and not reduction.changes(buffer.array.dtype),
+    )
+    query = make_query(comm, arrays, algorithm, nbytes=buffer.array.nbytes)
     return Operation(
         comm,
-        problem(
-            "exscan", comm, algorithm, nbytes=buffer.array.nbytes, count=prefix.size, array=prefix, reduction=reduction
-        ),
+        query,
         algorithm,
-        native=native,
+        arrays,
         block=buffer,
-        buffers=(buffer, target),
-        regions=lambda schedule: vector(schedule, mine.array, prefix),
-        result=lambda: None if nothing else target.result(),
-        combine=reduction.combine,
-        reduction=reduction,
-        flat=lambda: flat_vectors(buffer, target),
-        load=mine.load,
-        store=store,
-        direct=None if nothing or reduction.changes(buffer.array.dtype) else direct,
+        buffers=(buffer, output),
+        output=output if has_result else None,
     )

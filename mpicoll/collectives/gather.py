@@ -8,24 +8,22 @@ from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
     Counts,
-    block_shape,
-    counts_of_parts,
-    key_of,
-    names_rank,
-    native_counts,
-    problem,
-    result,
-    row_size,
-    within,
+    adds_rank_to_errors,
+    check_gather_counts,
+    get_block_bytes,
+    get_block_shape,
+    make_counts_key,
+    make_query,
+    resolve_output,
 )
-from mpicoll.collectives.memory import Blocks, Source, Target
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def gather(
@@ -38,29 +36,35 @@ def gather(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Concatenate the blocks of all ranks along axis 0, in rank order, on rank `root`; other ranks return None.
+    """Concatenate the blocks of all ranks along axis 0, in rank order, on rank `root`.
 
-    Every rank passes `x` of shape ``(rows, ...)``, alike in dtype and in all axes but the first; a 0-d array counts as
-    one row. `counts`, the same on every rank, gives each rank's rows if they differ. Any dtype of fixed size. The root
-    returns an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``: `out` if given, which is for the
-    root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
+    Args:
+        x: this rank's block, of shape ``(rows, ...)``, with the same dtype and the same axes after the first on every
+            rank. A 0-d array is one row. Any dtype of fixed size.
+        root: the rank that gets the result, the same on every rank.
+        counts: the rows of each rank's block, the same on every rank; None if all blocks are equal.
+        out: an array for the result, on the root only; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        On the root an array of `x`'s library and dtype and of shape ``(sum of rows, ...)``, `out` if given; on other
+        ranks None.
+
+    Raises:
+        DTypeError, ShapeError, RankError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.gather(np.array([5, 6]), root=0)  # on one rank
+        array([5, 6])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(
-            communicator,
-            "gather",
-            timeout,
-            lambda: igather(x, root, counts=counts, out=out, comm=comm, algorithm=algorithm),
-        )
-    if type(root) is int:
-        what = ("gather", root, algorithm, key_of(counts))
-        return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, counts, out, algorithm)
-        )
-    return run(prepare(communicator, x, root, counts, out, algorithm))
+    key = ("gather", root, algorithm, make_counts_key(counts)) if type(root) is int else ("gather", UNCACHED)
+    return call(
+        communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, root, counts, out, algorithm)
+    )
 
 
 def igather(
@@ -72,7 +76,15 @@ def igather(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`gather` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`gather` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.igather(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
@@ -85,53 +97,40 @@ def gather_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`gather` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`gather` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.gather_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
-    root = arguments.rank("gather", "root", root, comm)
-    arguments.only_at_root("gather", out, root, comm)
+@adds_rank_to_errors
+def prepare(
+    comm: CommunicatorCore, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None
+) -> Operation:
+    root = arguments.check_rank("gather", "root", root, comm)
+    arguments.check_only_at_root("gather", out, root, comm)
     buffer = recognise("gather", x)
-    shape = block_shape(buffer)
-    rows = counts_of_parts("gather", shape[0], counts, comm)
-    elements = [count * row_size(shape) for count in rows]
-    sizes = native_counts(rows, row_size(shape) * buffer.array.itemsize)
-    whole = result("gather", out, buffer, (sum(rows), *shape[1:])) if comm.rank == root else None
-    target = None if whole is None else Target(whole)
-    source = Source(buffer, whole)
-    blocks = Blocks(elements, comm.rank, source.array, None if target is None else target.array)
-
-    raw_source, raw_target = source.raw, None if target is None else target.raw
-
-    def load() -> None:
-        source.load()
-        blocks.place(source.array)
-
-    def native(mpi: Native) -> None:
-        source.load()
-        mpi.gather(raw_source, raw_target, sizes, root)
-        store()
-
-    def store() -> None:
-        if target is not None:
-            target.store()
-
-    nbytes_of = tuple(count * buffer.array.itemsize for count in elements)
-    nbytes = sum(nbytes_of)
+    shape = get_block_shape(buffer)
+    rows = check_gather_counts("gather", shape[0], counts, comm)
+    whole = resolve_output("gather", out, buffer, (sum(rows), *shape[1:])) if comm.rank == root else None
+    source, target = InputArray(buffer, whole), None if whole is None else OutputArray(whole)
+    arrays = move_arrays("gather", comm, source, target, get_block_bytes(rows, buffer), root)
+    query = make_query(comm, arrays, algorithm, nbytes=sum(arrays.counts))
     return Operation(
         comm,
-        problem("gather", comm, algorithm, nbytes=nbytes, count=nbytes, array=source.array, root=root, counts=rows),
+        query,
         algorithm,
-        native=native,
+        arrays,
         block=buffer,
         buffers=(buffer, whole),
         counts=() if counts is None else rows,
-        regions=blocks.regions,
-        result=lambda: None if whole is None else whole.result(),
-        flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=source.load, store=store),
-        load=load,
-        store=store,
-        direct=lambda mpi, source, target: mpi.gather(source, target, sizes, root),
+        output=whole,
     )

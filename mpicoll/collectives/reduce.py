@@ -6,15 +6,15 @@ from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
-from mpicoll.collectives.arguments import names_rank, operand, problem, within
-from mpicoll.collectives.memory import Work, flat_reduction, vector
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_operand, resolve_output
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import reduction_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def reduce(
@@ -27,24 +27,31 @@ def reduce(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks elementwise, and return the result on rank `root`; other ranks return None.
+    """Reduce the arrays of all ranks elementwise, and return the result on rank `root`.
 
-    Every rank passes `x` of the same shape and dtype, the same `op` (see :func:`allreduce`) and the same `root`. `out`
-    is for the root only. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
+    Args:
+        x: this rank's array, of the same shape and dtype on every rank.
+        op: the reduction, the same on every rank (see :func:`allreduce`).
+        root: the rank that gets the result, the same on every rank.
+        out: an array of `x`'s shape and dtype for the result, on the root only; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        On the root an array of `x`'s library, shape and dtype, `out` if given; on other ranks None.
+
+    Raises:
+        DTypeError, ShapeError, RankError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.reduce(np.array([3, 4]), "max", root=0)  # on one rank
+        array([3, 4])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(
-            communicator, "reduce", timeout, lambda: ireduce(x, op, root, out=out, comm=comm, algorithm=algorithm)
-        )
-    if type(root) is int and type(op) is str:
-        what = ("reduce", op, root, algorithm)
-        return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, op, root, out, algorithm)
-        )
-    return run(prepare(communicator, x, op, root, out, algorithm))
+    key = ("reduce", op, root, algorithm) if type(root) is int and type(op) is str else ("reduce", UNCACHED)
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, root, out, algorithm))
 
 
 def ireduce(
@@ -56,7 +63,15 @@ def ireduce(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`reduce` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`reduce` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.ireduce(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, op, root, out, algorithm))
 
 
@@ -69,51 +84,26 @@ def reduce_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`reduce` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`reduce` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.reduce_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, op, root, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, op: OpLike, root: int, out: Any, algorithm: str | None) -> Operation:
-    root = arguments.rank("reduce", "root", root, comm)
-    arguments.only_at_root("reduce", out, root, comm)
-    buffer, reduction = operand("reduce", x, op)
-    mine = comm.rank == root
-    target = arguments.result("reduce", out, buffer, buffer.array.shape) if mine else None
-    work = Work(buffer, reduction, target, comm.size)
-
-    name = reduction.native or ""
-
-    def native(mpi: Native) -> None:
-        source = work.operand()
-        mpi.reduce(source, work.array if mine else None, name, root)
-        work.store()
-
-    return Operation(
-        comm,
-        problem(
-            "reduce",
-            comm,
-            algorithm,
-            nbytes=buffer.array.nbytes,
-            count=work.array.size,
-            array=work.array,
-            root=root,
-            reduction=reduction,
-        ),
-        algorithm,
-        native=native,
-        block=buffer,
-        buffers=(buffer, target),
-        regions=lambda schedule: vector(schedule, work.array),
-        result=lambda: None if target is None else target.result(),
-        flat=lambda: flat_reduction(buffer, reduction, target, (buffer.array.size,), work),
-        combine=reduction.combine,
-        reduction=reduction,
-        work=work.array,
-        load=work.load,
-        store=work.store,
-        direct=None
-        if reduction.changes(buffer.array.dtype)
-        else lambda mpi, source, target: mpi.reduce(source, target, name, root),
-    )
+@adds_rank_to_errors
+def prepare(comm: CommunicatorCore, x: Any, op: OpLike, root: int, out: Any, algorithm: str | None) -> Operation:
+    root = arguments.check_rank("reduce", "root", root, comm)
+    arguments.check_only_at_root("reduce", out, root, comm)
+    buffer, reduction = recognise_operand("reduce", x, op)
+    output = resolve_output("reduce", out, buffer, buffer.array.shape) if comm.rank == root else None
+    arrays = reduction_arrays("reduce", comm, buffer, reduction, output, root)
+    query = make_query(comm, arrays, algorithm, nbytes=buffer.array.nbytes)
+    return Operation(comm, query, algorithm, arrays, block=buffer, buffers=(buffer, output), output=output)

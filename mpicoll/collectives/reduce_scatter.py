@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.device import empty_beside
-from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
     Counts,
-    counts_of_whole,
-    key_of,
-    names_rank,
-    native_counts,
-    operand,
-    problem,
-    result,
-    row_size,
-    within,
+    adds_rank_to_errors,
+    check_scatter_counts,
+    get_row_size,
+    make_counts_key,
+    make_query,
+    recognise_operand,
+    resolve_output,
 )
-from mpicoll.collectives.memory import Target, Work, flat_reduction
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import OutputArray, ReductionArray, arrays_for_shared_memory
+from mpicoll.engine.core.arrays import CollectiveArrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.executors.schedule import Region, extents
-from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError
-from mpicoll.transport.base import Native
 
 
 def reduce_scatter(
@@ -42,29 +40,34 @@ def reduce_scatter(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks elementwise, divide the result along axis 0 into blocks, and give rank i the i-th.
+    """Reduce the arrays of all ranks elementwise, and scatter blocks of the result: rank i gets the i-th.
 
-    Every rank passes `x` of the same shape ``(sum of rows, ...)`` and dtype and the same `op` (see :func:`allreduce`; a
-    function must be elementwise). Blocks are equal unless `counts`, the same on every rank, gives each rank's rows.
-    Returns this rank's block, an array of `x`'s library and dtype and of shape ``(rows, ...)``: `out` if given. Raises
-    DTypeError, ShapeError, AlgorithmError before any message is sent.
+    Args:
+        x: this rank's array, of the same shape ``(sum of rows, ...)`` and dtype on every rank.
+        op: the reduction, the same on every rank (see :func:`allreduce`); a function must be elementwise.
+        counts: the rows of each rank's block, the same on every rank; None if all blocks are equal.
+        out: an array for this rank's block; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        This rank's block of the result, an array of `x`'s library and dtype and of shape ``(rows, ...)``; `out` if
+        given.
+
+    Raises:
+        DTypeError, ShapeError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.reduce_scatter(np.array([1, 2]))  # on one rank
+        array([1, 2])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(
-            communicator,
-            "reduce_scatter",
-            timeout,
-            lambda: ireduce_scatter(x, op, counts=counts, out=out, comm=comm, algorithm=algorithm),
-        )
-    if type(op) is str:
-        what = ("reduce_scatter", op, algorithm, key_of(counts))
-        return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, op, counts, out, algorithm)
-        )
-    return run(prepare(communicator, x, op, counts, out, algorithm))
+    key = (
+        ("reduce_scatter", op, algorithm, make_counts_key(counts)) if type(op) is str else ("reduce_scatter", UNCACHED)
+    )
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, counts, out, algorithm))
 
 
 def ireduce_scatter(
@@ -76,7 +79,15 @@ def ireduce_scatter(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`reduce_scatter` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`reduce_scatter` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.ireduce_scatter(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, op, counts, out, algorithm))
 
 
@@ -89,81 +100,67 @@ def reduce_scatter_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`reduce_scatter` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`reduce_scatter` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.reduce_scatter_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, op, counts, out, algorithm))
 
 
-@names_rank
+@adds_rank_to_errors
 def prepare(
-    comm: Communicator, x: Any, op: OpLike, counts: Counts | None, out: Any, algorithm: str | None
+    comm: CommunicatorCore, x: Any, op: OpLike, counts: Counts | None, out: Any, algorithm: str | None
 ) -> Operation:
-    buffer, reduction = operand("reduce_scatter", x, op)
+    buffer, reduction = recognise_operand("reduce_scatter", x, op)
     if not reduction.elementwise:
         raise DTypeError(
             f"reduce_scatter: op {reduction.name} is not declared elementwise, so it can't be applied to blocks;"
             " pass mpicoll.Op(function, elementwise=True), or reduce, then scatter"
         )
-    shape = arguments.block_shape(buffer)
-    rows = counts_of_whole("reduce_scatter", shape[0], counts, comm)
-    block = result("reduce_scatter", out, buffer, (rows[comm.rank], *shape[1:]))
-    elements = [count * row_size(shape) for count in rows]
-    sizes = native_counts(rows, row_size(shape))
-    offsets = extents(elements)
-    work, target = Work(buffer, reduction, None, comm.size, avoid=block), Target(block)
-    # MPI writes the block to the output if that has the dtype of the reduction.
-    part = target.array if block.array.dtype == reduction.work else empty_beside(work.array, elements[comm.rank])
-
-    name = reduction.native or ""
-
-    def native(mpi: Native) -> None:
-        source = work.operand()
-        mpi.reduce_scatter(source, part, sizes, name)
-        store()
-
-    def direct(mpi: Native, source: Array, target: Array) -> None:
-        mpi.reduce_scatter(source, target, sizes, name)
-
-    def scheduled_store() -> None:
-        part[...] = work.array[offsets[comm.rank] : offsets[comm.rank + 1]]
-        store()
+    shape = arguments.get_block_shape(buffer)
+    rows = check_scatter_counts("reduce_scatter", shape[0], counts, comm)
+    block = resolve_output("reduce_scatter", out, buffer, (rows[comm.rank], *shape[1:]))
+    elements = tuple(count * get_row_size(shape) for count in rows)
+    work, target = ReductionArray(buffer, reduction, None, comm.size, disjoint_from=block), OutputArray(block)
+    # The block is written to the output if that has the dtype of the reduction.
+    fits = block.array.dtype == reduction.work
+    part = target.array if fits else empty_beside(work.array, elements[comm.rank])
 
     def store() -> None:
         work.finish(part)
-        if part is target.array:
+        if fits:
             target.store()
         else:
             block.store(part)
 
-    def flat() -> Flat:
-        made = flat_reduction(buffer, reduction, block, elements, work, part)
-        if made.source is work.array:
-            made.store = store
-        return made
-
+    arrays = CollectiveArrays(
+        "reduce_scatter",
+        comm.rank,
+        work.source,
+        part,
+        elements,
+        reduction=reduction,
+        spare=work.array,
+        load=work.load,
+        store=store,
+        unconverted=not reduction.changes(buffer.array.dtype),
+    )
+    arrays.in_callers_dtype = partial(arrays_for_shared_memory, buffer=buffer, output=block)
+    query = make_query(comm, arrays, algorithm, nbytes=buffer.array.nbytes)
     return Operation(
         comm,
-        problem(
-            "reduce_scatter",
-            comm,
-            algorithm,
-            nbytes=buffer.array.nbytes,
-            count=work.array.size,
-            array=work.array,
-            reduction=reduction,
-            counts=rows,
-        ),
+        query,
         algorithm,
-        native=native,
+        arrays,
         block=buffer,
         buffers=(buffer, block),
         counts=() if counts is None else rows,
-        regions=lambda schedule: [Region(work.array, offsets)],
-        result=block.result,
-        flat=flat,
-        combine=reduction.combine,
-        reduction=reduction,
-        work=work.array,
-        load=work.load,
-        store=scheduled_store,
-        direct=None if reduction.changes(buffer.array.dtype) else direct,
+        output=block,
     )

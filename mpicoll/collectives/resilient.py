@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpicoll.collectives.allgather import allgather
-from mpicoll.collectives.bcast import bcast
+from mpicoll.collectives.objects import bcast_object
 from mpicoll.engine.core import state_copy
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.engine.world import CommLike, resolve
+from mpicoll.engine.world import CommLike, as_communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed
+from mpicoll.wording import count, inflect, rank_list
 
 S = TypeVar("S")
 
@@ -37,28 +38,41 @@ def resilient(
     takes effect exactly once as long as one rank survives; no file is needed. This requires a job that survives the
     death of a rank (``mpirun --with-ft ulfm`` of Open MPI 5). In other jobs it is a plain loop.
 
-    `state` must be the same on all ranks, before and after each step: numpy arrays, numbers, torch tensors, modules and
-    optimizers (objects with ``state_dict`` and ``load_state_dict``), anything that can be pickled, and dicts, lists and
-    tuples of these. `step` may change it in place and return None, or return a new state. After a death the state is
-    restored in place if possible. In each step, `step` must derive all values that differ between ranks, such as the
-    rank's part of the data, from ``number``, ``comm.rank`` and ``comm.size``, as these change, and random numbers from
-    ``number``. Effects outside of `state` (printing, writing) occur again if a step is repeated.
-
-    `setup`, if given, is called as ``setup(comm)`` at the start and after each death. Its result is passed to `step`
-    instead of `comm`. It creates the objects that depend on the communicator, such as groups. `every` is the number of
-    steps between two copies of the state, to which survivors roll back: with a larger number the state is copied less
-    often, and more steps are repeated. All ranks must pass the same arguments. If `comm` is the default,
-    :func:`mpicoll.world` is the communicator of the survivors afterwards.
-
-    Returns the state after the last step. Exceptions other than RankFailed are raised, unless a rank has just died,
-    which may cause any exception. Raises ArgumentError for `steps` or `every` out of range.
+    Exceptions of `step` and `setup` other than RankFailed are raised, unless a rank has just died, which may cause any
+    exception.
 
     Costs a copy of the state for each `every` steps, in memory and time, and one agreement at the end; after a death
     some milliseconds, and a broadcast of the state.
+
+    Args:
+        step: changes the state in place and returns None, or returns a new state. It must derive all values that differ
+            between ranks, such as the rank's part of the data, from ``number``, ``comm.rank`` and ``comm.size``, as
+            these change, and random numbers from ``number``. Effects outside of the state (printing, writing) occur
+            again if a step is repeated.
+        state: the same on all ranks, before and after each step: numpy arrays, numbers, torch tensors, modules and
+            optimizers (objects with ``state_dict`` and ``load_state_dict``), anything that can be pickled, and dicts,
+            lists and tuples of these. After a death it is restored in place if possible.
+        steps: the number of steps, the same on all ranks, as are all arguments.
+        comm: the communicator. If it is the default, :func:`mpicoll.world` is the communicator of the survivors
+            afterwards.
+        every: the number of steps between two copies of the state, to which survivors roll back: with a larger number
+            the state is copied less often, and more steps are repeated.
+        setup: is called as ``setup(comm)`` at the start and after each death. It creates the objects that depend on the
+            communicator, such as groups. Its result is passed to `step` instead of `comm`.
+
+    Returns:
+        The state after the last step.
+
+    Raises:
+        ArgumentError: `steps` or `every` is out of range.
+
+    Example:
+        >>> mpicoll.resilient(lambda total, number, comm: total + number, 0, steps=4)
+        6
     """
     if steps < 0 or every < 1:
         raise ArgumentError(f"resilient: steps must be at least 0 and every at least 1, got {steps} and {every}")
-    last: S = _Loop(step, state, steps, resolve(comm), every, setup).run()
+    last: S = _Loop(step, state, steps, as_communicator(comm), every, setup).run()
     return last
 
 
@@ -78,7 +92,7 @@ class _Loop:
         self._comm = comm
         self._every = every
         self._setup = setup
-        self._kept = 0, state_copy.taken(state)
+        self._checkpoint = 0, state_copy.take_snapshot(state)
         self._members = comm.members
 
     def run(self) -> Any:
@@ -96,16 +110,16 @@ class _Loop:
         try:
             if recovering:
                 self._recover()
-            self._go_on()
+            self._run_steps()
         except Exception as error:
-            if not self._because_of_a_death(error):
+            if not self._is_rank_failure(error):
                 raise
             # Its frames keep objects alive that setup recreates.
             traceback.clear_frames(error.__traceback__)
             return False
         return True
 
-    def _because_of_a_death(self, error: BaseException) -> bool:
+    def _is_rank_failure(self, error: BaseException) -> bool:
         if isinstance(error, RankFailed):
             return True
         try:
@@ -115,26 +129,23 @@ class _Loop:
 
     def _recover(self) -> None:
         comm = self._comm
-        done = allgather(np.array([self._kept[0]]), comm=comm).reshape(-1)
-        source = int(done.argmax())
-        own = state_copy.packed(self._kept[1]) if comm.rank == source else np.empty(0, np.uint8)
-        size = int(bcast(np.array(own.size), root=source, comm=comm))
-        data = bcast(own if comm.rank == source else np.empty(size, np.uint8), root=source, comm=comm)
-        if comm.rank != source:
-            self._kept = int(done[source]), state_copy.unpacked(data)
+        completed = allgather(np.array([self._checkpoint[0]]), comm=comm).reshape(-1)
+        source = int(completed.argmax())
+        self._checkpoint = bcast_object(self._checkpoint if comm.rank == source else None, source, comm=comm)
         if comm.rank == 0:
-            gone = sorted(set(self._members) - set(comm.members))
+            dead = sorted(set(self._members) - set(comm.members))
             _log.warning(
-                "rank %s of the job has died; %d ranks go on with step %d",
-                ", ".join(map(str, gone)),
-                comm.size,
-                self._kept[0],
+                "%s of the job %s died; %s with step %d",
+                rank_list(dead),
+                inflect(dead, "has", "have"),
+                f"{count(comm.size, 'rank')} {'continues' if comm.size == 1 else 'continue'}",
+                self._checkpoint[0],
             )
         self._members = comm.members
-        self._state = state_copy.put_back(self._kept[1], self._state)
+        self._state = state_copy.restore(self._checkpoint[1], self._state)
 
-    def _go_on(self) -> None:
-        number = self._kept[0]
+    def _run_steps(self) -> None:
+        number = self._checkpoint[0]
         context = self._comm if self._setup is None else self._setup(self._comm)
         while number < self._steps:
             returned = self._step(self._state, number, context)
@@ -142,4 +153,4 @@ class _Loop:
                 self._state = returned
             number += 1
             if number % self._every == 0 or number == self._steps:
-                self._kept = number, state_copy.taken(self._state)
+                self._checkpoint = number, state_copy.take_snapshot(self._state)

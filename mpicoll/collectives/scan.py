@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from mpicoll.buffers.ops import OpLike
-from mpicoll.collectives.arguments import names_rank, no_average, operand, problem, result, within
-from mpicoll.collectives.memory import Work, flat_vectors, vector
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import (
+    adds_rank_to_errors,
+    make_query,
+    recognise_operand,
+    reject_average,
+    resolve_output,
+)
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import reduction_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def scan(
@@ -27,19 +33,28 @@ def scan(
 ) -> Any:
     """Compute the inclusive prefix reduction: ``x_0 op x_1 op ... op x_r`` on rank r, elementwise and in this order.
 
-    Every rank passes `x` of the same shape and dtype and the same `op` (see :func:`allreduce`; avg is not supported).
-    Returns an array of `x`'s library, shape and dtype, `out` if given. Raises DTypeError, ShapeError, AlgorithmError
-    before any message is sent.
+    Args:
+        x: this rank's array, of the same shape and dtype on every rank.
+        op: the reduction, the same on every rank (see :func:`allreduce`); avg is not supported.
+        out: an array of `x`'s shape and dtype for the result; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        An array of `x`'s library, shape and dtype; `out` if given.
+
+    Raises:
+        DTypeError, ShapeError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.scan(np.array([1, 2]))  # on one rank
+        array([1, 2])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(communicator, "scan", timeout, lambda: iscan(x, op, out=out, comm=comm, algorithm=algorithm))
-    if type(op) is str:
-        what = ("scan", op, algorithm)
-        return repeated(communicator, what, x, out, lambda own, out: prepare(communicator, own, op, out, algorithm))
-    return run(prepare(communicator, x, op, out, algorithm))
+    key = ("scan", op, algorithm) if type(op) is str else ("scan", UNCACHED)
+    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, out, algorithm))
 
 
 def iscan(
@@ -50,7 +65,15 @@ def iscan(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`scan` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`scan` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.iscan(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, op, out, algorithm))
 
 
@@ -62,47 +85,25 @@ def scan_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`scan` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`scan` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.scan_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, op, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
-    no_average("scan", op)
-    buffer, reduction = operand("scan", x, op)
-    target = result("scan", out, buffer, buffer.array.shape)
-    work = Work(buffer, reduction, target, comm.size)
-
-    name = reduction.native or ""
-
-    def native(mpi: Native) -> None:
-        source = work.operand()
-        mpi.scan(source, work.array, name)
-        work.store()
-
-    return Operation(
-        comm,
-        problem(
-            "scan",
-            comm,
-            algorithm,
-            nbytes=buffer.array.nbytes,
-            count=work.array.size,
-            array=work.array,
-            reduction=reduction,
-        ),
-        algorithm,
-        native=native,
-        block=buffer,
-        buffers=(buffer, target),
-        regions=lambda schedule: vector(schedule, work.array),
-        result=target.result,
-        combine=reduction.combine,
-        reduction=reduction,
-        flat=lambda: flat_vectors(buffer, target),
-        load=work.load,
-        store=work.store,
-        direct=None
-        if reduction.changes(buffer.array.dtype)
-        else lambda mpi, source, target: mpi.scan(source, target, name),
-    )
+@adds_rank_to_errors
+def prepare(comm: CommunicatorCore, x: Any, op: OpLike, out: Any, algorithm: str | None) -> Operation:
+    reject_average("scan", op)
+    buffer, reduction = recognise_operand("scan", x, op)
+    output = resolve_output("scan", out, buffer, buffer.array.shape)
+    arrays = reduction_arrays("scan", comm, buffer, reduction, output)
+    query = make_query(comm, arrays, algorithm, nbytes=buffer.array.nbytes)
+    return Operation(comm, query, algorithm, arrays, block=buffer, buffers=(buffer, output), output=output)

@@ -8,26 +8,24 @@ from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import (
     Counts,
-    block_shape,
-    counts_of_parts,
-    counts_of_whole,
-    key_of,
-    names_rank,
-    native_counts,
-    problem,
-    result,
-    row_size,
-    template,
-    within,
+    adds_rank_to_errors,
+    check_gather_counts,
+    check_scatter_counts,
+    get_block_bytes,
+    get_block_shape,
+    make_counts_key,
+    make_query,
+    recognise_prototype,
+    resolve_output,
 )
-from mpicoll.collectives.memory import Blocks, Source, Target
-from mpicoll.engine.call_cache import repeated
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.operation import Flat, Operation, run, start
+from mpicoll.engine.dispatch import start
 from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
-from mpicoll.transport.base import Native
 
 
 def scatter(
@@ -40,29 +38,35 @@ def scatter(
     algorithm: str | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Divide rank `root`'s array along axis 0 into blocks, and give rank i the i-th.
+    """Divide the array of rank `root` along axis 0 into blocks, and send the i-th block to rank i.
 
-    The root passes `x` of shape ``(sum of rows, ...)``. Every other rank passes an array shaped and typed like its
-    block, ``(rows, ...)``, whose contents don't matter, or None if `out` is given. Blocks are equal unless `counts`,
-    the same on every rank, gives each rank's rows. Any dtype of fixed size. Returns this rank's block, an array like
-    `x`: `out` if given. Raises DTypeError, ShapeError, RankError, AlgorithmError before any message is sent.
+    Args:
+        x: on the root the array, of shape ``(sum of rows, ...)`` and any dtype of fixed size. On other ranks an array
+            of the shape ``(rows, ...)`` and the dtype of their block, whose contents don't matter, or None if `out` is
+            given.
+        root: the rank whose array is divided, the same on every rank.
+        counts: the rows of each rank's block, the same on every rank; None if all blocks are equal.
+        out: an array for this rank's block; None creates one.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        algorithm: the name of an algorithm to force (see :func:`mpicoll.algorithms`); None has one selected.
+        timeout: seconds to wait (see :func:`allreduce`).
 
-    Raises Timeout after `timeout` seconds (see :func:`allreduce`).
+    Returns:
+        This rank's block, an array of `x`'s library and dtype; `out` if given.
+
+    Raises:
+        DTypeError, ShapeError, RankError, AlgorithmError: an argument is invalid; no message has been sent.
+        Timeout: the collective is not complete after `timeout` seconds (see :func:`allreduce`).
+
+    Example:
+        >>> mpicoll.scatter(np.arange(3), root=0)  # on one rank
+        array([0, 1, 2])
     """
     communicator = resolve(comm)
-    if timeout is not None:
-        return within(
-            communicator,
-            "scatter",
-            timeout,
-            lambda: iscatter(x, root, counts=counts, out=out, comm=comm, algorithm=algorithm),
-        )
-    if type(root) is int:
-        what = ("scatter", root, algorithm, key_of(counts))
-        return repeated(
-            communicator, what, x, out, lambda own, out: prepare(communicator, own, root, counts, out, algorithm)
-        )
-    return run(prepare(communicator, x, root, counts, out, algorithm))
+    key = ("scatter", root, algorithm, make_counts_key(counts)) if type(root) is int else ("scatter", UNCACHED)
+    return call(
+        communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, root, counts, out, algorithm)
+    )
 
 
 def iscatter(
@@ -74,7 +78,15 @@ def iscatter(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Request:
-    """Start :func:`scatter` in the background, with the same arguments. The request's value is the result."""
+    """Start :func:`scatter` in the background, with the same arguments.
+
+    Returns:
+        A request whose value is the result. Until it has completed, `x` must not be changed and `out` must not be used.
+
+    Example:
+        >>> mpicoll.iscatter(np.ones(2)).wait()  # on one rank
+        array([1., 1.])
+    """
     return start(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
@@ -87,54 +99,41 @@ def scatter_init(
     comm: CommLike = None,
     algorithm: str | None = None,
 ) -> Plan:
-    """Return :func:`scatter` as a plan for repeated use, with the same arguments. Each run reads `x` again."""
+    """Create a plan for repeated calls of :func:`scatter` with the same arguments.
+
+    Returns:
+        A plan, of which each run reads the contents that `x` has then. While a run is pending, `x` must not be changed
+        and `out` must not be used. The plan may return the same array from each run.
+
+    Example:
+        >>> plan = mpicoll.scatter_init(np.ones(2))
+        >>> plan()  # on one rank
+        array([1., 1.])
+    """
     return Plan(prepare(resolve(comm), x, root, counts, out, algorithm))
 
 
-@names_rank
-def prepare(comm: Communicator, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None) -> Operation:
-    root = arguments.rank("scatter", "root", root, comm)
-    mine = comm.rank == root
-    buffer = recognise("scatter", x) if mine else template("scatter", x, out)
-    shape = block_shape(buffer)
-    divide = counts_of_whole if mine else counts_of_parts
+@adds_rank_to_errors
+def prepare(
+    comm: CommunicatorCore, x: Any, root: int, counts: Counts | None, out: Any, algorithm: str | None
+) -> Operation:
+    root = arguments.check_rank("scatter", "root", root, comm)
+    is_root = comm.rank == root
+    buffer = recognise("scatter", x) if is_root else recognise_prototype("scatter", x, out)
+    shape = get_block_shape(buffer)
+    divide = check_scatter_counts if is_root else check_gather_counts
     rows = divide("scatter", shape[0], counts, comm)
-    elements = [count * row_size(shape) for count in rows]
-    sizes = native_counts(rows, row_size(shape) * buffer.array.itemsize)
-    block = result("scatter", out, buffer, (rows[comm.rank], *shape[1:]))
-    target = Target(block)
-    source = Source(buffer, block) if mine else None
-    blocks = Blocks(elements, comm.rank, target.array, None if source is None else source.array)
-
-    raw_source, raw_target = None if source is None else source.raw, target.raw
-
-    def load() -> None:
-        if source is not None:
-            source.load()
-
-    def native(mpi: Native) -> None:
-        load()
-        mpi.scatter(raw_source, raw_target, sizes, root)
-        target.store()
-
-    def store() -> None:
-        blocks.take(target.array)
-        target.store()
-
-    nbytes_of = tuple(count * buffer.array.itemsize for count in elements)
-    nbytes = sum(nbytes_of)
+    block = resolve_output("scatter", out, buffer, (rows[comm.rank], *shape[1:]))
+    source, target = InputArray(buffer, block) if is_root else None, OutputArray(block)
+    arrays = move_arrays("scatter", comm, source, target, get_block_bytes(rows, buffer), root)
+    query = make_query(comm, arrays, algorithm, nbytes=sum(arrays.counts))
     return Operation(
         comm,
-        problem("scatter", comm, algorithm, nbytes=nbytes, count=nbytes, array=target.array, root=root, counts=rows),
+        query,
         algorithm,
-        native=native,
+        arrays,
         block=block,
         buffers=(buffer, block),
         counts=() if counts is None else rows,
-        regions=blocks.regions,
-        result=block.result,
-        flat=lambda: Flat(raw_source, raw_target, nbytes_of, load=load, store=target.store),
-        load=load,
-        store=store,
-        direct=lambda mpi, source, target: mpi.scatter(source, target, sizes, root),
+        output=block,
     )

@@ -1,8 +1,9 @@
 """Probes of device memory, in processes that may crash or hang: ``-m mpicoll.engine.cuda_probes NAME``.
 
 ``send``, ``move`` and ``reduce`` try the classes of :data:`mpicoll.transport.cuda_awareness.CLASSES` in jobs of two
-ranks, ``devices`` and ``ipc`` in a single process, what the machine has. :mod:`mpicoll.transport.probes` says how they
-report."""
+ranks; ``devices`` and ``ipc`` examine the devices of the machine in a single process. Their reports are those of
+:mod:`mpicoll.transport.probes`.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ _WHAT = "8 B, 64 KiB and 4 MiB of device memory have arrived"
 # --- on two ranks
 
 
-def _two_with_devices() -> tuple[Transport, Device]:
-    """This rank's end of a job of two, and its device."""
+def _join_with_device() -> tuple[Transport, Device]:
+    """Join a job of two ranks, and return this rank's transport and device."""
     transport = probes.join_two_ranks()
     return transport, _device(transport.rank)
 
 
 def _device(number: int) -> Device:
-    """The device of that number, or of the numbers that there are."""
+    """Return device `number`, modulo the number of devices."""
     from mpicoll.buffers.cuda.device import cuda_device
     from mpicoll.buffers.cuda.facts import facts
 
@@ -52,10 +53,10 @@ def _device(number: int) -> Device:
 
 
 class _Pair:
-    """Two ranks that operate on device memory and look whether it is right."""
+    """Two ranks that operate on device memory and compare the results."""
 
     def __init__(self) -> None:
-        self.transport, self.device = _two_with_devices()
+        self.transport, self.device = _join_with_device()
         self.rank = self.transport.rank
         native = self.transport.native
         assert native is not None
@@ -63,7 +64,10 @@ class _Pair:
         self._serial = 0
 
     def check(self, what: str, call: Call, given: Any, expected: Any) -> None:
-        """``call(source, target)`` makes `expected` of `given` (None: stays as it is)."""
+        """Run ``call(source, target)`` with `given` as the source, and compare the target with `expected`.
+
+        An `expected` of None means that the target must not change. Raises WrongResult if the target differs.
+        """
         if self.rank == 0:
             probes.report(step=f"{what} of {given.nbytes} bytes")
         size, dtype = given.size if expected is None else expected.size, given.dtype
@@ -79,22 +83,24 @@ class _Pair:
             self.device.synchronize()
         # NaN is equal to NaN here.
         if not np.array_equal(got, before if expected is None else expected, equal_nan=dtype.kind in "fc"):
-            raise probes.Wrong(f"{what} of {given.nbytes} bytes of device memory gives wrong data on rank {self.rank}")
+            raise probes.WrongResult(
+                f"{what} of {given.nbytes} bytes of device memory gives wrong data on rank {self.rank}"
+            )
 
     def data(self, nbytes: int, dtype: str = "uint8") -> list[Any]:
-        """What each rank has: other numbers at each call, the same on both; sums of them are exact."""
+        """Return the data of each rank: other numbers at each call, the same on both ranks; sums of them are exact."""
         self._serial += 1
         generator = np.random.default_rng(self._serial)
         count = nbytes // np.dtype(dtype).itemsize
         return [generator.integers(0, 100, count).astype(dtype) for _ in range(2)]
 
-    def over(self) -> None:
-        """Let the other rank finish."""
+    def finish(self) -> None:
+        """Wait for the other rank."""
         self.native.barrier()
 
 
 def _send() -> str:
-    """Messages between two ranks."""
+    """Check messages between two ranks."""
     from concurrent.futures import ThreadPoolExecutor
 
     pair = _Pair()
@@ -120,7 +126,7 @@ def _send() -> str:
             while not all(one.test() for one in transfers):
                 time.sleep(1e-4)
 
-        # As transfers do that nobody waits for: in a thread that has never had to do with the device.
+        # Transfers without a waiting caller are completed by a thread that has never used the device.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(complete).result()
 
@@ -135,12 +141,12 @@ def _send() -> str:
         for what, call in ways.items():
             given = pair.data(nbytes)
             pair.check(what, call, given[pair.rank], given[other])
-    pair.over()
+    pair.finish()
     return f"{_WHAT} by {', '.join(ways)}"
 
 
 def _move() -> str:
-    """Collectives that move data."""
+    """Check collectives that move data."""
     pair = _Pair()
     native, rank = pair.native, pair.rank
 
@@ -165,8 +171,8 @@ def _move() -> str:
             whole,
         )
         data = pair.data(nbytes)
-        arrives = np.concatenate([one.reshape(2, -1)[rank] for one in data])
-        pair.check("Alltoall", native.alltoall, data[rank], arrives)
+        received = np.concatenate([one.reshape(2, -1)[rank] for one in data])
+        pair.check("Alltoall", native.alltoall, data[rank], received)
         data = pair.data(nbytes)
         pair.check(
             "Gather",
@@ -181,7 +187,7 @@ def _move() -> str:
             data[0],
             data[0].reshape(2, -1)[rank],
         )
-    pair.over()
+    pair.finish()
     return f"{_WHAT} by Bcast, Allgather, Allgatherv, Alltoall, Gather, Scatter"
 
 
@@ -190,7 +196,7 @@ def _allgatherv(native: Native, counts: list[int], source: DeviceArray, target: 
 
 
 def _reduce() -> str:
-    """Collectives that reduce."""
+    """Check collectives that reduce."""
     pair = _Pair()
     native, rank = pair.native, pair.rank
     for nbytes in SIZES:
@@ -215,23 +221,23 @@ def _reduce() -> str:
                 total,
             )
             data = pair.data(nbytes, dtype)
-            so_far = data[0] if rank == 0 else data[0] + data[1]
-            pair.check("Scan", lambda one, all_: native.scan(one, all_, "sum"), data[rank], so_far)
+            prefix = data[0] if rank == 0 else data[0] + data[1]
+            pair.check("Scan", lambda one, all_: native.scan(one, all_, "sum"), data[rank], prefix)
         data = pair.data(nbytes, "int64")
         most = np.maximum(*data)
         pair.check("Allreduce in place", lambda one, all_: _in_place(native, one, all_), data[rank], most)
     _on_all_dtypes(pair)
-    pair.over()
+    pair.finish()
     return f"{_WHAT}, summed up, by Allreduce, Reduce, Reduce_scatter_block, Scan"
 
 
 def _on_all_dtypes(pair: _Pair) -> None:
-    """What MPI computes rightly on the host it is to compute rightly on a device."""
+    """Check the reductions that MPI computes correctly on the host."""
     for op, dtype in reductions.PAIRS:
-        if pair.transport.misreduces(op, dtype) is None:
-            both = reductions.operands(op, dtype, SIZES[1] // dtype.itemsize)
+        if pair.transport.find_native_defect(op, dtype) is None:
+            both = reductions.make_operands(op, dtype, SIZES[1] // dtype.itemsize)
             total = reductions.combine(op, *both)
-            what = f"Allreduce ({reductions.words(reductions.name(op, dtype))})"
+            what = f"Allreduce ({reductions.describe_pair(reductions.format_pair(op, dtype))})"
             pair.check(what, partial(_allreduce, pair.native, op), both[pair.rank], total)
 
 
@@ -249,7 +255,7 @@ def _in_place(native: Native, source: DeviceArray, target: DeviceArray) -> None:
 
 
 def _devices() -> dict[str, Any]:
-    """What there is."""
+    """Return facts about the devices, and the version of NCCL."""
     from mpicoll.buffers.cuda.facts import facts
 
     found: dict[str, Any] = {"devices": facts()}
@@ -263,7 +269,7 @@ def _devices() -> dict[str, Any]:
 
 
 def _ipc() -> str:
-    """Device memory of this process that another one reads and writes."""
+    """Check that another process can read and write device memory of this one."""
     from dataclasses import asdict
 
     device, count = _device(0), 1 << 20
@@ -274,32 +280,34 @@ def _ipc() -> str:
         device.synchronize()
         export = device.export(memory)
     if export is None:
-        raise probes.Unable(f"memory of {device.name} can't be exported")
-    said = json.dumps(asdict(export) | {"handle": export.handle.hex()})
+        raise probes.ProbeImpossible(f"memory of {device.name} can't be exported")
+    description = json.dumps(asdict(export) | {"handle": export.handle.hex()})
     probes.report(step="opening memory of another process")
-    ended = launcher.attempt(launcher.module(PROGRAM, "ipc-peer", said), os.environ, 20.0)
-    told = probes.merged_reports(ended.output)
-    if "wrong" in told:
-        raise probes.Wrong(told["wrong"])
-    if "done" not in told:
+    ended = launcher.run_bounded(launcher.module_command(PROGRAM, "ipc-peer", description), os.environ, 20.0)
+    reports = probes.merge_reports(ended.output)
+    if "wrong" in reports:
+        raise probes.WrongResult(reports["wrong"])
+    if "done" not in reports:
         late = "the other process did not end within 20 s"
-        raise probes.Unable(late if ended.status is None else told.get("unable", launcher.last_lines(ended.errors, 3)))
+        raise probes.ProbeImpossible(
+            late if ended.status is None else reports.get("unable", launcher.tail(ended.errors, 3))
+        )
     got = np.empty(count, np.uint8)
     with device.working():
         np.copyto(got, memory)
         device.synchronize()
     if not np.array_equal(got, there):
-        raise probes.Wrong(f"what another process has written to memory of {device.name} is not there")
+        raise probes.WrongResult(f"memory of {device.name} does not contain what another process has written to it")
     return f"another process has read and written memory of {device.name}"
 
 
-def _ipc_peer(said: str) -> str:
-    """The other process."""
+def _ipc_peer(description: str) -> str:
+    """Read and write the exported memory, in the other process."""
     from mpicoll.buffers.device import Export
 
     device = _device(0)
     here, there = np.random.default_rng(1).integers(0, 256, (2, 1 << 20), np.uint8)
-    fields = json.loads(said)
+    fields = json.loads(description)
     export = Export(**fields | {"handle": bytes.fromhex(fields["handle"])})
     with device.working():
         memory = device.reach(export)[export.offset : export.offset + here.size]
@@ -307,7 +315,9 @@ def _ipc_peer(said: str) -> str:
         np.copyto(got, memory)
         device.synchronize()
         if not np.array_equal(got, here):
-            raise probes.Wrong(f"memory of another process on {device.name} can be opened, but what is there is wrong")
+            raise probes.WrongResult(
+                f"memory of another process on {device.name} can be opened, but contains wrong data"
+            )
         np.copyto(memory, there)
         device.synchronize()
     return "it is right"

@@ -1,44 +1,48 @@
-"""Checks on demand."""
+"""The public context manager that checks the calls of a block of a program."""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from mpicoll.engine.world import world
+from mpicoll.engine.world import resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 class debug:  # noqa: N801  it is used like a function
-    """Check what the ranks call, from now on or in a ``with`` block: ``mpicoll.debug()`` does what ``MPICOLL_CHECK=1``
-    does for the whole program.
+    """Check the calls of the ranks, from now on or in a ``with`` block.
 
-    Collective: all ranks (of the job, or of :func:`mpicoll.run_local`) enter it alike, in the same order among their
-    collectives, and leave it alike; what was started before is completed first. It counts for all communicators, also
-    for those that are made meanwhile.
+    ``mpicoll.debug()`` does what ``MPICOLL_CHECK=1`` does for the whole program. Collective: all ranks (of the job, or
+    of :func:`mpicoll.run_local`) enter and leave it in the same order among their collectives; pending operations are
+    completed first. It applies to all communicators, including those that are created meanwhile.
 
     Before each collective the ranks compare its number, operation, dtype, shape, counts, op, root, algorithm and
-    communicator; where they differ, all of them raise :class:`~mpicoll.errors.MismatchError` with each rank's call and
-    where it was made. Messages of :func:`mpicoll.send` and its kin say what they are, so that a receive of another size
-    raises :class:`~mpicoll.errors.TruncationError`, and one of another dtype or shape MismatchError; they must be
-    received under the same checks as they were sent.
+    communicator. A message of :func:`mpicoll.send` or a similar function contains its dtype and shape. It must be
+    received under the same checks as it was sent.
 
-    `numerics` looks for NaN and infinity in what goes into a collective, and for infinity in what comes out of a
-    reduction of finite operands, and raises :class:`~mpicoll.errors.NumericsError` on all ranks. `checksum` compares
-    the results of allreduce, bcast and allgather, which must have the same bits on all ranks, and raises MismatchError.
-    None leaves these as they are. ``check=False`` checks nothing.
+    Each collective costs one exchange of 16 bytes, and a second one after reductions with `numerics` and after those
+    that `checksum` compares. A message is copied once on each side, and is 512 bytes longer.
 
-    One exchange of 16 bytes for each collective; a second one after reductions with `numerics`, and where there is
-    something to compare with `checksum`. A message is copied once on each side, and gets 512 bytes longer.
+    Args:
+        check: True for the checks above, False to check nothing. None leaves it unchanged, as for the other arguments.
+        numerics: Check the input of collectives for NaN and infinity, and the result of a reduction of finite operands
+            for infinity.
+        checksum: Compare the results of allreduce, bcast and allgather, which must have the same bits on all ranks.
+
+    Raises:
+        MismatchError: From a collective, on all ranks, if their calls or the compared results differ, with each rank's
+            call and call site. From a receive, if the message has another dtype or shape.
+        TruncationError: From a receive, if the message has another size.
+        NumericsError: From a collective, on all ranks, if `numerics` found a value.
     """
 
     def __init__(
         self, *, check: bool | None = True, numerics: bool | None = None, checksum: bool | None = None
     ) -> None:
-        self._family = world().family
-        self._change = self._family.change(check, numerics, checksum)
+        self._registry = resolve(None).registry
+        self._change = self._registry.change(check, numerics, checksum)
 
     def __enter__(self) -> Self:
         return self
@@ -46,5 +50,5 @@ class debug:  # noqa: N801  it is used like a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # After an error on this rank alone, what is pending may wait for ranks that don't come.
-        self._family.restore(self._change, wait=kind is None)
+        # After an error on this rank alone, pending operations may wait for ranks that never enter them.
+        self._registry.undo(self._change, wait=kind is None)

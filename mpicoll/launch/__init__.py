@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, overload
 
 from mpicoll.errors import ArgumentError, RankError, SetupError, SpawnError, Timeout
 from mpicoll.transport import launcher
+from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
     import subprocess
@@ -98,42 +99,41 @@ class SpawnContext:
         for thread in self._threads:
             thread.join(_GRACE)
         try:
-            self._error = self._failure() or self._collect()
+            self._error = self._find_error() or self._collect_results()
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
             atexit.unregister(self._at_exit)
             self._finished = True
 
-    def _failure(self) -> SpawnError | None:
+    def _find_error(self) -> SpawnError | None:
         """Return the error of the job, if there is one."""
         status = self._process.returncode
-        told = [_load(path) for pattern in ("*.failure", "*.death") for path in self._directory.glob(pattern)]
-        first = min(told, key=operator.itemgetter("time"), default=None)
+        reports = [_load(path) for pattern in ("*.failure", "*.death") for path in self._directory.glob(pattern)]
+        first = min(reports, key=operator.itemgetter("time"), default=None)
         if first is not None and "traceback" in first:
-            return _explained(first, self._size)
+            return _failure_error(first, self._size)
         if self._terminated:
             return SpawnError(f"spawn: the job of {self._size} ranks was terminated", status=status)
-        silent = [rank for rank in range(self._size) if not (self._directory / f"{rank}.result").exists()]
-        if not silent and status == 0:
+        missing = [rank for rank in range(self._size) if not (self._directory / f"{rank}.result").exists()]
+        if not missing and status == 0:
             return None
         if first is not None:
             what = f"{first['why']}, so the others were ended"
-        elif silent:
-            who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-            what = f"{who} of {self._size} ended without a result (killed by a signal, or by os._exit?)"
+        elif missing:
+            what = f"{rank_list(missing)} of {self._size} ended without a result (killed by a signal, or by os._exit?)"
         else:
             what = f"all {self._size} ranks have returned, but the job failed afterwards"
         return SpawnError(
             f"spawn: {what}; the launcher's exit status is {status}. The end of its stderr:\n{self._tail.text()}",
-            rank=first["rank"] if first is not None else silent[0] if len(silent) == 1 else None,
+            rank=first["rank"] if first is not None else missing[0] if len(missing) == 1 else None,
             status=status,
         )
 
-    def _collect(self) -> SpawnError | None:
+    def _collect_results(self) -> SpawnError | None:
         for rank in range(self._size):
             try:
                 self._results.append(_load(self._directory / f"{rank}.result"))
-            except Exception as error:  # noqa: BLE001  kept, to be raised by every join
+            except Exception as error:  # noqa: BLE001  raised by every join
                 failed = SpawnError(
                     f"spawn: rank {rank}'s result can't be unpickled here: {error!r}", rank=rank, status=0
                 )
@@ -150,7 +150,9 @@ class SpawnContext:
         try:
             self.join()
         except SpawnError as error:
-            sys.stderr.write(f"mpicoll: nobody has joined this job: {error}\n")
+            sys.stderr.write(
+                f"mpicoll: a job that was started with spawn(join=False) has failed, and was not joined: {error}\n"
+            )
 
 
 @overload
@@ -187,7 +189,7 @@ def spawn(
 ) -> list[Any] | SpawnContext:
     """Run ``fn(rank, *args)`` on `nprocs` MPI ranks of a new job on this machine, and return their results by rank.
 
-    To be called by a single program, such as a script or a notebook: it starts the launcher (the ``mpirun`` or
+    Call it in a single program, such as a script or a notebook. It starts the launcher (the ``mpirun`` or
     ``mpiexec`` beside this Python, else the one in PATH), and the ranks are new processes with this program's sys.path,
     directory and environment. `fn`, `args` and the results are serialised with cloudpickle: functions and classes of
     the program itself, lambdas and closures by value (which children of a rank that multiprocessing starts with "spawn"
@@ -202,8 +204,8 @@ def spawn(
     cause. The other ranks are ended then, as they are before Timeout or KeyboardInterrupt leave this call. Raises
     ArgumentError and RankError for invalid arguments, SetupError without a launcher; nothing was started then.
     """
-    size = _checked(fn, args, nprocs, join, start_method, timeout)
-    context = _launch(_pickled(fn, tuple(args)), size, daemon)
+    size = _validate(fn, args, nprocs, join, start_method, timeout)
+    context = _launch(_pickle_job(fn, tuple(args)), size, daemon)
     if not join:
         return context
     try:
@@ -212,12 +214,12 @@ def spawn(
     finally:
         context.terminate()
     raise Timeout(
-        f"spawn: the job of {size} ranks has taken more than {timeout:g} s (timeout=) and was ended; a rank may wait"
-        " for another that never calls the same operation"
+        f"spawn: the job of {size} ranks has taken more than {timeout:g} s (timeout=) and was ended; a rank may be"
+        " waiting for an operation that another rank never calls"
     )
 
 
-def _checked(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, timeout: float | None) -> int:
+def _validate(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, timeout: float | None) -> int:
     """Validate the arguments, and return the number of ranks."""
     if not callable(fn):
         raise ArgumentError(f"spawn: fn must be a function that takes a rank and args, got {type(fn).__name__}")
@@ -240,14 +242,14 @@ def _checked(fn: Any, args: Any, nprocs: Any, join: bool, start_method: str, tim
     return size
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _pickle_job(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     import cloudpickle
 
     try:
         return bytes(cloudpickle.dumps((fn, args)))
     except Exception as error:
         raise ArgumentError(
-            f"spawn: fn and args must be picklable to reach the ranks, but {error}; make such objects inside fn"
+            f"spawn: fn and args must be picklable to reach the ranks, but {error}; create such objects inside fn"
         ) from error
 
 
@@ -258,7 +260,7 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
     import tempfile
 
     here = Path(__file__).parent
-    program = _launcher()
+    program = _find_launcher()
     directory = Path(tempfile.mkdtemp(prefix="mpicoll-spawn-"))
     guard = [sys.executable, "-I", "-S", str(here / "guard.py"), str(os.getpid()), str(_GRACE), str(directory)]
     try:
@@ -266,7 +268,7 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
         (directory / "job").write_bytes(job)
         process = subprocess.Popen(
             [*guard, program, "-np", str(size), sys.executable, str(here / "rank.py"), str(directory)],
-            env=launcher.environment(os.environ, root=os.geteuid() == 0),
+            env=launcher.job_environment(os.environ, root=os.geteuid() == 0),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -279,8 +281,8 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
         raise
 
 
-def _launcher() -> str:
-    found = launcher.find()
+def _find_launcher() -> str:
+    found = launcher.find_launcher()
     if found is None:
         raise SetupError(
             f"spawn: there is neither mpirun nor mpiexec in {Path(sys.executable).parent} or in PATH; install Open MPI"
@@ -326,13 +328,13 @@ def _forward(pipe: IO[bytes], name: Literal["stdout", "stderr"], tail: _Tail | N
     return thread
 
 
-def _explained(failure: dict[str, Any], size: int) -> SpawnError:
+def _failure_error(failure: dict[str, Any], size: int) -> SpawnError:
     import pickle
 
     rank = failure["rank"]
-    who = "a rank" if rank is None else f"rank {rank}"
+    name = "a rank" if rank is None else f"rank {rank}"
     error = SpawnError(
-        f"spawn: {who} of {size} failed, so the others were ended:\n\n{failure['traceback']}",
+        f"spawn: {name} of {size} failed, so the others were ended:\n\n{failure['traceback']}",
         rank=rank,
         status=failure["status"],
     )

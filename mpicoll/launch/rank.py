@@ -35,13 +35,13 @@ def main(directory: Path) -> None:
     if failure is None:
         _write(directory / f"{rank}.result", result)
         return
-    _write(directory / f"{own}.failure", _failure(rank, status, failure))
+    _write(directory / f"{own}.failure", _serialize_failure(rank, status, failure))
     _flush()
     if "mpi4py.MPI" not in sys.modules:
         sys.exit(status)  # no other rank can be waiting for this one
-    from mpicoll.engine.world import end_job
+    from mpicoll.engine.startup import abort_job
 
-    end_job(failure, status)
+    abort_job(failure, status)
 
 
 def _start(directory: Path) -> int:
@@ -53,14 +53,15 @@ def _start(directory: Path) -> int:
             "mpicoll.spawn starts ranks on its own machine only, but the launcher started one on"
             f" {socket.gethostname()}; keep host lists and allocations of several machines from it"
         ) from error
-    from mpicoll.engine.world import tell_of_deaths, world
+    from mpicoll.engine.startup import report_deaths_to
+    from mpicoll.engine.world import world
 
-    def note(rank: int, why: str) -> None:
-        with suppress(OSError):  # the job has to be ended all the same
+    def write_death(rank: int, why: str) -> None:
+        with suppress(OSError):  # the job must be ended even so
             _write(directory / f"{rank}.death", pickle.dumps({"time": time.time(), "rank": rank, "why": why}))
 
     rank = world().rank
-    tell_of_deaths(note)
+    report_deaths_to(write_death)
     _write(directory / f"{rank}.pid", str(os.getpid()).encode())
     return rank
 
@@ -80,8 +81,8 @@ def _run(directory: Path, rank: int) -> bytes:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(
-            f"rank {rank}: the function returned a {type(result).__name__} that can't be pickled, hence not be handed"
-            f" to the program that called mpicoll.spawn ({error}); return its data instead, or None"
+            f"rank {rank}: the function returned a {type(result).__name__} that can't be pickled, so it can't be"
+            f" returned to the program that called mpicoll.spawn ({error}); return its data instead, or None"
         ) from error
 
 
@@ -94,7 +95,7 @@ def _exit_status(error: BaseException) -> int:
     return (error.code & 0xFF) if isinstance(error.code, int) else 1
 
 
-def _failure(rank: int | None, status: int, error: BaseException) -> bytes:
+def _serialize_failure(rank: int | None, status: int, error: BaseException) -> bytes:
     import cloudpickle
 
     if isinstance(error, SystemExit):

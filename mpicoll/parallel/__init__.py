@@ -18,7 +18,7 @@
 There are no global groups: functions that need ranks take ``group=``. The default is the axis of the grid that
 :func:`use` (or :func:`initialize_model_parallel`) has put in use, and without a grid all ranks.
 
-Gradients follow Megatron's convention: there is one loss, which all ranks of a tensor parallel group compute alike.
+Gradients follow Megatron's convention: all ranks of a tensor parallel group compute the same loss, which counts once.
 
 Example:
     ::

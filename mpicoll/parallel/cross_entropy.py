@@ -11,14 +11,14 @@ from torch.autograd import Function
 from mpicoll.collectives.allreduce import allreduce
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, ShapeError
-from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.groups import communicator, describe_rank
 from mpicoll.parallel.mappings import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
-from mpicoll.torch.no_compile import eager
+from mpicoll.torch.no_compile import disable_compile
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
 
-@eager
+@disable_compile
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -137,7 +137,7 @@ def _check_arguments(
     logits: Any, target: Any, label_smoothing: float, ignore_index: int, reduction: str, comm: Communicator
 ) -> Tensor:
     """Check the arguments and return `target` as int64."""
-    where = f"(rank {comm.rank} of {comm.size})"
+    where = describe_rank(comm)
     name = "vocab_parallel_cross_entropy"
     for what, tensor in (("logits", logits), ("target", target)):
         if not isinstance(tensor, Tensor):
@@ -146,13 +146,14 @@ def _check_arguments(
         raise DTypeError(f"{name}: logits must be of a floating-point dtype, got {logits.dtype} {where}")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise DTypeError(
-            f"{name}: target must hold indices of an integer dtype, got {target.dtype}; there is no form for"
-            f" probabilities {where}"
+            f"{name}: target must hold indices of an integer dtype, got {target.dtype}; probabilities are not supported"
+            f" {where}"
         )
     if not logits.dim() or not logits.shape[-1] or target.shape != logits.shape[:-1]:
         raise ShapeError(
-            f"{name}: logits need a last dimension, the rank's part of the vocabulary, of at least one, and target the"
-            f" shape of what is before it; got logits {tuple(logits.shape)} and target {tuple(target.shape)} {where}"
+            f"{name}: the last dimension of logits, this rank's part of the vocabulary, must be at least 1, and target"
+            f" must have the shape of the other dimensions; got logits {tuple(logits.shape)} and target"
+            f" {tuple(target.shape)} {where}"
         )
     if not 0 <= label_smoothing <= 1:
         raise ArgumentError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing} {where}")

@@ -15,19 +15,19 @@ from mpicoll.collectives.allreduce import allreduce, iallreduce
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError
 from mpicoll.parallel import groups
-from mpicoll.parallel.shards import shard_of
+from mpicoll.parallel.shards import get_shard
 
 BUCKET = 25 << 20
-"""Size in bytes of the buckets in which gradients travel, as in torch's DistributedDataParallel."""
+"""Size in bytes of the buckets in which gradients are sent, as in torch's DistributedDataParallel."""
 
 
 def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = None) -> None:
     """Replace each gradient by its mean over the ranks of `group`.
 
-    A parameter without a gradient counts as zeros on that rank; where no rank has one, none gets one. Gradients travel
-    in buckets of 25 MiB, each of one dtype and device, which are in flight together: 2n(P-1)/P bytes sent per rank.
-    torch's DistributedDataParallel overlaps this with the backward pass; it is the better choice for a model without
-    pipeline stages.
+    A parameter without a gradient counts as zeros on that rank; where no rank has one, none gets one. Gradients are
+    sent in buckets of 25 MiB, each of one dtype and device, which are in flight together: 2n(P-1)/P bytes sent per
+    rank. torch's DistributedDataParallel overlaps this with the backward pass; it is the better choice for a model
+    without pipeline stages.
 
     Args:
         parameters: a parameter or an iterable of them, the same ones in the same order on every rank.
@@ -45,9 +45,9 @@ def average_gradients(parameters: Parameter | Iterable[Parameter], group: Any = 
             model(torch.ones(3, 4)).sum().backward()
             average_gradients(model.parameters())
     """
-    comm = replica_communicator(group)
+    comm = get_replica_communicator(group)
     parameters = [one for one in _as_list(parameters) if one.requires_grad]
-    _check("average_gradients", parameters, comm)
+    _check_dense("average_gradients", parameters, comm)
     if comm.size == 1 or not parameters:
         return
     present = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
@@ -96,10 +96,17 @@ def clip_grad_norm_(
     Raises:
         ArgumentError: `norm_type` is not supported.
         DTypeError: a gradient is sparse, or a parameter is a DTensor; raised before any message leaves.
+
+    Example:
+        ::
+
+            model = nn.Linear(4, 2)
+            model(torch.ones(3, 4)).sum().backward()
+            norm = clip_grad_norm_(model.parameters(), max_norm=1.0)
     """
     first = groups.communicator(tensor_group, "model").rank == 0
     return clip(
-        _as_list(parameters), max_norm, norm_type, _model_communicator(group), first=first, copies=counted_elsewhere
+        _as_list(parameters), max_norm, norm_type, _get_model_communicator(group), first=first, copies=counted_elsewhere
     )
 
 
@@ -119,12 +126,12 @@ def clip(
     """
     if norm_type not in (2.0, math.inf):
         raise ArgumentError(f"clip_grad_norm_: norm_type must be 2 or inf, got {norm_type}")
-    _check("clip_grad_norm_", parameters, comm)
+    _check_dense("clip_grad_norm_", parameters, comm)
     skipped = {id(one) for one in copies}
     norms = [
         torch.linalg.vector_norm(one.grad.detach(), norm_type, dtype=torch.promote_types(one.dtype, torch.float32))
         for one in parameters
-        if one.grad is not None and one.numel() and id(one) not in skipped and (first or shard_of(one) is not None)
+        if one.grad is not None and one.numel() and id(one) not in skipped and (first or get_shard(one) is not None)
     ]
     # On the CPU: a rank without gradients cannot determine the device of the other ranks' gradients.
     own = _to_float64_vector(norms) if norms else torch.zeros(1, dtype=torch.float64)
@@ -151,34 +158,33 @@ def _as_list(parameters: Parameter | Iterable[Parameter]) -> list[Parameter]:
     return [parameters] if isinstance(parameters, Parameter) else list(parameters)
 
 
-def _check(operation: str, parameters: Sequence[Parameter], comm: Communicator) -> None:
+def _check_dense(operation: str, parameters: Sequence[Parameter], comm: Communicator) -> None:
     for one in parameters:
         found = remedy = None
         if isinstance(one, DTensor):
-            found, remedy = "is a DTensor", "use DistributedDataParallel or average_gradients in place of fully_shard"
+            found, remedy = "is a DTensor", "use DistributedDataParallel or average_gradients instead of fully_shard"
         elif one.grad is not None and one.grad.layout is not torch.strided:
             found, remedy = f"has a gradient of {one.grad.layout}", "make it dense, such as by Embedding(sparse=False)"
         if found is not None:
             raise DTypeError(
-                f"{operation}: a parameter of shape {tuple(one.shape)} {found}; {remedy}"
-                f" (rank {comm.rank} of {comm.size})"
+                f"{operation}: a parameter of shape {tuple(one.shape)} {found}; {remedy} {groups.describe_rank(comm)}"
             )
 
 
-def replica_communicator(group: Any = None) -> Communicator:
+def get_replica_communicator(group: Any = None) -> Communicator:
     """Return the communicator of the data parallel ranks; None is the axes "data" and "context" of the grid in use."""
-    grid = groups.current_grid()
+    grid = groups.get_current_grid()
     return grid.communicator("data", "context") if group is None and grid is not None else groups.communicator(group)
 
 
-def _model_communicator(group: Any) -> Communicator:
-    grid = groups.current_grid()
+def _get_model_communicator(group: Any) -> Communicator:
+    grid = groups.get_current_grid()
     return grid.communicator("pipe", "model") if group is None and grid is not None else groups.communicator(group)
 
 
 def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
     pending = []
-    for bucket in _buckets(gradients):
+    for bucket in _iterate_buckets(gradients):
         flat = torch.cat([one.detach().reshape(-1) for one in bucket])
         pending.append((bucket, iallreduce(flat, op, out=flat, comm=comm)))
     for bucket, request in pending:
@@ -187,7 +193,7 @@ def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
             one.detach().copy_(part.view(one.shape))
 
 
-def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+def _iterate_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield `gradients` in groups of one dtype and device, of at most `BUCKET` bytes or a single larger gradient."""
     for kind in dict.fromkeys((one.dtype, one.device) for one in gradients):
         bucket: list[Tensor] = []

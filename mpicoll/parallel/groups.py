@@ -25,7 +25,7 @@ class Grid(Protocol):
         """Return the communicator of the ranks whose coordinates differ from this rank's on `axes` only."""
 
 
-_in_use: ContextVar[Grid | None] = ContextVar("mpicoll_parallel_grid", default=None)
+_current_grid: ContextVar[Grid | None] = ContextVar("mpicoll_parallel_grid", default=None)
 
 
 class use:  # noqa: N801  called like a function, as torch.no_grad is
@@ -38,25 +38,31 @@ class use:  # noqa: N801  called like a function, as torch.no_grad is
 
     Args:
         grid: an object with a method ``communicator(*axes)``, or None.
+
+    Example:
+        ::
+
+            with PipelineParallelGrid() as grid, use(grid):
+                average_gradients(nn.Linear(4, 2).parameters())  # over the axis "data" of the grid
     """
 
     def __init__(self, grid: Grid | None) -> None:
-        self._token: Token[Grid | None] | None = _in_use.set(grid)
+        self._token: Token[Grid | None] | None = _current_grid.set(grid)
 
     def __enter__(self) -> Grid | None:
-        return current_grid()
+        return get_current_grid()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._token is not None:
-            _in_use.reset(self._token)
+            _current_grid.reset(self._token)
             self._token = None
 
 
-def current_grid() -> Grid | None:
+def get_current_grid() -> Grid | None:
     """Return the grid in use, or None."""
-    return _in_use.get()
+    return _current_grid.get()
 
 
 def communicator(group: Any = None, axis: str = "model") -> Communicator:
@@ -72,13 +78,18 @@ def communicator(group: Any = None, axis: str = "model") -> Communicator:
         CommunicatorError: a process group is another backend's, or this process is not one of its ranks.
     """
     if group is None:
-        grid = _in_use.get()
+        grid = _current_grid.get()
         if grid is not None:
             return grid.communicator(axis)
     elif isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ArgumentError(f"a DeviceMesh of one dimension is needed, such as mesh['tp'], got {group}")
+            raise ArgumentError(f"pass a DeviceMesh of one dimension, such as mesh['tp'], got {group}")
         if group.get_coordinate() is None:
             raise CommunicatorError(f"this process is not in {group}; only its ranks may call this")
         group = group.get_group()
     return torch_groups.communicator(group)
+
+
+def describe_rank(comm: Communicator) -> str:
+    """Return this rank and the number of ranks, for error messages."""
+    return f"(rank {comm.rank} of {comm.size})"

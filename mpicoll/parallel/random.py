@@ -67,6 +67,14 @@ class RNGStatesTracker:
 
     A stream is the state of the CPU's default generator and, where CUDA is initialized, of the current device's. Not
     thread-safe, like torch's default generators.
+
+    Example:
+        ::
+
+            tracker = RNGStatesTracker()
+            tracker.add("noise", seed=7)
+            with tracker.fork("noise"):
+                noise = torch.rand(3)
     """
 
     def __init__(self) -> None:
@@ -83,11 +91,11 @@ class RNGStatesTracker:
             ArgumentError: a stream has this name or seed already.
         """
         if name in self.streams.states:
-            raise ArgumentError(f"RNGStatesTracker: there is a stream {name!r} already; reset() forgets all")
+            raise ArgumentError(f"RNGStatesTracker: a stream {name!r} exists already; reset() removes all streams")
         same = [other for other, state in self.streams.states.items() if state["seed"] == seed]
         if same:
             raise ArgumentError(
-                f"RNGStatesTracker: stream {same[0]!r} has the seed {seed} already; {name!r} needs another"
+                f"RNGStatesTracker: stream {same[0]!r} has the seed {seed} already; choose another seed for {name!r}"
             )
         self.streams.states[name] = {"seed": seed, "cpu": torch.Generator().manual_seed(seed).get_state()}
 
@@ -95,16 +103,16 @@ class RNGStatesTracker:
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
         """Draw random numbers from stream `name` inside the ``with`` block.
 
-        The stream continues where it stopped the last time. Afterwards the previous stream continues as if nothing had
-        been drawn meanwhile, also after an exception. May be nested, also with the same name.
+        The stream continues where it stopped the last time. Afterwards the previous stream continues where it was
+        before the block, also after an exception. May be nested, also with the same name.
 
         Raises:
             ArgumentError: there is no such stream, or CUDA was first initialized inside the block.
         """
         if name not in self.streams.states:
             raise ArgumentError(
-                f"RNGStatesTracker: there is no stream {name!r}, only {sorted(self.streams.states)}; call"
-                " model_parallel_manual_seed(seed) or add(name, seed) first, in the thread that draws or with tracker="
+                f"RNGStatesTracker: unknown stream {name!r}, the streams are {sorted(self.streams.states)}; call"
+                " model_parallel_manual_seed(seed) or add(name, seed) first, in the same thread or with tracker="
             )
         before, cuda = self.streams.current, torch.cuda.is_initialized()
         self._switch(name)
@@ -114,8 +122,8 @@ class RNGStatesTracker:
             self._switch(before)
         if torch.cuda.is_initialized() and not cuda:
             raise ArgumentError(
-                f"RNGStatesTracker: CUDA was first used inside of fork({name!r}), so its random numbers came from no"
-                " stream; use it before, such as by torch.cuda.init()"
+                f"RNGStatesTracker: CUDA was first used inside of fork({name!r}), so its random numbers did not come"
+                " from a stream; initialize CUDA before, for example by torch.cuda.init()"
             )
 
     def get_states(self) -> dict[str, dict[str, Any]]:
@@ -179,7 +187,8 @@ class RNGStatesTracker:
     def _require_no_fork(self, what: str) -> None:
         if self.streams.current is not None:
             raise ArgumentError(
-                f"RNGStatesTracker: {what}() was called inside of fork({self.streams.current!r}); leave it first"
+                f"RNGStatesTracker: {what}() was called inside of fork({self.streams.current!r}); call it after the"
+                " block"
             )
 
 
@@ -206,6 +215,11 @@ def get_rng_tracker() -> RNGStatesTracker:
     """Return the tracker in use in the caller's context.
 
     It is that of :func:`use_rng_tracker`, or a new one that stays in use in this thread.
+
+    Example:
+        ::
+
+            states = get_rng_tracker().get_states()  # for a checkpoint
     """
     tracker = _tracker.get()
     if tracker is None:
@@ -235,12 +249,19 @@ def model_parallel_manual_seed(seed: int, group: Any = None, *, tracker: RNGStat
             masks, pass others.
         group: the tensor parallel group, by default the axis "model" of the grid in use.
         tracker: by default the one in use.
+
+    Example:
+        ::
+
+            model_parallel_manual_seed(1234)
+            with get_rng_tracker().fork():
+                mask = torch.rand(4)  # different on each rank
     """
     comm = communicator(group)
     tracker = tracker or get_rng_tracker()
     tracker.reset()
     torch.manual_seed(seed)
-    # Far from `seed`, and from what the next seeds give; and CPU generators look at 32 bits only.
+    # A hash, so that neighbouring seeds don't give overlapping ranges; CPU generators use 32 bits only.
     base = int(np.random.SeedSequence(seed % 2**64).generate_state(1)[0])
     tracker.add(MODEL_PARALLEL, (base + comm.rank) % 2**32)
 
@@ -257,6 +278,12 @@ class ParallelDropout(nn.Module):
 
     Raises:
         ArgumentError: `p` is not in [0, 1].
+
+    Example:
+        ::
+
+            model_parallel_manual_seed(1234)
+            ParallelDropout(0.1, sharded=True)(torch.ones(4, 8))  # a different mask on each rank
     """
 
     def __init__(self, p: float = 0.5, *, sharded: bool, tracker: RNGStatesTracker | None = None) -> None:
@@ -283,24 +310,26 @@ def checkpoint(function: Callable[..., Any], *args: Any, tracker: RNGStatesTrack
 
     The same as :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``, which restores torch's default
     generators; this restores the streams of `tracker` as well. The recomputation sees the caller's context variables
-    (the grid in use among them) on whichever thread autograd runs it. Collectives in `function` run again: on all ranks
-    alike, if all ranks make the same calls.
+    (the grid in use among them) on whichever thread autograd runs it. Collectives in `function` run again, on all ranks
+    if all ranks make the same calls.
 
     Args:
         function: called with `args` and `kwargs`.
         tracker: by default, and inside `function`, the one in use.
     """
-    chosen = tracker or get_rng_tracker()
-    with use_rng_tracker(chosen):
+    used = tracker or get_rng_tracker()
+    with use_rng_tracker(used):
         context = copy_context()
 
-    def in_context(*args: Any, **kwargs: Any) -> Any:
+    def call_in_context(*args: Any, **kwargs: Any) -> Any:
         return context.copy().run(function, *args, **kwargs)
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), chosen.recomputation()
+    def make_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), used.recomputation()
 
-    return torch.utils.checkpoint.checkpoint(in_context, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return torch.utils.checkpoint.checkpoint(
+        call_in_context, *args, use_reentrant=False, context_fn=make_contexts, **kwargs
+    )
 
 
 def _copy(streams: _Streams) -> _Streams:

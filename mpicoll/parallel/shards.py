@@ -1,7 +1,7 @@
 """Marks of parameters that are shards of larger ones.
 
 Under tensor parallelism a rank holds a block of a weight. A layer marks it with :func:`mark`; code that saves, clips or
-counts parameters queries :func:`shard_of`. Parameters without a mark are the same on all ranks of the group.
+counts parameters queries :func:`get_shard`. Parameters without a mark are the same on all ranks of the group.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ShapeError
+from mpicoll.parallel.groups import describe_rank
 
 _ATTRIBUTE = "mpicoll_shard"
 
@@ -49,13 +50,12 @@ def mark(param: Tensor, dim: int, group: Any, comm: Communicator) -> None:
     """
     if not -param.dim() <= dim < param.dim():
         raise ShapeError(
-            f"mark: dim {dim} is not an axis of a parameter of shape {tuple(param.shape)}"
-            f" (rank {comm.rank} of {comm.size})"
+            f"mark: dim {dim} is not an axis of a parameter of shape {tuple(param.shape)} {describe_rank(comm)}"
         )
     setattr(param, _ATTRIBUTE, Shard(dim % param.dim(), group, comm))
 
 
-def shard_of(param: Tensor) -> Shard | None:
+def get_shard(param: Tensor) -> Shard | None:
     """Return the mark of `param`, or None."""
     shard = getattr(param, _ATTRIBUTE, None)
     return shard if isinstance(shard, Shard) else None

@@ -10,9 +10,9 @@ from mpicoll.schedules.patterns import ceil_log2, fold, power_below, unfold, wra
 
 @algorithm("allgather", rounds="P - 1", sent="(P - 1) / P")
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Each block goes once round the ring.
+    """Pass each block once around the ring.
 
-    P-1 rounds; each rank sends n(P-1)/P bytes, and to its right neighbour only. Thakur, Rabenseifner and Gropp 2005.
+    P-1 rounds; each rank sends n(P-1)/P bytes, to its right neighbour only. Thakur, Rabenseifner and Gropp 2005.
     """
     left, right = (rank - 1) % size, (rank + 1) % size
     for step in range(size - 1):
@@ -21,10 +21,10 @@ def ring(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm("allgather", rounds="lg", sent="(P - 1) / P")
 def bruck(rank: int, size: int) -> Iterator[Round]:
-    """Double the run of blocks that starts with the own one by fetching the run of the rank right behind it.
+    """Double, in each round, the run of blocks that starts with the rank's own: receive the run that follows it.
 
-    lg P rounds for every P; each rank sends n(P-1)/P bytes. Bruck, Ho, Kipnis, Upfal and Weathersby 1997; blocks have
-    their final place from the start, so the last rotation falls away.
+    lg P rounds for every P; each rank sends n(P-1)/P bytes. Bruck, Ho, Kipnis, Upfal and Weathersby 1997; blocks are
+    received in their final place, so the last rotation of that algorithm is not needed.
     """
     for k in range(ceil_log2(size)):
         have = 1 << k
@@ -41,10 +41,11 @@ def bruck(rank: int, size: int) -> Iterator[Round]:
     sent="(p2 - 1 + sum(min(r, 2**k) for k in range(lg - (r > 0))) + (P - 1 if r else 0)) / P",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Exchange all blocks so far with the peer at distance 1, 2, 4, …
+    """Exchange all blocks received so far with the peer at distance 1, 2, 4, …
 
-    lg P rounds and n(P-1)/P bytes per rank if P is a power of two; otherwise guests give their block to their hosts
-    first and get all others in the end: one round more and up to twice the bytes. Thakur, Rabenseifner and Gropp 2005.
+    lg P rounds and n(P-1)/P bytes per rank if P is a power of two; otherwise guests send their block to their hosts
+    first and receive all others at the end: one round more and up to twice the bytes.
+    Thakur, Rabenseifner and Gropp 2005.
     """
     virtual, host, guest = fold(rank, size)
     if guest:

@@ -19,10 +19,10 @@ from mpicoll.schedules.patterns import (
 
 @algorithm("allreduce", ordered=True, rounds="P if P > 1 else 0", sent="P - 1")
 def master_worker(rank: int, size: int) -> Iterator[Round]:
-    """Rank 0 takes the vectors one by one in the order of ranks, then sends the total to all.
+    """Reduce on rank 0, which receives the vectors one by one in the order of ranks, and sends the total to all ranks.
 
-    P rounds; rank 0 sends and receives n(P-1) bytes. One vector at a time arrives, so rank 0 needs room for one only.
-    The textbook star, worth having for its order and as the yardstick for all others.
+    P rounds; rank 0 sends and receives n(P-1) bytes. One vector arrives at a time, so rank 0 needs memory for one.
+    The textbook star: it keeps the order of ranks, and is the baseline of the others.
     """
     if rank:
         yield Round(sends=(Send(0, range(1)),))
@@ -38,7 +38,7 @@ def master_worker(rank: int, size: int) -> Iterator[Round]:
 def ring(rank: int, size: int) -> Iterator[Round]:
     """Ring reduce-scatter, then ring allgather, of P pieces.
 
-    2(P-1) rounds; each rank sends 2n(P-1)/P bytes, the least that is possible. Patarasuk and Yuan 2009.
+    2(P-1) rounds; each rank sends 2n(P-1)/P bytes, the minimum. Patarasuk and Yuan 2009.
     """
     left, right = (rank - 1) % size, (rank + 1) % size
     for step in range(2 * (size - 1)):
@@ -71,10 +71,10 @@ def tree(rank: int, size: int) -> Iterator[Round]:
     sent="min(2, P / 2) if P > 1 else 0",
 )
 def double_tree(rank: int, size: int, *, segments: int) -> Iterator[Round]:
-    """Two binary trees, each for one half of the vector: segments are reduced up the tree and broadcast down behind.
+    """Reduce segments up two binary trees, one for each half of the vector, and broadcast the results down behind them.
 
-    S + 2h - 1 rounds for trees of height h = floor(lg(P+1)); each rank sends at most 2n bytes, because who has children
-    in one tree is a leaf of the other. Sanders, Speck and Träff 2009.
+    S + 2h - 1 rounds for trees of height h = floor(lg(P+1)); each rank sends at most 2n bytes, because a rank with
+    children in one tree is a leaf of the other. Sanders, Speck and Träff 2009.
     """
     if size == 1:
         return
@@ -102,7 +102,7 @@ def double_tree(rank: int, size: int, *, segments: int) -> Iterator[Round]:
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     """Exchange the whole vector with the peer at distance 1, 2, 4, …
 
-    lg P rounds, one more if P is no power of two; a rank sends n lg P bytes. Thakur, Rabenseifner and Gropp 2005.
+    lg P rounds, one more if P is not a power of two; a rank sends n lg P bytes. Thakur, Rabenseifner and Gropp 2005.
     """
     virtual, _, guest = fold(rank, size)
     yield from _fold_in(rank, size, range(1))
@@ -122,7 +122,7 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
 def halving_doubling(rank: int, size: int) -> Iterator[Round]:
     """Recursive halving reduce-scatter, then recursive doubling allgather.
 
-    2 lg P rounds; a rank sends 2n(P-1)/P bytes if P is a power of two, else up to n more. Rabenseifner 2004.
+    2 lg P rounds; a rank sends 2n(P-1)/P bytes if P is a power of two, otherwise up to n more. Rabenseifner 2004.
     """
     count = power_below(size)
     virtual, _, guest = fold(rank, size)

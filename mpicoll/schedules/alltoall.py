@@ -10,9 +10,9 @@ from mpicoll.schedules.patterns import ceil_log2
 
 @algorithm("alltoall", rounds="P - 1", sent="(P - 1) / P")
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """Exchange one block per round, with the ranks at distance 1, 2, 3, …
+    """Exchange one block per round, with the rank at distance 1, 2, 3, …
 
-    P-1 rounds; each rank sends n(P-1)/P bytes, the least that is possible. Thakur, Rabenseifner and Gropp 2005.
+    P-1 rounds; each rank sends n(P-1)/P bytes, the minimum. Thakur, Rabenseifner and Gropp 2005.
     """
     yield Round(then=(Copy(rank, size + rank),))
     for step in range(1, size):

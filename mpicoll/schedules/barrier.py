@@ -10,7 +10,7 @@ from mpicoll.schedules.patterns import ceil_log2
 
 @algorithm("barrier", chunks=0, rounds="lg", sent="0")
 def dissemination(rank: int, size: int) -> Iterator[Round]:
-    """Tell the rank at distance 1, 2, 4, … above that everybody known so far has come.
+    """Send a token to the rank at distance 1, 2, 4, … above, for all ranks known to have entered.
 
     lg P rounds of P tokens. Hensgen, Finkel and Manber 1988.
     """

@@ -10,7 +10,7 @@ from mpicoll.schedules.patterns import binomial_children, binomial_parent, binom
 
 @algorithm("bcast", rounds="lg", sent="lg")
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Down a binomial tree, the largest subtree first.
+    """Send down a binomial tree, to the largest subtree first.
 
     lg P rounds; the root sends n lg P bytes. Thakur, Rabenseifner and Gropp 2005.
     """
@@ -29,7 +29,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     sent="min(1, P - 1)",
 )
 def chain(rank: int, size: int, root: int, *, segments: int) -> Iterator[Round]:
-    """From rank to rank in segments: while one segment comes in, the one before goes out.
+    """Pass segments from rank to rank: while one segment is received, the previous one is sent.
 
     P + S - 2 rounds; each rank sends n bytes. The linear pipeline, as in Sanders, Speck and Träff 2009, section 2.
     """
@@ -44,7 +44,7 @@ def chain(rank: int, size: int, root: int, *, segments: int) -> Iterator[Round]:
 
 @algorithm("bcast", chunks=lambda size, segments: size, rounds="lg + P - 1", sent="2 * (P - 1) / P")
 def scatter_allgather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Binomial scatter of P pieces, then ring allgather in which nobody gets again what the scatter left with it.
+    """Binomial scatter of P pieces, then ring allgather without the pieces that a rank still has from the scatter.
 
     lg P + P - 1 rounds; the root sends 2n(P-1)/P bytes. Barnett, Gupta, Payne, Shuler, van de Geijn and Watts 1994.
     """

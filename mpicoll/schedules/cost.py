@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from mpicoll.errors import ScheduleError
+from mpicoll.schedules.formula import evaluate
 from mpicoll.schedules.matching import Exchange, Match
 from mpicoll.schedules.model import BLOCKS, Algorithm, Reduce, Round, find
 from mpicoll.schedules.patterns import ceil_log2, power_below
@@ -96,15 +97,14 @@ def closed_form(algorithm: Algorithm | str, size: int, segments: int = 1) -> tup
         AlgorithmError: the name is unknown.
     """
     algorithm = find(algorithm)
-    names = {
-        "__builtins__": {"max": max, "min": min, "sum": sum, "range": range},
+    quantities: dict[str, int | Fraction] = {
         "P": Fraction(size),
         "S": Fraction(segments),
         "lg": ceil_log2(size),
         "p2": Fraction(power_below(size)),
         "r": Fraction(size - power_below(size)),
     }
-    return int(eval(algorithm.rounds, names)), Fraction(eval(algorithm.sent, names))
+    return int(evaluate(algorithm.rounds, quantities)), evaluate(algorithm.sent, quantities)
 
 
 def price(

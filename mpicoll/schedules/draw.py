@@ -12,13 +12,14 @@ from mpicoll.errors import ArgumentError, ScheduleError, SetupError
 from mpicoll.schedules.cost import cost
 from mpicoll.schedules.matching import Exchange
 from mpicoll.schedules.model import Algorithm, Chunks, Copy, Local, find
+from mpicoll.wording import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _DrawnMessage:
     """A message in flight at `time`, the number of its round if all messages take equally long."""
 
     time: int
@@ -30,7 +31,7 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _DrawnStep:
     """A local step after the messages of `time`."""
 
     time: int
@@ -71,15 +72,17 @@ def draw(
     return f"{title}\n\n{_table(size, messages, steps)}"
 
 
-def _timeline(algorithm: Algorithm, size: int, root: int, segments: int) -> tuple[list[_Message], list[_Step]]:
+def _timeline(
+    algorithm: Algorithm, size: int, root: int, segments: int
+) -> tuple[list[_DrawnMessage], list[_DrawnStep]]:
     exchange = Exchange(algorithm, size, root, segments)
     clock, latest = [0] * size, [0] * size
-    messages: list[_Message] = []
-    steps: list[_Step] = []
+    messages: list[_DrawnMessage] = []
+    steps: list[_DrawnStep] = []
 
     def leave(rank: int) -> None:
         clock[rank] = latest[rank]
-        steps.extend(_Step(clock[rank], rank, step) for step in exchange.round[rank].then)
+        steps.extend(_DrawnStep(clock[rank], rank, step) for step in exchange.round[rank].then)
         todo.append(rank)
 
     todo = deque(range(size))
@@ -94,7 +97,7 @@ def _timeline(algorithm: Algorithm, size: int, root: int, segments: int) -> tupl
             send, recv = exchange.round[source].sends[match.i], exchange.round[to].recvs[match.j]
             time = max(clock[source], clock[to]) + 1
             latest[source], latest[to] = max(latest[source], time), max(latest[to], time)
-            messages.append(_Message(time, source, to, send.chunks, recv.chunks, recv.reduce))
+            messages.append(_DrawnMessage(time, source, to, send.chunks, recv.chunks, recv.reduce))
             for over in exchange.close(match):
                 leave(over)
     if not all(exchange.done):
@@ -105,17 +108,13 @@ def _timeline(algorithm: Algorithm, size: int, root: int, segments: int) -> tupl
 
 def _title(algorithm: Algorithm, size: int, root: int, segments: int) -> str:
     costs = cost(algorithm, size, root, segments)
-    parts = [f"{algorithm.collective}/{algorithm.name} on {_count(size, 'rank')}"]
+    parts = [f"{algorithm.collective}/{algorithm.name} on {count(size, 'rank')}"]
     if algorithm.segmented:
-        parts.append(_count(segments, "segment"))
-    parts += [_count(costs.rounds, "round"), _count(costs.messages, "message")]
+        parts.append(count(segments, "segment"))
+    parts += [count(costs.rounds, "round"), count(costs.messages, "message")]
     if costs.sent:
         parts.append(f"at most {costs.sent} n sent per rank")
     return ", ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _runs(chunks: Chunks) -> str:
@@ -133,7 +132,7 @@ def _brackets(chunks: Chunks, reduce: bool = False) -> str:
     return f" {'+' * reduce}[{_runs(chunks)}]" if chunks else ""
 
 
-def _table(size: int, messages: list[_Message], steps: list[_Step]) -> str:
+def _table(size: int, messages: list[_DrawnMessage], steps: list[_DrawnStep]) -> str:
     cells: dict[tuple[int, int], list[str]] = defaultdict(list)
     for message in messages:
         cells[message.time, message.source].append(f"→{message.to}{_brackets(message.sent)}")
@@ -186,7 +185,7 @@ _DASHES = (0, (4, 1.6))
 _Palette = dict[int, str]
 
 
-def _picture(title: str, size: int, messages: list[_Message], file: str | os.PathLike[str]) -> None:
+def _picture(title: str, size: int, messages: list[_DrawnMessage], file: str | os.PathLike[str]) -> None:
     """Draw ranks as lines through time and messages as arrows across their round."""
     try:
         from matplotlib import rc_context
@@ -231,7 +230,7 @@ def picture_type(file: str | os.PathLike[str]) -> None:
         raise ArgumentError(f"{os.fspath(file)}: no type of picture; the name must end in .png, .svg, .pdf or such")
 
 
-def _palette(messages: list[_Message]) -> _Palette:
+def _palette(messages: list[_DrawnMessage]) -> _Palette:
     """Return a colour for each first chunk of a message; many chunks share a scale, with neighbours alike."""
     firsts = sorted({message.sent[0] for message in messages if message.sent})
     if len(firsts) <= len(_COLOURS):
@@ -243,11 +242,11 @@ def _palette(messages: list[_Message]) -> _Palette:
     return {first: to_hex(scale(0.05 + 0.88 * i / (len(firsts) - 1))) for i, first in enumerate(firsts)}
 
 
-def _ends(message: _Message) -> tuple[tuple[float, float], tuple[float, float]]:
+def _ends(message: _DrawnMessage) -> tuple[tuple[float, float], tuple[float, float]]:
     return (message.time - 0.94, message.source), (message.time - 0.07, message.to)
 
 
-def _arrow(axes: Axes, message: _Message, palette: _Palette) -> None:
+def _arrow(axes: Axes, message: _DrawnMessage, palette: _Palette) -> None:
     from matplotlib.patches import FancyArrowPatch
 
     colour = palette[message.sent[0]] if message.sent else _GREY
@@ -271,7 +270,7 @@ def _arrow(axes: Axes, message: _Message, palette: _Palette) -> None:
         axes.plot(*head, "+", color=colour, markeredgewidth=1.4, markersize=6, zorder=6)
 
 
-def _labels(axes: Axes, messages: list[_Message], palette: _Palette) -> None:
+def _labels(axes: Axes, messages: list[_DrawnMessage], palette: _Palette) -> None:
     """Write the chunks on the arrows, each where it overlaps no other label of the round."""
     taken: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for message in messages:
@@ -293,7 +292,7 @@ def _labels(axes: Axes, messages: list[_Message], palette: _Palette) -> None:
         axes.text(x, y, text, color="white", fontsize=8, ha="center", va="center", bbox=box, zorder=7)
 
 
-def _legend(axes: Axes, messages: list[_Message], palette: _Palette) -> None:
+def _legend(axes: Axes, messages: list[_DrawnMessage], palette: _Palette) -> None:
     from matplotlib.lines import Line2D
 
     handles = []

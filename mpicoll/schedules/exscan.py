@@ -13,7 +13,7 @@ from mpicoll.schedules.patterns import ceil_log2
 
 @algorithm("exscan", scratch=1, ordered=True, rounds="P - 1", sent="min(1, P - 1)")
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """From rank to rank.
+    """Pass the sum from rank to rank.
 
     P-1 rounds; each rank sends n bytes.
     """
@@ -26,9 +26,9 @@ def linear(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm("exscan", scratch=2, ordered=True, rounds="lg", sent="lg")
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Get what the rank at distance 1, 2, 4, … below has summed up so far, which ends where the own sum begins.
+    """Receive the partial sum of the rank at distance 1, 2, 4, … below, which ends where the rank's own sum begins.
 
-    lg P rounds; rank 0 sends n lg P bytes. Hillis and Steele 1986, with a second sum that leaves the own vector out.
+    lg P rounds; rank 0 sends n lg P bytes. Hillis and Steele 1986, with a second sum without the rank's own vector.
     """
     for k in range(ceil_log2(size)):
         below, above = rank - (1 << k), rank + (1 << k)

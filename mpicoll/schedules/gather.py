@@ -10,9 +10,9 @@ from mpicoll.schedules.patterns import binomial_children, binomial_parent, binom
 
 @algorithm("gather", rounds="min(1, P - 1)", sent="min(1, P - 1) / P")
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Everybody sends the block to the root, which has posted all receives.
+    """Send each block to the root, which posts all receives at once.
 
-    One round of P-1 messages; each rank sends n/P bytes, and blocks travel once.
+    One round of P-1 messages; each rank sends n/P bytes, and each block is sent once.
     """
     if rank != root:
         yield Round(sends=(Send(root, (rank,)),))
@@ -22,7 +22,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 
 @algorithm("gather", rounds="lg", sent="max(p2 / 2, r) / P if P > 1 else 0")
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Up a binomial tree, the smallest subtree first.
+    """Send up a binomial tree, receiving from the smallest subtree first.
 
     lg P rounds; the busiest rank sends n/2 bytes if P is a power of two. For small blocks.
     Thakur, Rabenseifner and Gropp 2005.

@@ -25,6 +25,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from mpicoll.errors import AlgorithmError, RankError
+from mpicoll.schedules.formula import check_formula
 
 Chunks: TypeAlias = range | tuple[int, ...]
 """Chunk indices in the order in which they travel. Consecutive ones lie side by side in memory, so prefer ranges."""
@@ -111,11 +112,11 @@ class Algorithm:
     `chunks` and `scratch` map ``(size, segments)`` to a count. `segmented` generators take ``segments`` as a keyword:
     the number of pieces of a pipeline. `uneven` permits blocks of different sizes. `ordered` promises that, at least
     for root 0, operands are combined in the order of ranks, so an operation need not commute; `verify` proves it.
-    `any_root` promises the same for every root. `rounds` and `sent` are the closed forms of the cost as Python
-    expressions of ``P``, ``S`` (segments), ``lg`` (the ceiling of the binary logarithm of P), ``p2`` (the largest power
-    of two up to P) and ``r`` (``P - p2``); min, max, sum and range may be called. They give the rounds on the critical
-    path, and the bytes that the busiest rank sends as a multiple of the bytes of the whole vector or of all blocks of
-    one buffer; ``closed_form`` evaluates them exactly.
+    `any_root` promises the same for every root. `rounds` and `sent` are the closed forms of the cost (see
+    :mod:`mpicoll.schedules.formula`) in ``P``, ``S`` (segments), ``lg`` (the ceiling of the binary logarithm of P),
+    ``p2`` (the largest power of two up to P) and ``r`` (``P - p2``). They give the rounds on the critical path, and
+    the bytes that the busiest rank sends as a multiple of the bytes of the whole vector or of all blocks of one buffer;
+    ``closed_form`` evaluates them exactly.
     """
 
     collective: str
@@ -197,7 +198,12 @@ def algorithm(
     ordered: bool = False,
     any_root: bool = False,
 ) -> Callable[[Generator], Generator]:
-    """Register the decorated generator as an algorithm of `collective`; see :class:`Algorithm` for the fields."""
+    """Register the decorated generator as an algorithm of `collective`; see :class:`Algorithm` for the fields.
+
+    Raises AlgorithmError if `rounds` or `sent` is not a valid closed form.
+    """
+    for text in (rounds, sent):
+        check_formula(text, ("P", "S", "lg", "p2", "r"))
 
     def register(generate: Generator) -> Generator:
         own = name or generate.__name__
@@ -243,7 +249,7 @@ def find(algorithm: Algorithm | str) -> Algorithm:
         return algorithm
     collective, slash, name = algorithm.partition("/")
     if not slash:
-        raise AlgorithmError(f"{algorithm!r} is no algorithm: write collective/name, such as 'allreduce/ring'")
+        raise AlgorithmError(f"{algorithm!r} is not an algorithm: write collective/name, such as 'allreduce/ring'")
     return get(collective, name)
 
 

@@ -10,7 +10,7 @@ from mpicoll.schedules.patterns import binomial_children, binomial_parent, fold,
 
 @algorithm("reduce", ordered=True, any_root=True, rounds="P - 1", sent="min(1, P - 1)")
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root takes the vectors one by one: upwards from its own rank, then downwards from it.
+    """Reduce on the root, which receives the vectors one by one: upwards from its own rank, then downwards from it.
 
     P-1 rounds; the root receives n(P-1) bytes. Keeps the order of ranks for every root.
     """
@@ -23,9 +23,9 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 
 @algorithm("reduce", ordered=True, rounds="lg", sent="min(1, P - 1)")
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Up a binomial tree, the smallest subtree first.
+    """Reduce up a binomial tree, receiving from the smallest subtree first.
 
-    lg P rounds; each rank but the root sends n bytes. Thakur, Rabenseifner and Gropp 2005.
+    lg P rounds; each rank except the root sends n bytes. Thakur, Rabenseifner and Gropp 2005.
     """
     vrank = (rank - root) % size
     for child in binomial_children(vrank, size):
@@ -44,8 +44,8 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     """Recursive halving reduce-scatter, then binomial gather.
 
-    2 lg P rounds, one less if P is no power of two; the busiest rank sends n(P-1)/P + n/2 bytes if P is a power of two.
-    Rabenseifner 2004.
+    2 lg P rounds, one less if P is not a power of two; the busiest rank sends n(P-1)/P + n/2 bytes if P is a power of
+    two. Rabenseifner 2004.
     """
     count = power_below(size)
     vrank = (rank - root) % size

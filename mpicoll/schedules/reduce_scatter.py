@@ -10,9 +10,9 @@ from mpicoll.schedules.patterns import ceil_log2, fold, power_below, unfold
 
 @algorithm("reduce_scatter", rounds="P - 1", sent="(P - 1) / P")
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Each block goes once round the ring, from the rank behind its owner to the owner, and grows at every stop.
+    """Pass each block once around the ring, from the rank after its owner to its owner, reducing it at each rank.
 
-    P-1 rounds; each rank sends n(P-1)/P bytes, and to its right neighbour only. Patarasuk and Yuan 2009.
+    P-1 rounds; each rank sends n(P-1)/P bytes, to its right neighbour only. Patarasuk and Yuan 2009.
     """
     left, right = (rank - 1) % size, (rank + 1) % size
     for step in range(size - 1):
@@ -22,9 +22,10 @@ def ring(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm("reduce_scatter", rounds="P - 1", sent="(P - 1) / P")
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """Send each rank its block straight away, the nearest first, and add up the own one.
+    """Send each rank its block directly, the nearest first, and reduce the rank's own block.
 
-    P-1 rounds; each rank sends n(P-1)/P bytes. Only the own chunk is written. Thakur, Rabenseifner and Gropp 2005.
+    P-1 rounds; each rank sends n(P-1)/P bytes. Only the rank's own chunk is written.
+    Thakur, Rabenseifner and Gropp 2005.
     """
     for step in range(1, size):
         to, source = (rank + step) % size, (rank - step) % size
@@ -35,8 +36,8 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
     """Exchange half of the remaining blocks with the peer at distance P/2, P/4, …
 
-    lg P rounds and n(P-1)/P bytes per rank if P is a power of two; otherwise guests give their operand to their hosts
-    first and get their block in the end: one round more and n bytes. Thakur, Rabenseifner and Gropp 2005.
+    lg P rounds and n(P-1)/P bytes per rank if P is a power of two; otherwise guests send their operand to their hosts
+    first and receive their block at the end: one round more and n bytes. Thakur, Rabenseifner and Gropp 2005.
     """
     virtual, host, guest = fold(rank, size)
     if guest:
@@ -58,10 +59,10 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm("reduce_scatter", ordered=True, rounds="P - 1", sent="(P - 1) / P")
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """Send each rank its block straight away; add up the own one upwards from the own rank, then downwards from it.
+    """Send each rank its block directly; reduce the rank's own block upwards from its own rank, then downwards from it.
 
-    P-1 rounds; each rank sends n(P-1)/P bytes, those for higher ranks all at once. Only the own chunk is written, and
-    the order of ranks is kept.
+    P-1 rounds; each rank sends n(P-1)/P bytes, those for higher ranks at once. Only the rank's own chunk is written,
+    and the order of ranks is kept.
     """
     for step in range(1, size):
         sends = [Send(rank - step, (rank - step,))] if step <= rank else []

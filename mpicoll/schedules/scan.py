@@ -10,7 +10,7 @@ from mpicoll.schedules.patterns import ceil_log2
 
 @algorithm("scan", ordered=True, rounds="P - 1", sent="min(1, P - 1)")
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """From rank to rank.
+    """Pass the sum from rank to rank.
 
     P-1 rounds; each rank sends n bytes.
     """
@@ -22,7 +22,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
 
 @algorithm("scan", ordered=True, rounds="lg", sent="lg")
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Get what the rank at distance 1, 2, 4, … below has summed up so far, which ends where the own sum begins.
+    """Receive the partial sum of the rank at distance 1, 2, 4, … below, which ends where the rank's own sum begins.
 
     lg P rounds; rank 0 sends n lg P bytes. Hillis and Steele 1986.
     """

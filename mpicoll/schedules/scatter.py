@@ -10,9 +10,9 @@ from mpicoll.schedules.patterns import binomial_children, binomial_parent, binom
 
 @algorithm("scatter", rounds="min(1, P - 1)", sent="(P - 1) / P")
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root sends everybody the block.
+    """Send each rank its block from the root.
 
-    One round of P-1 messages; the root sends n(P-1)/P bytes, and blocks travel once.
+    One round of P-1 messages; the root sends n(P-1)/P bytes, and each block is sent once.
     """
     if rank != root:
         yield Round(recvs=(Recv(root, (rank,)),))
@@ -22,7 +22,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 
 @algorithm("scatter", rounds="lg", sent="(P - 1) / P")
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Down a binomial tree, the largest subtree first.
+    """Send down a binomial tree, to the largest subtree first.
 
     lg P rounds; the root sends n(P-1)/P bytes. Thakur, Rabenseifner and Gropp 2005.
     """

@@ -163,7 +163,7 @@ def profile(
     algorithm = find(algorithm)
     _check(nodes, ranks_per_node, links)
     segments = segments if algorithm.segmented else 1
-    place = _Place(algorithm, nodes, ranks_per_node, links, segments)
+    place = _RankLayout(algorithm, nodes, ranks_per_node, links, segments)
     found = _uniform(place, budget)
     if found is not None and place.agrees(found):
         return found
@@ -179,12 +179,12 @@ class Forecast:
     """The points of an algorithm in the order of the sizes; None for sizes without a point, for which see `reason`."""
 
     algorithm: Algorithm
-    points: tuple[Point | None, ...]
+    points: tuple[ForecastPoint | None, ...]
     reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ForecastPoint:
     """The costs of one size: seconds, bytes that the busiest rank sends, bytes on the busiest node's links."""
 
     nbytes: int
@@ -246,13 +246,15 @@ def _forecast(
         except AlgorithmError as error:
             reason = str(error)
             break  # more segments are more messages
-    points: list[Point | None] = []
+    points: list[ForecastPoint | None] = []
     for n, count in zip(sizes, pieces, strict=True):
         seen = profiles.get(count)
         if seen is None:
             points.append(None)
         else:
-            points.append(Point(n, seen.seconds(n, cluster), float(seen.sent * n), float(seen.crossing * n), seen))
+            points.append(
+                ForecastPoint(n, seen.seconds(n, cluster), float(seen.sent * n), float(seen.crossing * n), seen)
+            )
     return Forecast(algorithm, tuple(points), reason)
 
 
@@ -266,7 +268,7 @@ _EVERY = 1024
 """Number of ranks up to which no sample is taken."""
 
 
-class _Place(NamedTuple):
+class _RankLayout(NamedTuple):
     """The arguments of `profile`."""
 
     algorithm: Algorithm
@@ -315,7 +317,7 @@ class _Place(NamedTuple):
 # One rank for all
 
 
-class _Kind(NamedTuple):
+class _RankClass(NamedTuple):
     """A round without its chunks: distance and size of each message out and in, and the amount that is reduced."""
 
     outs: tuple[tuple[int, int], ...]
@@ -323,7 +325,7 @@ class _Kind(NamedTuple):
     reduced: int
 
 
-def _uniform(place: _Place, budget: int) -> Profile | None:
+def _uniform(place: _RankLayout, budget: int) -> Profile | None:
     """Return the profile if ranks differ only by their place, else None."""
     symmetries = [_shift] if place.size != power_below(place.size) else [_shift, _flip]
     for distance in symmetries:
@@ -345,17 +347,17 @@ def _flip(rank: int, peer: int, size: int) -> int:
 _Distance: TypeAlias = Callable[[int, int, int], int]
 
 
-def _kinds(place: _Place, rank: int, distance: _Distance) -> Iterator[_Kind]:
+def _kinds(place: _RankLayout, rank: int, distance: _Distance) -> Iterator[_RankClass]:
     size = place.size
     for now in place.steps(rank):
-        yield _Kind(
+        yield _RankClass(
             tuple([(distance(rank, send.to, size), len(send.chunks)) for send in now.sends]),
             tuple([(distance(rank, recv.source, size), len(recv.chunks)) for recv in now.recvs]),
             chunks_reduced(now),
         )
 
 
-def _alike(place: _Place, distance: _Distance) -> bool:
+def _alike(place: _RankLayout, distance: _Distance) -> bool:
     """Return True if ranks have the same messages at the same distances. Small numbers of ranks are checked completely,
     otherwise some ranks, for their first rounds.
 
@@ -375,8 +377,8 @@ def _alike(place: _Place, distance: _Distance) -> bool:
     )
 
 
-def _price_kinds(place: _Place, distance: _Distance, budget: int) -> Profile | None:
-    kinds: Counter[_Kind] = Counter()
+def _price_kinds(place: _RankLayout, distance: _Distance, budget: int) -> Profile | None:
+    kinds: Counter[_RankClass] = Counter()
     sent = messages = 0
     for kind in _kinds(place, 0, distance):
         sent += sum(n for _, n in kind.outs)
@@ -384,7 +386,7 @@ def _price_kinds(place: _Place, distance: _Distance, budget: int) -> Profile | N
         if messages > budget:
             raise place.too_much(budget)
         kinds[
-            _Kind(
+            _RankClass(
                 tuple([(_hop(place, distance, far), n) for far, n in kind.outs]),
                 tuple([(_hop(place, distance, far), n) for far, n in kind.ins]),
                 kind.reduced,
@@ -402,7 +404,7 @@ def _price_kinds(place: _Place, distance: _Distance, budget: int) -> Profile | N
     return place.profile(levels, rounds, sent, crossing, "one")
 
 
-def _hop(place: _Place, distance: _Distance, far: int) -> int:
+def _hop(place: _RankLayout, distance: _Distance, far: int) -> int:
     """Return `far` as steps along the ranks if it may stay in a node, 0 if it always does, else the ranks of a node."""
     per_node = place.per_node
     if place.nodes == 1:
@@ -414,7 +416,7 @@ def _hop(place: _Place, distance: _Distance, far: int) -> int:
     return far - place.size if far > place.size - per_node else per_node
 
 
-def _loads(place: _Place, kind: _Kind, out_of_node: int) -> Iterator[Load]:
+def _loads(place: _RankLayout, kind: _RankClass, out_of_node: int) -> Iterator[Load]:
     """Yield the loads of all ranks of a node in a round of this kind, and of its links."""
     per_node = place.per_node
     # A message of hop h > 0 leaves the node from its last h places, one of h < 0 from its first |h|.
@@ -442,7 +444,7 @@ def _total(messages: Iterable[tuple[bool, int]], reduced: int) -> Load:
 # Many ranks
 
 
-def _sample(place: _Place) -> list[int]:
+def _sample(place: _RankLayout) -> list[int]:
     """Return the ranks at and near powers of two from both ends and from where folding ends, and whole nodes there."""
     size, per_node = place.size, place.per_node
     low = power_below(size)
@@ -469,7 +471,7 @@ def _sample(place: _Place) -> list[int]:
     return sorted(ranks)
 
 
-def _first_sources(place: _Place, rank: int) -> tuple[int, ...]:
+def _first_sources(place: _RankLayout, rank: int) -> tuple[int, ...]:
     """Return the sources of the first round of `rank` if it consists of one receive only, else nothing."""
     first = next(place.steps(rank), Round())
     return () if first.sends or len(first.recvs) > 1 else tuple(recv.source for recv in first.recvs)
@@ -481,7 +483,7 @@ class _Part:
     Messages to and from other ranks are left out; `outside` returns those of the current round of a rank.
     """
 
-    def __init__(self, place: _Place, ranks: Sequence[int]) -> None:
+    def __init__(self, place: _RankLayout, ranks: Sequence[int]) -> None:
         self.place, self.ranks = place, ranks
         self.index = {rank: index for index, rank in enumerate(ranks)}
         self.full = [Round()] * len(ranks)
@@ -517,7 +519,7 @@ _OUT, _IN = 0, 1
 class _Ledger:
     """The loads of all ports by level."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _RankLayout) -> None:
         self.place = place
         self.fronts: defaultdict[int, set[Load]] = defaultdict(set)
         self.crossing: tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]] = (Counter(), Counter())
@@ -558,14 +560,14 @@ class _Ledger:
         )
 
 
-def _follow(place: _Place, ranks: Sequence[int], budget: int) -> Profile:
+def _follow(place: _RankLayout, ranks: Sequence[int], budget: int) -> Profile:
     return _Walk(place, ranks, budget).profile()
 
 
 class _Walk:
     """Advances `ranks` through their rounds; all other ranks are ready whenever one of these needs them."""
 
-    def __init__(self, place: _Place, ranks: Sequence[int], budget: int) -> None:
+    def __init__(self, place: _RankLayout, ranks: Sequence[int], budget: int) -> None:
         self.place, self.ranks, self.budget = place, ranks, budget
         self.part = _Part(place, ranks)
         self.exchange = Exchange(self.part.algorithm, len(ranks), 0, place.segments)

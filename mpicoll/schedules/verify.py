@@ -11,6 +11,7 @@ from mpicoll.errors import ScheduleError
 from mpicoll.schedules.matching import Exchange, Match
 from mpicoll.schedules.model import Algorithm, Chunks, Copy, Round, find
 from mpicoll.schedules.specs import SPECS, Seat, Value, extent
+from mpicoll.wording import number_list, rank_list, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +243,9 @@ class _Run:
             else:
                 stuck.append(text)
         if lonely:
-            raise ScheduleError(f"{self}: a message without counterpart: {_some(lonely)}")
+            raise ScheduleError(f"{self}: a message without counterpart: {'; '.join(shorten(lonely))}")
         if stuck:
-            raise ScheduleError(f"{self}: deadlock when sends are synchronous: {_some(stuck)}")
+            raise ScheduleError(f"{self}: deadlock when sends are synchronous: {'; '.join(shorten(stuck))}")
 
     def check_promise(self) -> None:
         everybody = (1 << self.size) - 1
@@ -263,18 +264,9 @@ class _Run:
                 self.fail(f"leaves without word of {_ranks(everybody & ~self.heard[rank])}", rank)
 
 
-def _some(texts: list[str], most: int = 8) -> str:
-    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
-
-
 def _ranks(mask: int) -> str:
-    ranks = [str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(ranks[:8]) + (", …" if len(ranks) > 8 else "")
+    return rank_list(rank for rank in range(mask.bit_length()) if mask >> rank & 1)
 
 
 def _chunks(chunks: Chunks) -> str:
-    if not chunks:
-        return "a token"
-    few = ", ".join(map(str, chunks[:4]))
-    return ("chunk " if len(chunks) == 1 else "chunks ") + few + (", …" if len(chunks) > 4 else "")
+    return number_list("chunk", chunks) if chunks else "a token"

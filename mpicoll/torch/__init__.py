@@ -39,7 +39,16 @@ from mpicoll.torch.resilience import resilient  # noqa: E402
 
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Initialize the default process group as :func:`torch.distributed.init_process_group`, by default with mpicoll."""
+    """Initialize the default process group.
+
+    Args:
+        backend: as of :func:`torch.distributed.init_process_group`, by default mpicoll.
+        args, kwargs: as of :func:`torch.distributed.init_process_group`. Under an MPI launcher none are needed.
+
+    Raises:
+        SetupError: another launcher started this process, or MPI has fewer ranks than the group.
+        ArgumentError: `rank` or `world_size` differs from MPI's value.
+    """
     _dist.init_process_group("mpicoll" if backend is None else backend, *args, **kwargs)
 
 

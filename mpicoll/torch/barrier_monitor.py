@@ -20,36 +20,36 @@ def barrier(
     size: int,
     timeout: timedelta,
     wait_all_ranks: bool,
-    ask: Callable[[str], str] | None = None,
+    explain: Callable[[str], str] | None = None,
 ) -> None:
     """Wait until all ranks have called this function.
 
     If some ranks have not called it within `timeout`, rank 0 raises Timeout with the first missing rank or, with
-    `wait_all_ranks`, all missing ranks, and with the result of `ask` about them. The other ranks raise the same error
-    without the result of `ask`. `store` must be new for each barrier, and the same on all ranks.
+    `wait_all_ranks`, all missing ranks, and with the result of `explain` about them. The other ranks raise the same
+    error without the result of `explain`. `store` must be new for each barrier, and the same on all ranks.
     """
     if rank == 0:
-        verdict = _collect(store, size, timeout, wait_all_ranks)
-        store.set("verdict", verdict)
-        if verdict:
-            verdict = f"monitored_barrier: [Rank 0]: {verdict}"
-            words = ask(verdict) if ask is not None else ""
-            raise Timeout(f"{verdict}\n{words}" if words else verdict)
+        report = _wait_for_ranks(store, size, timeout, wait_all_ranks)
+        store.set("report", report)
+        if report:
+            report = f"monitored_barrier: [Rank 0]: {report}"
+            explanation = explain(report) if explain is not None else ""
+            raise Timeout(f"{report}\n{explanation}" if explanation else report)
         return
-    store.set(f"here/{rank}", "")
+    store.set(f"arrived/{rank}", "")
     try:
-        store.wait(["verdict"], timeout + GRACE)
-        verdict = store.get("verdict").decode()
+        store.wait(["report"], timeout + GRACE)
+        report = store.get("report").decode()
     except RuntimeError:
-        verdict = f"it has not come within {timeout.total_seconds():g} s"
-    if verdict:
+        report = f"no report was received within {timeout.total_seconds():g} s"
+    if report:
         raise Timeout(
             f"monitored_barrier: [Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors"
-            f" while waiting for send/recv from rank 0: {verdict}"
+            f" while waiting for send/recv from rank 0: {report}"
         )
 
 
-def _collect(store: dist.Store, size: int, timeout: timedelta, wait_all_ranks: bool) -> str:
+def _wait_for_ranks(store: dist.Store, size: int, timeout: timedelta, wait_all_ranks: bool) -> str:
     """Wait for all ranks, and return the error text; empty if all have arrived.
 
     The text is that of torch, because programs may search for it.
@@ -62,7 +62,7 @@ def _collect(store: dist.Store, size: int, timeout: timedelta, wait_all_ranks: b
     for other in range(1, size):
         left = max(deadline - time.monotonic(), 1e-3)
         try:
-            store.wait([f"here/{other}"], timedelta(seconds=left))
+            store.wait([f"arrived/{other}"], timedelta(seconds=left))
         except RuntimeError:
             missing.append(other)
             if not wait_all_ranks:

@@ -37,11 +37,13 @@ from mpicoll.collectives import (
 from mpicoll.collectives import (
     scatter as scatters,
 )
-from mpicoll.collectives.arguments import key_of, names_rank
-from mpicoll.engine.call_cache import repeated_task
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors, make_counts_key
+from mpicoll.collectives.call import UNCACHED, make_task
+from mpicoll.engine import dispatch
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.operation import Operation, Task, task
+from mpicoll.engine.dispatch import Task
 from mpicoll.errors import DTypeError, ShapeError
 from mpicoll.torch.tensors import (
     Restore,
@@ -51,12 +53,12 @@ from mpicoll.torch.tensors import (
     check_plain,
     copy_into,
     divide_integers,
-    flat_input,
-    flat_output,
-    in_place,
-    joined_input,
-    joined_output,
-    protected_inputs,
+    flatten_input,
+    flatten_output,
+    join_inputs,
+    join_outputs,
+    prepare_in_place,
+    protect_inputs,
 )
 
 # Keyed by hash, which is the number of the operation: a ReduceOp and the corresponding member of its enumeration are
@@ -76,11 +78,11 @@ _OPS = {
 # In torch the sum and the product of bool tensors are bool.
 _BOOL_OPS = {"sum": "lor", "prod": "land"}
 
-_AVERAGED = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 """Integer dtypes for which AVG is computed as a sum and a division."""
 
 
-def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
+def convert_reduce_op(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
     """Return the native operation for torch's `op` (a ReduceOp, or one of its members) and `dtype`.
 
     Raises DTypeError if `op` is not a reduction that mpicoll supports.
@@ -88,8 +90,8 @@ def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
     name = _OPS.get(hash(op)) if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)) else None
     if name is None:
         raise DTypeError(
-            f"{operation}: {op!r} is no reduction that mpicoll knows; there are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR,"
-            " BXOR and PREMUL_SUM of torch.distributed.ReduceOp"
+            f"{operation}: {op!r} is not supported; use SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM of"
+            " torch.distributed.ReduceOp"
         )
     if name == "premul_sum":
         # torch exposes the factor only in the pickle state.
@@ -101,24 +103,28 @@ def op_of(operation: str, op: Any, dtype: torch.dtype) -> OpLike:
     return _BOOL_OPS.get(name, name) if dtype is torch.bool else name
 
 
-def _task(comm: Communicator, name: str, x: Any, out: Any, prepare: Callable[..., Operation], **asked: Any) -> Task:
-    """Return the task of ``prepare(comm, x=x, out=out, **asked)``, and cache it for later calls with this `name`.
+def _bind_task(
+    comm: CommunicatorCore, name: str, x: Any, out: Any, prepare: Callable[..., Operation], **options: Any
+) -> Task:
+    """Return the task of ``prepare(comm, x=x, out=out, **options)``, and cache it for later calls with this `name`.
 
     Reductions whose op is not a name are not cached.
     """
 
-    def prepared(x: Any, out: Any) -> Operation:
-        return prepare(comm, x=x, out=out, algorithm=None, **asked)
+    def describe(x: Any, out: Any) -> Operation:
+        return prepare(comm, x=x, out=out, algorithm=None, **options)
 
-    op = asked.get("op")
-    if op is not None and type(op) is not str:
-        return task(prepared(x, out))
-    what = (name, op, asked.get("root"), key_of(asked.get("counts")))
-    return repeated_task(comm, what, x, out, prepared)
+    op = options.get("op")
+    key = (
+        (name, op, options.get("root"), make_counts_key(options.get("counts")))
+        if op is None or type(op) is str
+        else (name, UNCACHED)
+    )
+    return make_task(comm, key, x, out, describe)
 
 
-def in_order(bodies: Sequence[Task]) -> Task:
-    """Return a task that runs `bodies` in this order. If they may share memory, see ``protected_inputs``."""
+def chain_tasks(bodies: Sequence[Task]) -> Task:
+    """Return a task that runs `bodies` in this order. If they may share memory, see ``protect_inputs``."""
 
     def run() -> None:
         for one in bodies:
@@ -128,19 +134,19 @@ def in_order(bodies: Sequence[Task]) -> Task:
     return Task(run, Call("several", parts=tuple(one.call for one in bodies)), *operations)
 
 
-def _then(made: Task, restore: Restore) -> Task:
+def _add_restore(body: Task, restore: Restore) -> Task:
     if restore is None:
-        return made
+        return body
 
     def run() -> None:
-        made()
+        body()
         restore()
 
-    return Task(run, made.call, *made.operations)
+    return Task(run, body.call, *body.operations)
 
 
-def _reduction(
-    operation: str, op: Any, result: torch.Tensor, restore: Restore, comm: Communicator
+def _convert_reduction(
+    operation: str, op: Any, result: torch.Tensor, restore: Restore, comm: CommunicatorCore
 ) -> tuple[OpLike, Restore]:
     """Return the native operation, and the function that postprocesses `result` (or None).
 
@@ -148,8 +154,8 @@ def _reduction(
     computes it with gloo, which rejects AVG. The native operations also reject AVG of integers, since a mean is not an
     integer.
     """
-    native = op_of(operation, op, result.dtype)
-    if native != "avg" or result.dtype not in _AVERAGED:
+    native = convert_reduce_op(operation, op, result.dtype)
+    if native != "avg" or result.dtype not in _INTEGERS:
         return native, restore
 
     def divide() -> None:
@@ -160,49 +166,49 @@ def _reduction(
     return "sum", divide
 
 
-@names_rank
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
+@adds_rank_to_errors
+def all_reduce(comm: CommunicatorCore, tensor: torch.Tensor, op: Any) -> Task:
     """Reduce `tensor` in place."""
-    plain, restore = in_place(tensor)
-    native, restore = _reduction("all_reduce", op, plain, restore, comm)
-    return _then(_task(comm, "all_reduce", plain, plain, allreduce.prepare, op=native), restore)
+    plain, restore = prepare_in_place(tensor)
+    native, restore = _convert_reduction("all_reduce", op, plain, restore, comm)
+    return _add_restore(_bind_task(comm, "all_reduce", plain, plain, allreduce.prepare, op=native), restore)
 
 
-@names_rank
-def all_reduce_coalesced(comm: Communicator, tensors: Sequence[torch.Tensor], op: Any) -> Task:
+@adds_rank_to_errors
+def all_reduce_coalesced(comm: CommunicatorCore, tensors: Sequence[torch.Tensor], op: Any) -> Task:
     """Reduce each of `tensors` in place. Memory that several of them share is reduced once."""
     for one in tensors:
         check_plain("all_reduce_coalesced", one)
     tasks = []
-    for source, target in zip(protected_inputs(tensors, [[one] for one in tensors]), tensors, strict=True):
+    for source, target in zip(protect_inputs(tensors, [[one] for one in tensors]), tensors, strict=True):
         back = None if source is target else partial(copy_into, target.detach(), source)
-        tasks.append(_then(all_reduce(comm, source, op), back))
-    return in_order(tasks)
+        tasks.append(_add_restore(all_reduce(comm, source, op), back))
+    return chain_tasks(tasks)
 
 
-@names_rank
-def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Task:
+@adds_rank_to_errors
+def reduce(comm: CommunicatorCore, tensor: torch.Tensor, op: Any, root: int) -> Task:
     """Reduce `tensor` in place at the root. On other ranks `tensor` does not change."""
-    plain, restore = in_place(tensor)
+    plain, restore = prepare_in_place(tensor)
     out = plain if comm.rank == root else None
-    native, divided = _reduction("reduce", op, plain, restore, comm)
+    native, divided = _convert_reduction("reduce", op, plain, restore, comm)
     restore = restore if out is None else divided
-    return _then(_task(comm, "reduce", plain, out, reduces.prepare, op=native, root=root), restore)
+    return _add_restore(_bind_task(comm, "reduce", plain, out, reduces.prepare, op=native, root=root), restore)
 
 
-@names_rank
-def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Task:
+@adds_rank_to_errors
+def broadcast(comm: CommunicatorCore, tensor: torch.Tensor, root: int) -> Task:
     """Broadcast the root's `tensor` in place."""
-    plain, restore = in_place(tensor)
-    return _then(_task(comm, "broadcast", plain, plain, bcast.prepare, root=root), restore)
+    plain, restore = prepare_in_place(tensor)
+    return _add_restore(_bind_task(comm, "broadcast", plain, plain, bcast.prepare, root=root), restore)
 
 
-def barrier(comm: Communicator) -> Task:
-    return task(barriers.prepare(comm, None))
+def barrier(comm: CommunicatorCore) -> Task:
+    return dispatch.make_task(barriers.prepare(comm, None))
 
 
-@names_rank
-def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Task:
+@adds_rank_to_errors
+def all_gather(comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Task:
     """Gather rank i's tensor into ``outputs[i]``.
 
     Tensors may differ in size from rank to rank, if the outputs on all ranks have these sizes.
@@ -211,48 +217,52 @@ def all_gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torc
     check_pair("all_gather", tensor, outputs[0])
     sizes = [one.numel() for one in outputs]
     check_numel("all_gather", "the input", tensor.numel(), sizes[comm.rank])
-    whole, restore = joined_output("all_gather", outputs)
+    whole, restore = join_outputs("all_gather", outputs)
     counts = sizes if len(set(sizes)) > 1 else None
-    return _then(_task(comm, "all_gather", flat_input(tensor), whole, allgather.prepare, counts=counts), restore)
+    return _add_restore(
+        _bind_task(comm, "all_gather", flatten_input(tensor), whole, allgather.prepare, counts=counts), restore
+    )
 
 
-@names_rank
+@adds_rank_to_errors
 def all_gather_coalesced(
-    comm: Communicator, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    comm: CommunicatorCore, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
 ) -> Task:
     """Gather rank i's ``tensors[j]`` into ``outputs[i][j]``."""
     if len(outputs) != comm.size or any(len(one) != len(tensors) for one in outputs):
         raise ShapeError(
-            f"all_gather_coalesced: outputs must be a list for each of the {comm.size} ranks, each with"
-            f" {len(tensors)} tensors like the inputs, got lists of {[len(one) for one in outputs]}"
+            f"all_gather_coalesced: outputs must be a list for each of the {comm.size} ranks, each with {len(tensors)}"
+            f" tensors, got lists of {[len(one) for one in outputs]}"
         )
     targets = list(zip(*outputs, strict=True))
     for one, several in zip(tensors, targets, strict=True):
         check_plain("all_gather_coalesced", one, *several)
-    apart = protected_inputs(tensors, targets)
-    return in_order([all_gather(comm, several, one) for several, one in zip(targets, apart, strict=True)])
+    inputs = protect_inputs(tensors, targets)
+    return chain_tasks([all_gather(comm, several, one) for several, one in zip(targets, inputs, strict=True)])
 
 
-@names_rank
-def all_gather_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor) -> Task:
+@adds_rank_to_errors
+def all_gather_single(comm: CommunicatorCore, output: torch.Tensor, tensor: torch.Tensor) -> Task:
     """Gather the tensors of all ranks into `output`, in rank order."""
     check_pair("all_gather_single", tensor, output)
     check_numel("all_gather_single", "the output", output.numel(), tensor.numel() * comm.size)
-    whole, restore = flat_output("all_gather_single", output)
-    return _then(_task(comm, "all_gather_single", flat_input(tensor), whole, allgather.prepare, counts=None), restore)
+    whole, restore = flatten_output("all_gather_single", output)
+    return _add_restore(
+        _bind_task(comm, "all_gather_single", flatten_input(tensor), whole, allgather.prepare, counts=None), restore
+    )
 
 
-@names_rank
+@adds_rank_to_errors
 def all_gather_single_coalesced(
-    comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> Task:
     """Run :func:`all_gather_single` for each pair."""
-    apart = _pairs("all_gather_single_coalesced", outputs, tensors)
-    return in_order([all_gather_single(comm, output, one) for output, one in zip(outputs, apart, strict=True)])
+    inputs = _check_pairs("all_gather_single_coalesced", outputs, tensors)
+    return chain_tasks([all_gather_single(comm, output, one) for output, one in zip(outputs, inputs, strict=True)])
 
 
-@names_rank
-def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Task:
+@adds_rank_to_errors
+def gather(comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Task:
     """Gather rank i's tensor into the root's ``outputs[i]``. All tensors have the same size."""
     check_plain("gather", tensor)
     whole, restore = None, None
@@ -261,12 +271,14 @@ def gather(comm: Communicator, outputs: Sequence[torch.Tensor], tensor: torch.Te
         check_pair("gather", tensor, outputs[0])
         for i, one in enumerate(outputs):
             check_numel("gather", f"output {i}", one.numel(), tensor.numel())
-        whole, restore = joined_output("gather", outputs)
-    return _then(_task(comm, "gather", flat_input(tensor), whole, gathers.prepare, root=root, counts=None), restore)
+        whole, restore = join_outputs("gather", outputs)
+    return _add_restore(
+        _bind_task(comm, "gather", flatten_input(tensor), whole, gathers.prepare, root=root, counts=None), restore
+    )
 
 
-@names_rank
-def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Task:
+@adds_rank_to_errors
+def scatter(comm: CommunicatorCore, output: torch.Tensor, tensors: Sequence[torch.Tensor], root: int) -> Task:
     """Scatter the root's ``tensors[i]`` into rank i's `output`. All tensors have the same size."""
     check_plain("scatter", output)
     whole = None
@@ -275,47 +287,51 @@ def scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Te
         check_pair("scatter", tensors[0], output)
         for i, one in enumerate(tensors):
             check_numel("scatter", f"input {i}", one.numel(), output.numel())
-        whole = joined_input(tensors)
-    target, restore = flat_output("scatter", output)
-    return _then(_task(comm, "scatter", whole, target, scatters.prepare, root=root, counts=None), restore)
+        whole = join_inputs(tensors)
+    target, restore = flatten_output("scatter", output)
+    return _add_restore(_bind_task(comm, "scatter", whole, target, scatters.prepare, root=root, counts=None), restore)
 
 
-@names_rank
-def reduce_scatter(comm: Communicator, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Task:
+@adds_rank_to_errors
+def reduce_scatter(comm: CommunicatorCore, output: torch.Tensor, tensors: Sequence[torch.Tensor], op: Any) -> Task:
     """Reduce all ranks' ``tensors[i]`` into rank i's `output`. Sizes may differ between values of i."""
     check_list("reduce_scatter", "the input list", tensors, comm.size)
     check_pair("reduce_scatter", tensors[0], output)
     sizes = [one.numel() for one in tensors]
     check_numel("reduce_scatter", "the output", output.numel(), sizes[comm.rank])
-    target, restore = flat_output("reduce_scatter", output)
-    native, restore = _reduction("reduce_scatter", op, target, restore, comm)
+    target, restore = flatten_output("reduce_scatter", output)
+    native, restore = _convert_reduction("reduce_scatter", op, target, restore, comm)
     counts = sizes if len(set(sizes)) > 1 else None
-    whole, prepare = joined_input(tensors), reduce_scatters.prepare
-    return _then(_task(comm, "reduce_scatter", whole, target, prepare, op=native, counts=counts), restore)
+    whole, prepare = join_inputs(tensors), reduce_scatters.prepare
+    return _add_restore(_bind_task(comm, "reduce_scatter", whole, target, prepare, op=native, counts=counts), restore)
 
 
-@names_rank
-def reduce_scatter_single(comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Task:
+@adds_rank_to_errors
+def reduce_scatter_single(comm: CommunicatorCore, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Task:
     """Reduce the i-th part of all ranks' tensors into rank i's `output`."""
     check_pair("reduce_scatter_single", tensor, output)
     check_numel("reduce_scatter_single", "the input", tensor.numel(), output.numel() * comm.size)
-    target, restore = flat_output("reduce_scatter_single", output)
-    native, restore = _reduction("reduce_scatter_single", op, target, restore, comm)
-    whole, prepare = flat_input(tensor), reduce_scatters.prepare
-    return _then(_task(comm, "reduce_scatter_single", whole, target, prepare, op=native, counts=None), restore)
+    target, restore = flatten_output("reduce_scatter_single", output)
+    native, restore = _convert_reduction("reduce_scatter_single", op, target, restore, comm)
+    whole, prepare = flatten_input(tensor), reduce_scatters.prepare
+    return _add_restore(
+        _bind_task(comm, "reduce_scatter_single", whole, target, prepare, op=native, counts=None), restore
+    )
 
 
-@names_rank
+@adds_rank_to_errors
 def reduce_scatter_single_coalesced(
-    comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
+    comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], op: Any
 ) -> Task:
     """Run :func:`reduce_scatter_single` for each pair."""
-    apart = _pairs("reduce_scatter_single_coalesced", outputs, tensors)
-    return in_order([reduce_scatter_single(comm, output, one, op) for output, one in zip(outputs, apart, strict=True)])
+    inputs = _check_pairs("reduce_scatter_single_coalesced", outputs, tensors)
+    return chain_tasks(
+        [reduce_scatter_single(comm, output, one, op) for output, one in zip(outputs, inputs, strict=True)]
+    )
 
 
-@names_rank
-def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Task:
+@adds_rank_to_errors
+def all_to_all(comm: CommunicatorCore, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Task:
     """Send ``tensors[i]`` to rank i, and receive from rank j into ``outputs[j]``. Sizes may differ."""
     check_list("all_to_all", "the output list", outputs, comm.size)
     check_list("all_to_all", "the input list", tensors, comm.size)
@@ -323,13 +339,15 @@ def all_to_all(comm: Communicator, outputs: Sequence[torch.Tensor], tensors: Seq
     # Pass counts even if all sizes are equal on this rank: they may differ on other ranks, and all ranks must choose
     # the same algorithm.
     counts = [one.numel() for one in tensors], [one.numel() for one in outputs]
-    whole, restore = joined_output("all_to_all", outputs)
-    return _then(_task(comm, "all_to_all", joined_input(tensors), whole, alltoall.prepare, counts=counts), restore)
+    whole, restore = join_outputs("all_to_all", outputs)
+    return _add_restore(
+        _bind_task(comm, "all_to_all", join_inputs(tensors), whole, alltoall.prepare, counts=counts), restore
+    )
 
 
-@names_rank
+@adds_rank_to_errors
 def all_to_all_single(
-    comm: Communicator,
+    comm: CommunicatorCore,
     output: torch.Tensor,
     tensor: torch.Tensor,
     output_splits: Sequence[int],
@@ -344,8 +362,8 @@ def all_to_all_single(
     counts = None
     if output_splits or input_splits:
         counts = (
-            _elements(operation, "input", tensor, input_splits, comm),
-            _elements(operation, "output", output, output_splits, comm),
+            _convert_splits(operation, "input", tensor, input_splits, comm),
+            _convert_splits(operation, "output", output, output_splits, comm),
         )
     else:
         check_numel(operation, "the output", output.numel(), tensor.numel())
@@ -355,20 +373,24 @@ def all_to_all_single(
                     f"{operation}: the {one.shape[0]} rows of the {name} can't be divided evenly among"
                     f" {comm.size} ranks; pass split sizes"
                 )
-    whole, restore = flat_output(operation, output)
-    return _then(_task(comm, operation, flat_input(tensor), whole, alltoall.prepare, counts=counts), restore)
+    whole, restore = flatten_output(operation, output)
+    return _add_restore(
+        _bind_task(comm, operation, flatten_input(tensor), whole, alltoall.prepare, counts=counts), restore
+    )
 
 
-def _pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _check_pairs(operation: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the inputs, copied where the output of an earlier pair overlaps them."""
     if len(outputs) != len(inputs):
-        raise ShapeError(f"{operation}: {len(inputs)} inputs need as many outputs, got {len(outputs)}")
+        raise ShapeError(f"{operation}: {len(inputs)} inputs need the same number of outputs, got {len(outputs)}")
     for output, one in zip(outputs, inputs, strict=True):
         check_pair(operation, one, output)
-    return protected_inputs(inputs, [[output] for output in outputs])
+    return protect_inputs(inputs, [[output] for output in outputs])
 
 
-def _elements(operation: str, name: str, tensor: torch.Tensor, splits: Sequence[int], comm: Communicator) -> list[int]:
+def _convert_splits(
+    operation: str, name: str, tensor: torch.Tensor, splits: Sequence[int], comm: CommunicatorCore
+) -> list[int]:
     """Convert `splits` from rows to elements. Empty `splits` mean an even division."""
     rows = tensor.shape[0] if tensor.ndim else 1
     row = prod(tensor.shape[1:])

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 
-def c10d_variables(function: str) -> dict[str, Any]:
+def find_c10d_variables(function: str) -> dict[str, Any]:
     """Return the local variables of the c10d function of that name that is being executed; empty if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and (frame.f_code.co_name != function or frame.f_globals is not vars(c10d)):

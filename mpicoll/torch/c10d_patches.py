@@ -16,11 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.backend_names import names_mpicoll, own_name
+from mpicoll.backend_names import names_mpicoll, replace_mpi
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import current_device, rendezvous_handler
-from mpicoll.torch.c10d_frames import c10d_variables
+from mpicoll.torch.c10d_frames import find_c10d_variables
 from mpicoll.torch.mixed_process_group import MixedProcessGroup
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
@@ -29,9 +29,9 @@ Original = Callable[..., Any]
 
 def rendezvous(original: Original, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
     """Take rank, size and store from MPI unless the program gives an address, or all values that ``env://`` needs."""
-    if url != "env://" or rendezvous_handler.environment_complete(rank, world_size, os.environ):
+    if url != "env://" or rendezvous_handler.is_environment_complete(rank, world_size, os.environ):
         return original(url, rank, world_size, **kwargs)
-    return iter([rendezvous_handler.place(rank, world_size)])
+    return iter([rendezvous_handler.rendezvous_over_mpi(rank, world_size)])
 
 
 def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -41,16 +41,16 @@ def _new_process_group_helper(original: Original, *args: Any, **kwargs: Any) -> 
     MPI must be initialized on all ranks or on none.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
-    given = call.arguments
-    given["backend"] = own_name(given["backend"])
+    arguments = call.arguments
+    arguments["backend"] = replace_mpi(arguments["backend"])
     world()
-    current_device.declare()
-    if given["group_size"] == -1:
-        given["store"], given["group_rank"], given["group_size"] = rendezvous_handler.place()
-    made = original(*call.args, **call.kwargs)
-    if not given["global_ranks_in_group"]:
-        current_device.settle(c10d_variables("init_process_group").get("device_id"))
-    return made
+    current_device.register_devices()
+    if arguments["group_size"] == -1:
+        arguments["store"], arguments["group_rank"], arguments["group_size"] = rendezvous_handler.rendezvous_over_mpi()
+    result = original(*call.args, **call.kwargs)
+    if not arguments["global_ranks_in_group"]:
+        current_device.select_device(find_c10d_variables("init_process_group").get("device_id"))
+    return result
 
 
 def monitored_barrier(original: Original, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -60,7 +60,7 @@ def monitored_barrier(original: Original, group: Any = None, timeout: Any = None
         original(group, timeout, wait_all_ranks)
         return
     if isinstance(timeout, float):
-        warnings.warn(f"monitored_barrier: timeout={timeout} is taken for seconds; pass a timedelta", stacklevel=3)
+        warnings.warn(f"monitored_barrier: timeout={timeout} is interpreted as seconds; pass a timedelta", stacklevel=3)
         timeout = timedelta(seconds=timeout)
     found.monitored_barrier(timeout, wait_all_ranks)
 
@@ -83,30 +83,30 @@ def _maybe_attach_flight_recorder(original: Original, *args: Any, **kwargs: Any)
 def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Split mpicoll groups without a GPU, which c10d's function requires."""
     call = inspect.signature(original).bind(*args, **kwargs)
-    given = call.arguments
-    parent = given.get("parent_pg") or c10d._get_default_group()
+    arguments = call.arguments
+    parent = arguments.get("parent_pg") or c10d._get_default_group()
     if not isinstance(parent, ProcessGroupMpicoll):
         return original(*args, **kwargs)
-    wanted = given.get("backend")
+    wanted = arguments.get("backend")
     if isinstance(parent, MixedProcessGroup) or (wanted is not None and not names_mpicoll(str(wanted))):
         raise ArgumentError(
-            f"split_group: can't split off a part of {c10d._world.pg_backend_config[parent]} with backend"
-            f" {wanted or 'of each device'}; make it by new_group(ranks, backend=...)"
+            f"split_group: can't split a group of {c10d._world.pg_backend_config[parent]} with backend"
+            f" {wanted or 'of each device'}; create it by new_group(ranks, backend=...)"
         )
-    parts = given.get("split_ranks")
-    if not parts or any(not part for part in parts):
-        raise ArgumentError(f"split_group: split_ranks must be lists of ranks of the parent group, got {parts!r}")
-    flat = [rank for part in parts for rank in part]
+    lists = arguments.get("split_ranks")
+    if not lists or any(not part for part in lists):
+        raise ArgumentError(f"split_group: split_ranks must be lists of ranks of the parent group, got {lists!r}")
+    flat = [rank for part in lists for rank in part]
     if len(set(flat)) != len(flat):
-        raise ArgumentError(f"split_group: a rank can be in one group only, got {parts!r}")
-    mine = next((sorted(part) for part in parts if parent.rank() in part), None)
+        raise ArgumentError(f"split_group: a rank can be in one group only, got {lists!r}")
+    own_ranks = next((sorted(part) for part in lists if parent.rank() in part), None)
     # Ranks that are not members draw the name too, so that later names agree on all ranks.
-    name = c10d._process_group_name(mine or sorted(parts[0]), use_hashed_name=True)
-    if mine is None:
+    name = c10d._process_group_name(own_ranks or sorted(lists[0]), use_hashed_name=True)
+    if own_ranks is None:
         return None
-    group = parent.splitGroup(mine, given.get("timeout"), None, name, given.get("group_desc"))
+    group = parent.splitGroup(own_ranks, arguments.get("timeout"), None, name, arguments.get("group_desc"))
     assert group is not None
-    of_parent = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
+    parent_ranks = {rank: number for number, rank in c10d._world.pg_group_ranks[parent].items()}
     # Renamed in torch 2.13.
     register = getattr(c10d, "_register_pg_in_world", None) or c10d._update_process_group_global_state
     register(
@@ -115,7 +115,7 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
         store=group.get_group_store(),
         group_name=name,
         backend_config=c10d._world.pg_backend_config[parent],
-        rank_mapping={of_parent[rank]: number for number, rank in enumerate(mine)},
+        rank_mapping={parent_ranks[rank]: number for number, rank in enumerate(own_ranks)},
     )
     return group
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mpicoll.engine.world import world
 
 
-def declare() -> None:
+def register_devices() -> None:
     """Register with c10d the devices that the backend "mpicoll" supports in this process.
 
     Functions that query c10d for the devices prefer a device other than the CPU: without CUDA, ShardedTensor.gather
@@ -20,7 +20,7 @@ def declare() -> None:
     dist.Backend.backend_capability["mpicoll"] = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-def settle(device_id: Any = None) -> None:
+def select_device(device_id: Any = None) -> None:
     """Set this thread's current CUDA device to `device_id`, a ``torch.device`` or an index.
 
     If `device_id` is None, take the device whose index is the rank's number on its node, modulo the number of devices.

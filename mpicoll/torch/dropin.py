@@ -12,23 +12,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from mpicoll.torch.fast_path import Quick
+from mpicoll.torch.fast_path import FastPath
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
-def _quick(group: Any) -> Quick | None:
+def _find_fast_path(group: Any) -> FastPath | None:
     """Return the fast path of `group`, or None if c10d must process the call."""
-    found = c10d._world.default_pg if group is None else group
-    if type(found) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
+    process_group = c10d._world.default_pg if group is None else group
+    if type(process_group) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
         return None
-    return found.quick()
+    return process_group.get_fast_path()
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
     """Reduce as :func:`torch.distributed.all_reduce` does."""
     if not async_op:
-        quick = _quick(group)
-        if quick is not None and quick.all_reduce(tensor, op):
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.all_reduce(tensor, op):
             return None
     return dist.all_reduce(tensor, op, group, async_op)
 
@@ -43,8 +43,8 @@ def broadcast(
     """Broadcast as :func:`torch.distributed.broadcast` does."""
     # The default group's ranks are the global ones.
     if not async_op and group is None and group_src is None and src is not None:
-        quick = _quick(None)
-        if quick is not None and quick.broadcast(tensor, src):
+        fast_path = _find_fast_path(None)
+        if fast_path is not None and fast_path.broadcast(tensor, src):
             return None
     return dist.broadcast(tensor, src, group, async_op, group_src)
 
@@ -54,8 +54,8 @@ def all_gather_into_tensor(
 ) -> Any:
     """Gather as :func:`torch.distributed.all_gather_into_tensor` does."""
     if not async_op:
-        quick = _quick(group)
-        if quick is not None and quick.all_gather_single(output_tensor, input_tensor):
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.all_gather_single(output_tensor, input_tensor):
             return None
     return _all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -69,8 +69,8 @@ def reduce_scatter_tensor(
 ) -> Any:
     """Reduce and scatter as :func:`torch.distributed.reduce_scatter_tensor` does."""
     if not async_op:
-        quick = _quick(group)
-        if quick is not None and quick.reduce_scatter_single(output, input, op):
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.reduce_scatter_single(output, input, op):
             return None
     return _reduce_scatter_single(output, input, op, group, async_op)
 
@@ -85,8 +85,8 @@ def all_to_all_single(
 ) -> Any:
     """Exchange splits as :func:`torch.distributed.all_to_all_single` does."""
     if not async_op and not output_split_sizes and not input_split_sizes:
-        quick = _quick(group)
-        if quick is not None and quick.all_to_all_single(output, input):
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.all_to_all_single(output, input):
             return None
     return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
@@ -94,8 +94,8 @@ def all_to_all_single(
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
     """Synchronize as :func:`torch.distributed.barrier` does."""
     if not async_op and device_ids is None and timeout is None:
-        quick = _quick(group)
-        if quick is not None and quick.barrier():
+        fast_path = _find_fast_path(group)
+        if fast_path is not None and fast_path.barrier():
             return None
     # It accepts a timeout since torch 2.13.
     return dist.barrier(group, async_op, device_ids, **({} if timeout is None else {"timeout": timeout}))

@@ -14,16 +14,18 @@ import torch
 from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
-from mpicoll.collectives.arguments import problem
-from mpicoll.engine.call_cache import KEPT
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import make_query
+from mpicoll.collectives.call import MAX_CACHED_CALLS
+from mpicoll.engine.core.arrays import CollectiveArrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.operation import Shared, Unshared
+from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
-from mpicoll.engine.selection.selector import choose, forced
-from mpicoll.torch.c10d_collectives import op_of
+from mpicoll.engine.selection.selector import choose, get_forced_rules
+from mpicoll.torch.c10d_collectives import convert_reduce_op
+from mpicoll.transport.base import Native
 
-Found: TypeAlias = "tuple[Any, Call] | bool"
+CacheEntry: TypeAlias = "tuple[Any, Call] | bool"
 """Prepared function for calls of one kind, and their Call record; False if the general path must run them."""
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
@@ -37,7 +39,7 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 """Dtypes that MPI supports, and whose tensors are never lazily conjugated."""
 
-_MOST = 16 * 1024
+_MAX_WORK_ELEMENTS = 16 * 1024
 """Largest number of elements for which work memory of a wider dtype is cached.
 
 A reduction of more elements takes longer than its preparation, so caching would not help.
@@ -48,7 +50,7 @@ _TENSOR = torch.Tensor
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
 
 
-class Quick:
+class FastPath:
     """Fast-path collectives of one communicator.
 
     Each method returns True if it has run the collective. If it returns False, it has sent nothing, and the general
@@ -56,17 +58,17 @@ class Quick:
     exchange the same messages.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: CommunicatorCore) -> None:
         self._comm = comm
-        self._progress = comm.progress
-        self._run = comm.progress.run
+        self._queue = comm.queue
+        self._run = comm.queue.run
         self._native = comm.transport.native
         # Shared with the cache of native calls, which is cleared when the choice of algorithms may change.
-        self._kept = comm.repeated
+        self._cache = comm.call_cache
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
         """Reduce `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""
-        # This is the most frequent call, where 0.1 us matters. Checks of _plain are left out if the dtype implies
+        # This is the most frequent call, where 0.1 us matters. Checks of _is_plain are left out if the dtype implies
         # them, or if a tensor without strides or memory raises RuntimeError below.
         try:
             if tensor.__class__ is not _TENSOR or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
@@ -74,19 +76,18 @@ class Quick:
             shape, address = tensor.shape, tensor.data_ptr()
         except RuntimeError:
             return False
-        if forced() or (self._progress.observer is not None and self._progress.thorough):
+        if get_forced_rules() or (self._queue.observer is not None and self._queue.needs_every_operation):
             return False
         key = (tensor.dtype, op.__class__, hash(op), shape)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._keep(key, self._in_place(tensor, op), "all_reduce")
-        if kept is False:
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._add_to_cache(key, self._bind_in_place(tensor, op), "all_reduce")
+        if cached is False:
             return False
-        reduce, call = kept
-        if reduce.__class__ is Shared:
-            flat = _flat(tensor)
-            return self._through(reduce, call, flat, flat)
-        if reduce.__class__ is _InWork:
+        reduce, call = cached
+        if reduce.__class__ is SharedMemoryCollective:
+            return self._run_bound(((reduce, _view_flat), call), tensor, tensor)
+        if reduce.__class__ is _ReduceInWorkMemory:
             if tensor.is_inference():
                 return False  # torch rejects copies to inference tensors
             self._run(reduce, call, tensor)
@@ -97,179 +98,149 @@ class Quick:
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Broadcast `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.broadcast`."""
         # The type is checked because another type (such as a float) may equal the root of a cached call.
-        if root.__class__ is not int or not _plain(tensor) or tensor.is_conj():
+        if root.__class__ is not int or not _is_plain(tensor) or tensor.is_conj():
             return False
-        if forced() or self._progress.thorough:
+        if get_forced_rules() or self._queue.needs_every_operation:
             return False
-        nbytes = tensor.nbytes
         key = ("broadcast", tensor.dtype, tensor.shape, root)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._keep(key, self._move("bcast", tensor, nbytes, root), "broadcast")
-        if kept is False:
-            return False
-        ready, call = kept
-        if ready.__class__ is Shared:
-            flat = _bytes(tensor)
-            return self._through(ready, call, flat, flat)
-        memory, native = ready
-        place = memory(tensor.data_ptr(), nbytes)
-        self._run(native.bcast, call, place, root)
-        return True
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._add_to_cache(key, self._bind_move("bcast", tensor, tensor.nbytes, root), "broadcast")
+        return cached is not False and self._run_bound(cached, tensor, tensor)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather_single` does."""
-        if not _apart(output, tensor) or forced() or self._progress.thorough:
+        if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
-        nbytes = output.nbytes
+        nbytes = tensor.nbytes * self._comm.size
         key = ("all_gather_single", tensor.dtype, tensor.shape)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._keep(
-                key, self._move("allgather", tensor, tensor.nbytes * self._comm.size), "all_gather_single"
-            )
-        if kept is False or nbytes != tensor.nbytes * self._comm.size:
-            return False
-        ready, call = kept
-        if ready.__class__ is Shared:
-            return self._through(ready, call, _bytes(tensor), _bytes(output))
-        memory, native = ready
-        source = memory(tensor.data_ptr(), tensor.nbytes)
-        target = memory(output.data_ptr(), nbytes)
-        self._run(native.allgather, call, source, target, None)
-        return True
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._add_to_cache(key, self._bind_move("allgather", tensor, nbytes), "all_gather_single")
+        return cached is not False and output.nbytes == nbytes and self._run_bound(cached, tensor, output)
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Exchange even splits as :func:`mpicoll.torch.c10d_collectives.all_to_all_single` does."""
-        if not _apart(output, tensor) or forced() or self._progress.thorough:
+        if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
-        nbytes = tensor.nbytes
         key = ("all_to_all_single", tensor.dtype, tensor.shape)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._keep(key, self._move("alltoall", tensor, nbytes), "all_to_all_single")
-        if kept is False or nbytes != output.nbytes:
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._add_to_cache(key, self._bind_move("alltoall", tensor, tensor.nbytes), "all_to_all_single")
+        if cached is False or tensor.nbytes != output.nbytes:
             return False
         size = self._comm.size
         if not tensor.ndim or tensor.shape[0] % size or not output.ndim or output.shape[0] % size:
             return False
-        ready, call = kept
-        if ready.__class__ is Shared:
-            return self._through(ready, call, _bytes(tensor), _bytes(output))
-        memory, native = ready
-        source, target = memory(tensor.data_ptr(), nbytes), memory(output.data_ptr(), nbytes)
-        self._run(native.alltoall, call, source, target)
-        return True
+        return self._run_bound(cached, tensor, output)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
         """Reduce and scatter as :func:`mpicoll.torch.c10d_collectives.reduce_scatter_single` does."""
-        if not _apart(output, tensor) or forced() or self._progress.thorough:
+        if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
         count = tensor.numel()
         key = ("reduce_scatter_single", tensor.dtype, op.__class__, hash(op), tensor.shape)
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._keep(key, self._scatter(tensor, op, count), "reduce_scatter_single")
-        part = output.numel()
-        if kept is False or count != part * self._comm.size:
-            return False
-        ready, call = kept
-        if ready.__class__ is Shared:
-            return self._through(ready, call, _flat(tensor), _flat(output))
-        memory, name, native = ready
-        source, target = memory(tensor.data_ptr(), count), memory(output.data_ptr(), part)
-        self._run(native.reduce_scatter, call, source, target, None, name)
-        return True
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = self._add_to_cache(key, self._bind_reduce_scatter(tensor, op, count), "reduce_scatter_single")
+        return (
+            cached is not False
+            and count == output.numel() * self._comm.size
+            and self._run_bound(cached, tensor, output)
+        )
 
     def barrier(self) -> bool:
         """Synchronize as :func:`mpicoll.torch.c10d_collectives.barrier` does."""
-        if forced() or self._progress.thorough:
+        if get_forced_rules() or self._queue.needs_every_operation:
             return False
-        kept = self._kept.get(("barrier",))
-        if kept is None:
-            kept = self._keep(("barrier",), self._move("barrier", None, 0), "barrier")
-        if kept is False:
-            return False
-        ready, call = kept
-        if ready.__class__ is Shared:
-            return self._through(ready, call, None, None)
-        self._run(ready[1].barrier, call)
-        return True
+        cached = self._cache.get(("barrier",))
+        if cached is None:
+            cached = self._add_to_cache(("barrier",), self._bind_move("barrier", None, 0), "barrier")
+        return cached is not False and self._run_bound(cached, None, None)
 
-    def _keep(self, key: tuple[Any, ...], found: tuple[Any, Call] | bool, name: str) -> Any:
-        """Cache `found` for calls with this `key`, set torch's `name` in its Call record, and return it."""
-        if len(self._kept) >= KEPT:
-            self._kept.clear()
-        if not isinstance(found, bool):
-            found[1].name = name
-        self._kept[key] = found
-        return found
-
-    def _through(self, shared: Shared, call: Call, source: Any, target: Any) -> bool:
+    def _run_bound(self, cached: tuple[Any, Call], tensor: torch.Tensor | None, output: torch.Tensor | None) -> bool:
+        """Run the collective that `cached` is bound to, on the memory of `tensor` and `output`.
+        Return False if it must be run another way after all, on all ranks."""
+        (function, view), call = cached
+        source = None if tensor is None else view(tensor)
+        target = source if output is tensor else view(output)
         try:
-            self._run(shared, call, source, target)
-        except Unshared:
-            # Raised on all ranks. The cache is cleared so that algorithms are selected again with this knowledge.
-            self._kept.clear()
+            self._run(function, call, source, target)
+        except SharedMemoryLost:
+            # The cache is cleared so that algorithms are selected again with this knowledge.
+            self._cache.clear()
             return False
         return True
 
-    def _in_place(self, tensor: torch.Tensor, op: Any) -> Found:
+    def _add_to_cache(self, key: tuple[Any, ...], bound: tuple[Any, Call] | bool, name: str) -> Any:
+        """Cache `bound` for calls with this `key`, set torch's `name` in its Call record, and return it."""
+        if len(self._cache) >= MAX_CACHED_CALLS:
+            self._cache.clear()
+        if not isinstance(bound, bool):
+            bound[1].name = name
+        self._cache[key] = bound
+        return bound
+
+    def _bind_in_place(self, tensor: torch.Tensor, op: Any) -> CacheEntry:
         """Return a function that reduces tensors like this one in place: at an address, or through shared memory."""
         count = tensor.numel()
-        found = self._reduction("allreduce", tensor, op, (count,))
-        if isinstance(found, bool) or isinstance(found[0], Shared):
-            return found
-        (ready, native), call = found
-        assert ready.native is not None
-        reduce = native.allreduce_in_place(ready.work, count, ready.native)
+        bound = self._bind_reduction("allreduce", tensor, op, (count,))
+        if isinstance(bound, bool) or isinstance(bound[0], SharedMemoryCollective):
+            return bound
+        (arrays, native), call = bound
+        ready = arrays.reduction
+        reduce = native.bind_allreduce_in_place(ready.work, count, ready.native)
         wider = tensor.dtype not in _NUMPY
         if ready.finish is None and not wider:
             return reduce, call
-        if wider and count > _MOST:
+        if wider and count > _MAX_WORK_ELEMENTS:
             return False
         divisor = None if ready.finish is None else self._comm.size
-        return _InWork(reduce, _work(count) if wider else None, divisor), call
+        return _ReduceInWorkMemory(reduce, _allocate_work(count) if wider else None, divisor), call
 
-    def _scatter(self, tensor: torch.Tensor, op: Any, count: int) -> Found:
-        """Return a function that reduces `count` elements and scatters them."""
+    def _bind_reduce_scatter(self, tensor: torch.Tensor, op: Any, count: int) -> CacheEntry:
+        """Return a function that reduces `count` elements and scatters them, and the view of tensors that it takes."""
         size = self._comm.size
-        found = False if count % size else self._reduction("reduce_scatter", tensor, op, (count // size,) * size)
-        if isinstance(found, bool) or isinstance(found[0], Shared):
-            return found
-        (ready, native), call = found
+        bound = False if count % size else self._bind_reduction("reduce_scatter", tensor, op, (count // size,) * size)
+        if isinstance(bound, bool):
+            return bound
+        function, call = bound
+        if isinstance(function, SharedMemoryCollective):
+            return (function, _view_flat), call
+        arrays, native = function
         dtype = _NUMPY.get(tensor.dtype)
-        if ready.finish is not None or dtype is None:
+        if arrays.reduction.finish is not None or dtype is None:
             return False
-        return (native.typed(dtype), ready.native, native), call
+        return (arrays.native_call(native), _native_view(native, dtype)), call
 
-    def _reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> Found:
-        """Return a shared-memory reduction, or a Reduction and the native object that runs it, and the Call record.
+    def _bind_reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> CacheEntry:
+        """Return a shared-memory reduction, or the arrays of a native one and the MPI library, and the Call record.
 
         Return False if neither can run the call.
         """
-        name, count = op_of(collective, op, tensor.dtype), sum(counts)
+        name, count = convert_reduce_op(collective, op, tensor.dtype), sum(counts)
         if not count or not isinstance(name, str) or tensor.dtype.is_complex:
             return False
         buffer = recognise(collective, tensor)
         if not dtypes.means(name, buffer.dtype):
             return False
         ready = reduction(collective, name, buffer.dtype, buffer.library.wrap, (count,))
-        wanted = problem(collective, self._comm, None, nbytes=tensor.nbytes, count=count, reduction=ready)
-        choice = choose(wanted, None)
+        arrays = CollectiveArrays(collective, self._comm.rank, counts=counts, reduction=ready)
+        choice = choose(make_query(self._comm, arrays, None, nbytes=tensor.nbytes), None)
         shape = tuple(tensor.shape)
         call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
         if isinstance(choice.algorithm, SharedMemoryAlgorithm) and ready.prepare is None:
-            fold = Fold(ready, buffer)
-            return Shared(self._comm, wanted, choice, buffer.array.dtype, counts, fold, call=call), call
+            arrays.fold = Fold(ready, buffer)
+            return SharedMemoryCollective(self._comm, choice, arrays, buffer.array.dtype, call=call), call
         if choice.algorithm is not None or self._native is None or ready.native is None:
             return False
         if ready.prepare is not None or tensor.dtype not in (*_NUMPY, torch.float16, torch.bfloat16):
             return False
-        return (ready, self._native), call
+        return (arrays, self._native), call
 
-    def _move(self, collective: str, tensor: torch.Tensor | None, nbytes: int, root: int = 0) -> Found:
-        """Return a function that moves tensors like this rank's `tensor` as bytes, `nbytes` of them in all."""
+    def _bind_move(self, collective: str, tensor: torch.Tensor | None, nbytes: int, root: int = 0) -> CacheEntry:
+        """Return a function that moves tensors like this rank's `tensor` as bytes, `nbytes` in all, and the view
+        of tensors that it takes."""
         size = self._comm.size
         blocks = {"barrier": 0, "bcast": 1}.get(collective, size)
         if (not nbytes and blocks) or not 0 <= root < size or (blocks and nbytes % blocks):
@@ -277,19 +248,19 @@ class Quick:
         dtype, shape = "", None
         if tensor is not None:
             dtype, shape = recognise(collective, tensor).dtype.name, tuple(tensor.shape)
-        wanted = problem(collective, self._comm, None, nbytes=nbytes, count=nbytes, root=root)
-        choice = choose(wanted, None)
+        counts = (nbytes // blocks,) * blocks if blocks else ()
+        arrays = CollectiveArrays(collective, self._comm.rank, counts=counts, root=root)
+        choice = choose(make_query(self._comm, arrays, None, nbytes=nbytes), None)
         rooted = root if collective == "bcast" else None
         call = Call(collective, nbytes, dtype, shape, root=rooted, algorithm=choice.name)
         if isinstance(choice.algorithm, SharedMemoryAlgorithm):
-            counts = (nbytes // blocks,) * blocks if blocks else ()
-            return Shared(self._comm, wanted, choice, _BYTES, counts, call=call), call
+            return (SharedMemoryCollective(self._comm, choice, arrays, _BYTES, call=call), _view_bytes), call
         if choice.algorithm is not None or self._native is None:
             return False
-        return (self._native.typed(_BYTES), self._native), call
+        return (arrays.native_call(self._native), _native_view(self._native, _BYTES)), call
 
 
-class _InWork:
+class _ReduceInWorkMemory:
     """In-place reduction of a tensor that needs more than MPI's reduction.
 
     It reduces in the float32 memory `work` if that is not None, and divides by `divisor` if that is not None.
@@ -316,22 +287,28 @@ class _InWork:
             own.copy_(work)
 
 
-def _work(count: int) -> torch.Tensor:
+def _native_view(native: Native, dtype: np.dtype[Any]) -> Callable[[torch.Tensor], Any]:
+    """Return a function that converts a tensor to memory of `dtype` for `native`."""
+    memory, itemsize = native.bind_dtype(dtype), dtype.itemsize
+    return lambda tensor: memory(tensor.data_ptr(), tensor.nbytes // itemsize)
+
+
+def _allocate_work(count: int) -> torch.Tensor:
     with torch.inference_mode(mode=False):
         return torch.empty(count, dtype=torch.float32, device="cpu")
 
 
-def _flat(tensor: torch.Tensor) -> Any:
+def _view_flat(tensor: torch.Tensor) -> Any:
     """Return the elements as a flat numpy array; bfloat16 as uint16."""
     own = tensor.detach()
     return (own.view(torch.uint16) if own.dtype is torch.bfloat16 else own).numpy().reshape(-1)
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
+def _view_bytes(tensor: torch.Tensor) -> Any:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Return True if the elements are contiguous at the tensor's address."""
     return (
         (tensor.__class__ is torch.Tensor or tensor.__class__ is torch.nn.Parameter)
@@ -343,9 +320,9 @@ def _plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _apart(output: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _are_plain_and_disjoint(output: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True if both tensors are plain, have the same dtype and do not overlap in memory."""
-    if not _plain(tensor) or not _plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
+    if not _is_plain(tensor) or not _is_plain(output) or tensor.dtype is not output.dtype or tensor.is_conj():
         return False
     first, second = tensor.data_ptr(), output.data_ptr()
     return not output.is_conj() and (first + tensor.nbytes <= second or second + output.nbytes <= first)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.world import world
 from mpicoll.errors import SetupError
 from mpicoll.torch import (
@@ -20,25 +20,25 @@ from mpicoll.torch import (
     sparse,
     work,
 )
-from mpicoll.torch.c10d_frames import c10d_variables
-from mpicoll.torch.groups import default_group
-from mpicoll.torch.mixed_process_group import MixedProcessGroup, others
-from mpicoll.torch.no_compile import eager
+from mpicoll.torch.c10d_frames import find_c10d_variables
+from mpicoll.torch.groups import get_default_group
+from mpicoll.torch.mixed_process_group import MixedProcessGroup, create_other_backends
+from mpicoll.torch.no_compile import disable_compile
 from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll
 
 _HELPER = "_new_process_group_helper"
 
 
-def _hide_from_the_compiler() -> None:
+def _disable_compile() -> None:
     """Keep torch.compile from looking into the process group."""
     for module in (process_group, c10d_collectives, callback_comms, mixed_process_group, fast_path, sparse, work):
         for holder in (module, *(one for one in vars(module).values() if isinstance(one, type))):
             for value in vars(holder).values():
                 if isinstance(value, FunctionType) and value.__module__ == module.__name__:
-                    eager(value)
+                    disable_compile(value)
 
 
-_hide_from_the_compiler()
+_disable_compile()
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:
@@ -46,55 +46,57 @@ def create(options: Any, backend_options: Any) -> ProcessGroupMpicoll:
 
     Raises SetupError if MPI has fewer ranks than the group.
     """
-    if world().transport.native is not None and not world().transport.background:
+    transport = core_of(world()).transport
+    if transport.native is not None and not transport.background:
         raise SetupError(
-            "a process group of mpicoll needs MPI_THREAD_MULTIPLE, which this MPI does not give, or the program has not"
-            " asked for (mpi4py.rc.thread_level): torch waits for operations in ways that can't carry them on"
+            "a process group of mpicoll needs MPI_THREAD_MULTIPLE, because torch waits for operations without calling"
+            " MPI; this MPI does not provide it, or the program did not request it (mpi4py.rc.thread_level)"
         )
-    comm = _communicator(options)
-    mix = _mix()
-    if set(mix.values()) == {NAME}:
+    comm = _create_communicator(options)
+    backends = _find_backends()
+    if set(backends.values()) == {NAME}:
         return ProcessGroupMpicoll(comm, options.store, options.timeout)
-    return MixedProcessGroup(comm, options.store, options.timeout, others(mix, _unfinished(), options, backend_options))
+    others = create_other_backends(backends, _find_unfinished_group(), options, backend_options)
+    return MixedProcessGroup(comm, options.store, options.timeout, others)
 
 
-def _communicator(options: Any) -> Communicator:
+def _create_communicator(options: Any) -> Communicator:
     ranks = list(options.global_ranks_in_group)
     if ranks:
-        parent = default_group()
+        parent = get_default_group()
         if parent is None:
             # The default group has another backend, so the mapping of its ranks to MPI's is not known yet.
-            ranks = _members(options)
-            made = world().group(ranks)
+            ranks = _find_members(options)
+            comm = world().group(ranks)
         else:
-            made = parent.comm.group(ranks)
+            comm = parent.comm.group(ranks)
     else:
-        made = world().group(_members(options))
-    assert made is not None
-    return made
+        comm = world().group(_find_members(options))
+    assert comm is not None
+    return comm
 
 
-def _members(options: Any) -> list[int]:
+def _find_members(options: Any) -> list[int]:
     size = options.group_size
     if world().size < size:
-        rendezvous_handler.refuse_other_launchers(world().size, os.environ)
+        rendezvous_handler.reject_other_launchers(world().size, os.environ)
         raise SetupError(
-            f"a process group of {size} ranks needs as many in MPI, which has {world().size}: start them by"
+            f"a process group of {size} ranks needs {size} ranks of MPI, which has {world().size}: start them by"
             f" `mpirun -np {size} python script.py`, or by mpicoll.spawn"
         )
-    return rendezvous_handler.members(options.store, options.group_rank, size)
+    return rendezvous_handler.exchange_world_ranks(options.store, options.group_rank, size)
 
 
-def _mix() -> Mapping[str, str]:
+def _find_backends() -> Mapping[str, str]:
     """Return the backends by device.
 
     c10d passes to a backend neither its own devices nor the backends of the other devices. A Python process group
-    replaces the whole mix, so it needs both.
+    replaces all of them, so it needs both.
     """
-    config = c10d_variables(_HELPER).get("backend_config")
+    config = find_c10d_variables(_HELPER).get("backend_config")
     return {"cpu": NAME} if config is None else config.get_device_backend_map()
 
 
-def _unfinished() -> Any:
-    """Return the group that c10d is creating, with the backends that precede mpicoll in the mix."""
-    return c10d_variables(_HELPER).get("pg")
+def _find_unfinished_group() -> Any:
+    """Return the group that c10d is creating, with the backends that precede mpicoll."""
+    return find_c10d_variables(_HELPER).get("pg")

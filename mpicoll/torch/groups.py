@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.engine.world import resolve
+from mpicoll.engine.world import as_communicator
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
-def default_group() -> ProcessGroupMpicoll | None:
+def get_default_group() -> ProcessGroupMpicoll | None:
     """Return torch's default process group if its backend is mpicoll."""
     group = c10d.GroupMember.WORLD
     return group if isinstance(group, ProcessGroupMpicoll) else None
@@ -25,13 +25,14 @@ def default_group() -> ProcessGroupMpicoll | None:
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
     """Return :func:`torch.distributed.new_group` of `ranks`, in their order.
 
-    Raises SetupError if this version of torch can't keep the order.
+    Raises:
+        SetupError: this version of torch can't keep the order.
     """
     if list(ranks) != sorted(ranks):
         if "sort_ranks" not in signature(dist.new_group).parameters:
             raise SetupError(
-                f"the ranks {list(ranks)} of a process group are not in ascending order, and torch {torch.__version__}"
-                " makes no such groups; take torch 2.13 or newer"
+                f"the ranks {list(ranks)} of a process group are not in ascending order, which torch"
+                f" {torch.__version__} does not support; use torch 2.13 or newer"
             )
         options["sort_ranks"] = False
     return dist.new_group(list(ranks), **options)
@@ -40,18 +41,20 @@ def new_group(ranks: Sequence[int], **options: Any) -> Any:
 def communicator(group: Any = None) -> Communicator:
     """Return the communicator of `group`: a process group of mpicoll, or a communicator of mpicoll or mpi4py.
 
-    None means torch's default group if its backend is mpicoll, and mpicoll's world if torch has no default group.
+    Args:
+        group: None means torch's default group, or mpicoll's world if torch has no default group.
 
-    Raises CommunicatorError for process groups of other backends, and if this process is not a member.
+    Raises:
+        CommunicatorError: the process group has another backend, or this process is not a member of it.
     """
     if group is None and dist.is_initialized():
         group = c10d.GroupMember.WORLD
     if isinstance(group, ProcessGroupMpicoll):
         return group.comm
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise CommunicatorError("this process is no member of the process group; only members may call this")
+        raise CommunicatorError("this process is not a member of the process group; only members may call this")
     if isinstance(group, dist.ProcessGroup):
         raise CommunicatorError(
-            f"the process group is one of {dist.get_backend(group)}; make one by new_group(backend='mpicoll')"
+            f"the process group has the backend {dist.get_backend(group)}; create one by new_group(backend='mpicoll')"
         )
-    return resolve(group)
+    return as_communicator(group)

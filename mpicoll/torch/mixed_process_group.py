@@ -13,29 +13,31 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
-from mpicoll.torch.c10d_short_forms import full_form
+from mpicoll.torch.c10d_short_forms import to_full_form
 from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll
 
 
-def others(mix: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any) -> dict[str, Any]:
-    """Return the backends of the `mix` other than mpicoll, by device.
+def create_other_backends(
+    backends: Mapping[str, str], unfinished: Any, options: Any, backend_options: Any
+) -> dict[str, Any]:
+    """Return the `backends` other than mpicoll, by device.
 
     These are the backends that c10d has already added to the `unfinished` group, and new backends for the remaining
     devices. Raises SetupError for a backend that is not available.
     """
     found: dict[str, Any] = {}
-    reached = True
-    for device, name in mix.items():
+    created = True
+    for device, name in backends.items():
         if name == NAME:
-            reached = False  # c10d processes the mix in order, and stops at the first device of mpicoll
-        elif reached:
+            created = False  # c10d creates the backends in order, and stops at the first device of mpicoll
+        elif created:
             found[device] = unfinished._get_backend(torch.device(device))
         else:
-            found[device] = _make(device, name, options, backend_options)
+            found[device] = _create_backend(device, name, options, backend_options)
     return found
 
 
-def _make(device: str, name: str, options: Any, backend_options: Any) -> Any:
+def _create_backend(device: str, name: str, options: Any, backend_options: Any) -> Any:
     store = dist.PrefixStore(f"beside/{device}/", options.store)
     rank, size = options.group_rank, options.group_size
     if name == dist.Backend.GLOO and dist.is_gloo_available():
@@ -53,7 +55,7 @@ def _make(device: str, name: str, options: Any, backend_options: Any) -> Any:
         else:
             made = plugin.creator_fn(store, rank, size, options.timeout)
     else:
-        raise SetupError(f"{device}:{name}: this torch has no backend {name!r}; take another one for {device}")
+        raise SetupError(f"{device}:{name}: this torch has no backend {name!r}; choose another one for {device}")
     if name in (dist.Backend.GLOO, dist.Backend.NCCL):
         made._set_sequence_number_for_group()
     return made
@@ -81,7 +83,7 @@ _METHODS = (
 )
 """Methods that are dispatched by the device of their first tensor."""
 
-_MESSAGES = ("send", "recv", "recv_anysource")
+_P2P_METHODS = ("send", "recv", "recv_anysource")
 
 
 class MixedProcessGroup(ProcessGroupMpicoll):
@@ -98,31 +100,33 @@ class MixedProcessGroup(ProcessGroupMpicoll):
     def _get_backend(self, device: torch.device) -> Any:
         return self._others.get(device.type, self)
 
-    def _serving(self, device: torch.device, method: str) -> Callable[..., Any] | None:
+    def _find_method(self, device: torch.device, method: str) -> Callable[..., Any] | None:
         """Return the method of the backend that serves `device`; None if that is mpicoll."""
         other = self._others.get(device.type)
         if other is None:
             return None
-        found: Callable[..., Any] | None = getattr(other, method, None) or getattr(other, _OLD.get(method, ""), None)
+        found: Callable[..., Any] | None = getattr(other, method, None) or getattr(
+            other, _OLD_NAMES.get(method, ""), None
+        )
         if found is None:
-            raise DeviceError(f"{method}: the backend of {device.type} tensors ({other.name()}) does not have it")
+            raise DeviceError(f"{method}: the backend of {device.type} tensors ({other.name()}) does not implement it")
         return found
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         device = getattr(opts, "device", None)
-        serving = None if device is None else self._serving(device, "barrier")
-        return super().barrier(opts, timeout) if serving is None else serving(opts)
+        method = None if device is None else self._find_method(device, "barrier")
+        return super().barrier(opts, timeout) if method is None else method(opts)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        serving = self._serving(device, "_start_coalescing")
-        if serving is None:
+        method = self._find_method(device, "_start_coalescing")
+        if method is None:
             super()._start_coalescing(device)
         else:
-            serving()
+            method()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        serving = self._serving(device, "_end_coalescing")
-        return super()._end_coalescing(device) if serving is None else serving()
+        method = self._find_method(device, "_end_coalescing")
+        return super()._end_coalescing(device) if method is None else method()
 
     def set_timeout(self, timeout: timedelta) -> None:
         for other in self._others.values():
@@ -142,7 +146,7 @@ class MixedProcessGroup(ProcessGroupMpicoll):
         super().abort()
 
 
-_OLD = {
+_OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single": "_reduce_scatter_base",
@@ -152,30 +156,30 @@ _OLD = {
 """Names on backends of methods that have a newer name on process groups."""
 
 
-def _by_device(name: str) -> Callable[..., Any]:
-    ours = getattr(ProcessGroupMpicoll, name)
+def _dispatch_by_device(name: str) -> Callable[..., Any]:
+    own_method = getattr(ProcessGroupMpicoll, name)
 
-    @functools.wraps(ours)
-    def method(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if name not in _MESSAGES:
-            args, kwargs = full_form(name, args, kwargs), {}
-        tensor = _first_tensor([*args, *kwargs.values()])
-        serving = None if tensor is None else self._serving(tensor.device, name)
-        return ours(self, *args, **kwargs) if serving is None else serving(*args, **kwargs)
+    @functools.wraps(own_method)
+    def call(self: MixedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if name not in _P2P_METHODS:
+            args, kwargs = to_full_form(name, args, kwargs), {}
+        tensor = _find_tensor([*args, *kwargs.values()])
+        method = None if tensor is None else self._find_method(tensor.device, name)
+        return own_method(self, *args, **kwargs) if method is None else method(*args, **kwargs)
 
-    return method
+    return call
 
 
 for _name in _METHODS:
-    _method = _by_device(_name)
+    _method = _dispatch_by_device(_name)
     setattr(MixedProcessGroup, _name, _method)
-    if _name in _OLD:
-        setattr(MixedProcessGroup, _OLD[_name], _method)
+    if _name in _OLD_NAMES:
+        setattr(MixedProcessGroup, _OLD_NAMES[_name], _method)
 
 
-def _first_tensor(args: Any) -> torch.Tensor | None:
+def _find_tensor(args: Any) -> torch.Tensor | None:
     for one in args:
-        found = one if isinstance(one, torch.Tensor) else _first_tensor(one) if isinstance(one, (list, tuple)) else None
+        found = one if isinstance(one, torch.Tensor) else _find_tensor(one) if isinstance(one, (list, tuple)) else None
         if found is not None:
             return found
     return None

@@ -10,7 +10,7 @@ import torch
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def eager(function: _F) -> _F:
+def disable_compile(function: _F) -> _F:
     """Exclude `function` from torch.compile, which then makes a graph break around its calls.
 
     Sets the same attributes as ``torch.compiler.disable``, which would import the whole compiler.

@@ -25,27 +25,28 @@ from torch.distributed.distributed_c10d import (
 
 from mpicoll.collectives import p2p
 from mpicoll.config import config
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator, core_of
+from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.diagnostics.watchdog import FULL_FROM
-from mpicoll.engine.operation import Task
+from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT
+from mpicoll.engine.dispatch import Task
 from mpicoll.errors import ArgumentError, RankError
 from mpicoll.torch import barrier_monitor, c10d_collectives, sparse
-from mpicoll.torch.c10d_short_forms import full_form, takes_short_forms
-from mpicoll.torch.callback_comms import Lanes, here
-from mpicoll.torch.fast_path import Quick
-from mpicoll.torch.tensors import check_plain, flat_input, in_place
-from mpicoll.torch.work import Received, Together, Work, transfer
+from mpicoll.torch.c10d_short_forms import accept_short_forms, to_full_form
+from mpicoll.torch.callback_comms import CallbackComms, callback_context
+from mpicoll.torch.fast_path import FastPath
+from mpicoll.torch.tensors import check_plain, flatten_input, prepare_in_place
+from mpicoll.torch.work import CoalescedHandle, RecvHandle, Work, create_transfer_work
 
-Make: TypeAlias = "Callable[[Communicator], Task]"
+PrepareTask: TypeAlias = "Callable[[CommunicatorCore], Task]"
 """Function that checks the arguments of a collective and returns its Task on a communicator."""
 
 NAME = "mpicoll"
 
 _log = logging.getLogger("mpicoll")
 
-_UNSET = timedelta(0)
+_UNSET_TIMEOUT = timedelta(0)
 """Upper bound of unset timeouts: without a timeout torch's options hold a negative value."""
 
 
@@ -77,13 +78,13 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
-        self._quick: Quick | None = Quick(comm)
+        self._fast_path: FastPath | None = FastPath(core_of(comm))
         self._store = store
-        comm.timeout = _seconds(timeout)
+        comm.timeout = _to_seconds(timeout)
         self._group_name = self._group_desc = ""
-        self._lanes = Lanes(comm, "")
-        self._together: list[Work] | None = None
-        self._barriers = 0
+        self._callback_comms = CallbackComms(comm, "")
+        self._coalesced: list[Work] | None = None
+        self._num_barriers = 0
 
     # Names, store, devices and options of the group.
 
@@ -95,9 +96,9 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._group_name = name
-        self.comm.progress.group.name = f"torch's group {name}"
+        core_of(self.comm).queue.group.name = f"torch's group {name}"
         # torch names a group right after creating it, before any operation can start on it.
-        self._lanes = Lanes(self.comm, name)
+        self._callback_comms = CallbackComms(self.comm, name)
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._group_desc
@@ -123,17 +124,17 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of all later and pending operations."""
-        for comm in self._lanes.communicators():
-            comm.timeout = _seconds(timeout)
+        for comm in self._callback_comms.list_communicators():
+            comm.timeout = _to_seconds(timeout)
 
     _set_default_timeout = set_timeout
 
-    def quick(self) -> Quick | None:
+    def get_fast_path(self) -> FastPath | None:
         """Return the fast path if a blocking call may use it, else None.
 
         A call may not use it if the profiler is enabled, in a callback, and after shutdown.
         """
-        return None if profiler._is_profiler_enabled or here.path else self._quick
+        return None if profiler._is_profiler_enabled or callback_context.path else self._fast_path
 
     def shutdown(self) -> None:
         """Complete all pending operations and callbacks, and free the communicator. Collective.
@@ -141,16 +142,16 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         If an operation is still pending after the group's timeout, other ranks have not joined it. The communicator is
         then not freed, since an MPI call still uses it.
         """
-        self._quick = None
-        if self._lanes.drain(self.comm.timeout):
-            self._lanes.free()
+        self._fast_path = None
+        if self._callback_comms.drain(self.comm.timeout):
+            self._callback_comms.free()
         else:
-            _log.warning("%r is given up with an operation that the other ranks have not joined", self)
+            _log.warning("shutdown of %r while an operation is pending that other ranks have not entered", self)
             self.abort()
 
     def abort(self) -> None:
         """Fail the operations that are queued and not yet running. An operation inside MPI can't be stopped."""
-        self._lanes.abandon()
+        self._callback_comms.abandon()
 
     def splitGroup(  # noqa: N802
         self,
@@ -175,7 +176,7 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def mergeRemoteGroup(self, *args: Any) -> Any:  # noqa: N802
         raise NotImplementedError(
-            "merge_remote_group: an mpicoll group can't take in ranks of another MPI job; start all ranks in one job"
+            "merge_remote_group: an mpicoll group can't contain ranks of another MPI job; start all ranks in one job"
         )
 
     merge_remote_group = mergeRemoteGroup
@@ -185,21 +186,21 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Work | None:
         if named or type(opts) is not AllreduceOptions:
-            tensors, opts = full_form("allreduce", (tensors, opts, *more), named)
+            tensors, opts = to_full_form("allreduce", (tensors, opts, *more), named)
         if len(tensors) != 1:
-            _only("all_reduce", tensors)
+            _check_single("all_reduce", tensors)
         tensor, op = tensors[0], opts.reduceOp
         # self.quick() inlined, as this is the most frequent call.
-        quick = None if opts.asyncOp or profiler._is_profiler_enabled or here.path else self._quick
-        if quick is not None and quick.all_reduce(tensor, op):
+        fast_path = None if opts.asyncOp or profiler._is_profiler_enabled or callback_context.path else self._fast_path
+        if fast_path is not None and fast_path.all_reduce(tensor, op):
             return None
-        make = c10d_collectives.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
-        return self._do("all_reduce", opts, lambda comm: make(comm, tensor, op), tensors)
+        prepare = c10d_collectives.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
+        return self._run_or_start("all_reduce", opts, lambda comm: prepare(comm, tensor, op), tensors)
 
-    @takes_short_forms
+    @accept_short_forms
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
-        _some("all_reduce_coalesced", tensors)
-        return self._do(
+        _check_nonempty("all_reduce_coalesced", tensors)
+        return self._run_or_start(
             "all_reduce_coalesced",
             opts,
             lambda comm: c10d_collectives.all_reduce_coalesced(comm, tensors, opts.reduceOp),
@@ -208,40 +209,42 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any = None, opts: Any = None, *more: Any, **named: Any) -> Work | None:
         if named or type(opts) is not BroadcastOptions:
-            tensors, opts = full_form("broadcast", (tensors, opts, *more), named)
+            tensors, opts = to_full_form("broadcast", (tensors, opts, *more), named)
         if len(tensors) != 1:
-            _only("broadcast", tensors)
+            _check_single("broadcast", tensors)
         tensor, root = tensors[0], opts.rootRank
-        quick = None if opts.asyncOp else self.quick()
-        if quick is not None and quick.broadcast(tensor, root):
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.broadcast(tensor, root):
             return None
-        return self._do("broadcast", opts, lambda comm: c10d_collectives.broadcast(comm, tensor, root), tensors)
+        return self._run_or_start(
+            "broadcast", opts, lambda comm: c10d_collectives.broadcast(comm, tensor, root), tensors
+        )
 
-    @takes_short_forms
+    @accept_short_forms
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
-        _only("reduce", tensors)
-        return self._do(
+        _check_single("reduce", tensors)
+        return self._run_or_start(
             "reduce",
             opts,
             lambda comm: c10d_collectives.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank),
             tensors,
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
-        _only("all_gather", inputs)
-        _only("all_gather", outputs, "list of outputs")
-        return self._do(
+        _check_single("all_gather", inputs)
+        _check_single("all_gather", outputs, "list of outputs")
+        return self._run_or_start(
             "all_gather", opts, lambda comm: c10d_collectives.all_gather(comm, outputs[0], inputs[0]), outputs[0]
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> Work | None:
         # outputs[i][j] receives rank i's inputs[j].
-        _some("all_gather_coalesced", inputs)
-        return self._do(
+        _check_nonempty("all_gather_coalesced", inputs)
+        return self._run_or_start(
             "all_gather_coalesced",
             opts,
             lambda comm: c10d_collectives.all_gather_coalesced(comm, outputs, inputs),
@@ -252,46 +255,46 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         self, output: Any = None, tensor: Any = None, opts: Any = None, *more: Any, **named: Any
     ) -> Work | None:
         if named or type(opts) is not AllgatherOptions:
-            output, tensor, opts = full_form("all_gather_single", (output, tensor, opts, *more), named)
-        quick = None if opts.asyncOp else self.quick()
-        if quick is not None and quick.all_gather_single(output, tensor):
+            output, tensor, opts = to_full_form("all_gather_single", (output, tensor, opts, *more), named)
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.all_gather_single(output, tensor):
             return None
-        return self._do(
+        return self._run_or_start(
             "all_gather_single", opts, lambda comm: c10d_collectives.all_gather_single(comm, output, tensor), [output]
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Work | None:
-        return self._do(
+        return self._run_or_start(
             "all_gather_single_coalesced",
             opts,
             lambda comm: c10d_collectives.all_gather_single_coalesced(comm, outputs, inputs),
             outputs,
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
-        _only("gather", inputs)
+        _check_single("gather", inputs)
         into = outputs[0] if outputs else []
-        return self._do(
+        return self._run_or_start(
             "gather", opts, lambda comm: c10d_collectives.gather(comm, into, inputs[0], opts.rootRank), into
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
-        _only("scatter", outputs)
+        _check_single("scatter", outputs)
         parts = inputs[0] if inputs else []
-        return self._do(
+        return self._run_or_start(
             "scatter", opts, lambda comm: c10d_collectives.scatter(comm, outputs[0], parts, opts.rootRank), outputs
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
-        _only("reduce_scatter", outputs)
-        _only("reduce_scatter", inputs, "list of inputs")
-        return self._do(
+        _check_single("reduce_scatter", outputs)
+        _check_single("reduce_scatter", inputs, "list of inputs")
+        return self._run_or_start(
             "reduce_scatter",
             opts,
             lambda comm: c10d_collectives.reduce_scatter(comm, outputs[0], inputs[0], opts.reduceOp),
@@ -302,33 +305,35 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         self, output: Any = None, tensor: Any = None, opts: Any = None, *more: Any, **named: Any
     ) -> Work | None:
         if named or type(opts) is not ReduceScatterOptions:
-            output, tensor, opts = full_form("reduce_scatter_single", (output, tensor, opts, *more), named)
+            output, tensor, opts = to_full_form("reduce_scatter_single", (output, tensor, opts, *more), named)
         op = opts.reduceOp
-        quick = None if opts.asyncOp else self.quick()
-        if quick is not None and quick.reduce_scatter_single(output, tensor, op):
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.reduce_scatter_single(output, tensor, op):
             return None
-        return self._do(
+        return self._run_or_start(
             "reduce_scatter_single",
             opts,
             lambda comm: c10d_collectives.reduce_scatter_single(comm, output, tensor, op),
             [output],
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Work | None:
         op = opts.reduceOp
-        return self._do(
+        return self._run_or_start(
             "reduce_scatter_single_coalesced",
             opts,
             lambda comm: c10d_collectives.reduce_scatter_single_coalesced(comm, outputs, inputs, op),
             outputs,
         )
 
-    @takes_short_forms
+    @accept_short_forms
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work | None:
-        return self._do("all_to_all", opts, lambda comm: c10d_collectives.all_to_all(comm, outputs, inputs), outputs)
+        return self._run_or_start(
+            "all_to_all", opts, lambda comm: c10d_collectives.all_to_all(comm, outputs, inputs), outputs
+        )
 
     def all_to_all_single(
         self,
@@ -342,12 +347,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     ) -> Work | None:
         if named or type(opts) is not AllToAllOptions:
             given = output, tensor, output_splits, input_splits, opts, *more
-            output, tensor, output_splits, input_splits, opts = full_form("all_to_all_single", given, named)
+            output, tensor, output_splits, input_splits, opts = to_full_form("all_to_all_single", given, named)
         even = not output_splits and not input_splits
-        quick = None if opts.asyncOp else self.quick()
-        if even and quick is not None and quick.all_to_all_single(output, tensor):
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if even and fast_path is not None and fast_path.all_to_all_single(output, tensor):
             return None
-        return self._do(
+        return self._run_or_start(
             "all_to_all_single",
             opts,
             lambda comm: c10d_collectives.all_to_all_single(comm, output, tensor, output_splits, input_splits),
@@ -361,8 +366,8 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         expires; the barrier is then still pending.
         """
         if type(opts) is not BarrierOptions:
-            (opts,) = full_form("barrier", (opts,), {"timeout": timeout})
-        own = opts.timeout > _UNSET
+            (opts,) = to_full_form("barrier", (opts,), {"timeout": timeout})
+        own = opts.timeout > _UNSET_TIMEOUT
         if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
             # A blocking MPI call can't be interrupted, so the barrier runs in the background.
             work = self._start("barrier", c10d_collectives.barrier, [])
@@ -371,24 +376,26 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
                 return work
             work.wait()
             return None
-        quick = None if opts.asyncOp else self.quick()
-        if quick is not None and quick.barrier():
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.barrier():
             return None
-        return self._do("barrier", opts, c10d_collectives.barrier, [])
+        return self._run_or_start("barrier", opts, c10d_collectives.barrier, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 reports the ranks that did not arrive within `timeout`.
 
         See :func:`mpicoll.torch.barrier_monitor.barrier`.
         """
-        self._barriers += 1
-        store = dist.PrefixStore(f"monitored_barrier/{self._barriers}/", self._store)
-        bound = timedelta(seconds=self.comm.timeout if timeout is None else _seconds(timeout))
-        watch = self.comm.watch
-        ask = watch.inquire if watch is not None and bound.total_seconds() >= FULL_FROM else None
+        self._num_barriers += 1
+        store = dist.PrefixStore(f"monitored_barrier/{self._num_barriers}/", self._store)
+        bound = timedelta(seconds=self.comm.timeout if timeout is None else _to_seconds(timeout))
+        watch = core_of(self.comm).watch
+        explain = (
+            watch.reporter.request if watch is not None and bound.total_seconds() >= MIN_REPORTED_TIMEOUT else None
+        )
         call = Call("monitored_barrier", collective=False)
-        with self.comm.progress.waiting(call, (bound + barrier_monitor.GRACE).total_seconds()):
-            barrier_monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, ask)
+        with core_of(self.comm).queue.waiting(call, (bound + barrier_monitor.GRACE).total_seconds()):
+            barrier_monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, explain)
 
     # Older names that torch still uses.
 
@@ -401,12 +408,12 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     # Point-to-point operations.
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
-        _only("send", tensors)
-        _exists("send", "dst", dstRank, self.comm)
+        _check_single("send", tensors)
+        _check_rank("send", "dst", dstRank, self.comm)
         check_plain("send", tensors[0])
-        with _recorded("send"):
-            request = p2p.isend(flat_input(tensors[0]), dstRank, tag, comm=self.comm)
-        return self._collect(transfer(request, tensors))
+        with _profile_start("send"):
+            request = p2p.isend(flatten_input(tensors[0]), dstRank, tag, comm=self.comm)
+        return self._add_coalesced(create_transfer_work(request, tensors))
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int = 0) -> Work:  # noqa: N803
         return self._recv(tensors, srcRank, tag)
@@ -415,63 +422,65 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
         return self._recv(tensors, None, tag)
 
     def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
-        _only("recv", tensors)
-        _exists("recv", "src", 0 if src is None else src, self.comm)
+        _check_single("recv", tensors)
+        _check_rank("recv", "src", 0 if src is None else src, self.comm)
         status = p2p.Status()
-        plain, restore = in_place(tensors[0])
-        with _recorded("recv"):
+        plain, restore = prepare_in_place(tensors[0])
+        with _profile_start("recv"):
             request = p2p.irecv(None, src, tag, out=plain, status=status, comm=self.comm)
-        return self._collect(transfer(Received(request, restore), tensors, lambda: status.source))
+        return self._add_coalesced(create_transfer_work(RecvHandle(request, restore), tensors, lambda: status.source))
 
     # c10d's coalescing manager.
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._together = []
+        self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        works, self._together = self._together or [], None
+        works, self._coalesced = self._coalesced or [], None
         outputs = [tensor for one in works for tensor in one.outputs]
-        return Work(Together([one.handle for one in works]), outputs, self._lanes.current().callbacks.call)
+        return Work(
+            CoalescedHandle([one.handle for one in works]), outputs, self._callback_comms.get_current().callbacks.submit
+        )
 
-    def _collect(self, work: Work) -> Work:
-        if self._together is not None:
-            self._together.append(work)
+    def _add_coalesced(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     # Execution.
 
-    def _do(self, name: str, opts: Any, make: Make, outputs: list[torch.Tensor]) -> Work | None:
-        """Run the task of `make` and return None, or start it and return its Work if `opts.asyncOp` is set."""
+    def _run_or_start(self, name: str, opts: Any, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work | None:
+        """Run the task of `prepare` and return None, or start it and return its Work if `opts.asyncOp` is set."""
         if opts.asyncOp:
-            work = self._start(name, make, outputs)
-            if opts.timeout > _UNSET:
+            work = self._start(name, prepare, outputs)
+            if opts.timeout > _UNSET_TIMEOUT:
                 work.bound = opts.timeout.total_seconds()
             return work
-        comm = self._lanes.current().comm
+        comm = self._callback_comms.get_current().core
         comm.check()
-        body = make(comm)
-        body.call.name = name
+        task = prepare(comm)
+        task.call.name = name
         if profiler._is_profiler_enabled:
             with profiler.record_function(f"{NAME}:{name}"):
-                comm.progress.run(body, body.call)
+                comm.queue.run(task, task.call)
         else:
-            comm.progress.run(body, body.call)
+            comm.queue.run(task, task.call)
         return None
 
-    def _start(self, name: str, make: Make, outputs: list[torch.Tensor]) -> Work:
-        lane = self._lanes.current()
-        lane.comm.check()
-        body = make(lane.comm)
-        body.call.name = name
-        with _recorded(name):
-            job = lane.comm.progress.submit(body, body.call)
-        return self._collect(Work(job, outputs, lane.callbacks.call))
+    def _start(self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work:
+        current = self._callback_comms.get_current()
+        current.core.check()
+        task = prepare(current.core)
+        task.call.name = name
+        with _profile_start(name):
+            job = current.core.queue.submit(task, task.call)
+        return self._add_coalesced(Work(job, outputs, current.callbacks.submit))
 
     def __repr__(self) -> str:
         return f"<ProcessGroupMpicoll {self._group_name}: rank {self.comm.rank} of {self.comm.size}>"
 
 
-def _seconds(timeout: timedelta) -> float:
+def _to_seconds(timeout: timedelta) -> float:
     """Convert a timeout of torch to seconds.
 
     torch's default, which a program without a timeout passes, means MPICOLL_TIMEOUT.
@@ -479,7 +488,7 @@ def _seconds(timeout: timedelta) -> float:
     return config().timeout if timeout == dist.default_pg_timeout else timeout.total_seconds()
 
 
-def _recorded(name: str) -> AbstractContextManager[Any]:
+def _profile_start(name: str) -> AbstractContextManager[Any]:
     """Return a context manager that records the start of an operation if the profiler is enabled.
 
     Only the start is recorded: an event that ends on another thread after the profiler has stopped would be written to
@@ -488,17 +497,17 @@ def _recorded(name: str) -> AbstractContextManager[Any]:
     return profiler.record_function(f"{NAME}:{name}") if profiler._is_profiler_enabled else nullcontext()
 
 
-def _only(operation: str, given: Sequence[Any], what: str = "tensor") -> None:
+def _check_single(operation: str, given: Sequence[Any], what: str = "tensor") -> None:
     if len(given) != 1:
-        raise ArgumentError(f"{operation}: takes one {what} on each rank, got {len(given)}")
+        raise ArgumentError(f"{operation}: pass one {what} on each rank, got {len(given)}")
 
 
-def _some(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+def _check_nonempty(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     if not tensors:
-        raise ArgumentError(f"{operation}: takes at least one tensor, got an empty list")
+        raise ArgumentError(f"{operation}: pass at least one tensor, got an empty list")
 
 
-def _exists(operation: str, name: str, rank: int, comm: Communicator) -> None:
+def _check_rank(operation: str, name: str, rank: int, comm: Communicator) -> None:
     """Raise RankError for a negative rank, which MPI may take for PROC_NULL; torch has no PROC_NULL."""
     if rank < 0:
         raise RankError(

@@ -9,143 +9,137 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 
-import numpy as np
 import torch.distributed as dist
 
-from mpicoll.collectives.bcast import bcast
+from mpicoll.collectives.objects import bcast_object
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.world import world
+from mpicoll.engine.world import resolve, world
 from mpicoll.errors import ArgumentError, SetupError
 
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-_PATIENCE = timedelta(minutes=5)
+_STORE_TIMEOUT = timedelta(minutes=5)
 
 # Lets torch's own env:// use the same server, whose address is in the environment variables that env:// reads.
-_SHARED = {"wait_for_workers": False, "multi_tenant": True}
+_SERVER_OPTIONS = {"wait_for_workers": False, "multi_tenant": True}
 
-_rounds = 0
-_meetings = itertools.count()
+_num_rendezvous = 0
+_member_rendezvous = itertools.count()
 
 
-def place(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
+def rendezvous_over_mpi(rank: int = -1, size: int = -1) -> tuple[dist.Store, int, int]:
     """Return the store, rank and number of ranks of a default group of all ranks of the MPI job. Collective over them.
 
     `rank` and `size` are the arguments of init_process_group, or -1. Raises SetupError if another launcher started this
     process, ArgumentError if `rank` or `size` differs from MPI's value.
     """
-    global _rounds  # noqa: PLW0603  process groups are numbered by process
+    global _num_rendezvous  # noqa: PLW0603  process groups are numbered by process
     comm = world()
-    refuse_other_launchers(comm.size, os.environ)
+    reject_other_launchers(comm.size, os.environ)
     for name, given, value in (("rank", rank, comm.rank), ("world_size", size, comm.size)):
         if given not in (-1, value):
             raise ArgumentError(
-                f"init_process_group: {name}={given}, but MPI says {value} (rank {comm.rank} of {comm.size});"
-                " leave rank and world_size out, they come from MPI"
+                f"init_process_group: {name}={given}, but {value} in MPI (rank {comm.rank} of {comm.size}); omit rank"
+                " and world_size, which are taken from MPI"
             )
-    _rounds += 1
-    return dist.PrefixStore(f"mpicoll/{_rounds}", _store()), comm.rank, comm.size
+    _num_rendezvous += 1
+    return dist.PrefixStore(f"mpicoll/{_num_rendezvous}", _get_store()), comm.rank, comm.size
 
 
-def environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:
+def is_environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:
     """Return True if the environment has all variables that ``env://`` needs, not set by a process group of mpicoll.
 
     `rank` and `size` are the caller's arguments, or -1.
     """
-    theirs = {name for name in _ENVIRONMENT if environ.get(name, "") != _published.get(name, "")}
+    set_by_user = {name for name in _ENVIRONMENT if environ.get(name, "") != _exported.get(name, "")}
     given = {"RANK": rank >= 0, "WORLD_SIZE": size > 0}
-    return all(name in theirs or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    return all(name in set_by_user or given.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
 
 
-def refuse_other_launchers(size: int, environ: Mapping[str, str]) -> None:
+def reject_other_launchers(size: int, environ: Mapping[str, str]) -> None:
     """Raise SetupError if a launcher other than MPI's started several processes, each with a world of one rank."""
     if size > 1:
         return
-    other = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher that is not MPI's"
+    other = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher other than MPI's"
     for name, launcher, remedy in (
         ("WORLD_SIZE", other, "let `mpirun -np N python script.py` (or mpicoll.spawn) start them instead"),
         ("SLURM_STEP_NUM_TASKS", "srun", _SRUN),
     ):
         text = environ.get(name, "")
-        if text.isdigit() and int(text) > 1 and name not in _published:
+        if text.isdigit() and int(text) > 1 and name not in _exported:
             raise SetupError(
-                f"init_process_group: {launcher} started {text} processes ({name}={text}), but MPI sees a world of one:"
-                f" {remedy}"
+                f"init_process_group: {launcher} started {text} processes ({name}={text}), but each has an MPI world of"
+                f" one rank: {remedy}"
             )
 
 
-_SRUN = "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI that Slurm knows, or by mpirun"
+_SRUN = "start them by `srun --mpi=pmix` (see `srun --mpi=list`) with an MPI library that Slurm supports, or by mpirun"
 
-_published: dict[str, str] = {}
+_exported: dict[str, str] = {}
 """Environment variables that this module has set, and their values."""
 
 
-_served: tuple[Communicator, dist.Store] | None = None
+_job_store: tuple[Communicator, dist.Store] | None = None
 """World communicator, and its store."""
 
 
-def _store() -> dist.Store:
+def _get_store() -> dist.Store:
     """Return the store of this job. Collective when it creates the store.
 
     The first process group creates the store, and later groups use it until the world is replaced after the death of a
     rank, which may have served the store.
     """
-    global _served  # noqa: PLW0603  there is one world
+    global _job_store  # noqa: PLW0603  there is one world
     comm = world()
-    if _served is None or _served[0] is not comm:
-        _served = comm, _made(comm)
-    return _served[1]
+    if _job_store is None or _job_store[0] is not comm:
+        _job_store = comm, _create_store(comm)
+    return _job_store[1]
 
 
-def _made(comm: Communicator) -> dist.Store:
+def _create_store(comm: Communicator) -> dist.Store:
     if comm.size == 1:
         store: dist.Store = dist.HashStore()
         address, port = "localhost", 0
     else:
-        store, address, port = _tcp_store(comm)
+        store, address, port = _create_tcp_store(comm)
     values = (address, port, comm.rank, comm.size, comm.local_rank, comm.local_size)
     for name, value in zip(_ENVIRONMENT, values, strict=True):
         # torch's functions such as get_node_local_rank read these variables. Values that the user has set are kept.
-        if os.environ.get(name) == _published.get(name):
-            os.environ[name] = _published[name] = str(value)
+        if os.environ.get(name) == _exported.get(name):
+            os.environ[name] = _exported[name] = str(value)
     return store
 
 
-def _tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
+def _create_tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
     """Return a store that rank 0 serves at a free port, its address and its port.
 
     Raises SetupError if this rank can connect to none of rank 0's addresses.
     """
     if comm.rank == 0:
-        server = dist.TCPStore("localhost", 0, None, is_master=True, timeout=_PATIENCE, **_SHARED)
-        addresses = ["localhost"] if comm.num_nodes == 1 else _addresses()
-        _tell(comm, f"{server.port} {' '.join(addresses)}")
+        server = dist.TCPStore("localhost", 0, None, is_master=True, timeout=_STORE_TIMEOUT, **_SERVER_OPTIONS)
+        addresses = ["localhost"] if comm.num_nodes == 1 else _find_addresses()
+        bcast_object((addresses, server.port), comm=comm)
         return server, addresses[0], server.port
-    port, *addresses = _tell(comm, "").split()
+    addresses, port = bcast_object(comm=comm)
     # Ranks on rank 0's node can use the loopback interface.
     if comm.node == comm.nodes[0]:
         addresses.insert(0, "localhost")
-    address = next((one for one in addresses if _reachable(one, int(port))), None)
+    address = next((one for one in addresses if _can_connect(one, port)), None)
     if address is None:
         raise SetupError(
-            f"init_process_group: rank {comm.rank} ({socket.gethostname()}) reaches none of the addresses of rank 0,"
+            f"init_process_group: rank {comm.rank} ({socket.gethostname()}) can't connect to any address of rank 0,"
             f" {', '.join(addresses)}, at port {port}; open it in the firewall, or set MASTER_ADDR and MASTER_PORT,"
-            " RANK and WORLD_SIZE, to have torch's own env:// make the store"
+            " RANK and WORLD_SIZE, so that torch's env:// creates the store"
         )
-    return dist.TCPStore(address, int(port), None, is_master=False, timeout=_PATIENCE, **_SHARED), address, int(port)
+    return (
+        dist.TCPStore(address, port, None, is_master=False, timeout=_STORE_TIMEOUT, **_SERVER_OPTIONS),
+        address,
+        port,
+    )
 
 
-def _tell(comm: Communicator, text: str) -> str:
-    """Broadcast rank 0's `text`, and return it on every rank."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    size = int(bcast(np.array(data.size), comm=comm))
-    filled = np.empty(size, np.uint8)
-    bcast(data if comm.rank == 0 else filled, out=filled, comm=comm)
-    return filled.tobytes().decode()
-
-
-def _addresses() -> list[str]:
+def _find_addresses() -> list[str]:
     """Return the addresses of this host, those that other hosts are most likely to reach first."""
     found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -160,7 +154,7 @@ def _addresses() -> list[str]:
     return sorted(unique, key=lambda one: one.startswith("127.")) or ["localhost"]
 
 
-def _reachable(address: str, port: int) -> bool:
+def _can_connect(address: str, port: int) -> bool:
     try:
         socket.create_connection((address, port), timeout=3).close()
     except OSError:
@@ -168,26 +162,30 @@ def _reachable(address: str, port: int) -> bool:
     return True
 
 
-def members(store: dist.Store, rank: int, size: int) -> list[int]:
+def exchange_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
     """Return the ranks, in mpicoll's world, of the `size` processes that use `store`, in the order of their `rank`.
 
     Raises ArgumentError if two of them have the same rank in the world.
     """
-    comm = world()
+    comm = resolve(None)
 
-    def meet() -> list[int]:
+    def exchange_ranks() -> list[int]:
         store.set(f"world_rank/{rank}", str(comm.rank))
         return [int(store.get(f"world_rank/{other}")) for other in range(size)]
 
     if size == comm.size:
-        if store.add("come", 1) == 1:
-            store.set("meeting", f"{comm.rank}.{next(_meetings)}")
+        if store.add("arrived", 1) == 1:
+            store.set("meeting", f"{comm.rank}.{next(_member_rendezvous)}")
         # Each rendezvous has a unique name, so ranks may run concurrent rendezvous in different orders.
         name = store.get("meeting").decode()
-        ranks: list[int] = comm.progress.meet(meet, Call(f"init_process_group({name})", collective=False))
+        ranks: list[int] = comm.queue.run_unqueued(
+            exchange_ranks, Call(f"init_process_group({name})", collective=False)
+        )
     else:  # the member ranks are not known yet
-        with comm.progress.waiting(Call("init_process_group", collective=False), _PATIENCE.total_seconds()):
-            ranks = meet()
+        with comm.queue.waiting(Call("init_process_group", collective=False), _STORE_TIMEOUT.total_seconds()):
+            ranks = exchange_ranks()
     if len(set(ranks)) != size:
-        raise ArgumentError(f"init_process_group: ranks of the group share a rank of the MPI job: {ranks}")
+        raise ArgumentError(
+            f"init_process_group: several processes of the group have the same rank of the MPI job: {ranks}"
+        )
     return ranks

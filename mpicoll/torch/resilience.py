@@ -1,4 +1,4 @@
-"""resilient: training that goes on when ranks die, with torch's process groups."""
+"""resilient: training that continues after the death of ranks, with torch's process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpicoll.collectives import resilient as native
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
-from mpicoll.torch.groups import default_group
+from mpicoll.torch.groups import get_default_group
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 S = TypeVar("S")
@@ -31,7 +31,7 @@ def resilient(
     """Run :func:`mpicoll.resilient` for programs that use torch's process groups.
 
     After the death of a rank the default process group is recreated from the survivors, with the same backend and
-    timeout. `setup` creates the objects that depend on the group, and its result is passed to `step`::
+    timeout::
 
         def step(state, number, parallel):
             images, digits = batch(number, dist.get_rank(), dist.get_world_size())
@@ -42,15 +42,28 @@ def resilient(
         state = {"model": model, "optimizer": optimizer}
         dist.resilient(step, state, steps, setup=lambda comm: DistributedDataParallel(model))
 
-    The program must keep no other reference to the result of `setup`: an old DistributedDataParallel goes on reducing
-    gradients until it is deleted. Other process groups are destroyed as well, so create those in `setup` too. All other
-    arguments, the result and the errors are those of :func:`mpicoll.resilient`; also raises ArgumentError if the
-    default process group is not an mpicoll group of all ranks.
+    The program must keep no other reference to the result of `setup`: an old DistributedDataParallel continues to
+    reduce gradients until it is deleted. Other process groups are destroyed as well, so create those in `setup` too.
+
+    Args:
+        step: called with the state, the number of the step, and the result of `setup`, by default the communicator.
+        state: as of :func:`mpicoll.resilient`.
+        steps: as of :func:`mpicoll.resilient`.
+        every: as of :func:`mpicoll.resilient`.
+        setup: called with the communicator; creates the objects that depend on the process group.
+
+    Returns:
+        The state after the last step.
+
+    Raises:
+        ArgumentError: the default process group is not an mpicoll group of all ranks.
+
+    All other errors are those of :func:`mpicoll.resilient`.
     """
-    group = default_group()
+    group = get_default_group()
     if group is None or group.comm.size != world().size:
         raise ArgumentError(
-            "resilient: the default process group must be mpicoll's, of all ranks; call"
+            "resilient: the default process group must have the backend mpicoll and contain all ranks; call"
             " init_process_group() of mpicoll.torch first"
         )
     return native.resilient(step, state, steps, every=every, setup=_Setup(group, setup))
@@ -59,19 +72,19 @@ def resilient(
 class _Setup:
     """Provider of a default process group of the communicator's ranks."""
 
-    def __init__(self, group: ProcessGroupMpicoll, then: Callable[[Communicator], Any] | None) -> None:
-        self._backend = _backend_of(group)
+    def __init__(self, group: ProcessGroupMpicoll, setup: Callable[[Communicator], Any] | None) -> None:
+        self._backend = _get_backend(group)
         self._timeout: timedelta = group.options._timeout
         self._comm = world()
-        self._then = then
+        self._setup = setup
 
     def __call__(self, comm: Communicator) -> Any:
         if comm is not self._comm:
-            self._renew()
+            self._recreate_group()
             self._comm = comm
-        return comm if self._then is None else self._then(comm)
+        return comm if self._setup is None else self._setup(comm)
 
-    def _renew(self) -> None:
+    def _recreate_group(self) -> None:
         # Objects that use the old group are in reference cycles.
         gc.collect()
         if dist.is_initialized():
@@ -82,5 +95,5 @@ class _Setup:
         dist.init_process_group(self._backend, timeout=self._timeout)
 
 
-def _backend_of(group: ProcessGroupMpicoll) -> str:
+def _get_backend(group: ProcessGroupMpicoll) -> str:
     return str(c10d._world.pg_backend_config.get(group) or "mpicoll")

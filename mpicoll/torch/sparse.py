@@ -9,17 +9,17 @@ import torch
 
 from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives import allgather
-from mpicoll.collectives.arguments import names_rank
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.arguments import adds_rank_to_errors
+from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.operation import Task, task
+from mpicoll.engine.dispatch import Task, make_task
 from mpicoll.errors import DTypeError
-from mpicoll.torch.c10d_collectives import op_of
-from mpicoll.torch.tensors import aside, cuda_devices
+from mpicoll.torch.c10d_collectives import convert_reduce_op
+from mpicoll.torch.tensors import find_cuda_devices, on_internal_streams
 
 
-@names_rank
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
+@adds_rank_to_errors
+def all_reduce(comm: CommunicatorCore, tensor: torch.Tensor, op: Any) -> Task:
     """Reduce sparse COO tensors of one shape elementwise, in place; ``tensor`` receives the coalesced result.
 
     `op` is SUM or AVG; half types are accumulated in float32. The number of entries may differ between ranks. There are
@@ -28,13 +28,11 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     """
     if tensor.layout is not torch.sparse_coo:
         raise DTypeError(f"all_reduce: {tensor.layout} tensors can't be reduced; pass to_dense() or to_sparse_coo()")
-    name = op_of("all_reduce", op, tensor.dtype)
+    name = convert_reduce_op("all_reduce", op, tensor.dtype)
     if name not in ("sum", "avg") or (name == "avg" and not (tensor.is_floating_point() or tensor.is_complex())):
-        raise DTypeError(
-            f"all_reduce: op {op} is not there for sparse tensors of {tensor.dtype}; there are SUM and AVG"
-        )
+        raise DTypeError(f"all_reduce: op {op} is not supported for sparse tensors of {tensor.dtype}; use SUM or AVG")
     own = tensor.detach()
-    devices = cuda_devices([own])
+    devices = find_cuda_devices([own])
     for one in devices:
         cuda_device("all_reduce", one, "the tensor")  # raises before the exchange if the tensor can't be used
     streams = [torch.cuda.current_stream(one) for one in devices]
@@ -43,7 +41,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
     context = copy_context()
 
     def run() -> None:
-        with aside(*devices):
+        with on_internal_streams(*devices):
             for event in produced:
                 event.wait()
             exchange()
@@ -56,14 +54,14 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Task:
         mine = own.coalesce()
         entries = torch.tensor([mine._nnz()])
         everyone = torch.empty(comm.size, dtype=torch.int64)
-        task(allgather.prepare(comm, entries, None, everyone, None))()
+        make_task(allgather.prepare(comm, entries, None, everyone, None))()
         counts = everyone.tolist()
         indices = mine.indices().t().contiguous()
         values = mine.values().contiguous()
         all_indices = indices.new_empty((sum(counts), *indices.shape[1:]))
         all_values = values.new_empty((sum(counts), *values.shape[1:]))
-        task(allgather.prepare(comm, indices, counts, all_indices, None))()
-        task(allgather.prepare(comm, values, counts, all_values, None))()
+        make_task(allgather.prepare(comm, indices, counts, all_indices, None))()
+        make_task(allgather.prepare(comm, values, counts, all_values, None))()
         half = own.dtype in (torch.float16, torch.bfloat16)
         wide = all_values.float() if half else all_values
         total = torch.sparse_coo_tensor(all_indices.t(), wide, own.shape, check_invariants=False).coalesce()

@@ -17,7 +17,7 @@ needed."""
 _Extent: TypeAlias = "tuple[str, int, int]"
 
 
-def aside(*devices: torch.device) -> AbstractContextManager[None]:
+def on_internal_streams(*devices: torch.device) -> AbstractContextManager[None]:
     """Run torch's work on the CUDA `devices` on mpicoll's streams, and wait for it at the end of the block.
 
     Used for work on another thread than the caller's. Without devices it does nothing. On a thread of mpicoll torch's
@@ -39,17 +39,17 @@ def _on_streams(devices: Sequence[torch.device]) -> Iterator[None]:
         yield
 
 
-def cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+def find_cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     """Return the CUDA devices of `tensors`, each once."""
     return list(dict.fromkeys(one.device for one in tensors if one.is_cuda))
 
 
-def flat_input(tensor: torch.Tensor) -> torch.Tensor:
+def flatten_input(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements in C order, as a view of the tensor's memory if possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
+def flatten_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
     """Return flat memory to be filled, and a function that copies it to `tensor` (None if it is the tensor's memory).
 
     Raises ShapeError if `tensor` can't be written to.
@@ -64,7 +64,7 @@ def flat_output(operation: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Res
     return filled, lambda: copy_into(own, filled.view(own.shape))
 
 
-def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
+def prepare_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
     """Return a tensor to be changed instead of `tensor`, and a function that copies its values to `tensor`.
 
     The returned tensor is `tensor` itself, unless that is lazily conjugated or negated.
@@ -75,7 +75,7 @@ def in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Restore]:
     return plain, lambda: copy_into(tensor.detach(), plain)
 
 
-def protected_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def protect_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     """Return the `inputs` of operations that run in sequence, copied if an earlier operation would overwrite them.
 
     Operation i writes all ``outputs[i]``. An input that shares memory with an output of an earlier operation is copied
@@ -84,17 +84,17 @@ def protected_inputs(inputs: Sequence[torch.Tensor], outputs: Sequence[Sequence[
     message depends on it. The overlap test compares the first and the last byte of the tensors, so interleaved views
     may be copied unnecessarily.
     """
-    places = [_extent(one) for one in inputs]
-    written = [[_extent(one) for one in several] for several in outputs]
-    if not _cross([[place, *several] for place, several in zip(places, written, strict=True)]):
+    extents = [_find_extent(one) for one in inputs]
+    written = [[_find_extent(one) for one in several] for several in outputs]
+    if not _have_overlap([[extent, *several] for extent, several in zip(extents, written, strict=True)]):
         return list(inputs)
     return [
-        one.detach().clone() if any(_overlap(place, other) for several in written[:i] for other in several) else one
-        for i, (one, place) in enumerate(zip(inputs, places, strict=True))
+        one.detach().clone() if any(_overlap(extent, other) for several in written[:i] for other in several) else one
+        for i, (one, extent) in enumerate(zip(inputs, extents, strict=True))
     ]
 
 
-def _cross(operations: Sequence[Sequence[_Extent]]) -> bool:
+def _have_overlap(operations: Sequence[Sequence[_Extent]]) -> bool:
     """Return True if memory of one operation overlaps memory of another. Sorts, as there may be thousands of them."""
     end, owner, device = 0, -1, ""
     for (where, first, last), number in sorted((one, i) for i, several in enumerate(operations) for one in several):
@@ -107,7 +107,7 @@ def _cross(operations: Sequence[Sequence[_Extent]]) -> bool:
     return False
 
 
-def _extent(tensor: torch.Tensor) -> _Extent:
+def _find_extent(tensor: torch.Tensor) -> _Extent:
     """Return the device of `tensor`, the address of its first byte and the address after its last byte."""
     first = tensor.data_ptr()
     last = sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -118,21 +118,21 @@ def _overlap(one: _Extent, other: _Extent) -> bool:
     return one[0] == other[0] and max(one[1], other[1]) < min(one[2], other[2])
 
 
-def joined_input(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_inputs(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the elements of all `tensors`, concatenated."""
-    whole = _side_by_side(tensors)
-    return torch.cat([flat_input(one) for one in tensors]) if whole is None else whole
+    whole = _view_adjacent(tensors)
+    return torch.cat([flatten_input(one) for one in tensors]) if whole is None else whole
 
 
-def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Restore]:
+def join_outputs(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Restore]:
     """Return flat memory for the elements of all `tensors`, and a function that copies it to them."""
-    whole = _side_by_side(tensors)
+    whole = _view_adjacent(tensors)
     if whole is not None:
         return whole, None
     first = tensors[0]
     filled = torch.empty(sum(one.numel() for one in tensors), dtype=first.dtype, device=first.device)
     parts = filled.split([one.numel() for one in tensors])
-    targets = [flat_output(operation, one) for one in tensors]
+    targets = [flatten_output(operation, one) for one in tensors]
 
     def restore() -> None:
         for (target, back), part in zip(targets, parts, strict=True):
@@ -143,7 +143,7 @@ def joined_output(operation: str, tensors: Sequence[torch.Tensor]) -> tuple[torc
     return filled, restore
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _view_adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return one flat view of `tensors` if they are adjacent in memory in this order, as chunks of a tensor are."""
     first = tensors[0].detach()
     storage = first.untyped_storage().data_ptr()
@@ -159,14 +159,14 @@ def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy the values of `source` to `target`, on any thread; return when the copy is complete."""
     # No further synchronization: the operation has completed, and waited for the caller's stream before it started.
-    with aside(*cuda_devices([target])), torch.inference_mode(target.is_inference()):
+    with on_internal_streams(*find_cuda_devices([target])), torch.inference_mode(target.is_inference()):
         # A tensor created in inference mode can be written only in that mode, which is thread-local.
         target.copy_(source)
 
 
 def divide_integers(tensor: torch.Tensor, divisor: int) -> None:
     """Divide the integer `tensor` in place, rounding towards zero, on any thread; return after the division."""
-    with aside(*cuda_devices([tensor])), torch.inference_mode(tensor.is_inference()):
+    with on_internal_streams(*find_cuda_devices([tensor])), torch.inference_mode(tensor.is_inference()):
         tensor.div_(divisor, rounding_mode="trunc")
 
 
@@ -175,11 +175,10 @@ def check_plain(operation: str, *tensors: torch.Tensor) -> None:
     for one in tensors:
         if one.layout is not torch.strided or one.is_quantized:
             kind = "quantized" if one.is_quantized else one.layout
-            raise DTypeError(f"{operation}: takes dense tensors, got a {kind} one; pass to_dense() or dequantize()")
+            raise DTypeError(f"{operation}: pass dense tensors, got a {kind} one; call to_dense() or dequantize()")
         if not one.is_cpu and not one.is_cuda:
             raise DeviceError(
-                f"{operation}: a tensor is on {one.device}; mpicoll takes tensors on the CPU and on CUDA devices: pass"
-                " cpu()"
+                f"{operation}: a tensor is on {one.device}; mpicoll supports the CPU and CUDA devices; pass cpu()"
             )
         if one.is_cpu != tensors[0].is_cpu or (one.is_cuda and one.device != tensors[0].device):
             raise DeviceError(
@@ -191,19 +190,21 @@ def check_plain(operation: str, *tensors: torch.Tensor) -> None:
 def check_list(operation: str, name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
     """Raise ShapeError or DTypeError unless `tensors` are `size` plain tensors of one dtype."""
     if len(tensors) != size:
-        raise ShapeError(f"{operation}: {name} must hold a tensor for each of the {size} ranks, got {len(tensors)}")
+        raise ShapeError(f"{operation}: {name} must contain a tensor for each of the {size} ranks, got {len(tensors)}")
     check_plain(operation, *tensors)
     found = {one.dtype for one in tensors}
     if len(found) > 1:
         names = ", ".join(sorted(map(str, found)))
-        raise DTypeError(f"{operation}: {name} mixes the dtypes {names}; pass tensors of one dtype")
+        raise DTypeError(f"{operation}: {name} has the dtypes {names}; pass tensors of one dtype")
 
 
 def check_pair(operation: str, source: torch.Tensor, output: torch.Tensor) -> None:
     """Raise DTypeError or DeviceError unless input and output are plain tensors of one dtype."""
     check_plain(operation, source, output)
     if source.dtype != output.dtype:
-        raise DTypeError(f"{operation}: the input is {source.dtype}, the output {output.dtype}; they must agree")
+        raise DTypeError(
+            f"{operation}: the input is {source.dtype}, the output {output.dtype}; pass tensors of one dtype"
+        )
 
 
 def check_numel(operation: str, what: str, got: int, wanted: int) -> None:

@@ -14,22 +14,22 @@ import torch.distributed as dist
 
 from mpicoll.engine.core.poller import poller
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.core.queue import Job
+from mpicoll.engine.core.queue import QueuedOperation
 from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicationError, MpicollError
-from mpicoll.torch.tensors import Restore, aside, cuda_devices
+from mpicoll.torch.tensors import Restore, find_cuda_devices, on_internal_streams
 
-Later: TypeAlias = "Callable[[Callable[[], None]], None]"
+CallbackScheduler: TypeAlias = "Callable[[Callable[[], None]], None]"
 """Function that schedules a callback, in order and on a thread that the callback may block."""
 
 
-def in_a_thread(callback: Callable[[], None]) -> None:
+def run_in_thread(callback: Callable[[], None]) -> None:
     """Run `callback` on a new thread."""
     threading.Thread(target=callback, name="mpicoll-callback", daemon=True).start()
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stubs only
-    """Future whose callbacks `later` schedules.
+    """Future whose callbacks `schedule` schedules.
 
     torch would run callbacks on the thread that completes the future, which is the thread that runs the operations. If
     the future is already complete, torch would run them immediately, in an undefined order.
@@ -41,70 +41,73 @@ class _Future(torch.futures.Future):  # type: ignore[type-arg]  # generic in stu
     """
 
     def __init__(
-        self, later: Later, help_out: Callable[[], object] | None = None, devices: Sequence[torch.device] = ()
+        self,
+        schedule: CallbackScheduler,
+        make_progress: Callable[[], object] | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> None:
         super().__init__(devices=list(devices))
         self._devices = devices
-        self._later = later
-        self._help_out = help_out
-        self._ended = threading.Event()
+        self._schedule = schedule
+        self._make_progress = make_progress
+        self._completed = threading.Event()
 
     def wait(self) -> Any:
         """Return the value. Raises the error of the operation if it failed."""
-        help_out = self._help_out
-        if help_out is not None:
-            help_out()
+        make_progress = self._make_progress
+        if make_progress is not None:
+            make_progress()
         return super().wait()
 
     def then(self, callback: Callable[..., Any]) -> Any:
         """Return a future of ``callback(self)``, which runs when this future is complete."""
-        result = _Future(self._later, devices=self._devices)
+        result = _Future(self._schedule, devices=self._devices)
 
         def call() -> None:
-            self._ended.wait()
+            self._completed.wait()
             try:
-                with aside(*self._devices):
+                with on_internal_streams(*self._devices):
                     value = callback(self)
             except BaseException as error:  # noqa: BLE001  raised by the wait for the result
                 result.complete(None, error)
             else:
                 result.complete(value, None)
 
-        self._later(call)
+        self._schedule(call)
         return result
 
     def add_done_callback(self, callback: Callable[..., Any]) -> None:
         """Call ``callback(self)`` when this future is complete."""
 
         def call() -> None:
-            self._ended.wait()
-            with aside(*self._devices):
+            self._completed.wait()
+            with on_internal_streams(*self._devices):
                 callback(self)
 
-        self._later(call)
+        self._schedule(call)
 
     def complete(self, value: Any, error: BaseException | None) -> None:
         """Complete the future with `value`, or with `error` if it is not None."""
         # Breaks a reference cycle: the function holds the Work, which holds this future.
-        self._help_out = None
+        self._make_progress = None
         try:
             # torch records events on the current streams, and waiting streams wait for these events.
-            with aside(*self._devices):
+            with on_internal_streams(*self._devices):
                 if error is None:
                     self.set_result(value)
                 elif isinstance(error, Exception):
                     self._fail(error)
                 else:
                     # torch accepts only Exceptions. A KeyboardInterrupt has already been raised in its own thread.
-                    self._fail(CommunicationError(f"the operation was cut short by {error!r}"))
+                    self._fail(CommunicationError(f"the operation was interrupted by {error!r}"))
         finally:
-            self._ended.set()
+            self._completed.set()
 
     def _fail(self, error: Exception) -> None:
         # set_exception would make the error the value. DistributedDataParallel would look for tensors in it, find none
         # and crash. (With devices torch already looks for tensors here, and takes the exception that this raises for
         # the outcome.)
-        self._set_unwrap_func(_raise)
+        self._set_unwrap_func(_raise_failure)
         self.set_result(_Failure(error))
 
 
@@ -118,11 +121,11 @@ class _Failure:
         raise self.error
 
 
-def _raise(failure: _Failure) -> None:
+def _raise_failure(failure: _Failure) -> None:
     raise failure.error
 
 
-class Handle(Protocol):
+class WorkHandle(Protocol):
     """Pending operation: a job of a queue, or a point-to-point transfer."""
 
     def test(self) -> Any:
@@ -150,15 +153,15 @@ class Work(dist.Work):
 
     def __init__(
         self,
-        handle: Handle,
+        handle: WorkHandle,
         outputs: list[torch.Tensor],
-        later: Later = in_a_thread,
+        schedule: CallbackScheduler = run_in_thread,
         source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self.handle = handle
         self.outputs = outputs
-        self._later = later
+        self._schedule = schedule
         self._source = source
         self._future: _Future | None = None
         self._error: BaseException | None = None
@@ -207,7 +210,7 @@ class Work(dist.Work):
         Raises TypeError for other operations.
         """
         if self._source is None:
-            raise TypeError("source_rank: this operation does not receive from a rank; only recv's work has one")
+            raise TypeError("source_rank: only the Work of recv has a source rank")
         return self._source()
 
     def _source_rank(self) -> int:
@@ -220,14 +223,14 @@ class Work(dist.Work):
         collectives themselves.
         """
         if self._future is None:
-            self._future = _Future(self._later, self.wait, cuda_devices(self.outputs))
-            if isinstance(self.handle, Job):
+            self._future = _Future(self._schedule, self.wait, find_cuda_devices(self.outputs))
+            if isinstance(self.handle, QueuedOperation):
                 self.handle.when_done(self._complete)
             else:
                 poller.watch(self.handle, self._complete)
         return self._future
 
-    def _complete(self, job: Job | None = None) -> None:
+    def _complete(self, job: QueuedOperation | None = None) -> None:
         assert self._future is not None
         if job is not None:
             job.reported = job.reported or job.error is not None
@@ -235,10 +238,10 @@ class Work(dist.Work):
         self._future.complete(self.outputs, error)
 
 
-class Together:
+class CoalescedHandle:
     """Handle for several operations."""
 
-    def __init__(self, handles: list[Handle]) -> None:
+    def __init__(self, handles: list[WorkHandle]) -> None:
         self._handles = handles
 
     def test(self) -> bool:
@@ -254,7 +257,7 @@ class Together:
             one.wait(max(0.0, deadline - time.monotonic()), timeout if bound is None else bound)
 
 
-class Received:
+class RecvHandle:
     """Receive that completes when the message is in the caller's tensor.
 
     The first call of ``test`` or ``wait`` that sees the message moves it there.
@@ -264,24 +267,24 @@ class Received:
         self._request = request
         self._restore = restore
         self._lock = threading.Lock()
-        self._ended = False
+        self._completed = False
 
     def test(self) -> bool:
         # A thread in wait() holds the lock, and completes the receive itself.
         if self._lock.acquire(blocking=False):
             try:
-                if not self._ended and self._request.test():
+                if not self._completed and self._request.test():
                     with suppress(MpicollError):  # raised by wait()
                         self._finish(None)
-                    self._ended = True
+                    self._completed = True
             finally:
                 self._lock.release()
-        return self._ended
+        return self._completed
 
     def wait(self, timeout: float | None, bound: float | None = None) -> None:
         with self._lock:
             self._finish(timeout, bound)
-            self._ended = True
+            self._completed = True
 
     def _finish(self, timeout: float | None, bound: float | None = None) -> None:
         """Wait for the message and move it, once. The error of a receive that failed is raised at each call."""
@@ -291,7 +294,9 @@ class Received:
             restore()
 
 
-def transfer(handle: Handle, tensors: list[torch.Tensor], source: Callable[[], int] | None = None) -> Work:
+def create_transfer_work(
+    handle: WorkHandle, tensors: list[torch.Tensor], source: Callable[[], int] | None = None
+) -> Work:
     """Return the Work of a point-to-point transfer, which progresses in the background."""
     poller.watch(handle)
     return Work(handle, tensors, source=source)

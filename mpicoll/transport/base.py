@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from mpicoll.errors import Timeout, TruncationError
-
-T = TypeVar("T")
+from mpicoll.errors import TruncationError
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 """Contiguous flat memory. Messages are ``uint8``; native reductions get arrays of the reduced dtype."""
@@ -63,12 +59,12 @@ class Traffic:
     @property
     def sent(self) -> Tally:
         """Messages by destination and tag; those beyond the limit of tags are counted under the tag None."""
-        return self.sends.values_now()
+        return self.sends.snapshot()
 
     @property
     def received(self) -> Tally:
         """Messages by source and tag; those beyond the limit of tags are counted under the tag None."""
-        return self.receives.values_now()
+        return self.receives.snapshot()
 
 
 class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):
@@ -79,7 +75,7 @@ class _Counters(dict["tuple[int, int | None]", "itertools.count[int]"]):
             return self[key[0], None]
         return self.setdefault(key, itertools.count())
 
-    def values_now(self) -> Tally:
+    def snapshot(self) -> Tally:
         # Only repr() gives the value of an itertools.count without changing it.
         return {key: int(repr(counter)[len("count(") : -1]) for key, counter in self.copy().items()}
 
@@ -124,7 +120,7 @@ class Native(Protocol):
     def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None: ...
     def alltoall(self, source: Memory, target: Memory) -> None: ...
     def barrier(self) -> None: ...
-    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
+    def bind_allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
         """Return a function that reduces `count` elements of `dtype` at an address in place.
 
         It is for calls in which each tenth of a microsecond counts.
@@ -138,7 +134,7 @@ class Native(Protocol):
         collectives.
         """
 
-    def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
+    def bind_dtype(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         """Return a function that makes memory of an address and a number of elements of `dtype`.
 
         These methods take that memory. It is for calls in which each microsecond counts. The memory must
@@ -156,8 +152,8 @@ class Transport(Protocol):
     messages are in [0, max_tag]. `background` is True if another thread may communicate concurrently with the
     caller's. `key` names the group: it is the same on all its ranks, and unique among groups; `members` are its
     ranks as ranks of the job. `traffic` counts the caller's point-to-point messages; None where the counts are not
-    needed. `unshared` is the reason why the ranks of a node can't share memory, and `unread` the reason why they
-    can't read each other's private memory; None if they can. Both are the same on all ranks. `timeout` is that of
+    needed. `no_shm_reason` is the reason why the ranks of a node can't share memory, and `no_cma_reason` the reason why
+    they can't read each other's private memory; None if they can. Both are the same on all ranks. `timeout` is that of
     the communicator: the seconds after which a wait that can be left raises Timeout.
     """
 
@@ -184,11 +180,11 @@ class Transport(Protocol):
     @property
     def background(self) -> bool: ...
     @property
-    def unshared(self) -> str | None: ...
+    def no_shm_reason(self) -> str | None: ...
     @property
-    def unread(self) -> str | None: ...
+    def no_cma_reason(self) -> str | None: ...
 
-    def misreduces(self, op: str, dtype: np.dtype[Any]) -> str | None:
+    def find_native_defect(self, op: str, dtype: np.dtype[Any]) -> str | None:
         """Return the reason why the reduction `op` of `dtype` must not be done by ``native``, or None if it may be.
 
         The result is the same on all ranks.
@@ -204,15 +200,15 @@ class Transport(Protocol):
     def adopt(self, memory: Memory, fd: int) -> Sequence[Memory]:
         """Share existing memory of this process, the beginning of the file behind `fd`, as :meth:`share` does."""
 
-    def readers(self) -> Sequence[Read]:
+    def open_readers(self) -> Sequence[Read]:
         """Return for each rank a function that reads its private memory. Collective, on a group of one node."""
 
     @property
-    def own_cores(self) -> bool:
+    def has_own_cores(self) -> bool:
         """True if each rank of a group of one node has its own core, on which it may poll without pause."""
 
     @property
-    def fence(self) -> Callable[[], object] | None:
+    def memory_fence(self) -> Callable[[], object] | None:
         """A function that orders this rank's accesses to shared memory; None where the hardware orders them."""
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
@@ -221,10 +217,10 @@ class Transport(Protocol):
         It is called by a rank that has been waiting in shared memory for `peers` for `waited` seconds.
         """
 
-    def texts(self, text: str) -> list[str]:
+    def allgather_text(self, text: str) -> list[str]:
         """Return every rank's `text`. Collective."""
 
-    def explain(self, error: Exception) -> Exception:
+    def translate_error(self, error: Exception) -> Exception:
         """Return this library's exception for an exception that a native collective raised."""
 
     def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
@@ -243,13 +239,13 @@ class Transport(Protocol):
     ) -> Envelope: ...
     def isend(self, data: Memory, dest: int, tag: int) -> Pending: ...
     def irecv(self, data: Memory, source: int | None, tag: int | None) -> Pending: ...
-    def takes_own(self, tag: int) -> bool:
-        """Return True if a pending receive matches a message of this rank to itself with `tag`."""
+    def matches_own_message(self, tag: int) -> bool:
+        """Return True if a posted receive matches a message of this rank to itself with `tag`."""
 
-    def receiving(self) -> Sequence[tuple[int | None, int | None]]:
+    def list_posted_receives(self) -> Sequence[tuple[int | None, int | None]]:
         """Return source and tag (None: any) of the receives for which no message has arrived."""
 
-    def settle(self, seconds: float) -> bool:
+    def wait_for_all_ranks(self, seconds: float) -> bool:
         """Wait until all ranks have entered the call, so that the messages that they have sent have arrived.
 
         Collective, at the end of a program. It returns after `seconds` in any case. Returns True if messages
@@ -284,7 +280,7 @@ class Transport(Protocol):
         where ranks can't survive a death.
         """
 
-    def failed_already(self) -> bool:
+    def detect_failure(self) -> bool:
         """Return True if a rank is known to have died, or the group was revoked.
 
         It waits a moment for reports of failures. The result is always False in a job that does not survive
@@ -305,25 +301,6 @@ SHARED_MEMORY_GRACE = 0.5
 
 The awaited rank may be about to time out itself, and then releases the waiting rank.
 """
-
-
-def poll(ready: Callable[[], T], timeout: float | None, what: str) -> T:
-    """Call `ready` until it returns a true value, and return that value.
-
-    The first calls are made without a pause; later ones yield the core, then sleep. Raises Timeout, with `what` in
-    its text, after `timeout` seconds.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    turns = 0
-    while not (value := ready()):
-        if deadline is not None and time.monotonic() > deadline:
-            raise Timeout(f"{what}: not complete within the timeout of {timeout:g} s")
-        turns += 1
-        if turns > 1000:
-            time.sleep(50e-6)
-        elif turns > 20:
-            os.sched_yield()
-    return value
 
 
 def truncation_error(rank: int, message: Envelope, size: int) -> TruncationError:

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Mapping
 
-_held: list[int] = []
+_claims: list[int] = []
 """The descriptor that holds the claim of this process. A socket object would warn at exit that it was not closed."""
 
 
@@ -29,7 +29,7 @@ def claim(environ: Mapping[str, str]) -> int | None:
     """
     # The server's address has a port, so no other job in this network namespace has the same.
     server = next((value for name, value in sorted(environ.items()) if name.startswith("PMIX_SERVER_URI")), None)
-    if server is None or "PMIX_RANK" not in environ or _held:
+    if server is None or "PMIX_RANK" not in environ or _claims:
         return None
     job = f"{server} {environ.get('PMIX_NAMESPACE')} {environ['PMIX_RANK']}"
     # Linux removes an abstract name with its process. The name is visible in the network namespace only.
@@ -38,19 +38,19 @@ def claim(environ: Mapping[str, str]) -> int | None:
         with socket.socket(socket.AF_UNIX) as held:
             held.bind(name)
             held.listen()
-            _held.append(held.detach())
+            _claims.append(held.detach())
     except OSError as error:
-        return _owner(name) if error.errno == errno.EADDRINUSE else None
+        return _find_owner(name) if error.errno == errno.EADDRINUSE else None
     return None
 
 
-def _owner(name: str) -> int | None:
+def _find_owner(name: str) -> int | None:
     """Return the id of the process of this user that listens at `name`, or None."""
     try:
-        with socket.socket(socket.AF_UNIX) as asked:
-            asked.setblocking(False)
-            asked.connect(name)
-            credentials = asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            client.connect(name)
+            credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     except OSError:
         return None
     pid, user, _ = struct.unpack("3i", credentials)

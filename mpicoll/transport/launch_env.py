@@ -10,12 +10,12 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_P
 _SIGNS = (*_SIZES, "PMI_RANK", "PMIX_RANK", "PMI_FD", "PMI_PORT")
 
 
-def launched(environ: Mapping[str, str]) -> bool:
+def is_launched(environ: Mapping[str, str]) -> bool:
     """Return True if an MPI launcher started this process, or the program has initialised MPI by itself."""
     return "mpi4py.MPI" in sys.modules or any(name in environ for name in _SIGNS)
 
 
-def started_by_mpi(environ: Mapping[str, str]) -> bool:
+def is_started_by_mpi(environ: Mapping[str, str]) -> bool:
     """Return True if an MPI launcher, and no other launcher inside of it, started this process.
 
     The launcher's variables are inherited by all processes that its ranks start: by torchrun under ``srun`` or

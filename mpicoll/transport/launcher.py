@@ -23,22 +23,22 @@ _PARENTS = frozenset(
 )
 """Programs that start ranks."""
 
-_OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "MV2_COMM_WORLD_")
+_JOB_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PMI2_", "PRTE_", "MPI_LOCAL", "MV2_COMM_WORLD_")
 """Prefixes of variables by which a launcher passes a process its rank and its job."""
 
-_SETTINGS = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_MCA_")
-"""Prefixes of variables that are a user's settings, although they match ``_OF_A_JOB``."""
+_SETTING_PREFIXES = ("OMPI_MCA_", "OMPI_ALLOW_RUN_AS_ROOT", "PMIX_MCA_", "PRTE_MCA_")
+"""Prefixes of variables that are a user's settings, although they begin with ``_JOB_PREFIXES``."""
 
-_MCA_OF_A_JOB = (
+_JOB_MCA_PREFIXES = (
     *("OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte_"),
     *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type"),
 )
 """Prefixes of variables that look like settings, but are set by Open MPI's launcher within a job."""
 
-_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables set by torchrun, or for a process group of this program: its ranks are not those of the new job."""
 
-_OF_PLACES = re.compile(
+_PLACEMENT_VARIABLES = re.compile(
     r"(SLURM|PBS|LSB|SGE|FLUX|COBALT)_|(PE_HOSTFILE|HYDRA_HOST_FILE)$"
     r"|(OMPI|PRTE)_MCA_(rmaps_|ras_|hwloc_(base|default)_(binding|cpu)|\w*host_?file)"
 )
@@ -50,28 +50,28 @@ _LIBRARIES = (Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib"))
 _GRACE = 1.0
 """Seconds between terminating a process and killing it."""
 
-_ENDING = 15.0
+_TERMINATION_TIME = 15.0
 """Seconds in which a process that was terminated has ended with all its children."""
 
-_MUCH = 1 << 20
+_OUTPUT_LIMIT = 1 << 20
 """Bytes that are kept of the stdout, and of the stderr, of a process."""
 
-_RUN = (
+_RUN_MODULE = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); del sys.argv[:2];"
     " runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
 )
 
-_ASK = """\
+_QUERY = """\
 import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-from mpicoll.transport.launcher import mapped_library
-print(json.dumps([MPI.Get_library_version(), mapped_library(), mpi4py.__version__]))
+from mpicoll.transport.launcher import find_mapped_library
+print(json.dumps([MPI.Get_library_version(), find_mapped_library(), mpi4py.__version__]))
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class MpiLibrary:
     """The MPI library that mpi4py loads: its version string, its file, and mpi4py's version."""
 
     version: str
@@ -85,7 +85,7 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RunResult:
     """The end of a process.
 
     `status` is its exit status as a shell would return it, or None if it exceeded its time and was ended. `output`
@@ -97,13 +97,13 @@ class Ended:
     errors: str
 
 
-def find() -> str | None:
+def find_launcher() -> str | None:
     """Return the launcher of the MPI library that this process would use, as far as known, or None.
 
     It is the one that has started this process, else the one beside this Python, beside the library, or in PATH.
     """
-    library = _library_file()
-    places = [*_parents(), Path(sys.executable).parent, *_beside(library)]
+    library = _find_library_file()
+    places = [*_launcher_directories(), Path(sys.executable).parent, *_directories_beside(library)]
     for path in (*map(str, places), None):
         for name in (*_debian_names(library), *_NAMES):
             if found := shutil.which(name, path=path):
@@ -111,12 +111,12 @@ def find() -> str | None:
     return None
 
 
-def _library_file() -> str:
+def _find_library_file() -> str:
     """Return the file of the MPI library that this process has loaded, or is known to load; or an empty string."""
-    mapped = mapped_library()
-    if mapped or not library.cache_info().currsize:
+    mapped = find_mapped_library()
+    if mapped or not find_library.cache_info().currsize:
         return mapped
-    known = library()
+    known = find_library()
     return "" if isinstance(known, str) else known.path
 
 
@@ -127,10 +127,10 @@ def _debian_names(library: str) -> list[str]:
     return ["mpirun.openmpi"] if re.search(r"/libmpi\.so\.40", library) else []
 
 
-def _parents() -> list[Path]:
+def _launcher_directories() -> list[Path]:
     """Return the directories of the launchers that have started this process as a rank."""
     found = []
-    pid = os.getpid() if launch_env.launched(os.environ) else 0
+    pid = os.getpid() if launch_env.is_launched(os.environ) else 0
     with suppress(OSError, ValueError, IndexError):  # processes of others, or no /proc
         while pid > 1:
             # PID (NAME) STATE PARENT ..., where the name may contain anything.
@@ -141,12 +141,12 @@ def _parents() -> list[Path]:
     return found
 
 
-def _beside(library: str) -> list[Path]:
+def _directories_beside(library: str) -> list[Path]:
     """Return possible directories of a library's launcher: ``bin`` beside the library's directory ``lib``."""
     return [one / "bin" for one in list(Path(library).parents)[1:4]] if library else []
 
 
-def mapped_library() -> str:
+def find_mapped_library() -> str:
     """Return the file of the MPI library that this process has loaded, or an empty string."""
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
@@ -157,35 +157,35 @@ def mapped_library() -> str:
 
 
 @lru_cache(maxsize=1)
-def library() -> Library | str:
+def find_library() -> MpiLibrary | str:
     """Return the MPI library of this process, or the one that it would load; or the reason why there is none.
 
     It takes a moment where MPI is not loaded yet: then another process loads it.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
-        return Library(mpi.Get_library_version(), mapped_library(), sys.modules["mpi4py"].__version__)
-    command = [sys.executable, "-c", f"import json, sys; sys.path[:] = json.loads(sys.argv[1])\n{_ASK}"]
-    ended = attempt([*command, json.dumps(sys.path)], environment(os.environ, root=os.geteuid() == 0), 20.0)
+        return MpiLibrary(mpi.Get_library_version(), find_mapped_library(), sys.modules["mpi4py"].__version__)
+    command = [sys.executable, "-c", f"import json, sys; sys.path[:] = json.loads(sys.argv[1])\n{_QUERY}"]
+    ended = run_bounded([*command, json.dumps(sys.path)], job_environment(os.environ, root=os.geteuid() == 0), 20.0)
     if ended.status != 0:
-        return "it did not answer" if ended.status is None else last_lines(ended.errors, 1)
-    return Library(*json.loads(ended.output.splitlines()[-1]))
+        return "no answer within 20 s" if ended.status is None else tail(ended.errors, 1)
+    return MpiLibrary(*json.loads(ended.output.splitlines()[-1]))
 
 
-def outside(environ: Mapping[str, str]) -> dict[str, str]:
+def strip_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables by which this process belongs to a job."""
     inside = "OMPI_COMM_WORLD_SIZE" in environ
     return {
         name: value
         for name, value in environ.items()
-        if (not name.startswith(_OF_A_JOB) or name.startswith(_SETTINGS))
-        and not (inside and name.startswith(_MCA_OF_A_JOB))
+        if (not name.startswith(_JOB_PREFIXES) or name.startswith(_SETTING_PREFIXES))
+        and not (inside and name.startswith(_JOB_MCA_PREFIXES))
         and name != "MPICOLL_TRANSPORT"  # the ranks are MPI's, whatever this program is
-        and name not in _OF_TORCH
+        and name not in _TORCH_VARIABLES
     }
 
 
-def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+def job_environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """Return the environment of a new job.
 
     It is `environ` without the variables by which this process belongs to a job, and with the settings that Open
@@ -199,26 +199,26 @@ def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     defaults |= {"OMPI_MCA_osc": "^ucx"}
     if root:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return defaults | outside(environ)
+    return defaults | strip_job_variables(environ)
 
 
-def environment_here(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
+def local_job_environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """Return the environment of a small job on this machine and the cores of this process.
 
     Placement by `environ` and by the batch system is removed.
     """
-    placed = {name: value for name, value in environ.items() if not _OF_PLACES.match(name)}
+    placed = {name: value for name, value in environ.items() if not _PLACEMENT_VARIABLES.match(name)}
     # A rank that is bound to one core has no second one to bind a rank to.
     unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
-    return environment(placed, root=root) | unbound
+    return job_environment(placed, root=root) | unbound
 
 
-def module(name: str, *arguments: str) -> list[str]:
+def module_command(name: str, *arguments: str) -> list[str]:
     """Return the command that runs a module as ``python -m`` does, with the sys.path of this program."""
-    return [sys.executable, "-c", _RUN, json.dumps(sys.path), name, *arguments]
+    return [sys.executable, "-c", _RUN_MODULE, json.dumps(sys.path), name, *arguments]
 
 
-def attempt(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> Ended:
+def run_bounded(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> RunResult:
     """Run `command`, the path of a program and its arguments, for at most `seconds`.
 
     None of its processes is left on return, nor after the death of this process.
@@ -246,24 +246,24 @@ def attempt(command: Sequence[str], environ: Mapping[str, str], seconds: float) 
                 status = process.wait(seconds)
         finally:
             if status is None:
-                _end(process)
-        return Ended(status, _end_of(output), _end_of(errors))
+                _terminate(process)
+        return RunResult(status, _read_end(output), _read_end(errors))
 
 
-def _end(process: Any) -> None:
+def _terminate(process: Any) -> None:
     import signal
     import subprocess
 
     process.terminate()
     try:
-        process.wait(_ENDING)
+        process.wait(_TERMINATION_TIME)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
-def _end_of(file: Any) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - _MUCH))
+def _read_end(file: Any) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _OUTPUT_LIMIT))
     return str(file.read().decode(errors="replace"))
 
 
@@ -273,16 +273,19 @@ _REFUSALS = {
 }
 
 
-def refusal(errors: str) -> str | None:
+def classify_refusal(errors: str) -> str | None:
     """Return the reason why Open MPI's launcher has started nothing, by its messages.
 
     It is ``as root``, or ``slots`` (there are fewer cores than ranks); None if it is neither.
     """
-    return next((why for why, said in _REFUSALS.items() if said.search(errors)), None)
+    return next((why for why, pattern in _REFUSALS.items() if pattern.search(errors)), None)
 
 
-def remedies(why: str, errors: str) -> tuple[str, str]:
-    """Return the option of ``mpirun``, and the variables with their values, that avoid such a :func:`refusal`."""
+def suggest_remedies(why: str, errors: str) -> tuple[str, str]:
+    """Return the option of ``mpirun``, and the variables with their values, that avoid the refusal `why`.
+
+    `why` is the result of :func:`classify_refusal` for `errors`.
+    """
     if why == "as root":
         return "--allow-run-as-root", "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
     if "--map-by" in errors:  # Open MPI 5
@@ -290,7 +293,7 @@ def remedies(why: str, errors: str) -> tuple[str, str]:
     return "--oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe=1"
 
 
-def unlinked_mpich(error: str) -> str | None:
+def find_unlinked_mpich(error: str) -> str | None:
     """Return the file of Debian's MPICH if mpi4py has failed with `error` since it looks for another name, or None."""
     if "libmpi.so.12" not in error and "MPI library" not in error:
         return None
@@ -298,7 +301,7 @@ def unlinked_mpich(error: str) -> str | None:
     return next((str(file) for place in places if (file := place / "libmpich.so.12").exists()), None)
 
 
-def last_lines(text: str, count: int) -> str:
+def tail(text: str, count: int) -> str:
     """Return the last lines of a process's output as one line, without lines that only frame them."""
     lines = [line.strip() for line in text.splitlines()]
-    return " ".join([line for line in lines if line.strip("-= ") and "***" not in line][-count:]) or "it said nothing"
+    return " ".join([line for line in lines if line.strip("-= ") and "***" not in line][-count:]) or "no output"

@@ -1,9 +1,9 @@
 """Probe programs, which try in separate processes operations that may crash or hang, and report on stdout.
 
 A module of probes calls :func:`run` as its main program, with functions by name; the process that starts it (see
-:func:`mpicoll.transport.launcher.module`) reads the reports with :func:`reports_in`. A report is a line that begins
-with :data:`MARK`; JSON follows, with one of these keys: the next operation (``step``), a wrong result (``wrong``), the
-reason why it can't be tried (``unable``), or, at the end, the result (``done``).
+:func:`mpicoll.transport.launcher.module_command`) reads the reports with :func:`read_reports`. A report is a line that
+begins with :data:`MARK`; JSON follows, with one of these keys: the next operation (``step``), a wrong result
+(``wrong``), the reason why it can't be tried (``unable``), or, at the end, the result (``done``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 MARK = "mpicoll-trial "
 
 
-class Wrong(Exception):
+class WrongResult(Exception):
     """A result differs from the expected one."""
 
 
-class Unable(Exception):
+class ProbeImpossible(Exception):
     """The operation can't be tried here."""
 
 
@@ -37,9 +37,9 @@ def run(probes: Mapping[str, Callable[..., Any]], name: str, *arguments: str) ->
     """Run ``probes[name](*arguments)``, report its result or its failure, and return the exit status."""
     try:
         report(done=probes[name](*arguments))
-    except Wrong as error:
+    except WrongResult as error:
         report(wrong=str(error))
-    except (Unable, MpicollError, ImportError) as error:
+    except (ProbeImpossible, MpicollError, ImportError) as error:
         report(unable=str(error))
     except Exception:  # noqa: BLE001  after any failure, the other rank must not wait for this one
         traceback.print_exc()
@@ -58,7 +58,7 @@ def report(**what: Any) -> None:
     sys.stdout.flush()
 
 
-def reports_in(output: str) -> Iterator[dict[str, Any]]:
+def read_reports(output: str) -> Iterator[dict[str, Any]]:
     """Yield the reports in the output of a probe program."""
     for line in output.splitlines():
         if line.startswith(MARK):
@@ -66,22 +66,22 @@ def reports_in(output: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line[len(MARK) :])
 
 
-def merged_reports(output: str) -> dict[str, Any]:
+def merge_reports(output: str) -> dict[str, Any]:
     """Return the last value of each key of the reports in `output`."""
     merged: dict[str, Any] = {}
-    for one in reports_in(output):
+    for one in read_reports(output):
         merged |= one
     return merged
 
 
-def failure_text(ended: launcher.Ended) -> str:
+def describe_failure(ended: launcher.RunResult) -> str:
     """Return the launcher's message about a signal, from stderr or, as MPICH's launcher does, from stdout.
 
     Without such a message, returns the end of stderr.
     """
     others = [line for line in ended.output.splitlines() if not line.startswith(MARK)]
     signals = [line for line in [*others, *ended.errors.splitlines()] if "signal" in line.lower()]
-    return signals[-1].strip() if signals else launcher.last_lines(ended.errors, 2)
+    return signals[-1].strip() if signals else launcher.tail(ended.errors, 2)
 
 
 def join_two_ranks() -> Transport:
@@ -90,5 +90,8 @@ def join_two_ranks() -> Transport:
 
     transport = mpi.world(launch_env.launched_size(os.environ))
     if transport.size != 2:
-        raise Unable(f"the launcher gives worlds of {transport.size}; it belongs to another MPI library")
+        raise ProbeImpossible(
+            f"the launcher has started 2 ranks, but the MPI library sees a world of {transport.size}: they belong to"
+            " different MPI installations"
+        )
     return transport

@@ -31,7 +31,7 @@ _CRASHES = 8
 def probe_reductions() -> tuple[dict[str, Any] | None, str]:
     """Try the collectives themselves, in jobs of two ranks that may crash, and keep what was found. Returns the entry,
     and where it is kept; or None, and why they can't be tried."""
-    program = launcher.find()
+    program = launcher.find_launcher()
     if program is None:
         return None, "there is neither mpirun nor mpiexec to try it"
     wrong: reductions.Defects = {}
@@ -44,25 +44,25 @@ def probe_reductions() -> tuple[dict[str, Any] | None, str]:
         step = next((one["step"] for one in reversed(reports) if "step" in one), None)
         unable = next((one["unable"] for one in reports if "unable" in one), None)
         if unable is not None or step is None or step in wrong or len(wrong) == _CRASHES:
-            return None, unable or f"a job of two ranks fails: {probes.failure_text(ended)}"
-        how = f"did not end within {_SECONDS:g} s" if ended.status is None else probes.failure_text(ended)
-        wrong[step] = f"the MPI library fails in {reductions.words(step)}: {how}"
+            return None, unable or f"a job of two ranks fails: {probes.describe_failure(ended)}"
+        how = f"did not end within {_SECONDS:g} s" if ended.status is None else probes.describe_failure(ended)
+        wrong[step] = f"the MPI library fails in {reductions.describe_pair(step)}: {how}"
     for one in found:
         wrong = one | wrong
     ended, reports = _start(program, "in-place")
     in_place = ended.status == 0 and any("done" in one for one in reports)
-    entry = reductions.entry_of(reductions.conditions(), wrong) | {"collectives": True, "in_place": in_place}
+    entry = reductions.make_entry(reductions.read_conditions(), wrong) | {"collectives": True, "in_place": in_place}
     return entry, reductions.FILE.write(entry)
 
 
-def _start(program: str, *arguments: str) -> tuple[launcher.Ended, list[dict[str, Any]]]:
+def _start(program: str, *arguments: str) -> tuple[launcher.RunResult, list[dict[str, Any]]]:
     """Run a probe in a job of two ranks; return how it ended, and its reports."""
-    ended = launcher.attempt(
-        [program, "-np", "2", *launcher.module(PROGRAM, *arguments)],
-        launcher.environment_here(os.environ, root=os.geteuid() == 0),
+    ended = launcher.run_bounded(
+        [program, "-np", "2", *launcher.module_command(PROGRAM, *arguments)],
+        launcher.local_job_environment(os.environ, root=os.geteuid() == 0),
         _SECONDS,
     )
-    return ended, list(probes.reports_in(ended.output))
+    return ended, list(probes.read_reports(ended.output))
 
 
 # --- the program
@@ -80,11 +80,11 @@ def _check_collectives(skip: str) -> dict[str, Any]:
     from mpicoll.transport import mpi
 
     transport = probes.join_two_ranks()
-    wrong: reductions.Defects = {**reductions.attempt(mpi.reduce_local), **json.loads(skip)}
+    wrong: reductions.Defects = {**reductions.try_all(mpi.reduce_local), **json.loads(skip)}
     # Both ranks must leave out the same.
-    known = {what for text in transport.texts(json.dumps(wrong)) for what in json.loads(text)}
+    known = {what for text in transport.allgather_text(json.dumps(wrong)) for what in json.loads(text)}
     for op, dtype in reductions.PAIRS:
-        what = reductions.name(op, dtype)
+        what = reductions.format_pair(op, dtype)
         if what in known:
             continue
         if transport.rank == 0:
@@ -100,7 +100,7 @@ def _collective_defect(transport: Transport, op: str, dtype: np.dtype[Any], coun
     """Return a description of a wrong result of the collectives that reduce; None if all are right."""
     native, rank = transport.native, transport.rank
     assert native is not None
-    both = reductions.operands(op, dtype, 2 * count)
+    both = reductions.make_operands(op, dtype, 2 * count)
     mine, (left, right) = both[rank], both
     total = reductions.combine(op, left, right)
     half = slice(rank * count, (rank + 1) * count)
@@ -136,7 +136,7 @@ def _collective_defect(transport: Transport, op: str, dtype: np.dtype[Any], coun
     native.reduce_scatter(mine, block, [count, count], op)
     look("Reduce_scatter", total[half], block, half)
     for name, expected, got, where in found:
-        why = reductions.differs(op, expected, got, left[where], right[where])
+        why = reductions.describe_difference(op, expected, got, left[where], right[where])
         if why is not None:
             return f"{why} (by {name} of {mine.size} elements on rank {rank} of 2)"
     return None
@@ -152,7 +152,7 @@ def _check_in_place() -> str:
         memory = from_both[:count] + rank
         mpi.reduce_in_place(memory, "sum", 1)
         if rank == 1 and not np.array_equal(memory, from_both[:count] * 2 + 1):
-            raise probes.Wrong(f"Reduce in place of {count} float64 to rank 1 gives wrong data")
+            raise probes.WrongResult(f"Reduce in place of {count} float64 to rank 1 gives wrong data")
     return "Reduce works in place at rank 1"
 
 

@@ -30,7 +30,7 @@ Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
 """``reduce(op, source, target)`` stores `op` of the two arrays in `target`, as MPI_Reduce_local does."""
 
 Defects: TypeAlias = "dict[str, str]"
-"""Reductions that must not be done by the MPI library, by :func:`name`, with the reason."""
+"""Reductions that must not be done by the MPI library, by :func:`format_pair`, with the reason."""
 
 _LOGIC = ("land", "lor", "lxor")
 
@@ -56,7 +56,7 @@ _VECTOR = 64
 _FIELDS = ("wrong", "collectives", "in_place", "tried")
 
 
-def _valid(entry: Mapping[str, Any]) -> bool:
+def _is_valid(entry: Mapping[str, Any]) -> bool:
     wrong = entry.get("wrong")
     return (
         isinstance(wrong, dict)
@@ -68,7 +68,7 @@ def _valid(entry: Mapping[str, Any]) -> bool:
     )
 
 
-FILE = user_cache.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _valid)
+FILE = user_cache.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _is_valid)
 """The file of the results."""
 
 _IN_PLACE = ("Open MPI v5.", "MPICH Version: 5.", "Intel(R) MPI Library 2021.19")
@@ -78,43 +78,43 @@ MPICH 4.0 crashes there if the root isn't rank 0.
 """
 
 
-def name(op: str, dtype: np.dtype[Any]) -> str:
+def format_pair(op: str, dtype: np.dtype[Any]) -> str:
     """Return the name of `op` on `dtype` in files and tables."""
     return f"{op} {dtype.char}"
 
 
-def words(text: str) -> str:
-    """Return a :func:`name` in readable form."""
+def describe_pair(text: str) -> str:
+    """Return an operation and dtype of :func:`format_pair` in readable form."""
     op, _, char = text.partition(" ")
     return f"{op} of {np.dtype(char).name}"
 
 
-def refusal(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | None:
+def find_defect(wrong: Mapping[str, str], op: str, dtype: np.dtype[Any]) -> str | None:
     """Return the reason why `op` on `dtype` must not be done by a library with the defects `wrong`, or None."""
-    what = name(op, dtype)
+    what = format_pair(op, dtype)
     if what not in _NAMES:
-        return f"it was not tried whether the MPI library has {op} of {dtype.name}"
+        return f"{op} of {dtype.name} was not tested with the MPI library"
     return wrong.get(what)
 
 
 def find_defects(reduce: Reduce) -> Defects:
-    """Return the defects of the library of this process: those found before, else those that :func:`attempt` finds."""
-    here = conditions()
+    """Return the defects of the library of this process: those found before, else those that :func:`try_all` finds."""
+    here = read_conditions()
     entry = FILE.read(here)
     if entry is None:
-        entry = entry_of(here, attempt(reduce))
+        entry = make_entry(here, try_all(reduce))
         FILE.write(entry)
     wrong: Defects = entry["wrong"]
     return wrong
 
 
-def kept_entry() -> dict[str, Any] | None:
+def read_entry() -> dict[str, Any] | None:
     """Return the file's entry for the MPI library of this process, or for the one that it would load."""
-    return FILE.read(conditions())
+    return FILE.read(read_conditions())
 
 
-def entry_of(found_under: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
-    """Return an entry of the file, for the defects that :func:`attempt` has found."""
+def make_entry(found_under: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
+    """Return an entry of the file, for the defects that :func:`try_all` has found."""
     now = strftime("%Y-%m-%d %H:%M:%S")
     return {**found_under, "wrong": wrong, "collectives": False, "in_place": None, "tried": now}
 
@@ -122,30 +122,30 @@ def entry_of(found_under: Mapping[str, Any], wrong: Defects) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def reduces_in_place() -> bool:
     """Return True if MPI_Reduce of this process' library may work in place at a root other than rank 0."""
-    entry = kept_entry()
+    entry = read_entry()
     if entry is not None and entry["in_place"] is not None:
         return bool(entry["in_place"])
-    library = launcher.library()
+    library = launcher.find_library()
     return not isinstance(library, str) and " ".join(library.version.split()).startswith(_IN_PLACE)
 
 
-def conditions() -> dict[str, Any]:
+def read_conditions() -> dict[str, Any]:
     """Return the conditions on which a library's reductions depend."""
-    library = launcher.library()
+    library = launcher.find_library()
     if isinstance(library, str):
-        library = launcher.Library("", "", "")
+        library = launcher.MpiLibrary("", "", "")
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": _read_processor(),
         "mpi": library.version,
         "library": library.path,
-        "built": _built(library.path),
+        "built": _build_of(library.path),
         "mpi4py": library.mpi4py,
         "settings": {key: value for key, value in os.environ.items() if key.startswith("OMPI_MCA_op")},
     }
 
 
-def _built(path: str) -> list[int]:
+def _build_of(path: str) -> list[int]:
     """Return size and modification time of the file, which distinguish builds of one version."""
     try:
         status = os.stat(path)  # noqa: PTH116  "" is no path of a file
@@ -155,7 +155,7 @@ def _built(path: str) -> list[int]:
 
 
 @lru_cache(maxsize=1)
-def _processor() -> list[str]:
+def _read_processor() -> list[str]:
     """Return model and instruction sets of the first core: libraries choose their functions by these."""
     telling = ("model name", "flags", "Features", "CPU implementer", "CPU part", "cpu model", "isa")
     try:
@@ -166,16 +166,16 @@ def _processor() -> list[str]:
     return [line for line in first.splitlines() if line.startswith(telling)]
 
 
-def attempt(reduce: Reduce) -> Defects:
+def try_all(reduce: Reduce) -> Defects:
     """Return the defects of `reduce` among all :data:`PAIRS`."""
-    wrong = {name(op, dtype): why for op, dtype in PAIRS if (why := _attempt(reduce, op, dtype)) is not None}
-    _layout.cache_clear()
+    wrong = {format_pair(op, dtype): why for op, dtype in PAIRS if (why := _try_pair(reduce, op, dtype)) is not None}
+    _lay_out.cache_clear()
     return wrong
 
 
-def _attempt(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
+def _try_pair(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
     """Return the reason why `op` on `dtype` can't be done by `reduce`; None if all its results are right."""
-    source, before, pieces = _layout(dtype, logic=op in _LOGIC)
+    source, before, pieces = _lay_out(dtype, logic=op in _LOGIC)
     target = before.copy()
     try:
         for start, stop in pieces:
@@ -185,7 +185,7 @@ def _attempt(reduce: Reduce, op: str, dtype: np.dtype[Any]) -> str | None:
     expected = combine(op, source, before)
     between = [stop for _, stop in pieces]
     expected[between] = before[between]
-    return differs(op, expected, target, source, before)
+    return describe_difference(op, expected, target, source, before)
 
 
 def combine(op: str, left: Memory, right: Memory) -> Memory:
@@ -194,7 +194,7 @@ def combine(op: str, left: Memory, right: Memory) -> Memory:
         return np.asarray(UFUNCS[op](left, right).astype(left.dtype, copy=False))
 
 
-def differs(op: str, expected: Memory, got: Memory, left: Memory, right: Memory) -> str | None:
+def describe_difference(op: str, expected: Memory, got: Memory, left: Memory, right: Memory) -> str | None:
     """Return a description of the first element of `got` that differs from `expected`; None if there is none.
 
     `left` and `right` are the operands.
@@ -211,13 +211,13 @@ def differs(op: str, expected: Memory, got: Memory, left: Memory, right: Memory)
     )
 
 
-def operands(op: str, dtype: np.dtype[Any], count: int) -> tuple[Memory, Memory]:
+def make_operands(op: str, dtype: np.dtype[Any], count: int) -> tuple[Memory, Memory]:
     """Return two arrays of `count` elements, in which each edge value of the dtype is paired with each other one."""
-    values = _values(dtype, logic=op in _LOGIC)
+    values = _edge_values(dtype, logic=op in _LOGIC)
     return np.resize(np.repeat(values, values.size), count), np.resize(np.tile(values, values.size), count)
 
 
-def _values(dtype: np.dtype[Any], *, logic: bool) -> Memory:
+def _edge_values(dtype: np.dtype[Any], *, logic: bool) -> Memory:
     """Return an odd number of values: in a long array each pair of values is then in each place of a vector."""
     if dtype.kind == "b" or logic:
         return np.array([0, 1, 1], dtype)  # operands are converted to truth values before
@@ -232,18 +232,18 @@ def _values(dtype: np.dtype[Any], *, logic: bool) -> Memory:
 
 
 @lru_cache(maxsize=32)
-def _layout(dtype: np.dtype[Any], *, logic: bool) -> tuple[Memory, Memory, list[tuple[int, int]]]:
+def _lay_out(dtype: np.dtype[Any], *, logic: bool) -> tuple[Memory, Memory, list[tuple[int, int]]]:
     """Return two arrays, and the pieces of them that are to be reduced.
 
     The pieces have all lengths up to two vectors and a part of a third, then a long one. Between pieces is an
     element that must stay unchanged.
     """
     width = max(1, _VECTOR // dtype.itemsize)
-    long = width * _values(dtype, logic=logic).size ** 2 + width // 2 + 1
+    long = width * _edge_values(dtype, logic=logic).size ** 2 + width // 2 + 1
     pieces, end = [], 0
     for count in chain(range(1, 2 * width + width // 2 + 2), (long,)):
         pieces.append((end, end + count))
         end += count + 1
-    source, target = operands("land" if logic else "", dtype, end + 1)
+    source, target = make_operands("land" if logic else "", dtype, end + 1)
     # Offset by one element, so that their alignments differ.
     return source[1:], target[:-1], pieces

@@ -23,7 +23,7 @@ _DIRECTORY = "/dev/shm"
 
 _NAME = "mpicoll"
 
-_FEW = 1 << 20
+_ALWAYS_FREE = 1 << 20
 """Bytes that any machine has free: it takes longer to query the free memory than to share so few."""
 
 
@@ -43,7 +43,7 @@ _NOTHING = Handle("", 0, None)
 """The handle of no bytes, for which there is no file."""
 
 
-class Shared:
+class SharedBlock:
     """Memory of this process that other processes of the same user can map.
 
     It has no name that could outlive its processes: it is an anonymous file, or one whose name is removed by
@@ -133,7 +133,7 @@ class _Extent(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def reader(pid: int) -> Read:
+def open_reader(pid: int) -> Read:
     """Return a function ``read(source, target, nbytes)``.
 
     It copies from an address of process `pid` to one of this process. Raises OSError, in calls too, if the kernel
@@ -169,18 +169,6 @@ def reader(pid: int) -> Read:
     return read
 
 
-def _yielder() -> Callable[[], object]:
-    try:
-        # Unlike os.sched_yield of some Python versions, it releases the GIL.
-        return _LIBC.sched_yield
-    except AttributeError:
-        return os.sched_yield
-
-
-yield_core = _yielder()
-"""Yield the core to other processes and threads."""
-
-
 def _check_free(nbytes: int) -> None:
     """Raise MemoryError if the machine has less than `nbytes` of free memory.
 
@@ -201,17 +189,17 @@ def share(
     `nbytes` is the size of this rank's memory (0: none). ``exchange(value)`` returns the values of all ranks, by
     rank. If it fails on one rank, all get None and the same reason.
     """
-    own: Shared | None = None
-    told: Handle | str = _NOTHING
+    own: SharedBlock | None = None
+    own_handle: Handle | str = _NOTHING
     try:
         if nbytes:
-            own = Shared(nbytes, named=named)
-            told = own.handle
+            own = SharedBlock(nbytes, named=named)
+            own_handle = own.handle
     except (OSError, OverflowError, ValueError, MemoryError) as error:
-        told = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
+        own_handle = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
     try:
         # Named memory was already allocated by posix_fallocate.
-        return _map_all(told, None if own is None else own.memory, exchange, rank, taken=named)
+        return _map_all(own_handle, None if own is None else own.memory, exchange, rank, is_allocated=named)
     finally:
         if own is not None:
             own.seal()
@@ -221,21 +209,26 @@ def adopt(
     memory: Memory, fd: int, exchange: Callable[[object], Sequence[object]], rank: int
 ) -> tuple[list[Memory] | None, str]:
     """Share existing memory, the beginning of the file behind `fd`, as :func:`share` does."""
-    told = Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None)
-    return _map_all(told, memory, exchange, rank, taken=True)
+    own_handle = Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None)
+    return _map_all(own_handle, memory, exchange, rank, is_allocated=True)
 
 
 def _map_all(
-    told: Handle | str, own: Memory | None, exchange: Callable[[object], Sequence[object]], rank: int, *, taken: bool
+    own_handle: Handle | str,
+    own: Memory | None,
+    exchange: Callable[[object], Sequence[object]],
+    rank: int,
+    *,
+    is_allocated: bool,
 ) -> tuple[list[Memory] | None, str]:
-    handles = exchange(told)
+    handles = exchange(own_handle)
     memories: list[Memory] = []
     failure = next((one for one in handles if isinstance(one, str)), "")
     if failure:
         return None, failure
     try:
         total = sum(one.nbytes for one in handles if isinstance(one, Handle))
-        if not taken and total > _FEW:
+        if not is_allocated and total > _ALWAYS_FREE:
             _check_free(total)
         memories = [
             own if peer == rank and own is not None else attach(one)

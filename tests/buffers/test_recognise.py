@@ -167,7 +167,7 @@ def test_array_api_results_are_of_the_same_library(name: str) -> None:
 
 
 def test_dlpack_of_a_dtype_that_numpy_lacks() -> None:
-    with pytest.raises(DTypeError, match="op: x is a DLPack, which is no array"):
+    with pytest.raises(DTypeError, match="op: x is a DLPack, which is not an array"):
         recognise("op", DLPack(np.zeros(3, ml_dtypes.bfloat16)))
 
 
@@ -215,7 +215,7 @@ def test_lazy_torch_views_are_resolved_and_not_written(make: Any) -> None:
 @pytest.mark.parametrize(
     ("x", "words"),
     [
-        ([1, 2], "op: argument is a list, which is no array.*numpy.asarray"),
+        ([1, 2], "op: argument is a list, which is not an array.*numpy.asarray"),
         (None, "NoneType"),
         ("text", "str"),
         (object(), "object"),

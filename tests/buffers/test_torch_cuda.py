@@ -194,7 +194,7 @@ def test_a_tensor_without_memory_is_refused() -> None:
     """Such as a DTensor, whose address is 0."""
     x = cuda(torch.ones(3))
     x.memory = type("Nothing", (), {"address": 0})()
-    with pytest.raises(DTypeError, match=r"op: x is a CudaTensor without memory of its own.*to_local"):
+    with pytest.raises(DTypeError, match=r"op: x is a CudaTensor that has no memory itself.*to_local"):
         buffer_of(x)
     assert buffer_of(cuda(torch.ones(0))).array.size == 0
 

@@ -25,9 +25,8 @@ def test_list_of_a_collective(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["algorithms", "list", "reduce"]) == 0
     out = capsys.readouterr().out
     assert "any root" in out
-    assert (
-        "reduce/binomial: Up a binomial tree, the smallest subtree first. Thakur, Rabenseifner and Gropp 2005." in out
-    )
+    said = "reduce/binomial: Reduce up a binomial tree, receiving from the smallest subtree first. Thakur, Rabenseifner"
+    assert said in " ".join(out.split())
     assert "bcast" not in out
 
 

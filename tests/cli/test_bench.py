@@ -18,9 +18,9 @@ from support.scripts import run_scripts
 
 import mpicoll
 from mpicoll.cli import main
-from mpicoll.cli.bench import peers, report
+from mpicoll.cli.bench import job, peers, report
 from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Task, bus_factor, wide
-from mpicoll.cli.bench.measure import Point, Result
+from mpicoll.cli.bench.measure import Point, Result, Wrong, verified
 from mpicoll.cli.bench.overlap import Overlap
 from mpicoll.errors import SetupError
 
@@ -66,6 +66,10 @@ def test_extents(collective: str, given: list[int], got: list[int]) -> None:
     assert task.nbytes == 36
     assert [task.given(rank) for rank in range(RANKS)] == given
     assert [task.got(rank) for rank in range(RANKS)] == got
+
+
+def test_former_names_of_algorithms() -> None:
+    assert job._algorithms("slots,pieces/64k,ring", ["allreduce"]) == ("shm_flat", "shm_pipelined/64k", "ring")
 
 
 def test_sizes_are_rounded_to_elements_and_equal_blocks() -> None:
@@ -160,6 +164,20 @@ def test_inputs_differ_from_rank_to_rank_and_come_again() -> None:
     case.x[:] = 0
     case.reset()
     np.testing.assert_array_equal(wide(case.x), first)
+
+
+def test_an_input_that_a_call_has_changed_is_an_error_of_mpicoll() -> None:
+    team: Any = SimpleNamespace(size=1, barrier=lambda: None, all=lambda value: [value])
+
+    def spoil(case: Case) -> np.ndarray:
+        result = case.x.copy()
+        case.x[3] += 1
+        return result
+
+    ours = peers.Contestant("mpicoll", lambda case: peers.Ready(lambda: spoil(case)), ours=True)
+    case = Case(Task("allreduce", 4000, "float32", "sum", 1), 0, "numpy")
+    with pytest.raises(Wrong, match="its input has changed: 1 of 1000 elements"):
+        verified(team, ours, case)
 
 
 # --- what is said about it
@@ -323,10 +341,13 @@ class OfTwo:
             (script, "--seconds", "0.01", "--json", files[name], *text.replace("PICTURE", str(self.picture)).split())
             for name, text in OF_TWO.items()
         ]
-        ends = run_scripts(2, folder, *commands, strict=False)
+        ends = run_scripts(2, folder, *commands, seconds=220, strict=False)
         assert not any(status for end in ends for status in end.statuses), ends
         self.printed = {name: "".join(end.printed) for name, end in zip(OF_TWO, ends, strict=True)}
         self.found = {name: json.loads(path.read_text()) for name, path in files.items()}
+
+
+waits_for_all = pytest.mark.timeout(240)  # the first test that asks for `of_two`
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +355,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> OfTwo:
     return OfTwo(tmp_path_factory.mktemp("of-two"))
 
 
+@waits_for_all
 @pytest.mark.slow
 def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
     text, found = of_two.printed["sweep"], of_two.found["sweep"]
@@ -444,6 +466,7 @@ def test_it_starts_its_ranks_itself(alone: Callable[..., subprocess.CompletedPro
     assert len(only["mpicoll"]["blocks"]) >= 11
 
 
+@waits_for_all
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["numpy", "torch"])
 def test_overlap(like: str, of_two: OfTwo) -> None:
@@ -456,6 +479,7 @@ def test_overlap(like: str, of_two: OfTwo) -> None:
     assert "hidden" in text
 
 
+@waits_for_all
 @pytest.mark.slow
 def test_overhead(of_two: OfTwo) -> None:
     text, found = of_two.printed["overhead"], of_two.found["overhead"]
@@ -463,7 +487,16 @@ def test_overhead(of_two: OfTwo) -> None:
     absent = {"scatter": 0, "barrier": 5}  # forms with counts, with None, of strided arrays
     for point in found["points"]:
         forms = point["contestants"]
-        assert set(forms) >= {"mpi4py", "call", "counts=, out=", "plan", "i-form, wait", "tensor", "torch, async"}
+        assert set(forms) >= {
+            "mpi4py",
+            "call",
+            "counts=, out=",
+            "plan",
+            "i-form, wait",
+            "tensor",
+            "torch, drop-in",
+            "torch, async",
+        }
         assert sum(one["state"] == "absent" for one in forms.values()) == absent[point["collective"]]
         for one in forms.values():
             if one["state"] != "absent":

@@ -63,15 +63,15 @@ def test_sweep(tmp_path: Path) -> None:
     assert found["devices_of_this_node"] == 1
     assert found["settings"]["array"] == "cupy"
     for point in found["points"]:
-        assert list(point["contestants"]) == ["mpicoll", "ipc", "nccl", "slots", "pieces", "ring", "copy"]
+        assert list(point["contestants"]) == ["mpicoll", "ipc", "nccl", "shm_flat", "shm_pipelined", "ring", "copy"]
         timed = {name for name, one in point["contestants"].items() if one["state"] == "timed"}
         if point["collective"] == "allreduce":
-            assert timed == {"mpicoll", "ipc", "slots", "pieces", "ring", "copy"}
+            assert timed == {"mpicoll", "ipc", "shm_flat", "shm_pipelined", "ring", "copy"}
         assert "mpicoll" in timed
         assert ("copy" in timed) is (point["collective"] != "barrier")
         assert all(min(point["contestants"][name]["blocks"]) > 0 for name in timed)
     small, large = (one["contestants"]["mpicoll"]["takes"] for one in found["points"][:2])
-    assert (small, large) == ("slots", "ipc")
+    assert (small, large) == ("shm_flat", "ipc")
     assert "allreduce, 2 ranks, float32 sum cuda cupy" in text
     assert "nccl: allreduce: algorithm 'nccl' can't serve this: ranks 0 and 1 share a device" in text
 

@@ -72,17 +72,19 @@ def examined(*arguments: str, fake: bool = False, **variables: str) -> Report:
 @pytest.fixture
 def reduced() -> None:
     """It seems to be known of all reductions of this library that they are wrong, so none is tried."""
-    wrong = {reductions.name(*one): "not tried here" for one in reductions.PAIRS}
-    entry = reductions.entry_of(reductions.conditions(), wrong)
+    wrong = {reductions.format_pair(*one): "not tried here" for one in reductions.PAIRS}
+    entry = reductions.make_entry(reductions.read_conditions(), wrong)
     reductions.FILE.write(entry | {"collectives": True})
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started."""
-    monkeypatch.setattr(launcher, "attempt", lambda *args: launcher.Ended(1, "", "nothing is started here"))
-    monkeypatch.setattr(launcher, "library", lambda: launcher.Library("Some MPI v1, built", "/lib/libmpi.so", "4"))
-    monkeypatch.setattr(launcher, "find", lambda: None)
+    monkeypatch.setattr(launcher, "run_bounded", lambda *args: launcher.RunResult(1, "", "nothing is started here"))
+    monkeypatch.setattr(
+        launcher, "find_library", lambda: launcher.MpiLibrary("Some MPI v1, built", "/lib/libmpi.so", "4")
+    )
+    monkeypatch.setattr(launcher, "find_launcher", lambda: None)
 
 
 def of(part: Callable[..., Any], *arguments: Any) -> dict[str, Finding]:
@@ -103,7 +105,7 @@ def test_this_installation(tmp_path: Path) -> None:
     assert report["MPI", "a job of 2 ranks"].value.startswith("works, and took ")
     kept = tmp_path / "cache" / "mpicoll" / "mpi-reductions.json"
     assert report["MPI", "reductions"].value.startswith("right in 1")
-    assert report["MPI", "reductions"].value.endswith(f"tried now, kept in {kept}")
+    assert report["MPI", "reductions"].value.endswith(f"tried now, stored in {kept}")
     # No library in use keeps a NaN.
     assert report["MPI", "max of float64"].value.startswith("the MPI library computes max of float64 wrongly: ")
     assert report["machine", "cores"].value.startswith(str(os.cpu_count()))
@@ -125,7 +127,7 @@ def test_on_a_fake_device(tmp_path: Path) -> None:
     for name in ("messages", "moving collectives", "reductions"):
         assert cuda[f"MPI: {name}"].state == "ok"
         assert cuda[f"MPI: {name}"].value.startswith("takes device memory: 8 B, 64 KiB and 4 MiB")
-    assert cuda["MPI: known from"].value == f"tried now, kept in {kept}"
+    assert cuda["MPI: known from"].value == f"tried now, stored in {kept}"
     # What is known is not tried again, unless that is asked for.
     before = json.loads(kept.read_text())
     before["entries"][0]["evidence"]["send"] = "seen in a dream"
@@ -147,14 +149,14 @@ def test_on_a_fake_device(tmp_path: Path) -> None:
 def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[dict[str, bool]] = []
 
-    def verdict(program: str | None, *, fresh: bool) -> cuda_awareness.Verdict:
+    def verdict(program: str | None, *, fresh: bool) -> cuda_awareness.CudaSupport:
         heard.append({"probe": program is not None, "fresh": fresh})
         evidence = {"send": "it crashes", "move": "it works", "reduce": "wrong data"}
-        return cuda_awareness.Verdict(False, True, False, evidence, "tried now")
+        return cuda_awareness.CudaSupport(False, True, False, evidence, "tried now")
 
     device = {"index": 0, "name": "A", "memory": 1 << 30, "capability": "9.0", "bus": "1", "peers": [1]}
     device |= {"driver": "12.4", "runtime": "12.2", "cupy": "13"}
-    monkeypatch.setattr(cuda_awareness, "verdict", verdict)
+    monkeypatch.setattr(cuda_awareness, "find_cuda_support", verdict)
     monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
     monkeypatch.setattr(doctor, "_probe_device", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
     for name in ("_versions", "_settings"):
@@ -170,7 +172,7 @@ def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypa
     assert report["CUDA", "MPI: messages"].value == "takes no device memory: it crashes"
     assert report["CUDA", "MPI: messages"].remedy == "data passes through page-locked memory of the host"
     assert report["CUDA", "MPI: moving collectives"].value == "takes device memory: it works"
-    assert report["CUDA", "MPI: known from"].value.startswith("tried now; what was tried is kept in ")
+    assert report["CUDA", "MPI: known from"].value.startswith("tried now; the result is stored in ")
 
 
 @pytest.mark.slow
@@ -192,7 +194,7 @@ def test_without_anything(tmp_path: Path) -> None:
         (hidden / name).mkdir(parents=True)
         (hidden / name / "__init__.py").write_text("raise ImportError('it is hidden')")
     program = (
-        "import sys; from mpicoll.transport import launcher; launcher.find = lambda: None;"
+        "import sys; from mpicoll.transport import launcher; launcher.find_launcher = lambda: None;"
         " from mpicoll.cli import main; sys.exit(main(['doctor', *sys.argv[1:]]))"
     )
     environ = os.environ | {"PYTHONPATH": str(hidden)}
@@ -222,7 +224,8 @@ def test_a_broken_job_and_a_broken_setting(tmp_path: Path) -> None:
     (path / "mpirun").write_text('#!/bin/sh\nshift; shift; "$@" & "$@"; wait\n')
     (path / "mpirun").chmod(0o755)
     program = (
-        f"import sys; from mpicoll.transport import launcher; launcher.find = lambda: {str(path / 'mpirun')!r};"
+        "import sys; from mpicoll.transport import launcher;"
+        f" launcher.find_launcher = lambda: {str(path / 'mpirun')!r};"
         " from mpicoll.cli import main; sys.exit(main(['doctor', '--json']))"
     )
     done = subprocess.run(
@@ -285,15 +288,18 @@ def test_two_mpi_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ended", "problem"),
     [
-        (launcher.Ended(None, "", ""), "it did not end within 30 s"),
-        (launcher.Ended(3, "", "a\nno slots\n"), "a no slots"),
-        (launcher.Ended(0, 'mpicoll-trial {"done": {"ranks": 1}}', ""), "the ranks don't meet: 1 in the world of one"),
-        (launcher.Ended(1, 'mpicoll-trial {"wrong": "2 + 2 = 5"}', ""), "2 + 2 = 5"),
+        (launcher.RunResult(None, "", ""), "it did not end within 30 s"),
+        (launcher.RunResult(3, "", "a\nno slots\n"), "a no slots"),
+        (
+            launcher.RunResult(0, 'mpicoll-trial {"done": {"ranks": 1}}', ""),
+            "the ranks don't meet: 1 in the world of one",
+        ),
+        (launcher.RunResult(1, 'mpicoll-trial {"wrong": "2 + 2 = 5"}', ""), "2 + 2 = 5"),
     ],
     ids=["hangs", "fails", "alone", "wrong"],
 )
-def test_a_job_that_does_not_work(ended: launcher.Ended, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "attempt", lambda *args: ended)
+def test_a_job_that_does_not_work(ended: launcher.RunResult, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "run_bounded", lambda *args: ended)
     job: dict[str, Any] = {}
     found = doctor._try_a_job("mpirun", job)
     assert (found.state, found.value, job) == ("problem", problem, {})
@@ -303,11 +309,11 @@ def test_a_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MPICOLL_TRACE", str(tmp_path / "traces"))
     heard: list[Any] = []
 
-    def attempt(command: Any, environ: dict[str, str], seconds: float) -> launcher.Ended:
+    def attempt(command: Any, environ: dict[str, str], seconds: float) -> launcher.RunResult:
         heard.append(environ)
-        return launcher.Ended(1, "", "")
+        return launcher.RunResult(1, "", "")
 
-    monkeypatch.setattr(launcher, "attempt", attempt)
+    monkeypatch.setattr(launcher, "run_bounded", attempt)
     doctor._try_a_job("mpirun", {})
     assert "MPICOLL_TRACE" not in heard[0]
     assert heard[0]["MPICOLL_REPORT"] == "off"
@@ -387,9 +393,9 @@ def test_a_launcher_in_path_that_is_another_one(tmp_path: Path, monkeypatch: pyt
 
 
 def test_mpich_that_mpi4py_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
-    monkeypatch.setattr(launcher, "find", lambda: None)
-    monkeypatch.setattr(launcher, "unlinked_mpich", lambda error: "/usr/lib/x/libmpich.so.12")
+    monkeypatch.setattr(launcher, "find_library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
+    monkeypatch.setattr(launcher, "find_launcher", lambda: None)
+    monkeypatch.setattr(launcher, "find_unlinked_mpich", lambda error: "/usr/lib/x/libmpich.so.12")
     found = of(doctor._mpi, {}, None)["library"]
     assert found.state == "problem"
     assert "/usr/lib/x/libmpich.so.12 is there, but mpi4py looks for it by the name libmpi.so.12" in found.value
@@ -410,16 +416,16 @@ def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pyte
 
     def attempt() -> Any:
         tried.append(1)
-        return now, "kept in a file"
+        return now, "stored in a file"
 
-    monkeypatch.setattr(reductions, "kept_entry", lambda: before)
+    monkeypatch.setattr(reductions, "read_entry", lambda: before)
     monkeypatch.setattr(reduction_probes, "probe_reductions", attempt)
     findings = list(doctor._reductions(probe))
     found = {one.name: one for one in findings}
     assert len(findings) == len(found)
     assert len(tried) == (probe is not False)
     assert found["reductions"].value.startswith("right in 113 of 115 cases; ")
-    assert ("tried now, kept in a file" if tried else "tried on yesterday, kept in ") in found["reductions"].value
+    assert ("tried now, stored in a file" if tried else "tried on yesterday, stored in ") in found["reductions"].value
     assert found["max of uint64"] == Finding("MPI", "max of uint64", "not there", "0 for 1")
     assert ("reduce in place" in found) == bool(tried)
     before["collectives"] = True
@@ -530,6 +536,6 @@ def test_nccl() -> None:
 
 @pytest.mark.parametrize("status", [None, 139])
 def test_a_trial_that_says_nothing(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = launcher.Ended(status, f'{probes.MARK}{{"step": "x"}}\n', "Segmentation fault")
-    monkeypatch.setattr(launcher, "attempt", lambda *args: ended)
+    ended = launcher.RunResult(status, f'{probes.MARK}{{"step": "x"}}\n', "Segmentation fault")
+    monkeypatch.setattr(launcher, "run_bounded", lambda *args: ended)
     assert doctor._probe_device("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")

@@ -120,10 +120,8 @@ def test_columns_that_do_not_fit_go_below(
 
 def test_no_progress_unless_it_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     for shown in (False, True):
-        with formatting.progress(shown) as bar:
-            task = bar.add_task("something", total=2)
-            bar.update(task, advance=1)
-            bar.refresh()
+        with formatting.steps(shown, 2) as step:
+            step("something", 1)
         out, err = capsys.readouterr()
         assert out == ""
         assert ("something" in err) is shown
@@ -136,9 +134,8 @@ def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     formatting.console(0).print(
         formatting.table("title", ["a", "bcd"], [["1234", "5"]], caption="caption"), "[red]line"
     )
-    with formatting.progress(True) as bar:
-        bar.update(bar.add_task("something", total=2), advance=1)
-        bar.refresh()
+    with formatting.steps(True, 2) as step:
+        step("something", 1)
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         *("title", "", "  a      bcd", "  ────   ───", "  1234     5", "", "caption", "", "[red]line")

@@ -82,7 +82,7 @@ def test_errors(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("fast", "-1us", "1.2.3", "0GB/s"):
         with pytest.raises(SystemExit):
             main(["simulate", f"--net-alpha={wrong}"])
-        assert "is no time; write such as 0.5us" in capsys.readouterr().err
+        assert "is not a time; write for example 0.5us" in capsys.readouterr().err
 
 
 def measured(cluster: Cluster, noise: float) -> dict[str, Any]:
@@ -138,6 +138,6 @@ def test_files_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_an_error_under_a_launcher_rises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpicoll.transport.launch_env.launched", lambda environment: True)
+    monkeypatch.setattr("mpicoll.transport.launch_env.is_launched", lambda environment: True)
     with pytest.raises(AlgorithmError, match="no collective 'nope'"):
         main(["simulate", "nope"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.traces import ALLREDUCE, BARRIER, message, operations, part, read
 
-from mpicoll.cli import main, trace
-from mpicoll.engine import timeline
+from mpicoll.cli import main, trace_summary
+from mpicoll.engine.tracing import parts, trace_files
 
 TORCH = {
     **ALLREDUCE,
@@ -34,8 +34,8 @@ def job(folder: Path, name: str = "job", late: float = 0.030) -> Path:
     return folder / name
 
 
-def summary(folder: Path) -> trace.Summary:
-    return trace.summarise(timeline.load(folder))
+def summary(folder: Path) -> trace_summary.Summary:
+    return trace_summary.summarise(trace_files.load(folder))
 
 
 def test_kinds_of_operations(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_nobody_stands_out(tmp_path: Path) -> None:
 
 def test_what_else_is_said(tmp_path: Path) -> None:
     part(tmp_path / "job", 0, [("0.0", 1, ALLREDUCE, 1000.0, 1001.0)], errors={0: "Timeout: late"})
-    timeline.write_about(tmp_path / "job", {"job": "job", "nodes": {"0": 0, "1": 0, "4": 0}, "clocks": {}})
+    parts.write_job_file(tmp_path / "job", {"job": "job", "nodes": {"0": 0, "1": 0, "4": 0}, "clocks": {}})
     made = summary(tmp_path / "job")
     assert made.words == [
-        "There is no trace of ranks 1, 4.",
+        "There is no trace of ranks 1 and 4.",
         "Ranks spend 100% of the 1.00 s in communication, rank 0 the most: 1.00 s.",
         "1 call of allreduce of 1 KiB by ring on 3 ranks failed.",
     ]
@@ -191,7 +191,7 @@ def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_summary_is_the_same_before_and_after_merging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = printed(capsys, "summary", job(tmp_path))
-    path = timeline.merge(tmp_path / "job")
+    path = trace_files.merge(tmp_path / "job")
     assert printed(capsys, "summary", path) == printed(capsys, "summary", tmp_path) == before
 
 
@@ -235,7 +235,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert len(operations(read(tmp_path / f"{name}.json"))) == 11
     # Those of which there is a file are made again only if they are named.
     assert main(["trace", "merge", str(tmp_path)]) == 2
-    assert "there are no parts of a trace of which there is no file yet" in capsys.readouterr().err
+    assert "there is no trace that has still to be merged" in capsys.readouterr().err
     assert printed(capsys, "merge", tmp_path / "one") == f"{tmp_path / 'one.json'}\n"
 
 
@@ -248,13 +248,13 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], actio
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from mpicoll.engine.diagnostics import report_file
 
-    monkeypatch.setattr(report_file, "words_of", lambda path: f"what {path.name} says")
+    monkeypatch.setattr(report_file, "summarize", lambda path: f"what {path.name} says")
     assert printed(capsys, "report", tmp_path / "some.json") == "what some.json says\n"
 
 
 def test_what_is_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "report", str(tmp_path / "none.json")]) == 2
-    assert "none.json is no report of mpicoll" in capsys.readouterr().err
+    assert "none.json is not an mpicoll report" in capsys.readouterr().err
 
 
 def test_brackets_are_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from support.launch import mpirun
 
 import mpicoll
 from mpicoll.cli import main, tune
+from mpicoll.cli.tune import measure, settings, winners
+from mpicoll.cli.tune.winners import make_rules
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import SelectionQuery, selection_context
@@ -39,7 +41,7 @@ INF = float("inf")
 )
 def test_who_wins(medians: dict[str, float], previous: str, winner: str) -> None:
     """What is taken untuned unless another is 5 % faster; of those as good, the one from the size before."""
-    assert tune._winner(medians, "native", previous) == winner
+    assert winners.choose_winner(medians, "native", previous) == winner
     # What is taken is never more than a margin off the best.
     assert min(medians.values()) / medians[winner] >= 0.95
 
@@ -60,7 +62,7 @@ def test_who_wins(medians: dict[str, float], previous: str, winner: str) -> None
     ],
 )
 def test_who_is_hopeless(ratios: Sequence[float], hopeless: bool) -> None:
-    assert tune._hopeless(ratios) is hopeless
+    assert winners.is_hopeless(ratios) is hopeless
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,7 @@ def test_who_is_hopeless(ratios: Sequence[float], hopeless: bool) -> None:
     [(8, 32, 16), (4096, 16384, 8192), (1, 2, 2), (8, 9, 9), (4096, 8192, 5120), (1 << 20, 1 << 22, 1 << 21)],
 )
 def test_borders_lie_between_sizes(low: int, high: int, border: int) -> None:
-    assert tune._between(low, high) == border
+    assert winners._round_between(low, high) == border
     assert low < border <= high
 
 
@@ -89,7 +91,7 @@ def measured(*winners: tuple[int, str]) -> Any:
     ],
 )
 def test_rules(winners: list[tuple[int, str]], rules: str) -> None:
-    found = (("allreduce", tuple(tune._rules(measured(*winners)))),)
+    found = (("allreduce", tuple(make_rules(measured(*winners)))),)
     assert format_rules(found) == rules
     for nbytes, name in winners:
         assert [one for low, high, one in found[0][1] if low <= nbytes < high] == [name]
@@ -98,17 +100,17 @@ def test_rules(winners: list[tuple[int, str]], rules: str) -> None:
 @pytest.mark.parametrize("nbytes", [8, 256 << 10, 8 << 20])
 def test_candidates(nbytes: int) -> None:
     """All that can serve, and pieces of several sizes, none of which is longer than the vector."""
-    problem = SelectionQuery("allreduce", nbytes, selection_context(NodeLayout(2, 1, 2)), "float", unshared=None)
-    point: Any = SimpleNamespace(problem=problem, untuned="pieces", task=SimpleNamespace(nbytes=nbytes))
-    names = tune._candidates(point, 2)
-    assert names[0] == "pieces"
+    problem = SelectionQuery("allreduce", nbytes, selection_context(NodeLayout(2, 1, 2)), "float", no_shm_reason=None)
+    point: Any = SimpleNamespace(problem=problem, untuned="shm_pipelined", task=SimpleNamespace(nbytes=nbytes))
+    names = winners.list_candidates(point, 2)
+    assert names[0] == "shm_pipelined"
     assert len(set(names)) == len(names)
     assert {"native", "ring", "tree"} <= set(names)
     assert "cma" not in names
-    assert ("slots" in names) is (nbytes <= 256 << 10)
+    assert ("shm_flat" in names) is (nbytes <= 256 << 10)
     # 1m is what pieces have on 2 ranks anyway.
     own = {8: [], 256 << 10: ["256k"], 8 << 20: ["256k", "512k", "2m"]}[nbytes]
-    assert [name for name in names if "/" in name] == [f"pieces/{one}" for one in own]
+    assert [name for name in names if "/" in name] == [f"shm_pipelined/{one}" for one in own]
     for name in names:
         assert parse_rules(f"allreduce:{name}")
 
@@ -121,7 +123,7 @@ def test_candidates(nbytes: int) -> None:
     [
         (["allredcue"], "tune: no collective 'allredcue'; there are allreduce, "),
         (["--dtypes", "float12"], "tune: no dtype 'float12'; there are float16, "),
-        (["--sizes", "soon"], "--sizes: 'soon' is no size"),
+        (["--sizes", "soon"], "--sizes: 'soon' is not a size"),
         (["--factor", "1"], "tune: --factor must be at least 2, got 1"),
         (["--blocks", "-1"], "tune: --blocks must be at least 1, got -1"),
         (["--seconds", "0"], "tune: --seconds must be a positive number of seconds, got 0.0"),
@@ -142,7 +144,7 @@ def test_a_table_that_can_not_be_read_is_kept(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "tuned.json"
     path.write_text("mine")
     assert main(["tune", "--output", str(path)]) == 2
-    assert capsys.readouterr().err.startswith(f"mpicoll: tune: {path} is no JSON: ")
+    assert capsys.readouterr().err.startswith(f"mpicoll: tune: {path} is not JSON: ")
     assert path.read_text() == "mine"
 
 
@@ -152,7 +154,7 @@ def asked(*words: str) -> Any:
 
     parser = argparse.ArgumentParser()
     tune.add(parser.add_subparsers())
-    return tune._checked(parser.parse_args(["tune", *words]))
+    return settings.parse_settings(parser.parse_args(["tune", *words]))
 
 
 def test_where_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,7 @@ def test_by_default_everything_is_tuned() -> None:
 def test_the_environment_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOLL_ALGORITHMS", "allreduce:ring")
     monkeypatch.setenv("MPICOLL_TUNED", "/mine")
-    with tune._untuned():
+    with tune.disable_tuning():
         assert "MPICOLL_ALGORITHMS" not in os.environ
         assert os.environ["MPICOLL_TUNED"] == "off"
     assert os.environ["MPICOLL_ALGORITHMS"] == "allreduce:ring"
@@ -219,7 +221,7 @@ def test_a_table_is_measured_written_and_used(tmp_path: Path) -> None:
     ]
     assert f"written to {path}" in lines
     (entry,) = tuned_table.load(path)
-    assert entry["machine"] == tuned_table.machine()
+    assert entry["machine"] == tuned_table.describe_machine()
     assert (entry["ranks"], entry["nodes"], entry["per_node"]) == (2, 1, 2)
     assert set(entry["rules"]) == {"float", "half", "moved"}
     for kind, text in entry["rules"].items():
@@ -298,7 +300,7 @@ def test_costs(apart: bool) -> None:
 
     with mpicoll.world().duplicate() as comm:
         comm.nodes = tuple(range(comm.size)) if apart else (0,) * comm.size
-        costs = tune._costs(Team(comm))
+        costs = measure.measure_costs(Team(comm))
     assert costs["gamma"] > 0
     for name, there in (("node", comm.size > 1 and not apart), ("network", comm.size > 1 and apart)):
         if there:
@@ -307,4 +309,4 @@ def test_costs(apart: bool) -> None:
         else:
             assert costs[name] is None
     # What is written can be read.
-    tuned_table._checked(tuned_table.entry_of("Some MPI", NodeLayout(2, 1, 2), {}, costs, ""))
+    tuned_table._check_entry(tuned_table.make_entry("Some MPI", NodeLayout(2, 1, 2), {}, costs, ""))

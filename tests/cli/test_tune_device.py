@@ -11,7 +11,9 @@ from support import fake_cuda
 from support.launch import mpirun
 
 import mpicoll
-from mpicoll.cli import main, tune
+from mpicoll.cli import main
+from mpicoll.cli.tune import job as tune_job
+from mpicoll.cli.tune import winners
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.rules import parse_rules
 
@@ -100,8 +102,8 @@ def test_candidates(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         world = mpicoll.world()
         fake_cuda.install().cuda.Device(world.rank if own else 0).use()
         team: Any = SimpleNamespace(comm=world, rank=world.rank, size=world.size)
-        points = [point for points in tune._groups(team, asked) for point in points]
-        return [(point.tuned_class, tune._candidates(point, 2)) for point in points]
+        points = [point for points in tune_job.plan_points(team, asked) for point in points]
+        return [(point.tuned_class, winners.list_candidates(point, 2)) for point in points]
 
     first, second = mpicoll.run_local(body, 2, timeout=60)
     assert first == second
@@ -109,12 +111,12 @@ def test_candidates(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kind for kind, _ in first] == [f"float on {where}"] * 2 + [f"moved on {where}"] * 2
     for _, names in first:
         assert ("nccl" in names) is own
-        assert {"ipc", "pieces"} <= set(names)
+        assert {"ipc", "shm_pipelined"} <= set(names)
         assert not {"native", "cma"} & set(names)
     small, large, *_ = (names for _, names in first)
-    assert {"slots", "ring"} <= set(small)
-    assert "slots" not in large
-    assert "pieces/256k" in large
+    assert {"shm_flat", "ring"} <= set(small)
+    assert "shm_flat" not in large
+    assert "shm_pipelined/256k" in large
 
 
 def test_without_a_device_all_ranks_say_so_once(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_each_algorithm_with_uneven_blocks(ranks: Ranks) -> None:
         for counts in ([2] * size, [(rank * 3 + 1) % 4 for rank in range(size)], [0] * size, last_only):
             mine = np.full((counts[world.rank], 2), world.rank, np.int16)
             want = np.repeat(np.arange(size), counts)[:, None] * np.ones((1, 2), int)
-            for name in algorithm_names("allgather", native=world.transport.native is not None):
+            for name in algorithm_names("allgather", native=world._core.transport.native is not None):
                 np.testing.assert_array_equal(mpicoll.allgather(mine, counts=counts, algorithm=name), want)
 
     ranks(body)
@@ -32,7 +32,7 @@ def test_each_algorithm_with_uneven_blocks(ranks: Ranks) -> None:
 def test_own_block_may_lie_in_out(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        for name in algorithm_names("allgather", native=world.transport.native is not None):
+        for name in algorithm_names("allgather", native=world._core.transport.native is not None):
             out = np.full(2 * world.size, -1)
             x = out[2 * world.rank : 2 * world.rank + 2]
             x[...] = world.rank

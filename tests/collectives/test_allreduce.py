@@ -34,7 +34,7 @@ def test_rows(ranks: Ranks, dtype: str) -> None:
 
 def _each_algorithm(dtype: str, op: str, shape: tuple[int, ...]) -> None:
     world = mpicoll.world()
-    native = world.transport.native is not None
+    native = world._core.transport.native is not None
     inputs = [numbers(random(dtype, op, rank), dtype, shape, op) for rank in range(world.size)]
     want = expected(op, inputs, dtype)
     for name in algorithm_names("allreduce", native=native):
@@ -80,7 +80,7 @@ def test_half_precision_survives_cancellation(ranks: Ranks, dtype: str, library:
         exact = np.sum([one.astype(np.float64) for one in terms], axis=0)
         rounding = world.size * 2.0**-24 * np.sum([np.abs(one.astype(np.float64)) for one in terms], axis=0)
         for op, value in (("sum", exact), ("avg", exact / world.size)):
-            for name in algorithm_names("allreduce", native=world.transport.native is not None):
+            for name in algorithm_names("allreduce", native=world._core.transport.native is not None):
                 result = mpicoll.allreduce(wrap(library, terms[world.rank]), op, algorithm=name)
                 got = np.asarray(result) if library == "numpy" else result.to(torch.float64).numpy()
                 Expected(value, ulp(value, dtype) + rounding).check(got.astype(np.float64), (op, name))
@@ -95,7 +95,7 @@ def test_half_precision_passes_through_values_beyond_its_range(ranks: Ranks) -> 
         if world.size < 3:
             x[...] = 1
         total = 60000 * (world.size - 2) if world.size > 2 else world.size
-        for name in algorithm_names("allreduce", native=world.transport.native is not None):
+        for name in algorithm_names("allreduce", native=world._core.transport.native is not None):
             got = mpicoll.allreduce(x, algorithm=name)
             mean = mpicoll.allreduce(x, "avg", algorithm=name)
             np.testing.assert_array_equal(got, np.full(5, total if total < 65520 else np.inf))
@@ -134,7 +134,7 @@ def test_ranks_may_use_different_libraries_and_layouts(ranks: Ranks) -> None:
         inputs = [numbers(random("mixed", rank), "float32", (6, 4)) for rank in range(world.size)]
         mine = inputs[world.rank]
         x = [mine, torch.from_numpy(mine), mine.T.copy().T, torch.from_numpy(mine.T.copy()).T][world.rank % 4]
-        for name in algorithm_names("allreduce", native=world.transport.native is not None):
+        for name in algorithm_names("allreduce", native=world._core.transport.native is not None):
             got = mpicoll.allreduce(x, algorithm=name)
             assert type(got) is type(x)
             expected("sum", inputs, "float32").check(np.asarray(got), name)

@@ -21,7 +21,7 @@ def test_each_algorithm(ranks: Ranks) -> None:
         for rows in (0, 1, 3, 500):
             x = np.array([[world.rank, dest] for dest in range(world.size) for _ in range(rows)]).reshape(-1, 2)
             want = np.array([[source, world.rank] for source in range(world.size) for _ in range(rows)]).reshape(-1, 2)
-            for name in algorithm_names("alltoall", native=world.transport.native is not None):
+            for name in algorithm_names("alltoall", native=world._core.transport.native is not None):
                 np.testing.assert_array_equal(mpicoll.alltoall(x, algorithm=name), want)
 
     ranks(body)

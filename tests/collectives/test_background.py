@@ -120,7 +120,7 @@ def test_other_communicators_are_free_meanwhile(several: Ranks) -> None:
 def test_barrier_is_passed_by_nobody_before_all_have_come(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        names = [None, "dissemination", *(["native"] if world.transport.native else [])]
+        names = [None, "dissemination", *(["native"] if world._core.transport.native else [])]
         for turn, name in enumerate(names):
             late = turn % world.size
             if world.rank != late:

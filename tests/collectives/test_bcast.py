@@ -21,7 +21,7 @@ def test_every_root_and_algorithm(ranks: Ranks) -> None:
         for root in range(world.size):
             for count in (1, 2, 1000, 100_003):
                 want = np.arange(count) * (root + 1)
-                for name in algorithm_names("bcast", native=world.transport.native is not None):
+                for name in algorithm_names("bcast", native=world._core.transport.native is not None):
                     x = want.copy() if world.rank == root else np.full(count, -1)
                     np.testing.assert_array_equal(mpicoll.bcast(x, root, algorithm=name), want)
 
@@ -32,7 +32,7 @@ def test_in_place_in_memory_that_is_not_contiguous(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         for root in range(world.size):
-            for name in algorithm_names("bcast", native=world.transport.native is not None):
+            for name in algorithm_names("bcast", native=world._core.transport.native is not None):
                 base = np.full(9, -1)
                 x = base[1::2]
                 x[...] = world.rank

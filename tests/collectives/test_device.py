@@ -179,10 +179,13 @@ LAST = 1
 @pytest.mark.parametrize(
     ("way", "without"),
     [
-        *((way, _never_ready) for way in ("ipc", "slots", "pieces", "ring", "recursive_doubling", "master_worker")),
-        *((way, _first_settle_is_left_out) for way in ("ipc", "slots", "pieces")),
+        *(
+            (way, _never_ready)
+            for way in ("ipc", "shm_flat", "shm_pipelined", "ring", "recursive_doubling", "master_worker")
+        ),
+        *((way, _first_settle_is_left_out) for way in ("ipc", "shm_flat", "shm_pipelined")),
         *((way, _first_mark_is_not_waited_for) for way in ("ring", "master_worker")),
-        ("pieces", _nobody_waits_at_the_end),  # the others wait at their own ends already
+        ("shm_pipelined", _nobody_waits_at_the_end),  # the others wait at their own ends already
     ],
     ids=lambda one: one if isinstance(one, str) else one.__name__.strip("_"),
 )

@@ -317,11 +317,12 @@ def test_wrong_counts(some: Ranks, collective: str) -> None:
         def given(counts: Any) -> Any:
             return (counts, counts) if collective == "alltoall" else counts
 
-        off = list(good)
-        off[mpicoll.world().rank] += 1
+        more, less = list(good), list(good)
+        more[mpicoll.world().rank] += 1
+        less[mpicoll.world().rank] -= 1
         negative = [-1] * size
         for function in _forms(collective):
-            for wrong in ([*good, 0], good[:-1], negative, off):
+            for wrong in ([*good, 0], good[:-1], negative, more, less):
                 refused(
                     mpicoll.ShapeError,
                     "counts",
@@ -529,9 +530,10 @@ def test_algorithm_that_can_not_serve(some_more: Ranks) -> None:
             ("reduce", "commute", lambda: mpicoll.reduce(x, elementwise, 1, algorithm="binomial")),
             ("alltoall", "differ in size", lambda: mpicoll.alltoall(x, counts=uneven, algorithm="bruck")),
         ]
-        if mpicoll.world().transport.native is None:
+        if mpicoll.world()._core.transport.native is None:
             cases += [
-                (name, "no MPI", lambda n=name: getattr(mpicoll, n)(x, algorithm="native")) for name in COLLECTIVES
+                (name, "not use an MPI library", lambda n=name: getattr(mpicoll, n)(x, algorithm="native"))
+                for name in COLLECTIVES
             ]
         else:
             cases += [("allreduce", "user", lambda: mpicoll.allreduce(x, np.matmul, algorithm="native"))]
@@ -603,12 +605,12 @@ def test_peer_or_tag_out_of_range(some: Ranks, operation: str) -> None:
                 call=lambda w=wrong: function(*x, w),
             )
         tag = "sendtag" if operation == "sendrecv" else "tag"
-        for wrong in (-1, world.transport.max_tag + 1, 1.0, "a"):
+        for wrong in (-1, world._core.transport.max_tag + 1, 1.0, "a"):
             refused(
                 mpicoll.RankError,
                 "tag",
                 repr(wrong),
-                world.transport.max_tag,
+                world._core.transport.max_tag,
                 collective=operation,
                 call=lambda w=wrong: function(*x, 0, **{tag: w}),
             )

@@ -29,7 +29,7 @@ def test_each_dtype_and_op_with_each_algorithm(ranks: Ranks) -> None:
             value = neutral(op, dtype)
             nothing = None if value is None else Expected(np.full(shape, value, dtype_of(dtype)))
             want = expected(op, inputs[: world.rank], dtype) if world.rank else nothing
-            for name in algorithm_names("exscan", native=world.transport.native is not None):
+            for name in algorithm_names("exscan", native=world._core.transport.native is not None):
                 if serves("exscan", name, op, dtype):
                     got = mpicoll.exscan(inputs[world.rank], make_op(op, world.rank, dtype), algorithm=name)
                     if want is None:

@@ -18,7 +18,7 @@ def test_rows(ranks: Ranks) -> None:
 def test_every_root_and_algorithm(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        native = world.transport.native is not None
+        native = world._core.transport.native is not None
         for counts in ([2] * world.size, [(rank * 3 + 1) % 4 for rank in range(world.size)], [0] * world.size):
             mine = np.full((counts[world.rank], 3), world.rank)
             want = np.repeat(np.arange(world.size), counts)[:, None] * np.ones((1, 3), int)
@@ -37,7 +37,7 @@ def test_the_roots_block_may_lie_in_out(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         for root in range(world.size):
-            for name in algorithm_names("gather", native=world.transport.native is not None):
+            for name in algorithm_names("gather", native=world._core.transport.native is not None):
                 out = np.full(2 * world.size, -1)
                 x = out[2 * world.rank : 2 * world.rank + 2]
                 x[...] = world.rank

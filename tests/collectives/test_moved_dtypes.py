@@ -41,7 +41,7 @@ def test_numpy(ranks: Ranks, dtype: np.dtype) -> None:
     def body() -> None:
         world = mpicoll.world()
         rank, size = world.rank, world.size
-        native = world.transport.native is not None
+        native = world._core.transport.native is not None
         blocks = [_filled(dtype, 3, seed) for seed in range(size)]
         # astype, since numpy joins arrays in native byte order
         whole = np.concatenate(blocks).astype(dtype, copy=False)

@@ -136,7 +136,7 @@ def test_what_cannot_be_pickled_is_an_error_everywhere(ranks: Ranks, name: str) 
             kind, text = (
                 (mpicoll.DTypeError, "Unpicklable can't be pickled: of this object")
                 if wrong
-                else (mpicoll.ArgumentError, f"rank {last} passed what can't be sent")
+                else (mpicoll.ArgumentError, f"rank {last} passed an object that can't be sent")
             )
             with pytest.raises(kind, match=f"{name}: .*{text}.*rank {rank} of {size}") as caught:
                 CALLS[name](Unpicklable() if wrong else 1, rank, size)

@@ -91,7 +91,7 @@ def test_messages_of_one_tag_arrive_in_order(several: Ranks) -> None:
 def test_tags_select_messages(several: Ranks) -> None:
     def body() -> None:
         rank, _, right, left = _ring()
-        largest = mpicoll.world().transport.max_tag
+        largest = mpicoll.world()._core.transport.max_tag
         tags = [3, 0, largest, 7]
         requests = [mpicoll.isend(100 * rank + number, right, tag) for number, tag in enumerate(tags)]
         for number, tag in reversed(list(enumerate(tags))):

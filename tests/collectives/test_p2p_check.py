@@ -12,8 +12,8 @@ import torch
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine.checks import message_check
-from mpicoll.engine.diagnostics.flight_recorder import Call, Site
+from mpicoll.engine.core import message_check
+from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite
 
 HERE = Path(__file__).name
 
@@ -65,7 +65,7 @@ def test_another_message(
             first, by, here = str(caught.value).splitlines()
             assert first.startswith(f"rank {rank} of {size} (world): the message")
             if "any" not in receive and sent != "float64[40000]":
-                assert f"from rank {left}, tag 3, is not what is received" in first
+                assert f"from rank {left}, tag 3, does not match the receive" in first
             assert first.endswith(f": they differ in {fields}")
             assert by.startswith(f"  it was sent by isend({sent}, peer={rank}, tag=3) at ")
             assert here.startswith("  and is received by ")
@@ -220,7 +220,7 @@ def test_a_run_that_leaves_messages(capfd: pytest.CaptureFixture[str]) -> None:
 
     mpicoll.run_local(body, 2, True)
     assert capfd.readouterr().err.splitlines() == [
-        "mpicoll: warning: rank 0 of 2 (world): nothing came for a receive from any rank, any tag",
+        "mpicoll: warning: rank 0 of 2 (world): no message arrived for a receive from any rank, any tag",
         "mpicoll: warning: rank 1 of 2 (world): a message of 3 bytes from rank 0, tag 2, was never received",
     ]
     mpicoll.run_local(body, 2, False)
@@ -230,23 +230,25 @@ def test_a_run_that_leaves_messages(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("path", ["/x.py", "/" + "long/" * 300 + "x.py", "/ü" * 2000 + "/x.py"])
 def test_notes_have_one_length(path: str) -> None:
     call = Call("send", 24, "float64", (3,), peer=1, tag=2, collective=False)
-    about = message_check.note(call, Site(path, 7, "main"))
-    whole = message_check.with_note(np.arange(24, dtype=np.uint8), about)
+    about = message_check.make_header(call, CallSite(path, 7, "main"))
+    whole = message_check.add_header(np.arange(24, dtype=np.uint8), about)
     assert whole.size == message_check.LENGTH + 24
-    found = message_check.note_of(whole)
+    found = message_check.header_of(whole)
     assert found is not None
     assert (found["dtype"], found["shape"], found["nbytes"]) == ("float64", [3], 24)
     assert found["site"].endswith("x.py:7 in main")
     assert found["text"] == "send(float64[3], peer=1, tag=2)"
     np.testing.assert_array_equal(whole[message_check.LENGTH :], np.arange(24))
-    assert message_check.note_of(whole[: message_check.LENGTH - 1]) is None
-    assert message_check.note_of(whole[1:]) is None
+    assert message_check.header_of(whole[: message_check.LENGTH - 1]) is None
+    assert message_check.header_of(whole[1:]) is None
 
 
 def test_notes_of_many_dimensions() -> None:
     call = Call("send", 8, "float64", (1,) * 64, peer=1, tag=2, collective=False)
-    found = message_check.note_of(
-        message_check.with_note(np.zeros(8, np.uint8), message_check.note(call, Site("/y" * 300, 7, "f" * 400)))
+    found = message_check.header_of(
+        message_check.add_header(
+            np.zeros(8, np.uint8), message_check.make_header(call, CallSite("/y" * 300, 7, "f" * 400))
+        )
     )
     assert found is not None
     assert (found["dtype"], found["nbytes"]) == ("float64", 8)

@@ -24,7 +24,7 @@ def _each_algorithm(dtype: str, op: str, length: int, roots: Iterator[int]) -> N
     world = mpicoll.world()
     inputs = [numbers(random(dtype, op, rank), dtype, (length,), op) for rank in range(world.size)]
     want = expected(op, inputs, dtype)
-    for name in algorithm_names("reduce", native=world.transport.native is not None):
+    for name in algorithm_names("reduce", native=world._core.transport.native is not None):
         if serves("reduce", name, op, dtype):
             root = next(roots) % world.size
             got = mpicoll.reduce(inputs[world.rank], make_op(op, world.rank, dtype), root, algorithm=name)

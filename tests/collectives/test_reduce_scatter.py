@@ -24,7 +24,7 @@ def _each_algorithm(dtype: str, op: str, row: int, counts: list[int]) -> None:
     inputs = [numbers(random(dtype, op, rank), dtype, (sum(counts), row), op) for rank in range(world.size)]
     start = sum(counts[: world.rank])
     want = expected(op, inputs, dtype).rows(start, start + counts[world.rank])
-    for name in algorithm_names("reduce_scatter", native=world.transport.native is not None):
+    for name in algorithm_names("reduce_scatter", native=world._core.transport.native is not None):
         if serves("reduce_scatter", name, op, dtype):
             function = make_op(op, world.rank, dtype)
             got = mpicoll.reduce_scatter(inputs[world.rank], function, counts=counts, algorithm=name)
@@ -72,7 +72,7 @@ def test_the_whole_array_may_hold_the_result(ranks: Ranks) -> None:
 
     def body() -> None:
         world = mpicoll.world()
-        for name in algorithm_names("reduce_scatter", native=world.transport.native is not None):
+        for name in algorithm_names("reduce_scatter", native=world._core.transport.native is not None):
             x = np.arange(3.0 * world.size) + world.rank
             block = x[3 * world.rank : 3 * world.rank + 3]
             want = world.size * (np.arange(3.0) + 3 * world.rank) + sum(range(world.size))

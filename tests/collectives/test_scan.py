@@ -28,7 +28,7 @@ def test_each_dtype_and_op_with_each_algorithm(ranks: Ranks) -> None:
             shape = (2, 2) if op == "user_matmul" else (11,)
             inputs = [numbers(random(dtype, op, rank), dtype, shape, op) for rank in range(world.size)]
             want = expected(op, inputs[: world.rank + 1], dtype)
-            for name in algorithm_names("scan", native=world.transport.native is not None):
+            for name in algorithm_names("scan", native=world._core.transport.native is not None):
                 if serves("scan", name, op, dtype):
                     got = mpicoll.scan(inputs[world.rank], make_op(op, world.rank, dtype), algorithm=name)
                     want.check(got, (op, name))
@@ -41,7 +41,7 @@ def test_half_precision_of_ten_thousand_elements(ranks: Ranks, dtype: str) -> No
     def body() -> None:
         world = mpicoll.world()
         inputs = [numbers(random(dtype, rank), dtype, (10_000,)) for rank in range(world.size)]
-        for name in algorithm_names("scan", native=world.transport.native is not None):
+        for name in algorithm_names("scan", native=world._core.transport.native is not None):
             got = mpicoll.scan(inputs[world.rank], algorithm=name)
             expected("sum", inputs[: world.rank + 1], dtype).check(got, name)
 

@@ -18,7 +18,7 @@ def test_rows(ranks: Ranks) -> None:
 def test_every_root_and_algorithm(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        native = world.transport.native is not None
+        native = world._core.transport.native is not None
         for counts in ([2] * world.size, [(rank * 3 + 1) % 4 for rank in range(world.size)], [0] * world.size):
             whole = np.arange(sum(counts) * 3).reshape(-1, 3)
             start = sum(counts[: world.rank])
@@ -47,7 +47,7 @@ def test_the_roots_block_may_stay_in_x(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         for root in range(world.size):
-            for name in algorithm_names("scatter", native=world.transport.native is not None):
+            for name in algorithm_names("scatter", native=world._core.transport.native is not None):
                 x = np.arange(2 * world.size)
                 out = x[2 * world.rank : 2 * world.rank + 2] if world.rank == root else np.zeros(2, int)
                 assert mpicoll.scatter(x if world.rank == root else None, root, out=out, algorithm=name) is out

@@ -126,7 +126,7 @@ def test_a_collective_that_is_given_up_completes_later(name: str, several: Ranks
         side = world.duplicate()
         for _ in range(3):
             # First by the way of a call that was never made, then by that of one that was.
-            out, number = one.out(), world.progress.number + 1
+            out, number = one.out(), world._core.queue.number + 1
             if world.rank == 0:
                 come_late(side)
                 one.call(out)
@@ -196,16 +196,16 @@ def test_in_time(name: str, several: Ranks) -> None:
     several(main)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "slots", "native"])
+@pytest.mark.parametrize("algorithm", ["ring", "shm_flat", "native"])
 def test_it_says_who_is_missing(algorithm: str, several: Ranks, request: pytest.FixtureRequest) -> None:
     def main() -> None:
         world = mpicoll.world()
-        if algorithm == "native" and world.transport.native is None:
+        if algorithm == "native" and world._core.transport.native is None:
             return
         side = world.duplicate()
         x = np.ones(6)
         mpicoll.allreduce(x, algorithm=algorithm)
-        number = world.progress.number + 1
+        number = world._core.queue.number + 1
         if world.rank == 0:
             come_late(side)
             mpicoll.allreduce(x, algorithm=algorithm)
@@ -215,10 +215,10 @@ def test_it_says_who_is_missing(algorithm: str, several: Ranks, request: pytest.
             words = str(caught.value)
             assert words.startswith(f"allreduce(float64[6], op=sum) by {algorithm} number {number} "), words
             give_way(side)
-            if world.transport.native is not None:
+            if world._core.transport.native is not None:
                 assert "waits for rank 0, which has not called it" in words, words
                 assert "come_late" in words, words
-            elif algorithm == "slots":
+            elif algorithm == "shm_flat":
                 assert "(in shared memory: waits for rank 0)" in words, words
             else:
                 assert "of allreduce/ring: " in words, words
@@ -239,7 +239,7 @@ def test_what_waits_behind_another(several: Ranks) -> None:
         world = mpicoll.world()
         side = world.duplicate()
         x = np.ones(3)
-        first = world.progress.number + 1
+        first = world._core.queue.number + 1
         if world.rank == 0:
             come_late(side)
             requests = [mpicoll.iallreduce(x * number) for number in (1, 2)]
@@ -369,7 +369,7 @@ def test_a_send_that_nobody_receives_in_time(several: Ranks) -> None:
             for other in range(1, world.size):
                 assert (mpicoll.recv(x, other, timeout=PATIENT) == other + 1).all()
         else:
-            if world.transport.native is None:
+            if world._core.transport.native is None:
                 mpicoll.send(x, 0, timeout=SOON)  # copied into the mailbox
             else:
                 with pytest.raises(mpicoll.Timeout, match=r"^isend\(float64\[1048576\], peer=0, tag=0\) on world"):
@@ -392,7 +392,7 @@ def test_a_receive_says_where_the_sender_is(several: Ranks) -> None:
             with pytest.raises(mpicoll.Timeout) as caught:
                 mpicoll.recv(np.zeros(2), 0, timeout=FULL)
             give_way(side)
-            if world.transport.native is not None:
+            if world._core.transport.native is not None:
                 assert "come_late" in str(caught.value), str(caught.value)
         works()
         side.free()
@@ -407,8 +407,8 @@ def test_a_receive_says_where_the_sender_is(several: Ranks) -> None:
     ("algorithm", "ranks_per_node", "words"),
     [
         ("ring", 1, "nothing within 0.1 s"),
-        ("ring", 2, "rank 1 did not come within 0.1 s"),
-        ("slots", 2, "rank 1 did not come within 0.1 s"),
+        ("ring", 2, "rank 1 did not arrive within 0.1 s"),
+        ("shm_flat", 2, "rank 1 did not arrive within 0.1 s"),
     ],
 )
 def test_a_communicator_bounds_its_waits(algorithm: str, ranks_per_node: int, words: str) -> None:
@@ -452,18 +452,18 @@ def test_who_comes_too_late_for_shared_memory_is_told() -> None:
     def main() -> None:
         world = mpicoll.world()
         comm = world.duplicate()
-        mpicoll.allreduce(np.ones(3), comm=comm, algorithm="slots")
+        mpicoll.allreduce(np.ones(3), comm=comm, algorithm="shm_flat")
         comm.timeout = 0.1
         if world.rank == 0:
             with pytest.raises(mpicoll.Timeout):
-                mpicoll.allreduce(np.ones(3), comm=comm, algorithm="slots")
+                mpicoll.allreduce(np.ones(3), comm=comm, algorithm="shm_flat")
             mpicoll.send(np.ones(1), 1)
         else:
             mpicoll.recv(np.ones(1), 0)
             with pytest.raises(mpicoll.CommunicationError, match="rank 0"):
-                mpicoll.allreduce(np.ones(3), comm=comm, algorithm="slots")
-        with pytest.raises(mpicoll.CommunicationError, match="make another communicator"):
-            mpicoll.allreduce(np.ones(3), comm=comm, algorithm="slots")
+                mpicoll.allreduce(np.ones(3), comm=comm, algorithm="shm_flat")
+        with pytest.raises(mpicoll.CommunicationError, match="create another communicator"):
+            mpicoll.allreduce(np.ones(3), comm=comm, algorithm="shm_flat")
         works()
 
     mpicoll.run_local(main, 2, timeout=20)
@@ -476,33 +476,33 @@ import mpicoll
 world = mpicoll.world()
 comm = world.duplicate()
 x = np.ones(3)
-mpicoll.allreduce(x, comm=comm, algorithm="slots")
+mpicoll.allreduce(x, comm=comm, algorithm="shm_flat")
 comm.timeout = 0.6
 late = world.rank == world.size - 1
 if late:
     mpicoll.recv(x, 0, timeout=20)
 try:
-    mpicoll.allreduce(x, comm=comm, algorithm="slots")
+    mpicoll.allreduce(x, comm=comm, algorithm="shm_flat")
 except mpicoll.Timeout as error:
     assert not late
     words = str(error)
-    assert words.startswith(f"allreduce(float64[3], op=sum) by slots number 2 on world/duplicate"), words
-    assert f"in shared memory, rank {world.size - 1} did not come within 0.6 s" in words, words
+    assert words.startswith(f"allreduce(float64[3], op=sum) by shm_flat number 2 on world/duplicate"), words
+    assert f"in shared memory, rank {world.size - 1} did not arrive within 0.6 s" in words, words
     assert f"waits for rank {world.size - 1}, which has not called it" in words, words
 except mpicoll.CommunicationError as error:
     assert late
-    assert "has given up an operation" in str(error), error
+    assert "has abandoned an operation" in str(error), error
 if world.rank == 1:
     mpicoll.send(x, 0)
 if world.rank == 0:
     mpicoll.recv(x, 1, timeout=20)  # or the last one would come while rank 1 is still waiting
     mpicoll.send(x, world.size - 1)
 try:
-    mpicoll.allreduce(x, comm=comm, algorithm="slots")
+    mpicoll.allreduce(x, comm=comm, algorithm="shm_flat")
 except mpicoll.CommunicationError as error:
-    assert "make another communicator" in str(error)
+    assert "create another communicator" in str(error)
 again = world.duplicate()
-assert mpicoll.allreduce(x, comm=again, algorithm="slots")[0] == world.size
+assert mpicoll.allreduce(x, comm=again, algorithm="shm_flat")[0] == world.size
 print("went on")
 """
 

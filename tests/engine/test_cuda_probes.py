@@ -11,7 +11,7 @@ import pytest
 
 from mpicoll.engine import cuda_probes
 from mpicoll.transport import reductions
-from mpicoll.transport.probes import Wrong, merged_reports
+from mpicoll.transport.probes import WrongResult, merge_reports
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pair(cuda: Any) -> Any:
 def test_right_data(pair: Any, capsys: pytest.CaptureFixture[str]) -> None:
     mine, other = pair.data(64, "int32")
     pair.check("Copy", lambda source, target: np.copyto(target, source), mine, mine)
-    assert merged_reports(capsys.readouterr().out) == {"step": "Copy of 64 bytes"}
+    assert merge_reports(capsys.readouterr().out) == {"step": "Copy of 64 bytes"}
     pair.check("Nothing", lambda source, target: None, mine, None)
     assert mine.tolist() != other.tolist()
 
@@ -39,13 +39,13 @@ def _one_less(source: Any, target: Any) -> None:
 @pytest.mark.parametrize("call", [lambda source, target: None, _one_less], ids=["nothing", "one-less"])
 def test_wrong_data(pair: Any, call: Callable[..., None]) -> None:
     given = np.arange(100, 110)
-    with pytest.raises(Wrong, match="Copy of 80 bytes of device memory gives wrong data on rank 0"):
+    with pytest.raises(WrongResult, match="Copy of 80 bytes of device memory gives wrong data on rank 0"):
         pair.check("Copy", call, given, given)
 
 
 def test_data_where_there_should_be_none(pair: Any) -> None:
     given = np.arange(10)
-    with pytest.raises(Wrong, match="wrong data"):
+    with pytest.raises(WrongResult, match="wrong data"):
         pair.check("Gather", lambda source, target: np.copyto(target, source), given, None)
 
 
@@ -64,19 +64,21 @@ def test_reductions_of_device_memory(pair: Any) -> None:
 
     class Native:
         def allreduce(self, source: Any, target: Any, op: str) -> None:
-            both = reductions.operands(op, source.dtype, source.size)
-            tried.add(reductions.name(op, source.dtype))
+            both = reductions.make_operands(op, source.dtype, source.size)
+            tried.add(reductions.format_pair(op, source.dtype))
             total = reductions.combine(op, *both)
-            np.copyto(target, both[0] if reductions.name(op, source.dtype) == spoiled else total)
+            np.copyto(target, both[0] if reductions.format_pair(op, source.dtype) == spoiled else total)
 
     pair.native = Native()
     pair.transport = SimpleNamespace(
-        misreduces=lambda op, dtype: reductions.refusal(dict.fromkeys(wrong, ""), op, dtype)
+        find_native_defect=lambda op, dtype: reductions.find_defect(dict.fromkeys(wrong, ""), op, dtype)
     )
     tried: set[str] = set()
     spoiled = ""
     cuda_probes._on_all_dtypes(pair)
-    assert tried == {reductions.name(*one) for one in reductions.PAIRS} - wrong
+    assert tried == {reductions.format_pair(*one) for one in reductions.PAIRS} - wrong
     spoiled = "min B"
-    with pytest.raises(Wrong, match=r"Allreduce \(min of uint8\) of 65536 bytes of device memory gives wrong data"):
+    with pytest.raises(
+        WrongResult, match=r"Allreduce \(min of uint8\) of 65536 bytes of device memory gives wrong data"
+    ):
         cuda_probes._on_all_dtypes(pair)

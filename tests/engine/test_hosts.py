@@ -41,7 +41,7 @@ def test_a_cut_of_seconds_is_no_loss() -> None:
 @pytest.mark.slow
 def test_a_frozen_host_keeps_no_launcher() -> None:
     said, seconds = apart.freeze()
-    assert "ranks 2 and 3 do not answer (stopped or frozen?)" in said, said
+    assert "ranks 2 and 3 do not respond (stopped or frozen?)" in said, said
     assert seconds is not None, said
     assert seconds < 25, said
 

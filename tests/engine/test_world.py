@@ -1,4 +1,4 @@
-"""Which world a process is in, and what it is told when that can't be."""
+"""The world of a process, and its start under and without an MPI launcher."""
 
 from __future__ import annotations
 

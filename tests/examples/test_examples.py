@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.launch import ROOT, mpirun
+from support.scripts import run_scripts
 
 DIGITS = ROOT / "examples" / "digits.py"
 HELLO = ROOT / "examples" / "hello.py"
@@ -45,7 +46,7 @@ def trained(path: Path, size: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [*(pytest.param(one, marks=pytest.mark.long) for one in (1, 2, 4)), 3])
 def test_digits_parameters_agree(size: int, reference: dict[str, np.ndarray], tmp_path: Path) -> None:
     """A batch of 64 can't be shared evenly by 3, and the last one, of 3 samples, leaves the fourth of 4 without any."""
     parameters = trained(tmp_path / "parameters.npz", size)
@@ -77,7 +78,7 @@ def sections(output: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("size", [0, 1, 3, *(pytest.param(one, marks=pytest.mark.long) for one in (2, 4))])
 def test_hello(size: int) -> None:
     if size:
         done = mpirun(size, HELLO)
@@ -111,23 +112,19 @@ def test_hello(size: int) -> None:
     assert "allreduce/ring on 3 ranks, 4 rounds" in output
 
 
+NEEDING = ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp"])
-def test_a_package_that_is_missing(name: str, tmp_path: Path) -> None:
+def test_a_package_that_is_missing(tmp_path: Path) -> None:
     """One line says which, and how to get it; the docstring names the same packages."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(dict.fromkeys(('rich', 'sklearn')))\n")
-    script = ROOT / "examples" / f"{name}.py"
+    scripts = [ROOT / "examples" / f"{name}.py" for name in NEEDING]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": path},
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 1
-    match = re.fullmatch(r"(\w+\.py) needs \w+[\w.]*: (pip install .*)\n", done.stderr)
-    assert match is not None, done.stderr
-    assert f"``{match[2]}``" in (script.with_name(match[1])).read_text()
+    for script, end in zip(
+        scripts, run_scripts(0, tmp_path, *([one] for one in scripts), PYTHONPATH=path), strict=True
+    ):
+        assert end.statuses == [1], end
+        match = re.fullmatch(r"(\w+\.py) needs \w+[\w.]*: (pip install .*)\n", end.printed[0])
+        assert match is not None, end
+        assert f"``{match[2]}``" in (script.with_name(match[1])).read_text()

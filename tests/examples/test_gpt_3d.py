@@ -14,9 +14,9 @@ SMALL = ["--layers", "2", "--width", "16", "--context", "16", "--batch", "8", "-
 SMALL += ["--dtype", "float64"]
 NONSENSE = {
     "heads": (("--heads", "0"), "argument --heads: invalid positive value: '0'"),
-    "tp": (("--tp", "3"), "their product divide the 2 ranks, got tensor_model_parallel_size=3"),
+    "tp": (("--tp", "3"), "their product must divide the 2 ranks, got tensor_model_parallel_size=3"),
     "batch": (("--batch", "3"), "--batch must be 2 equal shares of at least --micro-batches sequences"),
-    "resume": (("--resume", "/nowhere"), "load: /nowhere holds no checkpoint"),
+    "resume": (("--resume", "/nowhere"), "load: /nowhere does not contain a checkpoint"),
     "micro-batches": (
         ("--pp", "2", "--schedule", "interleaved", "--micro-batches", "3"),
         "must be a multiple of the number of stages",

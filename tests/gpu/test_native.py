@@ -92,7 +92,7 @@ world = mpicoll.world()
 torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
 for count in (10, 3_000_000):
     x = torch.full((count,), float(world.rank + 1), device="cuda")
-    for algorithm in (None, "ipc", "pieces"):
+    for algorithm in (None, "ipc", "shm_pipelined"):
         try:
             got = mpicoll.allreduce(x, algorithm=algorithm)
         except mpicoll.AlgorithmError:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mpicoll
-from mpicoll.parallel import mappings
-from mpicoll.parallel.layers import VocabParallelEmbedding, base, column_parallel_linear, linear, shard_
+from mpicoll.parallel.layers import VocabParallelEmbedding, base, column_parallel_linear, shard_
+from mpicoll.parallel.layers import functional as sharded
+from mpicoll.parallel.mappings import linear_map
 from mpicoll.parallel.random import checkpoint
 
 S, B, H, F = 12, 2, 24, 96
@@ -71,7 +72,7 @@ class Ledger:
 @pytest.fixture
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
     made = Ledger()
-    for module in (linear, base, mappings):
+    for module in (sharded, base, linear_map):
         for name in NAMES:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, made.wrap(name, getattr(module, name)))

@@ -20,7 +20,7 @@ from mpicoll.parallel.gradients import average_gradients, clip_grad_norm_
 from mpicoll.parallel.layers import shard_, whole_state_dict
 from mpicoll.parallel.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from mpicoll.parallel.random import checkpoint
-from mpicoll.parallel.shards import shard_of
+from mpicoll.parallel.shards import get_shard
 from mpicoll.parallel.topology import PipelineParallelGrid, initialize_model_parallel
 
 S, B, H, F = 12, 12, 12, 24
@@ -82,7 +82,7 @@ def backward(model: nn.Module, x: Tensor) -> None:
 def check(model: nn.Module, wanted: Model) -> None:
     reference = dict(wanted.named_parameters())
     for name, param in model.named_parameters():
-        shard, grad = shard_of(param), reference[name].grad
+        shard, grad = get_shard(param), reference[name].grad
         assert grad is not None
         assert param.grad is not None, name
         if shard is not None:
@@ -196,7 +196,7 @@ def test_fully_shard() -> None:
             backward(wanted, samples())
             reference = dict(wanted.named_parameters())
             for name, param in model.named_parameters():
-                got, grad, shard = param.grad, reference[name].grad, shard_of(param)
+                got, grad, shard = param.grad, reference[name].grad, get_shard(param)
                 assert grad is not None
                 if shard is not None:
                     grad = grad.chunk(tp, shard.dim)[shard.comm.rank]
@@ -205,5 +205,5 @@ def test_fully_shard() -> None:
                 with pytest.raises(DTypeError, match=r"a parameter of shape \(12,\) is a DTensor; use Distributed"):
                     refused(model.parameters())
             if tp > 1:
-                with pytest.raises(ArgumentError, match=r"'layers.0.up.weight' is cut by .* and is a DTensor besides"):
+                with pytest.raises(ArgumentError, match=r"'layers.0.up.weight' is sharded by .* and also a DTensor"):
                     saved.model_state(model)

@@ -13,9 +13,12 @@ from torch.nn.functional import cross_entropy
 
 import mpicoll
 from mpicoll.parallel import cross_entropy as module
-from mpicoll.parallel import mappings
 from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
-from mpicoll.parallel.mappings import reduce_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
+from mpicoll.parallel.mappings import (
+    linear_map,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
 
 PART = 3
 """How many words each rank has."""
@@ -283,7 +286,7 @@ def test_messages_of_forward_and_backward(several: Ranks, monkeypatch: pytest.Mo
         return mpicoll.allreduce(x, *args, **kwargs)
 
     monkeypatch.setattr(module, "allreduce", counted)
-    monkeypatch.setattr(mappings, "allreduce", counted)
+    monkeypatch.setattr(linear_map, "allreduce", counted)
 
     def body() -> None:
         comm = mpicoll.world()

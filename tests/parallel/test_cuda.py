@@ -25,7 +25,7 @@ from mpicoll.parallel.context_parallel import ring_attention, ulysses_attention
 from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
 from mpicoll.parallel.layers import column_parallel_linear
 from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, copy_to_host, flatten, memory
+from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, as_bytes, copy_to_host, flatten
 
 __all__ = ["cuda_torch"]
 
@@ -286,7 +286,7 @@ def test_a_stage_without_a_device_says_so(several: Ranks, monkeypatch: pytest.Mo
         with pipe() as p2p:
             after, before = (p2p.stage + 1) % p2p.stages, (p2p.stage - 1) % p2p.stages
             sending = p2p.isend(late(torch.ones(3)), after)
-            with pytest.raises(CommunicationError, match=r"was on a CUDA device, and this process has none.*\.cpu\(\)"):
+            with pytest.raises(CommunicationError, match=r"was on a CUDA device, but CUDA is not available.*\.cpu\(\)"):
                 p2p.recv(before)
             sending.wait()
 
@@ -299,12 +299,12 @@ def test_messages_are_the_bytes() -> None:
         what = value(3, late_)
         found = leaves(what)
         layout = MessageLayout(flatten("send", what, []))
-        sent = layout.outgoing(found)
+        sent = layout.pack(found)
         want = leaves(value(3, lambda x, grad=False: x.requires_grad_(grad)))
         for (nbytes, parts), message in zip(layout.messages, sent, strict=True):
             assert message.size == nbytes
             for index, start, stop in parts:
-                assert message[start:stop].tobytes() == memory(want[index]).tobytes()
+                assert message[start:stop].tobytes() == as_bytes(want[index]).tobytes()
         assert str(TensorSpec(torch.float32, (2,), True, "cuda")) == "float32 (2,) on cuda that requires grad"
 
 
@@ -328,7 +328,7 @@ def test_what_a_stage_sends_is_copied_at_once(monkeypatch: pytest.MonkeyPatch) -
             return working(self, after)
 
         monkeypatch.setattr(CudaDevice, "working", counted)
-        layout.outgoing(tensors)
+        layout.pack(tensors)
         assert waits == 1
         copy_to_host([])
         assert waits == 1

@@ -495,7 +495,7 @@ def test_wrong_arguments(some: Ranks) -> None:
         for name in (*ALONG, *ANY):
             _refused(mpicoll.DTypeError, [name, "ndarray"], CASES[name].run, x.numpy(), world)
         for name in ALONG:
-            _refused(mpicoll.ShapeError, [name, "()", "single number", here], CASES[name].run, number, world)
+            _refused(mpicoll.ShapeError, [name, "()", "out of range", here], CASES[name].run, number, world)
         for function in (split, gather):
             for dim in (3, -4):
                 words = [function.__name__, f"dimension {dim}", str((size, 3, size)), here]
@@ -505,7 +505,7 @@ def test_wrong_arguments(some: Ranks) -> None:
                 _refused(mpicoll.ShapeError, words, function, x, 0, None, sizes)
         words = ["split", f"adds up to {2 * size}", "dimension 0", f"extent {size}", here]
         _refused(mpicoll.ShapeError, words, split, x, 0, None, [2] * size)
-        words = ["gather", "dimension 1", "extent 3", f"says {4 + rank}", here]
+        words = ["gather", "dimension 1", "extent 3", f"has {4 + rank}", here]
         _refused(mpicoll.ShapeError, words, gather, x, 1, None, range(4, 4 + size))
         ones = [1] * size
         _refused(mpicoll.ShapeError, ["all_to_all", "both", here], all_to_all, x, ones)

@@ -113,7 +113,7 @@ def test_saved_and_resumed(tracker: RNGStatesTracker) -> None:
         assert draw() == expected
     with other.fork("b"):
         assert draw() == of(2, 1)[0]
-    with pytest.raises(ArgumentError, match=r"there is no stream 'c', only \['a', 'b'\]"), other.fork("c"):
+    with pytest.raises(ArgumentError, match=r"unknown stream 'c', the streams are \['a', 'b'\]"), other.fork("c"):
         pass
     assert other.get_states()["a"]["seed"] == 1
 
@@ -145,12 +145,12 @@ def test_states_inside_of_a_fork(tracker: RNGStatesTracker) -> None:
 
 
 def test_wrong_names(tracker: RNGStatesTracker) -> None:
-    with pytest.raises(ArgumentError, match="there is a stream 'a' already"):
+    with pytest.raises(ArgumentError, match="a stream 'a' exists already"):
         tracker.add("a", 5)
-    with pytest.raises(ArgumentError, match="stream 'b' has the seed 2 already; 'c' needs another"):
+    with pytest.raises(ArgumentError, match="stream 'b' has the seed 2 already; choose another seed for 'c'"):
         tracker.add("c", 2)
     with pytest.raises(
-        ArgumentError, match=r"there is no stream 'model-parallel-rng', only .*model_parallel_manual_seed"
+        ArgumentError, match=r"unknown stream 'model-parallel-rng', the streams are .*model_parallel_manual_seed"
     ):
         tracker.fork().__enter__()
     assert draw() == of(0, 1)[0]
@@ -231,7 +231,7 @@ def _dropout() -> None:
     model_parallel_manual_seed(3, tracker=own)
     with use_rng_tracker(RNGStatesTracker()):
         assert torch.equal(torch.stack(_masks(True, own)), torch.stack(first[1]))
-        with pytest.raises(ArgumentError, match="there is no stream"):
+        with pytest.raises(ArgumentError, match="unknown stream"):
             _masks(True)
 
 

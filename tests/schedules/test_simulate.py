@@ -146,7 +146,7 @@ def test_one_rank_speaks_for_all(algorithm: Algorithm, nodes: int, per_node: int
     found = profile(algorithm, nodes, per_node)
     if found.seen == "one":
         cluster = Cluster(nodes, per_node)
-        every = module._follow(module._Place(algorithm, nodes, per_node, 1, 1), range(cluster.size), 10**6)
+        every = module._follow(module._RankLayout(algorithm, nodes, per_node, 1, 1), range(cluster.size), 10**6)
         assert priced(found, cluster) == pytest.approx(priced(every, cluster), rel=1e-12)
         assert (found.rounds, found.sent, found.crossing) == (every.rounds, every.sent, every.crossing)
 
@@ -189,7 +189,7 @@ def test_messages_that_are_not_met_in_step_are_no_symmetry() -> None:
 def test_a_sample_is_near_every_rank(name: str) -> None:
     for nodes, per_node in ((64, 32), (1025, 1), (37, 40)):
         algorithm = get(*name.split("/"))
-        place = module._Place(algorithm, nodes, per_node, 1, 4 if algorithm.segmented else 1)
+        place = module._RankLayout(algorithm, nodes, per_node, 1, 4 if algorithm.segmented else 1)
         every = module._follow(place, range(place.size), 10**6)
         some = module._follow(place, module._sample(place), 10**6)
         assert (every.seen, some.seen) == ("all", "sample")
@@ -268,19 +268,21 @@ def test_what_is_beyond_the_budget_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_every_allreduce_on_131072_ranks() -> None:
-    forecasts = simulate("allreduce", Cluster(1024, 128), [8, 1 << 20, 1 << 30])
+@pytest.mark.parametrize("nodes", [32, pytest.param(1024, marks=pytest.mark.long)])
+def test_every_allreduce_on_large_clusters(nodes: int) -> None:
+    size = nodes * 128
+    forecasts = simulate("allreduce", Cluster(nodes, 128), [8, 1 << 20, 1 << 30])
     assert {f.algorithm.name for f in forecasts} == set(algorithms_of("allreduce"))
     for forecast in forecasts:
         assert forecast.reason is None
         for point in forecast.points:
             assert point is not None
-            exact = closed_form(forecast.algorithm, 131_072, point.profile.segments)
+            exact = closed_form(forecast.algorithm, size, point.profile.segments)
             assert (point.profile.rounds, point.profile.sent) == exact
     ring = next(f.points[0] for f in forecasts if f.algorithm.name == "ring")
     assert ring is not None
-    assert ring.seconds == pytest.approx(262_142 * 2e-6, rel=1e-3)
-    assert ring.profile.crossing == Fraction(2 * 131_071, 131_072)
+    assert ring.seconds == pytest.approx(2 * (size - 1) * 2e-6, rel=1e-3)
+    assert ring.profile.crossing == Fraction(2 * (size - 1), size)
 
 
 def test_wrong_arguments() -> None:

@@ -211,7 +211,7 @@ def test_counts_twice() -> None:
         for _ in range(2):
             yield Round((Send(1 - rank, A),), (Recv(1 - rank, A, reduce=True),))
 
-    fails(make("allreduce", generate), 2, "round 1, chunk 0: counts ranks 0, 1 twice")
+    fails(make("allreduce", generate), 2, "round 1, chunk 0: counts ranks 0 and 1 twice")
 
 
 def test_combines_different_blocks() -> None:

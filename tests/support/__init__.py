@@ -3,7 +3,6 @@
 Running tests
     agree               the ranks of ``mpirun ... pytest --with-mpi`` agree on the outcome of each test
     launch              start a program on several ranks: ``mpirun(size, ...)``
-    process_group       the fixture with torch's default process group; what differs between versions of torch
     process_group       the fixture with torch's default process group; differences between versions of torch
     scripts             several scripts in one job
 
@@ -12,8 +11,11 @@ Values and oracles
     data                arrays of each library, dtype and layout; expected results of reductions
     exercise            one body for all collectives, called as a row of choices describes
     parallel_layers     comparison of parallel layers with the plain ones of torch.nn in one process
+    machines            random programs on a simulated machine, and which of its ranks can never continue
+    rank_states         states of ranks, as snapshots of them would be
     stage_values        values that pipeline stages send, and their comparison
     traces              traces made by hand, and a strict reader of the Chrome trace format
+    watchdogs           watchdogs without other ranks, and queues whose operations are set by a test
 
 Devices
     cuda_tensors        torch tensors on the fake device, for a torch without CUDA

@@ -342,7 +342,7 @@ def cuda_torch(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     # MPI's world outlives the fake device of the test before.
-    mpicoll.world().devices = None
+    mpicoll.world()._core.devices = None
     monkeypatch.setattr(torch, "empty", _empty)
     monkeypatch.setattr(torch, "as_tensor", _as_tensor)
     monkeypatch.setattr(torch, "arange", _filled("arange"))

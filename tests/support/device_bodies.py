@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import mpicoll
-from mpicoll.engine.selection.catalogue import MAX_SLOTS_BYTES, algorithms_of
+from mpicoll.engine.selection.catalogue import MAX_FLAT_BYTES, algorithms_of
 from support.data import OPS, covering, dtype_of, expected, make_op, means, numbers, random
 from support.exercise import COUNTED, FORMS, MATRICES, REDUCTIONS, ROOTED, SHAPES, Call
 from support.ranks import Comms
@@ -32,13 +32,13 @@ SOME_DTYPES = ("bool", "int8", "uint32", "float16", "float64", "complex64")
 
 LAYOUTS = ("contiguous", "strided", "transposed", "negative")
 
-WAYS = (None, "ipc", "nccl", "slots", "pieces", "ring", "recursive_doubling", "native")
+WAYS = (None, "ipc", "nccl", "shm_flat", "shm_pipelined", "ring", "recursive_doubling", "native")
 """Ways of an allreduce: its own choice, and one of each kind that may be forced."""
 
 
 def most(way: str | None, count: int) -> int:
     """Return the number of elements of a float32 allreduce by `way`: `count`, or the maximum of that way."""
-    return min(count, MAX_SLOTS_BYTES // 4) if way == "slots" else count
+    return min(count, MAX_FLAT_BYTES // 4) if way == "shm_flat" else count
 
 
 class Arrays(Protocol):
@@ -714,8 +714,8 @@ def must_serve(arrays: Arrays) -> set[str | None]:
     """Return the ways of a float32 allreduce that these ranks must have."""
     world = mpicoll.world()
     ways: set[str | None] = {None, "ring", "recursive_doubling"}
-    if world.size > 1 and world.unshared is None:
-        ways |= {"slots", "pieces"}
+    if world.size > 1 and world._core.no_shm_reason is None:
+        ways |= {"shm_flat", "shm_pipelined"}
         if arrays.devices == 1:
             ways.add("ipc")
     if arrays.devices >= world.local_size > 1:

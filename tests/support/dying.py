@@ -271,7 +271,7 @@ def _operation(name: str, rank: int, size: int, victim: int) -> Callable[[], Any
     if name == "schedule":
         return lambda: mpicoll.allreduce(np.ones(100_000), algorithm="ring")
     if name == "shared":
-        return lambda: mpicoll.allreduce(large, algorithm="pieces")
+        return lambda: mpicoll.allreduce(large, algorithm="shm_pipelined")
     if name == "background":
         return lambda: mpicoll.iallreduce(large).wait()
     if name == "p2p":

@@ -434,7 +434,7 @@ class Exercise:
 
 
 def all_rows(collective: str, dtype: str | None = None) -> Iterator[dict[str, Any]]:
-    native = mpicoll.world().transport.native is not None
+    native = mpicoll.world()._core.transport.native is not None
     for row in rows(collective, native=native):
         if dtype is None or row["dtype"] == dtype:
             yield row

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.engine.checks.call_check import EACH
+from mpicoll.engine.core.call_comparison import BATCH
 
 KINDS = ("operation", "dtype", "shape", "op", "root", "counts", "order")
 """Mismatches that all ranks detect at once."""
@@ -243,7 +243,7 @@ def check(wanted: Case, comm: mpicoll.Communicator, call: Call, *, checked: bool
         else:
             texts.append("")
             wrong.append(f"nothing was raised on rank {comm.rank}")
-    told = comm.transport.texts("\n".join([*texts, *wrong]))
+    told = comm._core.transport.allgather_text("\n".join([*texts, *wrong]))
     if wrong or len(set(told)) > 1:
         everyone = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(told))
         return f"{wanted}\n{'; '.join(wrong) or 'the ranks are told different things'}\n{everyone}"
@@ -299,7 +299,7 @@ def between_nodes() -> list[str]:
         comm = world.duplicate()
         failures.append(check(one, comm, lambda spec, form, comm=comm: native(spec, comm, form), checked=False))
         comm.free()
-    failures += [_late(world.duplicate(), before) for before in (EACH - 1, EACH, EACH + 5, 2 * EACH - 1)]
+    failures += [_late(world.duplicate(), before) for before in (BATCH - 1, BATCH, BATCH + 5, 2 * BATCH - 1)]
     return [one for one in failures if one]
 
 
@@ -310,13 +310,13 @@ def _late(comm: mpicoll.Communicator, before: int) -> str:
         mpicoll.allreduce(x, comm=comm)
     said, raised = "", before
     try:
-        while raised < 3 * EACH:
+        while raised < 3 * BATCH:
             raised += 1
             mpicoll.iallreduce(x, op="prod" if last and raised == before + 1 else "sum", comm=comm).wait()
     except mpicoll.MismatchError as error:
         said = str(error)
     # The next collective at which calls are compared.
-    due = before + 1 if before < EACH else (before // EACH + 1) * EACH
+    due = before + 1 if before < BATCH else (before // BATCH + 1) * BATCH
     wrong = [
         text
         for text, is_so in [
@@ -335,7 +335,7 @@ def _late(comm: mpicoll.Communicator, before: int) -> str:
             wrong.append(f"later calls raise {error}")
     if again != (comm.size if raised == before + 1 else 0):
         wrong.append(f"a later call gives {again}")
-    if comm.duplicate().transport.texts(said) != [said] * comm.size:
+    if comm.duplicate()._core.transport.allgather_text(said) != [said] * comm.size:
         wrong.append("the ranks are told different things")
     comm.free()
     return f"after {before}: {'; '.join(wrong)}\n{said}" if wrong else ""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mpicoll
-from mpicoll.parallel.layers import linear as layers
-from mpicoll.parallel.shards import shard_of
+from mpicoll.parallel.layers import functional as layers
+from mpicoll.parallel.shards import get_shard
 
 Parts = Callable[[Tensor, mpicoll.Communicator], Tensor]
 
@@ -59,7 +59,7 @@ def check_parameters(parallel: nn.Module, plain: nn.Module) -> None:
     got = dict(parallel.named_parameters())
     assert list(got) == list(wanted)
     for name, param in got.items():
-        shard = shard_of(param)
+        shard = get_shard(param)
 
         def part(x: Tensor | None, shard: Any = shard) -> Tensor | None:
             return x if x is None or shard is None else x.chunk(shard.comm.size, shard.dim)[shard.comm.rank]

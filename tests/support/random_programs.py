@@ -20,7 +20,7 @@ import numpy as np
 
 import mpicoll
 from mpicoll.engine.selection.catalogue import algorithms_of
-from mpicoll.engine.world import resolve
+from mpicoll.engine.world import as_communicator, resolve
 from mpicoll.transport.local import Delay, Fault
 from support.data import (
     DTYPES,
@@ -224,7 +224,7 @@ class Program:
 
     def communicator(self, place: Place) -> mpicoll.Communicator:
         """Return the communicator of a place, if need be the one made from an mpi4py communicator."""
-        made = resolve(place.comm)
+        made = as_communicator(place.comm)
         assert made.size == place.size
         return made
 
@@ -373,7 +373,7 @@ class Program:
 
     def barrier(self) -> None:
         place = self.place()
-        algorithm = self.draw.choice((None, "dissemination", "slots", "native"))
+        algorithm = self.draw.choice((None, "dissemination", "shm_flat", "native"))
         background = self.draw.random() < 0.5
         if place.comm is None:
             return
@@ -383,7 +383,7 @@ class Program:
         try:
             request = call(comm=place.comm, algorithm=algorithm)
         except mpicoll.AlgorithmError:
-            assert algorithm in ("slots", "native")
+            assert algorithm in ("shm_flat", "native")
             request = call(comm=place.comm)
         if background:
             self.waiting.append(Waiting(request, _is_none, place, self.where))
@@ -597,7 +597,7 @@ def _drawn_algorithm(draw: Random, collective: str) -> str | None:
     if draw.random() < 0.35:
         return None
     name = draw.choice(algorithms_of(collective))
-    if name in ("pieces", "cma") and collective != "barrier" and draw.random() < 0.5:
+    if name in ("shm_pipelined", "cma") and collective != "barrier" and draw.random() < 0.5:
         return f"{name}/{draw.choice(('4k', '5000', '16k', '64k', '256k'))}"
     schedule = mpicoll.schedules.algorithms_of(collective).get(name)
     if schedule is not None and schedule.segmented and draw.random() < 0.6:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ class Ranks:
         if self.local:
             return mpicoll.run_local(body, self.local, *args, timeout=timeout)
         return [body(*args)]
+
+    def share(self, path: Path) -> Path:
+        """Return rank 0's `path` on every rank. Collective."""
+        return path if self.local else Path(mpicoll.world()._core.transport.allgather_text(str(path))[0])
 
 
 def _at_least_two(world: Ranks) -> Ranks:

@@ -86,11 +86,14 @@ def _run(script: str, *arguments: str) -> tuple[int, str]:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
     before, status = set(sys.modules), 0
+    gc.freeze()  # the collection below is of what this script leaves, not of all modules
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(shown):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as leaving:
             status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            if isinstance(leaving.code, str):
+                print(leaving.code, file=sys.stderr)  # as Python does at its end
         except BaseException:
             sys.__stdout__.write(f"{sys.argv} broke off after {shown.getvalue()!r}\n")
             raise

@@ -6,7 +6,8 @@
              `every_size`
 ``quick``    of that, one item of each test function, without tests marked `slow`
 
-A test that hangs on its parameters in another way says so by a mark on the test, or on one of its parameters.
+A test that hangs on its parameters in another way says so by a mark on the test, or on one of its parameters. A fixture
+may ask for the tier to do less outside of the long one, as tests/parallel/test_layouts.py does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.engine import timeline
+from mpicoll.engine.tracing import parts
 
 ALLREDUCE = {
     "name": "allreduce",
@@ -55,7 +54,7 @@ def part(
     lines += [
         {"group": number, "key": key, "name": f"comm {key}", "members": comms[key]} for key, number in groups.items()
     ]
-    rows = np.empty(len(events), timeline.ROW)
+    rows = np.empty(len(events), parts.ROW)
     for place, (key, number, call, begin, end) in enumerate(events):
         index = 1000 + 10 * place
         lines.append({"call": index, **call})
@@ -66,8 +65,8 @@ def part(
                 lines.append({"text": said[which], "says": texts[place]})
         until = -1 if end is None else round((end - base) * 1e9)
         rows[place] = (groups[key], number, index, round((begin - base) * 1e9), until, *said)
-    lines.append({"rows": b64encode(rows.tobytes()).decode()})
-    path = folder / timeline.part_name(rank)
+    lines.append({"rows": parts.encode_rows(rows)})
+    path = folder / parts.part_name(rank)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mpicoll
 from mpicoll.torch.process_group import ProcessGroupMpicoll
-from mpicoll.torch.tensors import protected_inputs
+from mpicoll.torch.tensors import protect_inputs
 
 SIZE = 2
 BOUND = timedelta(seconds=30)
@@ -171,7 +171,7 @@ def _copied(value: Any) -> Any:
 def test_only_what_would_be_overwritten_is_copied() -> None:
     x = torch.zeros(4000)
     rows = list(x.view(1000, 4))
-    assert all(one is other for one, other in zip(protected_inputs(rows, [[one] for one in rows]), rows, strict=True))
-    later = protected_inputs([x[:2], x[1:3], x[2:4]], [[x[8:9]], [x[2:3]], [x[3:4]]])
+    assert all(one is other for one, other in zip(protect_inputs(rows, [[one] for one in rows]), rows, strict=True))
+    later = protect_inputs([x[:2], x[1:3], x[2:4]], [[x[8:9]], [x[2:3]], [x[3:4]]])
     assert [one.data_ptr() - x.data_ptr() for one in later[:2]] == [0, 4]
     assert later[2].data_ptr() != x[2:].data_ptr()

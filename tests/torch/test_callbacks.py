@@ -126,7 +126,7 @@ def test_coalesced_operations_have_callbacks_of_their_group() -> None:
     t = torch.ones(3)
     dist.all_reduce(t, async_op=True)
     work = group._end_coalescing(torch.device("cpu"))
-    assert work.get_future().then(lambda _: callback_comms.here.path).wait() == (group.group_name,)
+    assert work.get_future().then(lambda _: callback_comms.callback_context.path).wait() == (group.group_name,)
     assert work.result()[0] is t
 
 

@@ -1058,5 +1058,5 @@ def test_what_is_forced_for_a_moment_is_not_remembered() -> None:
         stock.all_reduce(t)
         stock.barrier()
     assert t[0].item() == stock.get_world_size()
-    assert group.quick().all_reduce(t, stock.ReduceOp.SUM)
-    assert group.quick().barrier()
+    assert group.get_fast_path().all_reduce(t, stock.ReduceOp.SUM)
+    assert group.get_fast_path().barrier()

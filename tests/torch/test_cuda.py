@@ -394,7 +394,7 @@ def test_without_waiting_for_the_callers_stream_values_are_old(several: Ranks, m
 def test_without_a_wait_for_torchs_own_copies_values_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for outputs that are moved to their place in the background, by default on a stream that is one for all
     threads: so this is a single rank."""
-    monkeypatch.setattr(own_tensors, "aside", lambda *devices: nullcontext())
+    monkeypatch.setattr(own_tensors, "on_internal_streams", lambda *devices: nullcontext())
 
     def body() -> None:
         with group_of_all() as group:
@@ -414,7 +414,7 @@ def test_without_a_wait_for_torchs_own_copies_values_are_old(monkeypatch: pytest
 def test_quick_calls_leave_device_tensors_alone(some: Ranks) -> None:
     def body() -> None:
         with group_of_all() as group:
-            quick = group.quick()
+            quick = group.get_fast_path()
             assert quick is not None
             size = group.size()
             x, y = cuda(torch.ones(4)), cuda(torch.ones(4 * size))
@@ -442,9 +442,9 @@ def test_buckets_on_a_device_are_not_moved(some: Ranks) -> None:
             return 0
 
     def body() -> None:
-        buckets: Any = _Buckets(mpicoll.world())
+        buckets: Any = _Buckets(mpicoll.world()._core)
         buckets.move(Bucket())
-        assert not buckets._known
+        assert not buckets._memory
 
     some(body)
 
@@ -474,7 +474,7 @@ def test_the_device_of_a_rank(
     for given in {device_id, None if device_id is None else torch.device("cuda", device_id)}:
         unused["later"].clear()
         unused["device"] = 0
-        own_devices.settle(given)
+        own_devices.select_device(given)
         assert unused["device"] == 0, "CUDA is not used yet"
         for call in unused["later"]:
             call()
@@ -483,11 +483,11 @@ def test_the_device_of_a_rank(
 
 def test_a_device_that_is_in_use_is_kept(unused: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    own_devices.settle(2)
+    own_devices.select_device(2)
     assert not unused["later"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    own_devices.settle(2)
+    own_devices.select_device(2)
     assert not unused["later"]
 
 
@@ -512,7 +512,11 @@ def test_native_ops(some_more: Ranks, dtype: str) -> None:
     some_more(bodies.each_op_in_each_way, Tensors(), dtype, timeout=100)
 
 
+# The processes of mpirun run them on cupy's arrays, and test_native_rows on tensors.
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "some_more", ["local-3", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.long])], indirect=True
+)
 @pytest.mark.parametrize("body", bodies.EVERYWHERE, ids=lambda body: body.__name__)
 def test_native(some_more: Ranks, body: Callable[[Any], Any]) -> None:
     some_more(body, Tensors(), timeout=100)

@@ -23,7 +23,7 @@ from support.launch import ROOT, mpirun
 
 import mpicoll
 import mpicoll.torch as dropin
-from mpicoll.backend_names import own_name
+from mpicoll.backend_names import replace_mpi
 
 OWN = (
     "all_gather_into_tensor",
@@ -155,7 +155,7 @@ def test_backend_by_name(backend: str) -> None:
     for _ in range(2):
         stock.init_process_group(backend)
         assert stock.is_initialized()
-        assert stock.get_backend() == own_name(backend)
+        assert stock.get_backend() == replace_mpi(backend)
         check(list(range(mpicoll.world().size)))
 
 
@@ -494,7 +494,7 @@ def test_started_by_another_launcher() -> None:
     started = [_start("-c", REFUSED, "mpicoll", RANK=str(rank), LOCAL_RANK=str(rank), **meet) for rank in range(2)]
     for done in [_finished(one) for one in started]:
         assert done.returncode == 0, done.stdout
-        assert "a launcher that is not MPI's started 2 processes" in done.stdout
+        assert "a launcher other than MPI's started 2 processes" in done.stdout
         assert "mpirun" in done.stdout
 
 

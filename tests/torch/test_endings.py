@@ -90,7 +90,7 @@ if rank == 1:
 """
     status, output = end(tmp_path, program + GO_ON)
     assert status != 0
-    assert re.search(r"interrupted, but all_reduce\(float32\[1000\].* goes on waiting; the job is ended", output)
+    assert re.search(r"interrupted, but all_reduce\(float32\[1000\].* still waits; the job is ended", output)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> N
     status, output = end(tmp_path, "if rank == 0: dist.all_reduce(t, async_op=True)\n", size=2)
     assert status != 0
     # Whoever is first: this rank's end, or the news that the others have come to theirs.
-    assert re.search("holds operations that the other ranks did not join|which has left the program", output)
+    assert re.search("holds operations that the other ranks did not join|which has exited", output)
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ for _ in range(10000):
 last = torch.ones(1)
 dist.all_reduce(last)
 assert last.item() == size
-assert time.monotonic() - begin < 15
+assert time.monotonic() - begin < 40
 """,
     # Each spawned worker imports torch, so there is one.
     "workers of a loader": """

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from mpicoll.engine.operation import Operation
+from mpicoll.engine.core.operation import Operation
 
 pytestmark = [
     pytest.mark.mpi,
@@ -156,7 +156,7 @@ FORMS = [
 @pytest.mark.parametrize("rows", [1, 300])
 def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
-    monkeypatch.setattr(Operation, "__post_init__", lambda self: prepared.append(self.problem.collective))
+    monkeypatch.setattr(Operation, "__post_init__", lambda self: prepared.append(self.query.collective))
     count = rows * dist.get_world_size()
     for form in FORMS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -41,7 +41,9 @@ print("all here")
 def test_blocking_and_asynchronous_calls_meet(tmp_path: Path) -> None:
     script = tmp_path / "meet.py"
     script.write_text(_PROGRAM)
-    rules = "barrier:slots;allreduce:slots;bcast:pieces;allgather:pieces;reduce_scatter:pieces"
+    rules = (
+        "barrier:shm_flat;allreduce:shm_flat;bcast:shm_pipelined;allgather:shm_pipelined;reduce_scatter:shm_pipelined"
+    )
     done = mpirun(2, script, seconds=40, MPICOLL_ALGORITHMS=rules)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("all here") == 2

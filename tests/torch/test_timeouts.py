@@ -71,7 +71,7 @@ class TestGroups:
         tensor = torch.ones(1)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         work.get_future().then(lambda future: dist.all_reduce(torch.ones(1), group=group)).wait()
-        lanes = group._lanes.communicators()
+        lanes = group._callback_comms.list_communicators()
         assert len(lanes) == 2
         if how == "function":
             _set_pg_timeout(timedelta(seconds=72), group)

@@ -39,12 +39,12 @@ def test_launched_size(environ: dict[str, str], size: int | None) -> None:
 )
 def test_signs_of_a_launcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_env, "sys", type("NoModules", (), {"modules": {}}))
-    assert launch_env.launched({name: "0"})
-    assert not launch_env.launched({f"MY_{name}": "0", "SLURM_NTASKS": "8"})
+    assert launch_env.is_launched({name: "0"})
+    assert not launch_env.is_launched({f"MY_{name}": "0", "SLURM_NTASKS": "8"})
 
 
 def test_mpi_that_is_loaded_is_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_env, "sys", type("Modules", (), {"modules": {"mpi4py.MPI": None}}))
-    assert launch_env.launched({})
+    assert launch_env.is_launched({})
     monkeypatch.setattr(launch_env, "sys", type("Modules", (), {"modules": {"mpi4py": None}}))
-    assert not launch_env.launched({})
+    assert not launch_env.is_launched({})

@@ -25,7 +25,7 @@ def test_a_rank_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def claim_anew(**variables: str) -> int | None:
             """As a process that has claimed nothing."""
             held: list[int] = []
-            monkeypatch.setattr(claim, "_held", held)
+            monkeypatch.setattr(claim, "_claims", held)
             owner = claim.claim(LAUNCHED | variables)
             assert claim.claim(LAUNCHED | variables) == owner
             assert len(held) == (owner is None)
@@ -40,16 +40,17 @@ def test_a_rank_is_claimed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert claim_anew(PMIX_SERVER_URI41="prterun-here@0.0;tcp4://127.0.0.1:2") is None
         assert claim_anew() == os.getpid()
     assert claim_anew() is None
-    os.close(claim._held.pop())
+    os.close(claim._claims.pop())
 
 
 def test_others_can_not_keep_a_rank_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
-    monkeypatch.setattr(claim, "_held", held)
+    monkeypatch.setattr(claim, "_claims", held)
     assert claim.claim(LAUNCHED) is None
     user = os.getuid()
-    monkeypatch.setattr(claim, "_held", [])
-    monkeypatch.setattr(os, "getuid", lambda: user + 1 if sys._getframe(1).f_code is claim._owner.__code__ else user)
+    monkeypatch.setattr(claim, "_claims", [])
+    other = claim._find_owner.__code__
+    monkeypatch.setattr(os, "getuid", lambda: user + 1 if sys._getframe(1).f_code is other else user)
     assert claim.claim(LAUNCHED) is None  # another user has the name
     os.close(held.pop())
 

@@ -20,7 +20,7 @@ from mpicoll.config import Config
 from mpicoll.engine.cuda_probes import PROGRAM
 from mpicoll.errors import SetupError
 from mpicoll.transport import cuda_awareness, launcher, probes
-from mpicoll.transport.cuda_awareness import CLASSES, Verdict, verdict
+from mpicoll.transport.cuda_awareness import CLASSES, CudaSupport, find_cuda_support
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
 
@@ -31,7 +31,7 @@ FILE = "mpicoll/cuda-aware.json"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of verdicts, which isn't there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cuda_awareness, "_known", None)
+    monkeypatch.setattr(cuda_awareness, "_cached", None)
     return tmp_path / "cache" / FILE
 
 
@@ -42,7 +42,7 @@ def no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError(args)
 
-    monkeypatch.setattr(cuda_awareness, "_probe", refuse)
+    monkeypatch.setattr(cuda_awareness, "_probe_all", refuse)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         path = tmp_path / "mpirun"
         path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
         path.chmod(0o755)
-        monkeypatch.setattr(launcher, "find", lambda: str(path))
+        monkeypatch.setattr(launcher, "find_launcher", lambda: str(path))
 
     return make
 
@@ -64,10 +64,10 @@ def says(**what: str) -> str:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process is."""
-    monkeypatch.setattr(cuda_awareness, "_known", None)
+    monkeypatch.setattr(cuda_awareness, "_cached", None)
 
 
-def of(found: Verdict) -> list[bool]:
+def of(found: CudaSupport) -> list[bool]:
     return [getattr(found, name) for name in CLASSES]
 
 
@@ -82,7 +82,7 @@ def of(found: Verdict) -> list[bool]:
 def test_what_the_user_says_counts(text: str, expected: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     read = Config.read({"MPICOLL_CUDA_AWARE": text})
     monkeypatch.setattr(cuda_awareness, "config", lambda: read)
-    found = verdict(PROGRAM, fresh=True)
+    found = find_cuda_support(PROGRAM, fresh=True)
     assert of(found) == expected
     assert found.source.startswith("MPICOLL_CUDA_AWARE=")
     assert set(found.evidence.values()) == {found.source}
@@ -96,7 +96,7 @@ def test_what_the_user_must_not_say() -> None:
 
 @pytest.mark.usefixtures("no_trials")
 def test_nothing_is_believed(cache: Path) -> None:
-    found = verdict(None)
+    found = find_cuda_support(None)
     assert of(found) == [False] * 3
     assert found.source == "not probed"
     assert not cache.exists()
@@ -115,16 +115,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake")
 def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKECUDA_AWARE", "1")
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [True] * 3, found
     for name, way in zip(CLASSES, ("Sendrecv", "Alltoall", "Reduce_scatter_block"), strict=True):
         assert found.evidence[name].startswith("8 B, 64 KiB and 4 MiB of device memory have arrived")
         assert way in found.evidence[name]
-    assert found.source == f"tried now, kept in {cache}"
+    assert found.source == f"tried now, stored in {cache}"
     # Later runs are told without trying.
     forget(monkeypatch)
-    monkeypatch.setattr(launcher, "find", lambda: None)
-    later = verdict(PROGRAM)
+    monkeypatch.setattr(launcher, "find_launcher", lambda: None)
+    later = find_cuda_support(PROGRAM)
     assert later == replace(found, source=later.source)
     assert later.source.endswith(f", from {cache}")
     assert later.source.startswith(f"tried on {json.loads(cache.read_text())['entries'][0]['tried']}")
@@ -134,17 +134,17 @@ def test_an_mpi_that_takes_device_memory(cache: Path, monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("fake")
 def test_an_mpi_that_does_not(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FAKECUDA_AWARE", raising=False)
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [False] * 3
     for name, step in zip(CLASSES, ("Send and Recv", "Bcast", "Allreduce"), strict=True):
         assert f"in {step} of 8 bytes" in found.evidence[name], found.evidence
         assert "egmentation fault" in found.evidence[name]
     # That, too, is kept; and tried anew where that is asked for.
     forget(monkeypatch)
-    assert verdict(None).evidence == found.evidence
-    monkeypatch.setattr(launcher, "find", lambda: None)
-    assert verdict(PROGRAM).evidence == found.evidence
-    assert verdict(PROGRAM, fresh=True).source == "can't be tried"
+    assert find_cuda_support(None).evidence == found.evidence
+    monkeypatch.setattr(launcher, "find_launcher", lambda: None)
+    assert find_cuda_support(PROGRAM).evidence == found.evidence
+    assert find_cuda_support(PROGRAM, fresh=True).source == "can't be tried"
 
 
 @pytest.mark.slow
@@ -153,12 +153,13 @@ def test_inside_of_a_job(cache: Path) -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(FAKE)!r}); from mpi4py import MPI;"
         " from mpicoll.transport import cuda_awareness;"
-        f" found = cuda_awareness.verdict({PROGRAM!r}); print(found.send, found.move, found.reduce, found.evidence)"
+        f" found = cuda_awareness.find_cuda_support({PROGRAM!r});"
+        " print(found.send, found.move, found.reduce, found.evidence)"
     )
     done = mpirun(1, "-c", program, FAKECUDA_AWARE="1", seconds=100)
     assert "True True True" in done.stdout, done.stdout
     # A program that no launcher has started goes by the same entry.
-    assert of(verdict(None)) == [True] * 3
+    assert of(find_cuda_support(None)) == [True] * 3
 
 
 @pytest.mark.slow
@@ -175,7 +176,7 @@ def test_transfers_that_another_thread_completes() -> None:
     )
     done = mpirun(2, "-c", program, **fake_cuda.environment(FAKECUDA_AWARE="1"))
     assert done.returncode != 0
-    steps = [one["step"] for one in probes.reports_in(done.stdout) if "step" in one]
+    steps = [one["step"] for one in probes.read_reports(done.stdout) if "step" in one]
     assert steps[-1] == "Isend and Irecv that another thread completes of 8 bytes", done.stdout
 
 
@@ -183,15 +184,15 @@ def test_without_cupy(cache: Path) -> None:
     pytest.importorskip("mpi4py")
     if any((Path(place) / "cupy").is_dir() for place in sys.path):
         pytest.skip("there is a cupy")
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [False] * 3
     assert found.evidence["send"] == "it can't be tried: No module named 'cupy'"
     assert not cache.exists()
 
 
 def test_without_a_launcher(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "find", lambda: None)
-    found = verdict(PROGRAM)
+    monkeypatch.setattr(launcher, "find_launcher", lambda: None)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [False] * 3
     assert found.evidence["move"].startswith("there is neither mpirun nor mpiexec")
     assert "MPICOLL_CUDA_AWARE" in found.evidence["move"]
@@ -201,18 +202,18 @@ def test_without_a_launcher(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("fake")
 def test_a_launcher_of_another_mpi(pretend: Callable[..., None], cache: Path) -> None:
     pretend('shift; shift; OMPI_COMM_WORLD_SIZE=2 exec "$@"')
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert "belong to different MPI installations" in found.evidence["send"]
     pretend('shift; shift; exec "$@"')
-    found = verdict(PROGRAM, fresh=True)
+    found = find_cuda_support(PROGRAM, fresh=True)
     assert of(found) == [False] * 3
-    assert "the launcher gives worlds of 1" in found.evidence["send"]
+    assert "the MPI library sees a world of 1" in found.evidence["send"]
     assert not cache.exists()
 
 
 def test_a_launcher_that_fails(pretend: Callable[..., None], cache: Path) -> None:
     pretend("echo no slots >&2", "exit 3")
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert found.evidence["reduce"].endswith("mpirun: status 3: no slots")
     assert found.source == "can't be tried"
     assert not cache.exists()
@@ -222,10 +223,10 @@ def test_a_trial_that_hangs(pretend: Callable[..., None], cache: Path, monkeypat
     monkeypatch.setattr(cuda_awareness, "_SECONDS", 0.5)
     pretend(says(step="Bcast of 8 bytes"), "exec sleep 1000")
     begin = time.monotonic()
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert time.monotonic() - begin < 15
     assert of(found) == [False] * 3
-    assert found.evidence["move"] == "no end within 0.5 s, in Bcast of 8 bytes: it said nothing"
+    assert found.evidence["move"] == "no end within 0.5 s, in Bcast of 8 bytes: no output"
     assert cache.exists()
 
 
@@ -238,17 +239,19 @@ def test_each_class_for_itself(pretend: Callable[..., None], monkeypatch: pytest
         f"*) {says(done='all right')}; kill -9 $$;;",
         "esac",
     )
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [True, False, False]
     assert found.evidence["send"] == "all right"
     assert found.evidence["move"] == "wrong data"
     # Who crashes at the end would do so in each job.
-    assert found.evidence["reduce"] == "status 137, at its end: it said nothing"
+    assert found.evidence["reduce"] == "status 137, at its end: no output"
 
 
 def test_what_mpich_says_of_a_signal(pretend: Callable[..., None]) -> None:
     pretend(says(step="Bcast"), "echo TERMINATED: Segmentation fault '(signal 11)'", "echo see the FAQ", "exit 11")
-    assert verdict(PROGRAM).evidence["move"] == "status 11, in Bcast: TERMINATED: Segmentation fault (signal 11)"
+    assert (
+        find_cuda_support(PROGRAM).evidence["move"] == "status 11, in Bcast: TERMINATED: Segmentation fault (signal 11)"
+    )
 
 
 # --- the file
@@ -258,7 +261,7 @@ GOOD = {name: name == "send" for name in CLASSES}
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    depends = cuda_awareness._depends()
+    depends = cuda_awareness._read_conditions()
     return {**depends, "good": GOOD, "evidence": dict.fromkeys(CLASSES, "seen"), "tried": "yesterday", **changes}
 
 
@@ -272,7 +275,7 @@ def put(file: Path, *entries: Any, **changes: Any) -> None:
 @pytest.mark.usefixtures("no_trials")
 def test_what_was_found_before(cache: Path) -> None:
     put(cache, "nonsense", entry(driver="another", good=dict.fromkeys(CLASSES, True)), entry())
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [True, False, False]
     assert found.source == f"tried on yesterday, from {cache}"
 
@@ -281,18 +284,18 @@ def test_what_was_found_before(cache: Path) -> None:
     "name", ["machine", "gpus", "driver", "mpi", "library", "mpi4py", "settings"], ids="another-{}".format
 )
 def test_what_was_found_elsewhere_does_not_count(name: str, cache: Path) -> None:
-    assert name in cuda_awareness._depends()
+    assert name in cuda_awareness._read_conditions()
     put(cache, entry(**{name: "another"}))
-    assert verdict(None).source == "not probed"
+    assert find_cuda_support(None).source == "not probed"
 
 
 def test_settings_of_mpi_count(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "sm")
     put(cache, entry())
-    assert verdict(None).send
+    assert find_cuda_support(None).send
     forget(monkeypatch)
     monkeypatch.setenv("UCX_TLS", "sm,cuda_copy")
-    assert not verdict(None).send
+    assert not find_cuda_support(None).send
 
 
 @pytest.mark.parametrize(
@@ -314,9 +317,9 @@ def test_settings_of_mpi_count(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_broken_file_is_written_anew(content: str, cache: Path, pretend: Callable[..., None]) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content.encode("latin1"))
-    assert verdict(None).source == "not probed"
+    assert find_cuda_support(None).source == "not probed"
     pretend(says(step="Bcast"), says(done="all right"))
-    assert of(verdict(PROGRAM)) == [True] * 3
+    assert of(find_cuda_support(PROGRAM)) == [True] * 3
     (kept,) = json.loads(cache.read_text())["entries"]
     assert kept["good"] == dict.fromkeys(CLASSES, True)
 
@@ -324,7 +327,7 @@ def test_a_broken_file_is_written_anew(content: str, cache: Path, pretend: Calla
 def test_the_others_stay_in_the_file(cache: Path, pretend: Callable[..., None]) -> None:
     put(cache, *(entry(driver=str(number)) for number in range(150)), entry())
     pretend(says(step="Bcast"), says(done="all right"))
-    verdict(PROGRAM, fresh=True)
+    find_cuda_support(PROGRAM, fresh=True)
     kept = json.loads(cache.read_text())["entries"]
     assert [one["driver"] for one in kept[:-1]] == [str(number) for number in range(51, 150)]
     assert kept[-1]["good"] == dict.fromkeys(CLASSES, True)
@@ -334,7 +337,7 @@ def test_the_others_stay_in_the_file(cache: Path, pretend: Callable[..., None]) 
 def test_a_place_that_can_not_be_written(cache: Path, pretend: Callable[..., None]) -> None:
     cache.parents[1].write_text("a file")
     pretend(says(step="Bcast"), says(done="all right"))
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [True] * 3
     assert found.source == f"tried now, but {cache} can't be written: {os.strerror(errno.ENOTDIR)}"
 
@@ -346,6 +349,6 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch, pretend: Callable[..., None]) 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", nowhere)
     pretend(says(step="Bcast"), says(done="all right"))
-    found = verdict(PROGRAM)
+    found = find_cuda_support(PROGRAM)
     assert of(found) == [True] * 3
     assert "there is no home directory" in found.source

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mpicoll.transport.probes import MARK, Unable, Wrong, merged_reports, reports_in, run
+from mpicoll.transport.probes import MARK, ProbeImpossible, WrongResult, merge_reports, read_reports, run
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(Wrong("x"), {"wrong": "x"}), (Unable("y"), {"unable": "y"}), (ImportError("z"), {"unable": "z"})],
+    [(WrongResult("x"), {"wrong": "x"}), (ProbeImpossible("y"), {"unable": "y"}), (ImportError("z"), {"unable": "z"})],
     ids=["wrong", "unable", "import"],
 )
 def test_how_probes_end(
@@ -25,9 +25,9 @@ def test_how_probes_end(
         monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
 
     assert run({"job": fails}, "job") == 1
-    assert merged_reports(capsys.readouterr().out) == said
+    assert merge_reports(capsys.readouterr().out) == said
     assert run({"job": lambda: {"all": "well"}}, "job") == 0
-    assert merged_reports(capsys.readouterr().out) == {"done": {"all": "well"}}
+    assert merge_reports(capsys.readouterr().out) == {"done": {"all": "well"}}
 
 
 def test_what_nobody_has_thought_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,4 +40,4 @@ def test_what_nobody_has_thought_of(capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_lines_of_others_are_no_harm() -> None:
     text = f"hello\n{MARK}{json.dumps({'a': 1})}\n{MARK}{{half\nx{MARK}{{}}\n"
-    assert list(reports_in(text)) == [{"a": 1}]
+    assert list(read_reports(text)) == [{"a": 1}]

@@ -20,7 +20,7 @@ class _Whole:
         self._spoiled = spoiled
 
     def _parts(self, op: str, like: Any) -> tuple[Any, Any, Any]:
-        left, right = reductions.operands(op, like.dtype, like.size)
+        left, right = reductions.make_operands(op, like.dtype, like.size)
         return left, right, reductions.combine(op, left, right)
 
     def _give(self, target: Any, value: Any, name: str) -> None:

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll.engine.checks.call_check import CallCheck
 from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.errors import CommunicationError
 from mpicoll.transport import launcher, probes, reduction_probes, reductions
 
@@ -92,18 +95,18 @@ def _both(op: str, chars: str) -> set[str]:
     ids=["signed", "saturating", "losing", "flushing", "tail", "too-long", "missing", "right"],
 )
 def test_what_is_wrong_is_found(change: Change, wrong: set[str], why: str) -> None:
-    found = reductions.attempt(library(change))
+    found = reductions.try_all(library(change))
     assert set(found) == wrong
     assert why in "".join(found.values())
 
 
 def test_what_may_be_left_to_it() -> None:
     wrong = {"max L": "it is wrong"}
-    assert reductions.refusal(wrong, "max", np.dtype(np.uint64)) == "it is wrong"
-    assert reductions.refusal(wrong, "max", np.dtype(np.int64)) is None
-    untried = reductions.refusal(wrong, "sum", np.dtype(np.float16))
-    assert untried == "it was not tried whether the MPI library has sum of float16"
-    assert reductions.refusal(wrong, "band", np.dtype(np.float32)) is not None
+    assert reductions.find_defect(wrong, "max", np.dtype(np.uint64)) == "it is wrong"
+    assert reductions.find_defect(wrong, "max", np.dtype(np.int64)) is None
+    untried = reductions.find_defect(wrong, "sum", np.dtype(np.float16))
+    assert untried == "sum of float16 was not tested with the MPI library"
+    assert reductions.find_defect(wrong, "band", np.dtype(np.float32)) is not None
 
 
 # --- the file
@@ -113,7 +116,7 @@ def test_what_may_be_left_to_it() -> None:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where it is kept what was found, of a library that nobody has tried."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(launcher, "library", lambda: launcher.Library("Some MPI v1", "/lib/libmpi.so", "4"))
+    monkeypatch.setattr(launcher, "find_library", lambda: launcher.MpiLibrary("Some MPI v1", "/lib/libmpi.so", "4"))
     return tmp_path / "mpicoll" / "mpi-reductions.json"
 
 
@@ -125,7 +128,7 @@ def test_it_is_tried_once_for_each_library(file: Path, monkeypatch: pytest.Monke
     found = reductions.find_defects(library(signed))
     assert "max L" in found
     assert reductions.find_defects(refuse) == found
-    monkeypatch.setattr(launcher, "library", lambda: launcher.Library("Some MPI v2", "/lib/libmpi.so", "4"))
+    monkeypatch.setattr(launcher, "find_library", lambda: launcher.MpiLibrary("Some MPI v2", "/lib/libmpi.so", "4"))
     assert reductions.find_defects(library()) == {}
     monkeypatch.setenv("OMPI_MCA_op", "^avx")
     assert reductions.find_defects(library(saturating)).keys() == {"sum b"}
@@ -154,24 +157,24 @@ def test_a_file_that_cannot_be_written_is_no_harm(monkeypatch: pytest.MonkeyPatc
 # --- the collectives themselves
 
 
-def told(status: int | None, *what: dict[str, Any], errors: str = "") -> launcher.Ended:
-    return launcher.Ended(status, "".join(f"{probes.MARK}{json.dumps(one)}\n" for one in what), errors)
+def told(status: int | None, *what: dict[str, Any], errors: str = "") -> launcher.RunResult:
+    return launcher.RunResult(status, "".join(f"{probes.MARK}{json.dumps(one)}\n" for one in what), errors)
 
 
 @pytest.fixture
 def jobs(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     """Have jobs end as is said; returns the list of their arguments."""
 
-    def make(*ended: launcher.Ended) -> list[list[str]]:
+    def make(*ended: launcher.RunResult) -> list[list[str]]:
         called: list[list[str]] = []
         ends = iter(ended)
 
-        def attempt(command: list[str], environ: Any, seconds: float) -> launcher.Ended:
+        def attempt(command: list[str], environ: Any, seconds: float) -> launcher.RunResult:
             called.append(command[command.index(reduction_probes.PROGRAM) + 1 :])
             return next(ends)
 
-        monkeypatch.setattr(launcher, "find", lambda: "mpirun")
-        monkeypatch.setattr(launcher, "attempt", attempt)
+        monkeypatch.setattr(launcher, "find_launcher", lambda: "mpirun")
+        monkeypatch.setattr(launcher, "run_bounded", attempt)
         return called
 
     return make
@@ -185,7 +188,7 @@ def test_both_ranks_and_the_file_say_what_is_wrong(jobs: Callable[..., list[list
     )
     entry, source = reduction_probes.probe_reductions()
     assert entry is not None
-    assert source == f"kept in {file}"
+    assert source == f"stored in {file}"
     assert (entry["wrong"], entry["in_place"], entry["collectives"]) == ({"sum i": "a", "max i": "b"}, True, True)
     # What a job finds in the file it doesn't try.
     assert reductions.find_defects(refuse) == {"sum i": "a", "max i": "b"}
@@ -221,11 +224,15 @@ def test_what_crashes_is_not_tried_again(jobs: Callable[..., list[list[str]]]) -
     ids=["unable", "not-started"],
 )
 def test_what_cannot_be_tried(
-    ended: launcher.Ended, why: str, jobs: Callable[..., list[list[str]]], file: Path, monkeypatch: pytest.MonkeyPatch
+    ended: launcher.RunResult,
+    why: str,
+    jobs: Callable[..., list[list[str]]],
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     jobs(ended)
     assert reduction_probes.probe_reductions() == (None, why)
-    monkeypatch.setattr(launcher, "find", lambda: None)
+    monkeypatch.setattr(launcher, "find_launcher", lambda: None)
     assert reduction_probes.probe_reductions() == (None, "there is neither mpirun nor mpiexec to try it")
     assert not file.exists()
 
@@ -243,9 +250,9 @@ def test_what_cannot_be_tried(
 def test_where_reduce_works_in_place(
     version: str, in_place: bool | None, expected: bool, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "library", lambda: launcher.Library(version, "/lib/libmpi.so", "4"))
+    monkeypatch.setattr(launcher, "find_library", lambda: launcher.MpiLibrary(version, "/lib/libmpi.so", "4"))
     if in_place is not None:
-        entry = reductions.entry_of(reductions.conditions(), {})
+        entry = reductions.make_entry(reductions.read_conditions(), {})
         reductions.FILE.write(entry | {"in_place": in_place})
     reductions.reduces_in_place.cache_clear()
     try:
@@ -265,12 +272,13 @@ def test_what_one_library_computes_wrongly_is_left_to_none(monkeypatch: pytest.M
     from mpicoll.transport import mpi
 
     world = MPI.COMM_WORLD
-    wrong = reductions.attempt(library(signed)) if world.rank == world.size - 1 else {}
+    wrong = reductions.try_all(library(signed)) if world.rank == world.size - 1 else {}
     monkeypatch.setattr(mpi.ops, "_defects_here", lambda: wrong)
-    comm = Communicator(
-        mpi.MpiTransport(world.Dup(), world.Dup(), tuple(range(world.size))), None, name="several", world=False
+    transport = mpi.MpiTransport(world.Dup(), world.Dup(), tuple(range(world.size)))
+    core = CommunicatorCore(
+        transport, None, name="several", world=False, checks=Options(), registry=Registry(CallCheck)
     )
-    with comm:
+    with Communicator(core) as comm:
         for one in (comm, comm.duplicate()):
             text = str(mpicoll.explain("allreduce", 8, op="max", dtype="uint64", comm=one))
             assert not text.startswith("native")

@@ -15,7 +15,6 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +23,7 @@ import numpy as np
 import pytest
 from support.launch import ROOT, mpirun
 
-from mpicoll.transport import shm
-from mpicoll.transport.shm import Handle, Shared, attach, reader, share
+from mpicoll.transport.shm import Handle, SharedBlock, attach, open_reader, share
 
 SHM = Path("/dev/shm")
 
@@ -60,7 +58,7 @@ def _descriptors() -> int:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_both_see_the_same_memory(named: bool) -> None:
-    own = Shared(1000, named=named)
+    own = SharedBlock(1000, named=named)
     other = attach(own.handle)
     own.seal()
     assert own.memory.size == other.size == 1000
@@ -73,7 +71,7 @@ def test_both_see_the_same_memory(named: bool) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_it_is_private_to_the_user(named: bool) -> None:
-    own = Shared(10, named=named)
+    own = SharedBlock(10, named=named)
     try:
         status = Path(own.handle.path).stat()
         assert status.st_uid == os.getuid()
@@ -83,7 +81,7 @@ def test_it_is_private_to_the_user(named: bool) -> None:
 
 
 def test_a_name_lasts_until_all_have_it() -> None:
-    own = Shared(10, named=True)
+    own = SharedBlock(10, named=True)
     assert Path(own.handle.path).name in _ours()
     own.seal()
     assert not Path(own.handle.path).exists()
@@ -93,7 +91,7 @@ def test_a_name_lasts_until_all_have_it() -> None:
 
 def test_memory_without_a_name_is_nowhere_to_be_found() -> None:
     before = _ours()
-    own = Shared(10)
+    own = SharedBlock(10)
     assert not _left(before)
     assert Path(own.handle.path).stat().st_nlink == 0
     own.seal()
@@ -105,7 +103,7 @@ def test_memory_without_a_name_is_nowhere_to_be_found() -> None:
 @pytest.mark.parametrize("named", [False, True])
 def test_it_goes_with_the_last_array(named: bool) -> None:
     mappings, descriptors = _mappings(), _descriptors()
-    own = Shared(100_000, named=named)
+    own = SharedBlock(100_000, named=named)
     other = attach(own.handle)
     own.seal()
     assert _descriptors() == descriptors
@@ -122,7 +120,7 @@ def test_it_goes_with_the_last_array(named: bool) -> None:
 
 
 def test_memory_of_no_bytes() -> None:
-    own = Shared(0)
+    own = SharedBlock(0)
     other = attach(own.handle)
     own.seal()
     assert own.memory.size == other.size == 0
@@ -130,7 +128,7 @@ def test_memory_of_no_bytes() -> None:
 
 def test_another_file_is_not_taken_for_the_memory(tmp_path: Path) -> None:
     """Processes with namespaces of their own may have the same numbers."""
-    own = Shared(1000)
+    own = SharedBlock(1000)
     try:
         with pytest.raises(OSError, match="belongs to another process") as caught:
             attach(dataclasses.replace(own.handle, cookie=own.handle.cookie ^ 1))
@@ -158,7 +156,7 @@ def test_an_allocation_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch
     before, descriptors = _ours(), _descriptors()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        Shared(1000, named=True)
+        SharedBlock(1000, named=True)
     assert not _left(before)
     assert _descriptors() == descriptors
 
@@ -171,7 +169,7 @@ def _exchange(*others: object) -> Callable[[object], list[object]]:
 
 
 def test_share_gives_the_memory_of_all() -> None:
-    peer = Shared(50)
+    peer = SharedBlock(50)
     answers = iter([[peer.handle], [""]])
     memories, failure = share(100, lambda value: [value, *next(answers)], 0, named=False)
     peer.seal()
@@ -243,7 +241,7 @@ def test_an_exchange_that_fails_leaves_nothing() -> None:
 
 def test_reading_a_process() -> None:
     source, target = np.arange(100_000), np.zeros(100_000, int)
-    read = reader(os.getpid())
+    read = open_reader(os.getpid())
     read(source.ctypes.data, target.ctypes.data, source.nbytes)
     np.testing.assert_array_equal(source, target)
     read(source.ctypes.data, target.ctypes.data + 8, 0)
@@ -264,7 +262,7 @@ def test_reading_what_ends_too_early_is_an_error() -> None:
     assert libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, 0) == 0
     try:
         with pytest.raises(OSError, match="Bad address"):
-            reader(os.getpid())(last - end, at, 2 * end)
+            open_reader(os.getpid())(last - end, at, 2 * end)
     finally:
         libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -273,7 +271,7 @@ def test_reading_a_process_that_is_gone() -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     word = np.zeros(1)
     with pytest.raises(OSError, match="No such process"):
-        reader(int(child.stdout))(word.ctypes.data, word.ctypes.data, 8)
+        open_reader(int(child.stdout))(word.ctypes.data, word.ctypes.data, 8)
 
 
 # --- jobs
@@ -286,11 +284,11 @@ keep = [mpicoll.empty(100_000) for _ in range(3)]
 print("ready", flush=True)
 begin = time.monotonic()
 while time.monotonic() - begin < 20:
-    for algorithm in ("slots", "pieces", "cma"):
+    for algorithm in ("shm_flat", "shm_pipelined", "cma"):
         mpicoll.allreduce(np.ones(10_000), algorithm=algorithm)
     with world.split(0) as part:
         mpicoll.empty(1000, comm=part)
-        mpicoll.allreduce(np.ones(10_000), comm=part, algorithm="pieces")
+        mpicoll.allreduce(np.ones(10_000), comm=part, algorithm="shm_pipelined")
 """
 
 
@@ -385,7 +383,7 @@ def test_a_job_leaves_nothing(program: Callable[[str], Path], kind: str) -> None
 memory = mpicoll.empty(5000, "float64")
 memory[:] = x
 for y in (x, memory):
-    for algorithm in ("slots", "pieces", "cma"):
+    for algorithm in ("shm_flat", "shm_pipelined", "cma"):
         np.testing.assert_array_equal(mpicoll.allreduce(y, algorithm=algorithm), want)
 names = [line for line in Path("/proc/self/maps").read_text().splitlines() if re.search({MAPPED!r}, line)]
 assert len(names) == 1 + 2 * world.size, names  # flags, slots, and what was asked for
@@ -399,7 +397,7 @@ assert all(("/dev/shm" in line) == ({kind!r} == "named") and "(deleted)" in line
 @pytest.mark.slow
 def test_without_shared_memory(program: Callable[[str], Path]) -> None:
     text = f"""{SWEEP}
-for algorithm in ("slots", "pieces", "cma"):
+for algorithm in ("shm_flat", "shm_pipelined", "cma"):
     try:
         mpicoll.allreduce(x, algorithm=algorithm)
     except mpicoll.AlgorithmError as error:
@@ -425,24 +423,24 @@ def test_with_fences(program: Callable[[str], Path]) -> None:
 import platform
 platform.machine = lambda: "aarch64"
 {SWEEP}
-fence = world.transport.fence
+fence = world._core.transport.memory_fence
 assert fence is not None
 count = 0
 def counted():
     global count
     count += 1
     fence()
-arena = world.arena()
+arena = world._core.arena()
 assert arena._fence is not None
 arena._fence = counted
-for algorithm in ("slots", "pieces/4k", "cma"):
+for algorithm in ("shm_flat", "shm_pipelined/4k", "cma"):
     count = 0
     for _ in range(20):
         np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm=algorithm), want)
     assert count >= 40, count
 memory = mpicoll.empty(5000, "float64")
 memory[:] = x
-np.testing.assert_array_equal(mpicoll.allreduce(memory, out=memory, algorithm="pieces"), want)
+np.testing.assert_array_equal(mpicoll.allreduce(memory, out=memory, algorithm="shm_pipelined"), want)
 """
     done = mpirun(2, "-W", "error", program(text))
     assert done.returncode == 0, done.stdout
@@ -459,7 +457,7 @@ def test_a_small_dev_shm_is_told(program: Callable[[str], Path]) -> None:
     if allowed.returncode:
         pytest.skip(f"a file system can't be mounted here: {allowed.stderr.decode().strip()}")
     path = program(f"""{SWEEP}
-with mpicoll.algorithms(allreduce="pieces"):
+with mpicoll.algorithms(allreduce="shm_pipelined"):
     for _ in range(2):
         np.testing.assert_array_equal(mpicoll.allreduce(x), want)
     reason = mpicoll.explain("allreduce", x.nbytes).reason
@@ -488,14 +486,14 @@ def test_a_process_of_another_namespace_is_not_taken_for_a_rank(program: Callabl
     """One rank finds under the path of the other what does not belong to it: all do without, and say why."""
     text = f"""
 from mpicoll.transport import shm
-original, made = shm.attach, shm.Shared(100)
+original, made = shm.attach, shm.SharedBlock(100)
 def attach(handle):
     import dataclasses
     return original(dataclasses.replace(handle, path=made.handle.path, nbytes=min(handle.nbytes, 100)))
 if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
     shm.attach = attach
 {SWEEP}
-with mpicoll.algorithms(allreduce="pieces"):
+with mpicoll.algorithms(allreduce="shm_pipelined"):
     reason = mpicoll.explain("allreduce", x.nbytes).reason
     assert "rank 1 can't map the memory of all ranks" in reason, reason
     assert "belongs to another process" in reason, reason
@@ -515,26 +513,15 @@ if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
         def read(*arguments):
             raise OSError(errno.EPERM, "Operation not permitted")
         return read
-    shm.reader = reader
+    shm.open_reader = reader
 {SWEEP}
 try:
     mpicoll.allreduce(x, algorithm="cma")
 except mpicoll.AlgorithmError as error:
-    assert "rank 1 may not read its peers: Operation not permitted" in str(error), error
+    assert "rank 1 can't read the memory of its peers: Operation not permitted" in str(error), error
 else:
     raise AssertionError
-np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="pieces"), want)
+np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="shm_pipelined"), want)
 """
     done = mpirun(2, "-W", "error", program(text))
     assert done.returncode == 0, done.stdout
-
-
-def test_give_way_lets_other_threads_run() -> None:
-    seen: list[int] = []
-    thread = threading.Thread(target=seen.append, args=(1,))
-    begin = time.monotonic()
-    thread.start()
-    while not seen:
-        shm.yield_core()
-        assert time.monotonic() - begin < 10
-    thread.join()

@@ -19,12 +19,12 @@ from mpicoll.errors import DeviceError
 
 
 class CudaDevice(DeviceStreams):
-    """A GPU; see :class:`mpicoll.buffers.device.Device`. Each thread works on a stream of its own there, which no
-    default stream waits for. Made by :func:`cuda_device`."""
+    """A GPU; see :class:`mpicoll.buffers.device.Device`. Each thread has a separate stream there, for which no
+    default stream waits. Created by :func:`cuda_device`."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        # The bus tells GPUs of a machine apart, cupy's UUID (which may be cut off) the parts that a GPU was divided in.
+        # The bus distinguishes the GPUs of a machine; cupy's UUID, which may be cut off, the parts of a divided GPU.
         properties = runtime.getDeviceProperties(index)
         uuid = bytes(properties["uuid"]).hex()
         self.identity = f"{_machine()}/{cupy.cuda.Device(index).pci_bus_id}/{uuid}"

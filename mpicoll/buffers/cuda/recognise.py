@@ -138,7 +138,7 @@ def _interfaced(operation: str, x: Any, argument: str) -> Buffer:
         place = runtime.pointerGetAttributes(memory.pointer)
         if place.type not in _CUDA_MEMORY:
             raise DeviceError(
-                f"{operation}: {argument} is a {type(x).__name__} at {memory.pointer:#x}, which is no memory of CUDA's"
+                f"{operation}: {argument} is a {type(x).__name__} at {memory.pointer:#x}, which is not CUDA memory"
             )
         index = place.device
     stream = _interface_stream(x)

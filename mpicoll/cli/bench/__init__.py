@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     settings = job.settings(_completed(args))
     settings.command = shlex.join(["mpicoll", *sys.argv[1:]])
     settings.progress = sys.stderr.isatty()
-    if launch_env.launched(os.environ):
+    if launch_env.is_launched(os.environ):
         return job.main(0, settings)
     settings.width = formatting.terminal_width()
     return int(max(start_ranks.start(job.main, (settings,), settings.ranks or 2, settings.limit)))

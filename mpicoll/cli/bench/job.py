@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -21,12 +20,13 @@ from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
 from mpicoll.cli.bench.team import Team
 from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.selection.catalogue import canonical_name
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
 
 PEERS = ("mpi4py", "gloo", "nccl", "copy")
 
-_WAYS = ("ipc", "nccl", "slots", "pieces", "ring")
+_WAYS = ("ipc", "nccl", "shm_flat", "shm_pipelined", "ring")
 """Default candidates on a device: one for each path that device memory can take."""
 
 _SMALL = ("allreduce", "reduce", "bcast", "allgather", "reduce_scatter", "alltoall", "barrier")
@@ -153,7 +153,7 @@ def _writable(option: str, path: Path | None) -> None:
 
 def _algorithms(text: str | None, collectives: Sequence[str]) -> tuple[str, ...]:
     if text != "all":
-        return tuple(text.split(",")) if text else ()
+        return tuple(canonical_name(name) for name in text.split(",")) if text else ()
     names = ["native", *(name for one in collectives for name in schedules.algorithms_of(one))]
     return tuple(dict.fromkeys(names))
 
@@ -229,6 +229,7 @@ def _overhead(team: Team, asked: Settings) -> None:
         peers.candidate("tensor, None, out=", kind="torch", absent=True),
         peers.candidate("tensor, plan", kind="torch", form="_init"),
         through_torch(name="torch"),
+        through_torch(name="torch, drop-in", dropin=True),
         peers.waited(through_torch(name="torch, async", asynchronous=True)),
     ]
     points = _measured(team, asked, entered)
@@ -240,7 +241,7 @@ def _overhead(team: Team, asked: Settings) -> None:
 def _measured(team: Team, asked: Settings, entered: Sequence[Contestant]) -> list[Point]:
     tasks = _tasks(team, asked)
     points = []
-    with _progress(team, asked, len(tasks)) as step:
+    with formatting.steps(team.rank == 0 and asked.progress, len(tasks)) as step:
         for task in tasks:
             label = f"{task.collective} {formatting.nbytes(task.nbytes)}"
             points.append(
@@ -266,7 +267,7 @@ def _overlaps(team: Team, asked: Settings) -> None:
         form = "the i-form"
     tasks = _tasks(team, asked)
     found: list[Overlap] = []
-    with _progress(team, asked, len(tasks)) as step:
+    with formatting.steps(team.rank == 0 and asked.progress, len(tasks)) as step:
         for task in tasks:
             found.append(overlap(team, task, entered, asked.compute, asked.seconds))
             step(f"{task.collective} {formatting.nbytes(task.nbytes)}", 1)
@@ -332,16 +333,3 @@ def _label(asked: Settings) -> str:
     words = [asked.dtype, asked.op, _kind(asked).removeprefix("registered ")]
     words += [word for word, wanted in (("plan", asked.plan), ("registered", asked.registered)) if wanted]
     return " ".join(words)
-
-
-@contextmanager
-def _progress(team: Team, asked: Settings, total: int) -> Iterator[Callable[[str, int], None]]:
-    """Yield ``step(what, done)``, which advances the bar on rank 0's terminal and does nothing elsewhere."""
-    with formatting.progress(team.rank == 0 and asked.progress) as bar:
-        task = bar.add_task("", total=total)
-
-        def step(what: str, done: int) -> None:
-            bar.update(task, description=what, advance=done)
-            bar.refresh()
-
-        yield step

@@ -157,10 +157,17 @@ def _not_copied(got: Any) -> str | None:
 
 
 def of_torch(
-    backend: str, comm: Communicator, *, kind: Kind, asynchronous: bool = False, name: str = "", apart: bool = True
+    backend: str,
+    comm: Communicator,
+    *,
+    kind: Kind,
+    asynchronous: bool = False,
+    dropin: bool = False,
+    name: str = "",
+    apart: bool = True,
 ) -> Contestant:
-    """Return torch.distributed on a process group of `backend`, in a separate phase if `apart`. Collective; see
-    :func:`close`.
+    """Return torch.distributed, or its `dropin` :mod:`mpicoll.torch`, on a process group of `backend`, in a separate
+    phase if `apart`. Collective; see :func:`close`.
 
     mpicoll and gloo work on the CPU tensors, nccl on copies on this rank's device. Tensors on a device stay there: all
     contestants work on them in rotation, and each call waits for its result. Raises SetupError on all ranks if a node
@@ -174,6 +181,9 @@ def of_torch(
     if beside:
         place = torch.device("cuda", torch.cuda.current_device())
     group = _group(dist, backend)
+    functions: Any = dist
+    if dropin:
+        from mpicoll import torch as functions
 
     def tensor(array: Any) -> Any:
         if array is None:
@@ -181,7 +191,7 @@ def of_torch(
         return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(place)
 
     def prepare(case: Case) -> Ready:
-        function, arguments, result = _torch_call(dist, case, tensor(case.x), tensor(case.out))
+        function, arguments, result = _torch_call(functions, case, tensor(case.x), tensor(case.out))
         keywords = {"async_op": True} if asynchronous else {}
         call = partial(function, *arguments, group=group, **keywords)
         return Ready(device_arrays.synchronised(call, "torch") if beside else call, result)
@@ -245,7 +255,7 @@ def _group(dist: Any, backend: str) -> Any:
         return dist.new_group(backend=backend)
     from mpicoll.torch import rendezvous_handler
 
-    store, rank, size = rendezvous_handler.place()
+    store, rank, size = rendezvous_handler.rendezvous_over_mpi()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dist.group.WORLD
 

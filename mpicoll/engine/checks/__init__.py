@@ -1,1 +1,1 @@
-"""Checks of the program: calls that differ among ranks, values that are not finite, and messages without a match."""
+"""Optional checks of collectives: all arguments of the calls, values that are not finite, and results that differ."""

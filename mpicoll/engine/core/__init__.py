@@ -1,1 +1,1 @@
-"""Communicators: their identity, order of operations, requests, and memory that the ranks of a node share."""
+"""Communicators: their identity, order of operations, requests, shared memory, and comparison of the ranks' calls."""

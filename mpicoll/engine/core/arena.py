@@ -13,16 +13,16 @@ import numpy as np
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing, Position
-from mpicoll.engine.diagnostics.wording import rank_list
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
-from mpicoll.transport.shm import yield_core
+from mpicoll.transport.waiting import NAP, yield_core
+from mpicoll.wording import rank_list
 
 _WORDS = 32
 """Words of 8 bytes per rank in the header: more than two cache lines, because processors fetch cache lines in pairs."""
 
-_ENDED, _ASKED, _ROWS, _TOLD = (1, 2), (3, 4), (5, 6), (8, 16)
+_ENDED, _SIGNATURES, _ROWS, _POSTED = (1, 2), (3, 4), (5, 6), (8, 16)
 """Indices within a rank's words: the ends of its last two operations, the signatures of these, the row signatures of
 these, and the numbers that it sends to the other ranks at even and odd steps. Word 0 holds the rank's step. A rank can
 be ahead of another rank by at most one operation."""
@@ -31,22 +31,20 @@ _SPINS = {True: 1000, False: 20}
 """Reads of a flag before the core is yielded, by whether each rank has its own cores. More reads slow the other ranks
 down where ranks share cores; fewer reads yield the core to unrelated processes where they do not."""
 
-_PATIENCE = 3000
+_LATE_AFTER = 3000
 """Reads of a flag after which a late rank is treated as possibly failed."""
 
-_LOOKS = 64
+_READS_PER_CHECK = 64
 """Reads of a flag between two checks of the peers, which also let MPI make progress. The reads take long where the
 cores are busy."""
-
-_NAP = 50e-6
 
 _FAILED = 1
 """Bit of a step that marks the rank as failed. Steps advance by two."""
 
-_GONE = 1 << 62
+_UNUSABLE = 1 << 62
 """Step of a rank that can never be synchronised again."""
 
-_BADLY = 1 << 31
+_FAILED_END = 1 << 31
 """Bit of an operation's end that marks the operation as failed."""
 
 _OPERATIONS = (1 << 31) - 1
@@ -56,10 +54,10 @@ _TEXT = 1024
 """Bytes, per rank and for even and odd operations each, for the text that describes a rank's call: the number of the
 operation, the length of the text, and the text."""
 
-Describe: TypeAlias = "Callable[[], str]"
+DescribeCall: TypeAlias = "Callable[[], str]"
 """Function that returns a description of this rank's current call, in less than 1000 bytes."""
 
-Judge: TypeAlias = "Callable[[list[str]], Exception | None]"
+MismatchErrorOf: TypeAlias = "Callable[[list[str]], Exception | None]"
 """Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
 ranks."""
 
@@ -91,26 +89,26 @@ class Arena:
     operation's last ``sync`` belong to the next step, so they need no further ``sync``.
 
     An operation that uses no slots, because MPI or messages carry it out, begins with :meth:`matcher` and has no step.
-    :meth:`furnish` allocates the slots; before that the arena has only flags, which take a few KiB.
+    :meth:`allocate_slots` allocates the slots; before that the arena has only flags, which take a few KiB.
 
-    `describe` and `judge` produce the error message when ranks carry out different operations; `judge_rows`, which is
-    collective, does so when blocks differ from what their receivers expect.
+    `describe_call` and `mismatch_error` produce the error when ranks carry out different operations;
+    `row_mismatch_error`, which is collective, does so when blocks differ from what their receivers expect.
     """
 
     def __init__(
         self,
         transport: Transport,
-        describe: Describe | None = None,
-        judge: Judge | None = None,
+        describe_call: DescribeCall | None = None,
+        mismatch_error: MismatchErrorOf | None = None,
         check_wait: CheckWait | None = None,
         executing: Executing | None = None,
-        judge_rows: Callable[[], Exception] | None = None,
+        row_mismatch_error: Callable[[], Exception] | None = None,
     ) -> None:
         rank, size = transport.rank, transport.size
         words = size * _WORDS * 8
         first = transport.share(words + 2 * size * _TEXT if rank == 0 else 0)[0]
         self.rank, self.size = rank, size
-        self.furnished = False
+        self.has_slots = False
         self.slots: tuple[tuple[Memory, ...], ...] = ()
         self.results: tuple[Memory, ...] = ()
         self.parity = 0
@@ -122,32 +120,32 @@ class Arena:
         self.readers: Sequence[Read] = ()
         self._transport = transport
         self._flags = memoryview(first[:words].data).cast("B").cast("q")
-        # Replaced by _GivenUp when an operation is abandoned.
-        self._words: memoryview[int] | _GivenUp = self._flags
+        # Replaced by _UnusableFlags when an operation is abandoned.
+        self._words: memoryview[int] | _UnusableFlags = self._flags
         self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
-        self._describe = describe
-        self._judge = judge
-        self._judge_rows = judge_rows
+        self._describe_call = describe_call
+        self._mismatch_error = mismatch_error
+        self._row_mismatch_error = row_mismatch_error
         self._check_wait = check_wait
         self._executing = executing or Executing()
         self._awaited: Sequence[int] | None = None  # None: wait for the current step
         self._step = 0
         self._operation = 0
-        self._in_vain = False  # the wait was abandoned because other ranks did not enter the operation
+        self._abandoned = False  # the wait was abandoned because other ranks did not enter the operation
         self._mine = rank * _WORDS
         self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
-        self._fence = transport.fence
-        self._spins = range(_SPINS[transport.own_cores])
+        self._fence = transport.memory_fence
+        self._spins = range(_SPINS[transport.has_own_cores])
 
-    def furnish(self) -> Arena:
+    def allocate_slots(self) -> Arena:
         """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
         own = 2 * SLOT_BYTES
         memories = self._transport.share(2 * own if self.rank == 0 else own)
-        self.readers = () if self._transport.unread else self._transport.readers()
+        self.readers = () if self._transport.no_cma_reason else self._transport.open_readers()
         parts = [slice(w * SLOT_BYTES, (w + 1) * SLOT_BYTES) for w in range(4)]
         self.slots = tuple(tuple(memory[part] for memory in memories) for part in parts[:2])
         self.results = tuple(memories[0][part] for part in parts[2:])
-        self.furnished = True
+        self.has_slots = True
         return self
 
     def matcher(self) -> Callable[[Call], None]:
@@ -159,8 +157,8 @@ class Arena:
         """
         spins = self._spins
         # Positions of the signatures of even and odd operations: of this rank, and of the other ranks.
-        mine = tuple(self._mine + which for which in _ASKED)
-        others = tuple(tuple(at + which for at in self._others) for which in _ASKED)
+        mine = tuple(self._mine + which for which in _SIGNATURES)
+        others = tuple(tuple(at + which for at in self._others) for which in _SIGNATURES)
 
         # A closure, because it precedes the shortest operations and attribute access is slower.
 
@@ -182,7 +180,7 @@ class Arena:
                         if words[at] == word:
                             break
                     else:
-                        self._match_late(_ASKED[odd])
+                        self._match_late(_SIGNATURES[odd])
                         return
 
         return match
@@ -192,7 +190,7 @@ class Arena:
         MismatchError on all ranks if these sizes differ."""
         signature, mine = call.row_signature(self.rank)
         self._operation = operation = self._operation + 1 & _OPERATIONS
-        words, asked, rows = self._words, _ASKED[operation & 1], _ROWS[operation & 1]
+        words, asked, rows = self._words, _SIGNATURES[operation & 1], _ROWS[operation & 1]
         words[self._mine + rows] = mine
         if self._fence is not None:
             self._fence()
@@ -203,8 +201,11 @@ class Arena:
                 break
         if self._fence is not None:
             self._fence()
-        if sum(words[peer * _WORDS + rows] for peer in range(self.size)) % ROW_MODULUS and self._judge_rows is not None:
-            raise self._judge_rows()
+        if (
+            sum(words[peer * _WORDS + rows] for peer in range(self.size)) % ROW_MODULUS
+            and self._row_mismatch_error is not None
+        ):
+            raise self._row_mismatch_error()
 
     def _match_late(self, which: int) -> None:
         """Match an operation when another rank is late or has begun a different operation."""
@@ -216,7 +217,7 @@ class Arena:
                 # Ranks that enter the operation later must see that this rank has left it.
                 self._words[self._mine + which] = self._operation << 32
                 raise
-            self.agree()
+            self.check_same_operation()
         except BaseException as failure:
             found = self._recover(failure, begin)
             if found is not None:
@@ -234,17 +235,17 @@ class Arena:
                 self._awaited = late
                 try:
                     for peer in late:
-                        if words[peer * _WORDS] >= _GONE:
+                        if words[peer * _WORDS] >= _UNUSABLE:
                             raise CommunicationError(
-                                f"rank {self.rank} of {self.size} (of this node): rank {peer} has given up an"
-                                " operation; its own error says why; make another communicator"
+                                f"rank {self.rank} of {self.size} (of this node): rank {peer} has abandoned an"
+                                " operation, as its own error explains; create another communicator"
                             )
                     pause(late)
                 except RankFailed:
                     if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):
                         raise  # otherwise the ranks have entered the operation and exited since
                 except CommunicationError:
-                    self._in_vain = True
+                    self._abandoned = True
                     raise
         finally:
             executing.executor, self._awaited = outer, None
@@ -266,8 +267,8 @@ class Arena:
                 seen = self._wait(at, step)
             if seen & _FAILED and self._failed_here(at):
                 raise CommunicationError(
-                    f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} failed in this operation; its"
-                    " own error says why"
+                    f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} failed in this operation, as"
+                    " its own error explains"
                 )
         if self._fence is not None:
             self._fence()
@@ -276,7 +277,7 @@ class Arena:
         """Return True if another rank has failed in this operation, not at the beginning of the next one."""
         self._barrier()
         ended = self._words[at + _ENDED[self._operation & 1]]
-        return ended >> 32 != self._operation or bool(ended & _BADLY)
+        return ended >> 32 != self._operation or bool(ended & _FAILED_END)
 
     def _wait(self, at: int, step: int) -> int:
         words = self._words
@@ -284,7 +285,7 @@ class Arena:
             seen = words[at]
             if seen >= step:
                 return seen
-        which = _ASKED[self._operation & 1]
+        which = _SIGNATURES[self._operation & 1]
         mine, pause = words[self._mine + which], _Pause(self._transport, self._check_wait)
         executing = self._executing
         outer, executing.executor = executing.executor, self
@@ -292,7 +293,7 @@ class Arena:
             while (seen := words[at]) < step:
                 asked = words[at + which]
                 if asked >> 32 == self._operation and asked != mine:
-                    self.agree()  # a different operation may have fewer steps and never reach this one
+                    self.check_same_operation()  # a different operation may have fewer steps and never reach this one
                 try:
                     pause([at // _WORDS])
                 except RankFailed:
@@ -301,7 +302,7 @@ class Arena:
                 except CommunicationError:
                     # This rank stops waiting, so it cannot stay synchronised with ranks that may still enter the
                     # operation.
-                    self._in_vain = True
+                    self._abandoned = True
                     raise
         finally:
             executing.executor = outer
@@ -310,22 +311,22 @@ class Arena:
     def position(self, members: Sequence[int]) -> Position:
         """Return the position of this rank and the ranks that it waits for."""
         awaited = self._awaited
-        late = tuple(sorted(members[peer] for peer in (self.late() if awaited is None else awaited)))
+        late = tuple(sorted(members[peer] for peer in (self.late_ranks() if awaited is None else awaited)))
         return Position(f"shared memory{(late and f': waits for {rank_list(late)}') or ''}", late, polls=True)
 
-    def late(self) -> list[int]:
+    def late_ranks(self) -> list[int]:
         """Return the ranks that have not reached the current step of this rank."""
         return [at // _WORDS for at in self._others if self._flags[at] < self._step]
 
-    def tell(self, *values: int) -> None:
-        """Publish up to 8 numbers, which the other ranks read with :meth:`told` after the next ``sync``."""
-        at = self._mine + _TOLD[self.parity]
+    def post(self, *values: int) -> None:
+        """Publish up to 8 numbers, which the other ranks read with :meth:`read_posted` after the next ``sync``."""
+        at = self._mine + _POSTED[self.parity]
         for i, value in enumerate(values):
             self._words[at + i] = value
 
-    def told(self, count: int) -> list[tuple[int, ...]]:
+    def read_posted(self, count: int) -> list[tuple[int, ...]]:
         """Return the first `count` numbers that each rank published in the step that has just ended."""
-        first = _TOLD[1 - self.parity]
+        first = _POSTED[1 - self.parity]
         words = self._words
         return [tuple(words[peer * _WORDS + first + i] for i in range(count)) for peer in range(self.size)]
 
@@ -349,13 +350,13 @@ class Arena:
         """
         begin = self._step
         self._operation = operation = self._operation + 1 & _OPERATIONS
-        self._words[self._mine + _ASKED[operation & 1]] = operation << 32 | signature
+        self._words[self._mine + _SIGNATURES[operation & 1]] = operation << 32 | signature
         self.settle = settle
         try:
             if load is not None:
                 load()
             body(source, target)
-            self.agree()
+            self.check_same_operation()
         except BaseException as failure:
             found = self._recover(failure, begin)
             if found is not None:
@@ -369,61 +370,61 @@ class Arena:
         """Synchronise with the other ranks after a failure. Raises if that is impossible. Return the error for ranks
         that have begun different operations, if that is the cause, otherwise None."""
         try:
-            self._leave_text()
-            if self._in_vain:
+            self._publish_call()
+            if self._abandoned:
                 raise failure  # do not wait a second time for ranks that exceeded the timeout
-            self._let_through(begin)
+            self._release_waiters(begin)
         except BaseException:
-            self._step = self._words[self._mine] = _GONE | _FAILED
-            self._words = _GivenUp(self.rank, self.size)
+            self._step = self._words[self._mine] = _UNUSABLE | _FAILED
+            self._words = _UnusableFlags(self.rank, self.size)
             raise
-        return self._disagreement() if isinstance(failure, CommunicationError) else None
+        return self._find_mismatch() if isinstance(failure, CommunicationError) else None
 
-    def agree(self) -> None:
+    def check_same_operation(self) -> None:
         """Raise CommunicationError if another rank carries out a different operation. Valid after a first step."""
-        words, which = self._words, _ASKED[self._operation & 1]
+        words, which = self._words, _SIGNATURES[self._operation & 1]
         mine = words[self._mine + which]
         for at in self._others:
             if (other := words[at + which]) != mine:
                 what = (
                     "has called another collective, or one of another size, dtype, op, root or algorithm"
                     if other & (1 << 32) - 1
-                    else "has given up this operation; its own error says why"
+                    else "has abandoned this operation, as its own error explains"
                 )
                 raise CommunicationError(f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} {what}")
 
-    def _differ(self) -> bool:
+    def _operations_differ(self) -> bool:
         """Return True if another rank carries out a different operation. Valid after a first step."""
-        words, which = self._words, _ASKED[self._operation & 1]
+        words, which = self._words, _SIGNATURES[self._operation & 1]
         mine = words[self._mine + which]
         return any(words[at + which] != mine for at in self._others)
 
-    def _leave_text(self) -> None:
+    def _publish_call(self) -> None:
         """Publish a description of this rank's call, if the ranks carry out different operations."""
-        if self._describe is None or not self._differ():
+        if self._describe_call is None or not self._operations_differ():
             return
-        text = self._describe().encode()
+        text = self._describe_call().encode()
         place = self._texts[self._operation & 1, self.rank]
         place[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
         place[:16].view(np.int64)[:] = self._operation, len(text)
         self._barrier()
 
-    def _disagreement(self) -> Exception | None:
+    def _find_mismatch(self) -> Exception | None:
         """Return the error for ranks that have carried out different operations, or None if they have not. Valid when
         all ranks have ended an operation that failed."""
-        if self._judge is None or not self._differ():
+        if self._mismatch_error is None or not self._operations_differ():
             return None
         texts = []
         for place in self._texts[self._operation & 1]:
             operation, length = map(int, place[:16].view(np.int64))
             texts.append(place[16 : 16 + length].tobytes().decode() if operation == self._operation else "")
-        return self._judge(texts)
+        return self._mismatch_error(texts)
 
-    def _let_through(self, begin: int) -> None:
+    def _release_waiters(self, begin: int) -> None:
         """Release the other ranks after a failure: block none of them until all have ended this operation, successfully
         or not, then synchronise with them."""
         words, pause = self._words, _Pause(self._transport, self._check_wait)
-        words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _BADLY | self._step - begin
+        words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _FAILED_END | self._step - begin
         executing = self._executing
         outer, executing.executor = executing.executor, self
         try:
@@ -454,12 +455,12 @@ class Arena:
         step = self._words[at] & ~_FAILED
         self._barrier()
         ended = self._words[at + _ENDED[self._operation & 1]]
-        if step >= _GONE:
+        if step >= _UNUSABLE:
             raise CommunicationError(
-                f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has given up an operation"
+                f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has abandoned an operation"
             )
         if ended >> 32 == self._operation:
-            return begin + (ended & _BADLY - 1), True
+            return begin + (ended & _FAILED_END - 1), True
         return step, False
 
     def _barrier(self) -> None:
@@ -477,21 +478,21 @@ class Arena:
         """Return memory of `nbytes` that all ranks of the node can access. Collective. The memory stays registered as
         long as the memory that the returned array views."""
         memories = self._transport.share(max(nbytes, 1))
-        number, own = self._enter(memories), memories[self.rank]
+        number, own = self._register(memories), memories[self.rank]
         # The caller's arrays keep the base of the memory alive, not the array that is returned here.
         finalize(own if own.base is None else own.base, self.segments.pop, number, None).atexit = False
         return own
 
     def adopt(self, memory: Memory, fd: int) -> int:
-        """Give all ranks of the node access to `memory`, the beginning of the file behind `fd`, until :meth:`forget` is
-        called with the returned number. Collective."""
-        return self._enter(self._transport.adopt(memory, fd))
+        """Give all ranks of the node access to `memory`, the beginning of the file behind `fd`, until
+        :meth:`unregister` is called with the returned number. Collective."""
+        return self._register(self._transport.adopt(memory, fd))
 
-    def forget(self, number: int) -> None:
+    def unregister(self, number: int) -> None:
         """Unregister adopted memory before it is released."""
         self.segments.pop(number, None)
 
-    def _enter(self, memories: Sequence[Memory]) -> int:
+    def _register(self, memories: Sequence[Memory]) -> int:
         self.allocated += 1
         own = memories[self.rank]
         others = {peer: memory for peer, memory in enumerate(memories) if peer != self.rank}
@@ -523,19 +524,19 @@ class _Pause:
     def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
         yield_core()
-        if self._turns < _PATIENCE:
-            if self._turns % _LOOKS == 0:
+        if self._turns < _LATE_AFTER:
+            if self._turns % _READS_PER_CHECK == 0:
                 self._transport.check_peers(0.0, peers)
             return
-        if self._turns == _PATIENCE:
+        if self._turns == _LATE_AFTER:
             self._begin = time.monotonic()
         self._transport.check_peers(time.monotonic() - self._begin, peers)
         if self._check_wait is not None:
             self._check_wait()
-        time.sleep(_NAP)
+        time.sleep(NAP)
 
 
-class _GivenUp:
+class _UnusableFlags:
     """Replacement for the flags of a rank that can never be synchronised again."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -543,7 +544,8 @@ class _GivenUp:
 
     def _raise(self, *args: Any) -> NoReturn:
         raise CommunicationError(
-            f"{self._who}: an operation was given up, and the ranks are out of step since; make another communicator"
+            f"{self._who}: an operation was abandoned, and the ranks are not synchronised any more; create another"
+            " communicator"
         )
 
     __getitem__ = __setitem__ = _raise

@@ -31,7 +31,7 @@ class Testable(Protocol):
         """Return a true value once it has completed; must not raise."""
 
 
-Watched: TypeAlias = "tuple[Testable, Callable[[], None] | None]"
+PendingTransfer: TypeAlias = "tuple[Testable, Callable[[], None] | None]"
 
 
 class Poller:
@@ -39,7 +39,7 @@ class Poller:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._pending: list[Watched] = []
+        self._pending: list[PendingTransfer] = []
         self._thread: threading.Thread | None = None
         self._stopped = False
         self._registered = False
@@ -74,7 +74,7 @@ class Poller:
                     self._thread = None
                     return
                 pending, self._pending = self._pending, []
-            left = self._look_after(pending)
+            left = self._poll_once(pending)
             del pending  # completed objects must not be kept alive while the thread sleeps
             if left:
                 period = _EAGER_PERIOD if any(done for _, done in left) else _PERIOD
@@ -83,22 +83,22 @@ class Poller:
                 del left
                 time.sleep(period)
 
-    def _look_after(self, pending: list[Watched]) -> list[Watched]:
+    def _poll_once(self, pending: list[PendingTransfer]) -> list[PendingTransfer]:
         """Test all of `pending` once and return those that have not completed."""
         left = []
         for one, done in pending:
             if not one.test():
                 left.append((one, done))
             elif done is not None:
-                self._tell(done)
+                self._run_callback(done)
         return left
 
     @staticmethod
-    def _tell(done: Callable[[], None]) -> None:
+    def _run_callback(done: Callable[[], None]) -> None:
         try:
             done()
         except Exception:  # noqa: BLE001  the thread must go on for the others
-            _log.exception("what was to be called at the end of a transfer failed")
+            _log.exception("the completion callback of a transfer failed")
 
 
 poller = Poller()

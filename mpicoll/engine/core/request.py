@@ -9,10 +9,10 @@ from numbers import Real
 from typing import Any, Protocol
 
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.core.queue import Progress, Waiting
+from mpicoll.engine.core.queue import OperationQueue, Waiting
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import ArgumentError, Timeout
-from mpicoll.transport.base import poll
+from mpicoll.transport.waiting import poll
 
 
 class Handle(Protocol):
@@ -23,7 +23,7 @@ class Handle(Protocol):
         """Timeout of the communicator in seconds."""
 
     @property
-    def awaited(self) -> tuple[Progress, Call]:
+    def awaited(self) -> tuple[OperationQueue, Call]:
         """The queue of the communicator, and the pending call."""
 
     def test(self) -> Any:
@@ -66,7 +66,7 @@ class Request:
         return self._handle.limit
 
     @property
-    def awaited(self) -> tuple[Progress, Call]:
+    def awaited(self) -> tuple[OperationQueue, Call]:
         """The queue of the communicator, and the pending call."""
         return self._handle.awaited
 
@@ -146,11 +146,11 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
 def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Waiting:
     """Return the wait for one of several requests; `bounded` states that the caller has given a timeout. The awaited
     calls are known only if the wait is not `bounded` and all requests are messages of one communicator."""
-    progresses, calls = zip(*(one.awaited for one in requests), strict=True)
-    known = not bounded and len(set(progresses)) == 1 and not any(call.collective for call in calls)
+    queues, calls = zip(*(one.awaited for one in requests), strict=True)
+    known = not bounded and len(set(queues)) == 1 and not any(call.collective for call in calls)
     call = Call(f"waitany of {len(requests)}", parts=calls if known else (), collective=False)
-    progress: Progress = progresses[0]
-    return progress.waiting(call, bound)
+    queue: OperationQueue = queues[0]
+    return queue.waiting(call, bound)
 
 
 def _checked(waiting: Waiting, look: Callable[[], Any]) -> Any:

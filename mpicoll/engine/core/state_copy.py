@@ -8,78 +8,65 @@ here.
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mpicoll.buffers.dtypes import Array
-
 
 @dataclass(slots=True)
-class _Kept:
+class _StateDict:
     """Argument for ``load_state_dict``."""
 
     state: Any
 
 
-def taken(state: Any) -> Any:
+def take_snapshot(state: Any) -> Any:
     """Return a copy of `state` that shares no memory with it."""
     if _has_state_dict(state):
-        return _Kept(copy.deepcopy(state.state_dict()))
+        return _StateDict(copy.deepcopy(state.state_dict()))
     if type(state) is dict:
-        return {key: taken(value) for key, value in state.items()}
+        return {key: take_snapshot(value) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)(taken(value) for value in state)
+        return type(state)(take_snapshot(value) for value in state)
     if hasattr(state, "detach"):
         return state.detach().clone()
     return copy.deepcopy(state)
 
 
-def put_back(saved: Any, state: Any) -> Any:
-    """Restore `state` to `saved`, which was taken of it or of its counterpart on another rank. Return `state`, changed
+def restore(saved: Any, state: Any) -> Any:
+    """Restore `state` to `saved`, a snapshot of it or of its counterpart on another rank. Return `state`, changed
     in place where possible, otherwise a copy of `saved`."""
-    if isinstance(saved, _Kept):
+    if isinstance(saved, _StateDict):
         # load_state_dict may keep references to its argument.
         state.load_state_dict(copy.deepcopy(saved.state))
         return state
     if type(saved) is dict:
         live = state if type(state) is dict else {}
-        found = {key: put_back(value, live.get(key)) for key, value in saved.items()}
+        restored = {key: restore(value, live.get(key)) for key, value in saved.items()}
         live.clear()
-        live.update(found)
+        live.update(restored)
         return live
     if type(saved) in (list, tuple):
-        alike = type(state) is type(saved) and len(state) == len(saved)
-        values = [put_back(value, state[i] if alike else None) for i, value in enumerate(saved)]
-        if type(saved) is list and alike:
+        same_length = type(state) is type(saved) and len(state) == len(saved)
+        values = [restore(value, state[i] if same_length else None) for i, value in enumerate(saved)]
+        if type(saved) is list and same_length:
             state[:] = values
             return state
         return type(saved)(values)
     both = isinstance(saved, np.ndarray) and isinstance(state, np.ndarray)
-    if both and saved.ndim and _alike(saved, state) and state.flags.writeable:
+    if both and saved.ndim and _is_compatible(saved, state) and state.flags.writeable:
         np.copyto(state, saved)
         return state
-    if hasattr(saved, "detach") and hasattr(state, "detach") and _alike(saved, state):
+    if hasattr(saved, "detach") and hasattr(state, "detach") and _is_compatible(saved, state):
         state.detach().copy_(saved)
         return state
-    return taken(saved)
-
-
-def packed(saved: Any) -> Array:
-    """Return the bytes of a saved state."""
-    return np.frombuffer(pickle.dumps(saved, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-
-
-def unpacked(data: Array) -> Any:
-    """Return the saved state that was packed on another rank."""
-    return pickle.loads(data.data)
+    return take_snapshot(saved)
 
 
 def _has_state_dict(state: Any) -> bool:
     return hasattr(state, "state_dict") and hasattr(state, "load_state_dict")
 
 
-def _alike(saved: Any, state: Any) -> bool:
+def _is_compatible(saved: Any, state: Any) -> bool:
     return bool(state.shape == saved.shape and state.dtype == saved.dtype)

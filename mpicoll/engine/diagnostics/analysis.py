@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mpicoll.engine.diagnostics.call_facts import State, at_site, call_text, call_with_site, whole_key
-from mpicoll.engine.diagnostics.deadlock import SURE, Deadlock, Deadlocks
+from mpicoll.engine.diagnostics.call_facts import State, at_site, call_text, call_with_site, comm_key
+from mpicoll.engine.diagnostics.deadlock import MIN_WAIT, Deadlock, DeadlockSearch
 from mpicoll.engine.diagnostics.pending import describe_mismatches, pending_operations
-from mpicoll.engine.diagnostics.wording import inflect, inflect_phrase, rank_list, shorten
+from mpicoll.wording import inflect, inflect_phrase, rank_list, ranks_and_verb, shorten
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Analysis:
 
     `words` are sentences, the first of which is the most important. `waiting` are the operations in which ranks
     wait, each with the ranks that have begun it and those that have not. `missing` are all ranks for which others
-    wait, `silent` those that have not answered, `unreached` those that could not be queried.
+    wait, `silent` those that have not responded, `unreached` those that could not be queried.
     """
 
     words: list[str] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Analysis:
 def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     """Return the analysis of the states of the ranks of a job of `size`.
 
-    The state of a rank that has not answered is None.
+    The state of a rank that has not responded is None.
     """
     known = {rank: state for rank, state in states.items() if state is not None}
     found = Analysis(
@@ -42,14 +42,14 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
     collectives, messages = pending_operations(known)
     for wait in collectives:
         found.mismatches += describe_mismatches(wait, known)
-    found.deadlock = Deadlocks(known, SURE).find()
+    found.deadlock = DeadlockSearch(known, MIN_WAIT).find()
     roots: list[str] = []
     others: list[str] = []
     for wait in [*collectives, *messages]:
         (roots if _is_root(wait, known) else others).append(_sentence(wait, known))
         found.waiting.append({name: wait[name] for name in ("key", "group", "number", "call", "begun", "missing")})
         found.missing = sorted({*found.missing, *wait["missing"]} - {*found.unreached})
-    others += [_stand(wait) for wait in collectives if wait["missing"] and any(_where_of(wait))]
+    others += [_describe_positions(wait) for wait in collectives if wait["missing"] and any(_positions(wait))]
     found.words = [*found.mismatches]
     if found.deadlock is not None:
         found.words = [one for one in found.words if one not in found.deadlock.mismatches]
@@ -62,14 +62,14 @@ def analyse(states: Mapping[int, State | None], size: int) -> Analysis:
         relay = known[found.unreached[0]]["unreached"]
         found.words.insert(
             0,
-            f"rank {relay} does not answer (stopped or frozen?); it passes on what ranks tell each other, so nothing is"
-            f" known of {rank_list(found.unreached)}",
+            f"rank {relay} does not respond (stopped or frozen?); it relays the messages of the watchdogs, so nothing"
+            f" is known about {rank_list(found.unreached)}",
         )
     elif found.silent and any("died" in state for state in known.values()):  # there was little time to answer
-        found.words.append(f"{rank_list(found.silent)} {inflect(found.silent, 'has', 'have')} not answered")
+        found.words.append(f"{ranks_and_verb(found.silent, 'has', 'have')} not responded")
     elif found.silent:
         verb = inflect(found.silent, "does", "do")
-        found.words.append(f"{rank_list(found.silent)} {verb} not answer (stopped or frozen?)")
+        found.words.append(f"{rank_list(found.silent)} {verb} not respond (stopped or frozen?)")
     if not found.words:
         found.words.append("no rank waits in an operation")
     return found
@@ -82,7 +82,7 @@ def _sentence(wait: State, known: Mapping[int, State]) -> str:
         what = f"{wait['call']} number {number} on {wait['group']}"
         if not missing:
             late = max(one["seconds"] for one in wait["by"].values())
-            return f"{what} was begun by all its ranks, and has not ended after {late:.3g} s{_where_text(wait)}"
+            return f"{what} was begun by all its ranks, and has not ended after {late:.3g} s{_positions_text(wait)}"
         what += f" waits for {rank_list(missing)}"
     else:
         (rank, one), *_ = wait["by"].items()
@@ -110,7 +110,7 @@ def _is_root(wait: State, known: Mapping[int, State]) -> bool:
     return any(not known.get(rank, {}).get("pending") for rank in wait["missing"])
 
 
-def _where_of(wait: State) -> dict[str, list[int]]:
+def _positions(wait: State) -> dict[str, list[int]]:
     """Return the waiting ranks by their position within the operation."""
     found: dict[str, list[int]] = {}
     for rank, one in wait["by"].items():
@@ -119,25 +119,25 @@ def _where_of(wait: State) -> dict[str, list[int]]:
     return found
 
 
-def _where_text(wait: State) -> str:
-    stand = [f"{rank_list(ranks)} {inflect(ranks, 'is', 'are')} in {where}" for where, ranks in _where_of(wait).items()]
+def _positions_text(wait: State) -> str:
+    stand = [f"{ranks_and_verb(ranks, 'is', 'are')} in {where}" for where, ranks in _positions(wait).items()]
     return f": {'; '.join(shorten(stand))}" if stand else ""
 
 
-def _stand(wait: State) -> str:
-    return f"{wait['call']} number {wait['number']} on {wait['group']}{_where_text(wait)}"
+def _describe_positions(wait: State) -> str:
+    return f"{wait['call']} number {wait['number']} on {wait['group']}{_positions_text(wait)}"
 
 
 def describe_rank(state: State | None, key: str) -> str:
     """Return a description of a missing rank: a verb and its complement."""
     if state is None:
-        return "has not answered"
+        return "has not responded"
     if "left" in state:
-        return "has left the job without calling it" if whole_key(key) in state["numbers"] else "has left the job"
+        return "has exited without calling it" if comm_key(key) in state["numbers"] else "has exited"
     if "died" in state:
         return f"has died{f' ({words})' if (words := state['died']) else ''}"
     if "unreached" in state:
-        return f"could not be asked, since rank {state['unreached']} does not answer"
+        return f"could not be queried, because rank {state['unreached']} does not respond"
     pending = state.get("pending", [])
     own = next((one for one in pending if one["key"] == key and one["number"]), None)
     if own is not None:
@@ -149,5 +149,5 @@ def describe_rank(state: State | None, key: str) -> str:
     if program.get("waits") == "queue":
         behind = next((one for one in pending if one["key"] == program["key"] and one["number"]), None)
         after = f", behind {call_text(behind['call'])}" if behind is not None else ""
-        return f"waits for what it has started{after}{at_site(program.get('site'))}"
+        return f"waits for an operation that it has started{after}{at_site(program.get('site'))}"
     return f"runs its own program{at_site(program.get('site'))}"

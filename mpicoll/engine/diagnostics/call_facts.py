@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 
 State: TypeAlias = dict[str, Any]
-"""The state of a rank, for JSON: of :func:`own_state`, :func:`absent` (ended) or :func:`unreached` (not queried)."""
+"""The state of a rank, for JSON: a :func:`~mpicoll.engine.diagnostics.rank_state.snapshot`, or that of a rank that has
+ended or was not queried."""
 
 
 def is_meeting(key: str) -> bool:
@@ -18,14 +19,14 @@ def is_meeting(key: str) -> bool:
     return " " in key
 
 
-def whole_key(key: str) -> str:
+def comm_key(key: str) -> str:
     """Return the key of the communicator, where `key` may be that of meetings of some of its ranks."""
     return key.partition(" ")[0]
 
 
 def describe_call(call: Call, group: Group) -> State:
     """Return `call` for JSON, with the peers of messages as ranks of the job too."""
-    found = {name: plain(getattr(call, name)) for name in Call.__slots__ if name != "parts"}
+    found = {name: to_json(getattr(call, name)) for name in Call.__slots__ if name != "parts"}
     # An empty shape and an empty `takes` carry information; empty counts do not.
     kept = ("shape", "takes")
     found = {
@@ -39,10 +40,10 @@ def describe_call(call: Call, group: Group) -> State:
     return found
 
 
-def plain(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Return `value` for JSON: callers pass numbers of NumPy, too."""
     if isinstance(value, (tuple, list)):
-        return [plain(one) for one in value]
+        return [to_json(one) for one in value]
     if value is None or isinstance(value, (str, int)):
         return value
     return int(value) if hasattr(value, "__index__") else str(value)
@@ -94,7 +95,7 @@ def at_site(site: State | None) -> str:
     return "" if site is None else f" at {Path(site['file']).name}:{site['line']} in {site['function']}"
 
 
-def group_alike(calls: Mapping[int, State]) -> list[list[int]]:
+def group_matching(calls: Mapping[int, State]) -> list[list[int]]:
     """Return the ranks in groups whose calls may be the same collective."""
     kinds: list[list[int]] = []
     for rank, call in calls.items():
@@ -164,7 +165,7 @@ def ranks_needed(call: State, members: Sequence[int], me: int) -> set[int]:
     if call.get("parts"):
         return {rank for part in call["parts"] for rank in ranks_needed(part, members, me)}
     name, counts, root = kind_of(call["name"]), call.get("counts", []), call.get("root")
-    if moves_nothing(call):
+    if is_empty(call):
         return set()
     if name in ("scan", "exscan"):
         return set(members[:me])
@@ -183,7 +184,7 @@ def ranks_needed(call: State, members: Sequence[int], me: int) -> set[int]:
     return set(members)
 
 
-def moves_nothing(call: State) -> bool:
+def is_empty(call: State) -> bool:
     """Return True if no data is moved, so that no rank need wait."""
     if kind_of(call["name"]) in ("barrier", "split"):
         return False

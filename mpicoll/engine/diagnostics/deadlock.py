@@ -12,16 +12,16 @@ from mpicoll.engine.diagnostics.call_facts import (
     State,
     at_site,
     call_with_number,
+    comm_key,
+    is_empty,
     is_meeting,
     kind_of,
     messages_of,
-    moves_nothing,
     ranks_needed,
-    whole_key,
 )
 from mpicoll.engine.diagnostics.pending import describe_mismatches, number_begun, pending_operations
 from mpicoll.engine.diagnostics.rank_state import IN_TRANSIT
-from mpicoll.engine.diagnostics.wording import inflect, rank_list, shorten
+from mpicoll.wording import inflect, rank_list, ranks_and_verb, shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Deadlock:
         if self.left:
             return words
         who = rank_list(self.ranks)
-        head = f"{who} wait for each other" if len(self.ranks) > 1 and self.cycle else f"{who} can't go on"
+        head = f"{who} wait for each other" if len(self.ranks) > 1 and self.cycle else f"{who} can't continue"
         return f"deadlock: {head}: {words}"
 
 
-SURE = 2.0
+MIN_WAIT = 2.0
 """Minimum seconds of a wait to count if there is only one look: longer than a look at all ranks takes."""
 
 
@@ -74,14 +74,14 @@ def find_deadlock(states: Mapping[int, State], size: int) -> Deadlock | None:
     waiting for at the moment. A message may be in transit if its other side has been started. Ranks without a state
     may do anything, and so may a rank with threads of the program beside the main one.
     """
-    return Deadlocks(states, 0.0).find()
+    return DeadlockSearch(states, 0.0).find()
 
 
 def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
     """Return collectives that have ended on some ranks while others wait in them, and meetings.
 
     They are given by key of the communicator and number. The calls of the ranks for these, and the numbers of
-    meetings, are to be requested from :func:`own_state`.
+    meetings, are to be requested from :func:`snapshot`.
     """
     collectives, _ = pending_operations(states)
     return [
@@ -94,11 +94,11 @@ def open_questions(states: Mapping[int, State]) -> list[tuple[str, int]]:
     ]
 
 
-class Deadlocks:
+class DeadlockSearch:
     """A search for deadlocks. `least` are the seconds that an operation must have been pending to count."""
 
     def __init__(self, states: Mapping[int, State], least: float) -> None:
-        # A rank that was not queried may do anything, as a rank that has not answered.
+        # A rank that was not queried may do anything, as a rank that has not responded.
         self._states = {rank: state for rank, state in states.items() if "unreached" not in state}
         self._least = least
         self._absent: dict[tuple[str, int], list[int]] = {}
@@ -126,11 +126,11 @@ class Deadlocks:
                 released["program", rank, ""] = wait
         stuck = set(released)
         while True:
-            free = {agent for agent in stuck if released[agent].may_go_on(stuck)}
+            free = {agent for agent in stuck if released[agent].may_continue(stuck)}
             if not free:
                 break
             stuck -= free
-        return self._told({agent: released[agent] for agent in sorted(stuck)}, stuck) if stuck else None
+        return self._describe({agent: released[agent] for agent in sorted(stuck)}, stuck) if stuck else None
 
     def _collective(self, rank: int, one: State) -> _Wait:
         members, number, key = one["members"], one["number"], one["key"]
@@ -147,16 +147,19 @@ class Deadlocks:
             needed = ranks_needed(call, members, members.index(rank)) | set(one.get("waits_for", []))
         needs = [peer for peer in absent if peer in needed]
         # A rank that only sends may complete without the others, but not while no other rank has begun to receive.
-        gives = kind_of(call["name"]) in (*FROM_ROOT, *TO_ROOT, "scan", "exscan") and not moves_nothing(call)
+        gives = kind_of(call["name"]) in (*FROM_ROOT, *TO_ROOT, "scan", "exscan") and not is_empty(call)
         some = absent if gives and not needs and len(absent) == len(members) - 1 else []
 
-        def may_go_on(stuck: set[_Agent]) -> bool:
+        def may_continue(stuck: set[_Agent]) -> bool:
             if needs:
-                return all(self._comes(peer, key, stuck) for peer in needs)
-            return not some or any(self._comes(peer, key, stuck) for peer in some)
+                return all(self._may_begin(peer, key, stuck) for peer in needs)
+            return not some or any(self._may_begin(peer, key, stuck) for peer in some)
 
         return _Wait(
-            rank, one, may_go_on, lambda stuck: [peer for peer in needs or some if not self._comes(peer, key, stuck)]
+            rank,
+            one,
+            may_continue,
+            lambda stuck: [peer for peer in needs or some if not self._may_begin(peer, key, stuck)],
         )
 
     def _has_begun(self, rank: int, key: str, number: int) -> bool:
@@ -164,9 +167,9 @@ class Deadlocks:
         begun = number_begun(self._states.get(rank), key) or 0 if queue is None else queue["number"]
         return bool(begun >= number)
 
-    def _comes(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
+    def _may_begin(self, rank: int, key: str, stuck: set[_Agent]) -> bool:
         """Return True if `rank` may still begin another collective of a communicator, or meeting of a sequence."""
-        state, whole = self._states.get(rank, {}), whole_key(key)
+        state, whole = self._states.get(rank, {}), comm_key(key)
         if "left" in state:
             return whole not in state["numbers"]  # a communicator that was dropped long ago has no record
         if is_meeting(key) and number_begun(state, key) is None:
@@ -175,9 +178,9 @@ class Deadlocks:
             return False
         if (rank, whole) not in self._queues:
             return True
-        return ("queue", rank, key) not in stuck and self._goes_on(rank, stuck)
+        return ("queue", rank, key) not in stuck and self._may_call(rank, stuck)
 
-    def _goes_on(self, rank: int, stuck: set[_Agent]) -> bool:
+    def _may_call(self, rank: int, stuck: set[_Agent]) -> bool:
         """Return True if `rank` may still make a call."""
         state = self._states.get(rank, {})
         if "left" in state:
@@ -218,17 +221,18 @@ class Deadlocks:
             if takes is not None:
                 return any(self._may_answer(rank, way["key"], peer, stuck) for peer in peers(way))
             return any(
-                self._under_way(rank, way, peer, one["seconds"]) or self._goes_on(peer, stuck) for peer in peers(way)
+                self._may_be_in_transit(rank, way, peer, one["seconds"]) or self._may_call(peer, stuck)
+                for peer in peers(way)
             )
 
         def may(stuck: set[_Agent]) -> bool:
             # Of a sendrecv, either direction may be the one that is still pending.
             return (any if takes is None else all)(may_come(way, stuck) for way in ways)
 
-        def on(stuck: set[_Agent]) -> list[int]:
+        def awaited(stuck: set[_Agent]) -> list[int]:
             return [peer for way in ways if takes is None or not may_come(way, stuck) for peer in peers(way)]
 
-        return _Wait(rank, one, may, on)
+        return _Wait(rank, one, may, awaited)
 
     def _count(self, rank: int, key: str, what: str, peer: int, tag: int | None) -> int | None:
         """Return the number of messages with `tag` (None: any) that `rank` has "sent" to or "received" from `peer`.
@@ -258,7 +262,7 @@ class Deadlocks:
         The message may be in transit, be sent by `peer` later, or answer a message that `peer` receives while
         it waits.
         """
-        if not self._all_received(peer, rank, key) or self._goes_on(peer, stuck):
+        if not self._all_received(peer, rank, key) or self._may_call(peer, stuck):
             return True
         state = self._states[peer]
         waits = [one for one in state.get("pending", []) if one["key"] == key and "takes" in one["call"]]
@@ -266,7 +270,7 @@ class Deadlocks:
         takes = takes or self._queues.get((peer, key), {}).get("answered", False)
         return takes and not self._all_received(rank, peer, key)
 
-    def _under_way(self, rank: int, way: State, peer: int, waited: float) -> bool:
+    def _may_be_in_transit(self, rank: int, way: State, peer: int, waited: float) -> bool:
         """Return True if the other side of a message may have been started, so that the message may be in transit."""
         state = self._states.get(peer)
         if state is None:
@@ -290,7 +294,7 @@ class Deadlocks:
             for other in started
         )
 
-    def _told(self, waits: dict[_Agent, _Wait], stuck: set[_Agent]) -> Deadlock:
+    def _describe(self, waits: dict[_Agent, _Wait], stuck: set[_Agent]) -> Deadlock:
         """Return the description of the stuck agents."""
         edges: dict[int, list[int]] = {}
         same: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -299,7 +303,7 @@ class Deadlocks:
             one = wait.one
             if one is None:
                 continue
-            on = tuple(dict.fromkeys(wait.on(stuck)))
+            on = tuple(dict.fromkeys(wait.awaited(stuck)))
             edges.setdefault(wait.rank, []).extend(on)
             found.append((wait.rank, one["key"], one["number"], one["begin"]))
             if (one["key"], one["number"]) not in self._mismatched:
@@ -312,33 +316,33 @@ class Deadlocks:
             keys=tuple(sorted({key for _, key, _, _ in found})),
             waits=tuple(sorted(found)),
             words=tuple(
-                f"{rank_list(ranks)} {inflect(ranks, 'waits', 'wait')} in {what} for {rank_list(on)}{self._gone(on)}"
+                f"{ranks_and_verb(ranks, 'waits', 'wait')} in {what} for {rank_list(on)}{self._describe_left(on)}"
                 for (what, on), ranks in sorted(same.items(), key=lambda one: (not set(one[1]) & set(cycle), one[1]))
             ),
             mismatches=tuple(self._mismatched[one] for one in sorted(mismatched)),
             left=not mismatched and not cycle,
         )
 
-    def _gone(self, ranks: Sequence[int]) -> str:
+    def _describe_left(self, ranks: Sequence[int]) -> str:
         """Return the part of a sentence about awaited ranks that have left."""
         left = [rank for rank in ranks if "left" in self._states.get(rank, {})]
         if not left:
             return ""
         who = "which" if len(left) == len(ranks) else f"of which {rank_list(left)}"
-        return f", {who} {inflect(left, 'has', 'have')} left the program"
+        return f", {who} {inflect(left, 'has', 'have')} exited"
 
 
 @dataclass(slots=True)
 class _Wait:
     """A waiting agent.
 
-    `one` is the operation. `may_go_on` and `on` (the awaited ranks) depend on which agents are stuck.
+    `one` is the operation. `may_continue` and `awaited` (ranks) depend on which agents are stuck.
     """
 
     rank: int
     one: State | None
-    may_go_on: Callable[[set[_Agent]], bool]
-    on: Callable[[set[_Agent]], list[int]]
+    may_continue: Callable[[set[_Agent]], bool]
+    awaited: Callable[[set[_Agent]], list[int]]
 
 
 def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:

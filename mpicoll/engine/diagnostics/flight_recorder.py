@@ -18,7 +18,7 @@ from zlib import crc32
 
 from mpicoll.transport.base import Traffic
 
-LENGTH = 1000
+HISTORY_LENGTH = 1000
 """Number of operations that are kept."""
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
@@ -48,7 +48,7 @@ class Call:
     completely.
 
     `operation` is the kind of operation, independent of its name. `signature` is compared between the ranks before
-    the operation starts: 0 until :meth:`sign` has computed it, WITHIN where the operation itself compares it. It
+    the operation starts: 0 until :meth:`sign` has computed it, COMPARED_BY_EXECUTOR where the executor compares it. It
     stays 0 where there are `arrivals`, which :meth:`row_signature` covers.
     """
 
@@ -172,7 +172,7 @@ class Call:
 ROW_MODULUS = 1 << 62
 """The modulus of :meth:`Call.row_signature`."""
 
-WITHIN = -1
+COMPARED_BY_EXECUTOR = -1
 """The ``signature`` of calls that their executor compares."""
 
 
@@ -183,8 +183,8 @@ class Group:
     `key` is the same on all its ranks, and unique among communicators; `members` are ranks of the job; `timeout` is
     the number of seconds that an operation on it may take; `traffic` counts its messages.
 
-    A sequence of meetings (:meth:`~mpicoll.engine.core.queue.Progress.meet`) is a Group of its own. Its key is that
-    of the communicator, a space and the name of the meetings; `members` are the ranks that meet.
+    A sequence of meetings (:meth:`~mpicoll.engine.core.queue.OperationQueue.run_unqueued`) is a Group of its own. Its
+    key is that of the communicator, a space and the name of the meetings; `members` are the ranks that meet.
     """
 
     key: str
@@ -198,7 +198,7 @@ class Group:
         return f"{self.name} ({len(self.members)} ranks)"
 
 
-class Site(NamedTuple):
+class CallSite(NamedTuple):
     """A line of a program."""
 
     file: str
@@ -220,36 +220,36 @@ class Entry(NamedTuple):
     number: int
     call: Call
     begin: float
-    site: Site | None
+    site: CallSite | None
 
 
-Raw: TypeAlias = "tuple[Group, int, Call, float, Site | None]"
+EntryTuple: TypeAlias = "tuple[Group, int, Call, float, CallSite | None]"
 """An Entry as a plain tuple, which is created in a fifth of the time; ``Entry._make`` converts it."""
 
-Wait: TypeAlias = "tuple[Raw, bool, bool]"
+Wait: TypeAlias = "tuple[EntryTuple, bool, bool]"
 """A wait outside of the queues: its entry, True if the program has given it a bound, and True if it polls.
 
 A wait that polls checks from time to time if it can still complete, and raises if not.
 """
 
-Past: TypeAlias = "tuple[Raw, float | None, str]"
+Record: TypeAlias = "tuple[EntryTuple, float | None, str]"
 """An operation, its end (None: a message that was only started), and its error."""
 
-Sink: TypeAlias = Callable[[Past], None]
+Sink: TypeAlias = Callable[[Record], None]
 
-past: deque[Past] = deque(maxlen=LENGTH)
+history: deque[Record] = deque(maxlen=HISTORY_LENGTH)
 """The last operations of this process, in the order in which they ended."""
 
 
-class _Keepers:
+class _Sinks:
     """The receivers of operations that have ended.
 
-    ``keep`` is one function that is replaced as a whole, since it is called for each operation.
+    ``emit`` is one function that is replaced as a whole, since it is called for each operation.
     """
 
     def __init__(self) -> None:
         self._more: tuple[Sink, ...] = ()
-        self.keep: Sink = past.append
+        self.emit: Sink = history.append
 
     def add(self, sink: Sink) -> None:
         """Pass each operation that ends to `sink` too, from now on."""
@@ -262,49 +262,49 @@ class _Keepers:
     def _change(self, more: tuple[Sink, ...]) -> None:
         self._more = more
         if not more:
-            self.keep = past.append
+            self.emit = history.append
             return
 
-        def keep(one: Past) -> None:
-            past.append(one)
+        def emit(one: Record) -> None:
+            history.append(one)
             for sink in more:
                 sink(one)
 
-        self.keep = keep
+        self.emit = emit
 
 
-keepers = _Keepers()
+sinks = _Sinks()
 
 
-def is_ours(file: str) -> bool:
+def is_own_file(file: str) -> bool:
     """Return True for a file of this package."""
     return file.startswith(_PACKAGE)
 
 
-def is_inside(file: str) -> bool:
+def is_framework_file(file: str) -> bool:
     """Return True for a file of another package that lies between a program and its call of this package."""
     return any(part in file for part in _OTHERS_INSIDE)
 
 
-def call_site(frame: FrameType | None = None) -> Site | None:
+def find_call_site(frame: FrameType | None = None) -> CallSite | None:
     """Return the line of the program that called this package, directly or through torch.
 
     The search begins at `frame`, by default at the caller.
     """
     frame = frame or sys._getframe(1)  # noqa: SLF001  there is no public interface
-    outermost: Site | None = None
+    outermost: CallSite | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if not is_ours(file):
-            site = Site(file, frame.f_lineno, frame.f_code.co_name)
-            if not is_inside(file):
+        if not is_own_file(file):
+            site = CallSite(file, frame.f_lineno, frame.f_code.co_name)
+            if not is_framework_file(file):
                 return site
             outermost = outermost or site
         frame = frame.f_back
     return outermost
 
 
-def described(call: Call) -> dict[str, Any]:
+def serialize_call(call: Call) -> dict[str, Any]:
     """Return `call` for JSON, without empty fields."""
     inner = ("parts", "collective", "operation", "signature")
     fields = {name: getattr(call, name) for name in Call.__slots__ if name not in inner}

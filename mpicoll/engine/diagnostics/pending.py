@@ -9,13 +9,13 @@ from mpicoll.engine.diagnostics.call_facts import (
     at_site,
     call_text,
     call_with_site,
-    group_alike,
+    comm_key,
+    group_matching,
     is_meeting,
     kind_of,
     messages_of,
-    whole_key,
 )
-from mpicoll.engine.diagnostics.wording import inflect, rank_list, shorten
+from mpicoll.wording import inflect, rank_list, ranks_and_verb, shorten
 
 
 def pending_operations(known: Mapping[int, State]) -> tuple[list[State], list[State]]:
@@ -59,7 +59,7 @@ def number_begun(state: State | None, key: str) -> int | None:
     Returns None if the number is not known.
     """
     if state is not None and "numbers" in state:
-        none = 0 if is_meeting(key) and whole_key(key) in state["numbers"] else None
+        none = 0 if is_meeting(key) and comm_key(key) in state["numbers"] else None
         number: int | None = state["numbers"].get(key, none)
         return number
     if is_meeting(key):
@@ -77,14 +77,12 @@ def describe_mismatches(wait: State, known: Mapping[int, State]) -> list[str]:
         for one in known[rank].get("called", [])
         if (one["key"], one["number"]) == (wait["key"], wait["number"])
     }
-    kinds = group_alike({rank: one["call"] for rank, one in [*wait["by"].items(), *ended.items()]})
+    kinds = group_matching({rank: one["call"] for rank, one in [*wait["by"].items(), *ended.items()]})
     each = []
     for alike in kinds:
         running = [rank for rank in alike if rank in wait["by"]]
         if running:
-            each.append(
-                f"{rank_list(running)} {inflect(running, 'calls', 'call')} {call_with_site(wait['by'][running[0]])}"
-            )
+            each.append(f"{ranks_and_verb(running, 'calls', 'call')} {call_with_site(wait['by'][running[0]])}")
         else:
             one = ended[alike[0]]
             has = inflect(alike, "has", "have")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,84 +19,22 @@ from mpicoll.errors import MpicollError
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
-last_acts: list[Callable[[], None]] = []
+exit_hooks: list[Callable[[], None]] = []
 """Functions that are called before this process ends the job. They must neither wait nor raise."""
 
-_ears: list[int] = []
-"""The descriptor to which signal numbers for the watchdog are written, if it listens."""
 
-_forking = threading.local()
+class Abort(Protocol):
+    """The abort of a job."""
 
-
-class Teller(Protocol):
-    """An object that reports the end of this rank to the other ranks."""
-
-    def dying(self, of: str, alike: str = "") -> None:
-        """Report that this rank is about to end the job, because of ``of``.
+    def announce(self, of: str, alike: str = "") -> None:
+        """Report that this rank is about to abort the job, because of ``of``.
 
         Ranks that pass the same non-empty `alike` at the same time are reported once: the call returns at once
         on one of them only.
         """
 
-
-def listen_for_signals() -> int | None:
-    """Return a descriptor from which signal numbers can be read as the signals arrive.
-
-    They arrive even while the main thread is blocked outside Python. Returns None if another library has set a
-    wakeup descriptor, or if this is not the main thread.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return None
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if taken == -1:
-        _ears[:] = [writer]
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, left_to_the_watch)
-        return reader
-    signal.set_wakeup_fd(taken)
-    os.close(reader)
-    os.close(writer)
-    return None
-
-
-def left_to_the_watch(number: int, frame: Any) -> None:
-    """Pass the number of SIGTERM to the watchdog (the handler of SIGTERM).
-
-    While the main thread is blocked in MPI, this handler never runs, and the number reaches the watchdog through
-    the wakeup descriptor. If the handler does run, another library (such as asyncio) may have replaced that
-    descriptor.
-    """
-    with suppress(OSError):
-        for ear in _ears:
-            os.write(ear, bytes([number]))
-
-
-def hold_back_signals() -> None:
-    """Block SIGTERM before a fork.
-
-    Until the child has reset its signal handling, a signal to the child alone would be reported to the watchdog of
-    the parent.
-    """
-    # A handler of the program might raise during the fork, where the exception would be lost.
-    ours = signal.getsignal(signal.SIGTERM) is left_to_the_watch
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
-
-
-def let_signals_come() -> None:
-    """Restore the signal mask after a fork, in the parent and in the child."""
-    if _forking.mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
-
-
-def leave_signals_alone() -> None:
-    """Reset the signal handling at the end of the program and in a forked child."""
-    with suppress(ValueError):  # if this is not the main thread, or none is left
-        signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is left_to_the_watch:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def abort_all(self, status: int) -> None:
+        """End all ranks with `status`."""
 
 
 def end_launcher(after: float = 0.0) -> None:
@@ -134,7 +71,7 @@ goes_on && kill -KILL {pid}
 """
 
 
-def say(text: str, *, separate: bool = False) -> None:
+def log_to_stderr(text: str, *, separate: bool = False) -> None:
     """Write `text` as a line to stderr, after what is buffered there.
 
     `separate` it by a newline where the launcher may have written before: Open MPI's launcher ends its messages
@@ -149,7 +86,7 @@ def say(text: str, *, separate: bool = False) -> None:
         stream.flush()
 
 
-def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
+def abort_on_failure(abort: Abort) -> None:
     """End the whole job on an uncaught exception, or on ``sys.exit`` with a status other than 0.
 
     Otherwise the other ranks would wait for this rank without limit.
@@ -167,25 +104,25 @@ def abort_on_failure(teller: Teller, abort: Callable[[int], None]) -> None:
             # A hook of the program is called on every rank, since it may not write to stderr.
             if previous is sys.__excepthook__:
                 shown = "".join(format_exception(kind, error, folded))
-        teller.dying(f"{cause_of(error)}; the job is ended", shown)
+        abort.announce(f"{describe_failure(error)}; the job is ended", shown)
         previous(kind, error, folded)
         _flush()
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             sys.__stderr__.write(sys.stderr.getvalue())
             sys.__stderr__.flush()
-        abort(1)
+        abort.abort_all(1)
 
     sys.excepthook = hook
     sys.exit = _exit
 
-    def left() -> None:
+    def abort_if_failed() -> None:
         if _Exit.status and os.getpid() == owner:
             _flush()
             of = f"left by sys.exit with status {_Exit.status}; the job is ended"
-            teller.dying(of, of)
-            abort(_Exit.status)
+            abort.announce(of, of)
+            abort.abort_all(_Exit.status)
 
-    atexit.register(left)
+    atexit.register(abort_if_failed)
 
 
 def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
@@ -220,7 +157,7 @@ def _fold(error: BaseException, traceback: TracebackType | None) -> TracebackTyp
     return folded
 
 
-def cause_of(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Return a description of how a rank ended whose program has raised `error`."""
     if isinstance(error, SystemExit):
         return f"left by sys.exit with status {error.code}"

@@ -19,8 +19,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from mpicoll.engine.diagnostics import flight_recorder
-from mpicoll.engine.diagnostics.call_facts import State, describe_call, is_meeting, messages_of, plain, whole_key
-from mpicoll.engine.diagnostics.flight_recorder import Entry, Group, Raw, Site, Wait
+from mpicoll.engine.diagnostics.call_facts import State, comm_key, describe_call, is_meeting, messages_of, to_json
+from mpicoll.engine.diagnostics.flight_recorder import CallSite, Entry, EntryTuple, Group, Wait
 from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.diagnostics.stacks import (
     call_site_in,
@@ -28,7 +28,7 @@ from mpicoll.engine.diagnostics.stacks import (
     program_site,
     runs_program,
     source_line,
-    stacks,
+    take_stacks,
     thread_names,
 )
 from mpicoll.transport.base import Tally
@@ -45,21 +45,21 @@ A slow network takes 3 s for the data in kernel buffers.
 
 
 class Queue(Protocol):
-    """The part of a communicator's queue (:class:`~mpicoll.engine.core.queue.Progress`) that is read here."""
+    """The part of a communicator's queue (:class:`~mpicoll.engine.core.queue.OperationQueue`) that is read here."""
 
-    current: Raw | None
+    current: EntryTuple | None
     executing: Executing
     thread: int
     number: int
     group: Group
-    queue: deque[Any]
+    pending: deque[Any]
     background: bool
 
     def waiting_threads(self) -> set[int]:
         """Return the threads that wait for their turn, or for an operation in the queue."""
 
 
-def own_state(
+def snapshot(
     rank: int,
     size: int,
     queues: Iterable[Queue],
@@ -93,15 +93,15 @@ def own_state(
     """
     state: State = {"rank": rank, "size": size}
     try:
-        looker = _Looker(rank, list(queues), dict(active), program, started, state, calls)
-        looker.look(full=full)
-        state |= looker.positions(met or {}, retired or {})
+        snapshotter = _Snapshotter(rank, list(queues), dict(active), program, started, state, calls)
+        snapshotter.take(full=full)
+        state |= snapshotter.positions(met or {}, retired or {})
     except Exception as error:  # noqa: BLE001  the parts that were found must be returned
         state.setdefault("failed", []).append(f"{type(error).__name__}: {error}")
     return state
 
 
-def counts(group: Group, messages: Tally) -> list[list[int | None]]:
+def list_counts(group: Group, messages: Tally) -> list[list[int | None]]:
     """Return numbers of messages for JSON, as lists of rank of the job, tag and number.
 
     The ranks in `messages` are those of `group`.
@@ -110,7 +110,7 @@ def counts(group: Group, messages: Tally) -> list[list[int | None]]:
     return [[members[peer], tag, number] for (peer, tag), number in messages.items() if 0 <= peer < len(members)]
 
 
-def absent(
+def departed_state(
     rank: int,
     how: str,
     words: str = "",
@@ -126,7 +126,7 @@ def absent(
         words: Details.
         numbers: The collectives that it had begun on each communicator, by key. Without them no wait for this rank can
             be proved to be endless.
-        sent: The messages that it had sent, by key, as :func:`counts` returns them.
+        sent: The messages that it had sent, by key, as :func:`list_counts` returns them.
         calls: Its :func:`last_calls`.
     """
     assert how in ("left", "died")
@@ -143,9 +143,9 @@ def last_calls(rank: int) -> list[list[Any]]:
     There are at most ``_LAST_CALLS``, since each rank that leaves sends them to all others.
     """
     found = []
-    for (group, number, call, _, _), _, _ in reversed(flight_recorder.past.copy()):
+    for (group, number, call, _, _), _, _ in reversed(flight_recorder.history.copy()):
         if number and group.members[group.rank] == rank:
-            found.append([group.key, number, call.name, plain(call.root)])
+            found.append([group.key, number, call.name, to_json(call.root)])
             if len(found) == _LAST_CALLS:
                 break
     return found
@@ -154,12 +154,12 @@ def last_calls(rank: int) -> list[list[Any]]:
 _LAST_CALLS = 8
 
 
-def unreached(rank: int, relay: int) -> State:
-    """Return the state of a rank that was not queried, since `relay`, which forwards messages, does not answer."""
+def unreached_state(rank: int, relay: int) -> State:
+    """Return the state of a rank that was not queried, since `relay`, which forwards messages, does not respond."""
     return {"rank": rank, "unreached": relay}
 
 
-class _Looker:
+class _Snapshotter:
     """A snapshot of this process."""
 
     def __init__(
@@ -175,36 +175,36 @@ class _Looker:
         self._rank = rank
         self._queues = queues
         self._active = active
-        self._stacks: dict[int, list[Site]] = {}
+        self._stacks: dict[int, list[CallSite]] = {}
         self._names = thread_names()
         self._program = program or threading.main_thread().ident or 0
-        self._under_way = started
-        self._twice: set[str] = set()
+        self._started_messages = started
+        self._ambiguous_names: set[str] = set()
         # Each queue is read once: it changes meanwhile.
-        self._running = [(queue, _running(queue)) for queue in queues]
+        self._running = [(queue, _read_running(queue)) for queue in queues]
         self._state = state
-        self._wanted = {(key, number) for key, number in calls}
+        self._requested = {(key, number) for key, number in calls}
 
-    def look(self, *, full: bool) -> None:
+    def take(self, *, full: bool) -> None:
         state = self._state
         try:
-            self._stacks = stacks()
+            self._stacks = take_stacks()
         except OSError as error:
             state["failed"] = [f"stacks: {error}"]
         with suppress(Exception):
             names = Counter(queue.group.name for queue in self._queues)
-            self._twice = {name for name, times in names.items() if times > 1}
+            self._ambiguous_names = {name for name, times in names.items() if times > 1}
         parts: list[tuple[str, Callable[[], Any]]] = [
             ("process", self._process),
-            ("queues", self._of_queues),
+            ("queues", self._queue_states),
             ("pending", self._pending),
-            ("program", self._of_program),
-            ("others", self._others),
-            ("started", self._all_started),
-            ("called", self._called),
+            ("program", self._program_state),
+            ("others", self._other_threads),
+            ("started", self._messages_in_transit),
+            ("called", self._ended_calls),
         ]
         if full:
-            parts += [("threads", self._threads), ("past", self._past)]
+            parts += [("threads", self._threads), ("past", self._past_operations)]
         for name, find in parts:
             try:
                 state[name] = find()
@@ -218,10 +218,10 @@ class _Looker:
         queues = self._state.get("queues", [])
         busy = {one["key"] for one in queues if one["running"] or one["queued"]}
         known = {*retired, *(one["key"] for one in queues)}
-        asked = {key for key, _ in self._wanted} | {entry[0].key for entry, _, _ in self._active.values()}
+        asked = {key for key, _ in self._requested} | {entry[0].key for entry, _, _ in self._active.values()}
         return {
             "retired": {key: number for key, number in retired.items() if key not in busy},
-            "met": {key: met.get(key, 0) for key in asked if is_meeting(key) and whole_key(key) in known},
+            "met": {key: met.get(key, 0) for key in asked if is_meeting(key) and comm_key(key) in known},
         }
 
     def _process(self) -> State:
@@ -239,7 +239,7 @@ class _Looker:
             "thread": self._names.get(self._program, ""),
         }
 
-    def _of_queues(self) -> list[State]:
+    def _queue_states(self) -> list[State]:
         return [
             {
                 "key": queue.group.key,
@@ -247,15 +247,15 @@ class _Looker:
                 "members": list(queue.group.members),
                 "number": queue.number if running is None else running.entry[1],
                 "running": running is not None,
-                "queued": len(queue.queue),
+                "queued": len(queue.pending),
                 "background": queue.background,
             }
-            | self._traffic(queue.group)
+            | self._message_counts(queue.group)
             for queue, running in self._running
         ]
 
     @staticmethod
-    def _traffic(group: Group) -> State:
+    def _message_counts(group: Group) -> State:
         """Return the numbers of messages that this rank has sent and received.
 
         The result is empty if there may be uncounted messages.
@@ -263,22 +263,22 @@ class _Looker:
         traffic = group.traffic
         if traffic is None or traffic.uncounted:
             return {}
-        sent, received = counts(group, traffic.sent), counts(group, traffic.received)
+        sent, received = list_counts(group, traffic.sent), list_counts(group, traffic.received)
         return {"sent": sent, "received": received, "answered": traffic.answered}
 
-    def _called(self) -> list[State]:
+    def _ended_calls(self) -> list[State]:
         """Return the calls of this rank for the requested collectives that have ended here."""
-        if not self._wanted:
+        if not self._requested:
             return []
         return [
             {
                 "key": group.key,
                 "number": number,
                 "call": describe_call(call, group),
-                "site": _site(site),
+                "site": _describe_site(site),
             }
-            for (group, number, call, _, site), end, _ in flight_recorder.past.copy()
-            if end is not None and (group.key, number) in self._wanted and self._mine(group)
+            for (group, number, call, _, site), end, _ in flight_recorder.history.copy()
+            if end is not None and (group.key, number) in self._requested and self._is_own(group)
         ]
 
     def _pending(self) -> list[State]:
@@ -293,9 +293,9 @@ class _Looker:
 
     def _name(self, group: Group) -> str:
         """Return the name of `group`, with its key if several communicators have this name."""
-        return f"{group.name} [{whole_key(group.key)}]" if group.name in self._twice else group.name
+        return f"{group.name} [{comm_key(group.key)}]" if group.name in self._ambiguous_names else group.name
 
-    def _operation(self, raw: Raw, ident: int | None, position: Position, *, bounded: bool) -> State:
+    def _operation(self, raw: EntryTuple, ident: int | None, position: Position, *, bounded: bool) -> State:
         entry = Entry._make(raw)
         site = entry.site or (None if ident is None else call_site_in(self._stacks.get(ident, [])))
         native = "the MPI library" if entry.call.algorithm.startswith("native") else ""
@@ -307,7 +307,7 @@ class _Looker:
             "call": describe_call(entry.call, entry.group),
             "begin": entry.begin,
             "seconds": round(time.monotonic() - entry.begin, 3),
-            "site": _site(site),
+            "site": _describe_site(site),
             "thread": "" if ident is None else self._names.get(ident, "?"),
             "program": ident == self._program,
             "where": position.where or native,
@@ -316,11 +316,11 @@ class _Looker:
             "polls": position.polls,
         }
 
-    def _of_program(self) -> State:
+    def _program_state(self) -> State:
         """Return the position of the thread that runs the program, and the wait that it is in."""
         if self._program not in self._names:
             return {"site": None, "waits": "ended"}
-        return {"site": _site(program_site(self._stacks.get(self._program, [])))} | self._wait_of_program()
+        return {"site": _describe_site(program_site(self._stacks.get(self._program, [])))} | self._wait_of_program()
 
     def _wait_of_program(self) -> State:
         """Return the wait of the program's thread for a queue or for a message, without regard to its own bound."""
@@ -339,7 +339,7 @@ class _Looker:
                 return {"waits": "queue", "key": queue.group.key}
         return {"waits": ""}
 
-    def _others(self) -> list[str]:
+    def _other_threads(self) -> list[str]:
         """Return the names of the other threads that may communicate on behalf of the program.
 
         Threads of this package are included while they run code of the program, as at the end of an operation
@@ -354,23 +354,23 @@ class _Looker:
                 found.append(name)
         return found
 
-    def _all_started(self) -> list[State]:
+    def _messages_in_transit(self) -> list[State]:
         """Return the messages that may be in transit although no thread of this rank waits for them.
 
         The destinations of messages that are being sent in the background are not known.
         """
         kinds: set[tuple[str, str | None, int | None, int | None]] = {
-            (way, None, None, tag) for way, tag in self._under_way()
+            (way, None, None, tag) for way, tag in self._started_messages()
         }
         now = time.monotonic()
-        for raw, end, _ in flight_recorder.past.copy():
+        for raw, end, _ in flight_recorder.history.copy():
             group, _, call, _, _ = raw
-            if not call.collective and end is not None and now - end < IN_TRANSIT and self._mine(group):
+            if not call.collective and end is not None and now - end < IN_TRANSIT and self._is_own(group):
                 sent = messages_of(describe_call(call, group), group.key)
                 kinds |= {("send", group.key, one["peer"], one["tag"]) for one in sent if one["way"] == "send"}
         return [dict(zip(("way", "key", "peer", "tag"), kind, strict=True)) for kind in kinds]
 
-    def _mine(self, group: Group) -> bool:
+    def _is_own(self, group: Group) -> bool:
         """Return True if this rank made the call: ranks may be threads of one process."""
         return not group.members or group.members[group.rank] == self._rank
 
@@ -393,11 +393,11 @@ class _Looker:
             )
         return sorted(found, key=lambda one: not one["program"])
 
-    def _past(self) -> list[State]:
+    def _past_operations(self) -> list[State]:
         found = []
-        for raw, end, error in flight_recorder.past.copy():
+        for raw, end, error in flight_recorder.history.copy():
             entry = Entry._make(raw)
-            if not self._mine(entry.group):
+            if not self._is_own(entry.group):
                 continue
             found.append(
                 {
@@ -410,7 +410,7 @@ class _Looker:
                     "seconds": None if end is None else end - entry.begin,
                     "state": "failed" if error else "started" if end is None else "ok",
                     "error": error[:500],
-                    "site": _site(entry.site),
+                    "site": _describe_site(entry.site),
                 }
             )
         return found
@@ -435,12 +435,12 @@ def _trim(state: State) -> None:
 class _Running(NamedTuple):
     """The operation of a queue: its entry, the thread that executes it (None: not known), and its position."""
 
-    entry: Raw
+    entry: EntryTuple
     thread: int | None
     position: Position
 
 
-def _running(queue: Queue) -> _Running | None:
+def _read_running(queue: Queue) -> _Running | None:
     """Return the operation that runs in a queue. Its parts belong to the same moment."""
     entry = queue.current
     for _ in range(_TRIES):
@@ -457,5 +457,5 @@ def _running(queue: Queue) -> _Running | None:
 _TRIES = 10
 
 
-def _site(site: Site | None) -> State | None:
+def _describe_site(site: CallSite | None) -> State | None:
     return None if site is None else {"file": site.file, "line": site.line, "function": site.function}

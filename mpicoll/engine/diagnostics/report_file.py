@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
+from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import Analysis, analyse, describe_rank
 from mpicoll.engine.diagnostics.call_facts import State, at_site
 from mpicoll.errors import ArgumentError
@@ -21,7 +20,7 @@ from mpicoll.errors import ArgumentError
 def write(
     folder: Path, job: str, why: str, states: Mapping[int, State | None], analysis: Analysis
 ) -> tuple[Path, Path]:
-    """Write the report to `folder`, which is created if necessary: as text, and as JSON for :func:`words_of`.
+    """Write the report to `folder`, which is created if necessary: as text, and as JSON for :func:`summarize`.
 
     Another report of the same `job` gets a number; no file is overwritten. Each of the two files appears completely
     or not at all. Returns the paths of the text and of the JSON.
@@ -37,12 +36,12 @@ def write(
         "states": {str(rank): state for rank, state in sorted(states.items())},
         "analysis": asdict(analysis),
     }
-    text, data = text_of(why, states, analysis).encode(), json.dumps(content).encode()
+    text, data = format_report(why, states, analysis), json.dumps(content)
     for number in itertools.count(1):
         stem = folder / (name if number == 1 else f"{name}-{number}")
         paths = stem.with_name(f"{stem.name}.txt"), stem.with_name(f"{stem.name}.json")
-        if not paths[0].exists() and _new(paths[1], data):
-            _new(paths[0], text)
+        if not paths[0].exists() and atomic_files.create(paths[1], data):
+            atomic_files.create(paths[0], text)
             return paths
     raise AssertionError
 
@@ -50,29 +49,7 @@ def write(
 _FORMAT = "mpicoll report 1"
 
 
-def _new(path: Path, content: bytes) -> bool:
-    """Create a file with `content` and return True, or False if there is a file of that name."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        temporary.chmod(0o644)
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError:  # a file system without hard links; then the name is reserved first
-            path.touch(exist_ok=False)
-            temporary.replace(path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink(missing_ok=True)
-    return True
-
-
-def text_of(why: str, states: Mapping[int, State | None], analysis: Analysis) -> str:
+def format_report(why: str, states: Mapping[int, State | None], analysis: Analysis) -> str:
     """Return the readable report: the analysis, then each rank."""
     lines = [*analysis.words, "", f"Reason: {why}"]
     lines.append(f"Written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC")
@@ -91,7 +68,7 @@ def text_of(why: str, states: Mapping[int, State | None], analysis: Analysis) ->
 def _rank_lines(rank: int, state: State | None) -> list[str]:
     """Return a description of a rank in a few lines."""
     if state is None:
-        return [f"Rank {rank}: no answer"]
+        return [f"Rank {rank}: no response"]
     if state.keys() & {"left", "died", "unreached"}:
         return [f"Rank {rank}: {describe_rank(state, '')}"]
     process = state.get("process", {})
@@ -112,7 +89,7 @@ def _rank_lines(rank: int, state: State | None) -> list[str]:
         for one in state.get("queues", [])
         if one["number"] or one["queued"]
     ]
-    lines += [f"  could not be found out: {failure}" for failure in state.get("failed", [])]
+    lines += [f"  could not be determined: {failure}" for failure in state.get("failed", [])]
     return lines
 
 
@@ -123,15 +100,15 @@ def _past_line(one: State) -> str:
     return f"{one['call']}{number} on {one['group']}: {one['state']}{took}{at_site(one['site'])}{error}"
 
 
-def words_of(path: Path) -> str:
+def summarize(path: Path) -> str:
     """Return the readable summary of a report, from its JSON. Raises ArgumentError if it is not an mpicoll report."""
     try:
         content = json.loads(Path(path).read_bytes())
         known = content["format"] == _FORMAT
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(f"{path} is no report of mpicoll: {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"{path} is not an mpicoll report: {type(error).__name__}: {error}") from error
     if not known:
-        raise ArgumentError(f"{path} is no report that this version can read: {content['format']!r}")
+        raise ArgumentError(f"{path} is a report in a format that this version can't read: {content['format']!r}")
     states = {int(rank): state for rank, state in content["states"].items()}
     analysis = analyse(states, content["size"])
     when = f"{datetime.fromtimestamp(content['time'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Sequence
 
-from mpicoll.engine.diagnostics.flight_recorder import Site, is_inside, is_ours
+from mpicoll.engine.diagnostics.flight_recorder import CallSite, is_framework_file, is_own_file
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
@@ -26,7 +26,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _ESCAPE = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 
 
-def stacks() -> dict[int, list[Site]]:
+def take_stacks() -> dict[int, list[CallSite]]:
     """Return the innermost 100 frames of each thread by its identifier, the innermost one first; of 100 threads at
     most. Raises OSError if there are no file descriptors left."""
     fd = os.memfd_create("stacks")
@@ -35,17 +35,17 @@ def stacks() -> dict[int, list[Site]]:
         text = os.pread(fd, os.lseek(fd, 0, os.SEEK_CUR), 0).decode("ascii", "replace")
     finally:
         os.close(fd)
-    found: dict[int, list[Site]] = {}
-    stack: list[Site] = []
+    found: dict[int, list[CallSite]] = {}
+    stack: list[CallSite] = []
     for line in text.splitlines():
         if thread := _THREAD.match(line):
             stack = found.setdefault(int(thread[1], 16), [])
         elif frame := _FRAME.fullmatch(line):
-            stack.append(Site(_unescaped(frame[1]), int(frame[2]), _unescaped(frame[3])))
+            stack.append(CallSite(_unescape(frame[1]), int(frame[2]), _unescape(frame[3])))
     return found
 
 
-def _unescaped(name: str) -> str:
+def _unescape(name: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1] or match[2] or match[3], 16)), name)
 
 
@@ -58,47 +58,47 @@ def thread_names() -> dict[int, str]:
 
 def traceback_of_main_thread() -> str:
     """Return what Python's traceback of the main thread would be, its innermost line last."""
-    stack = stacks().get(threading.main_thread().ident or 0, [])
+    stack = take_stacks().get(threading.main_thread().ident or 0, [])
     lines = [(frame.file, frame.line, frame.function, source_line(frame)) for frame in reversed(stack)]
     return "".join(traceback.StackSummary.from_list(lines).format())
 
 
-def source_line(frame: Site) -> str:
+def source_line(frame: CallSite) -> str:
     """Return the line of code, or nothing if its file can't be read."""
     return linecache.getline(frame.file, frame.line).strip()
 
 
-def program_site(stack: Iterable[Site]) -> Site | None:
+def program_site(stack: Iterable[CallSite]) -> CallSite | None:
     """Return the innermost line of the program, or that of an installed library if there is none.
 
     Returns None for a thread that runs neither, such as a background thread of this package.
     """
-    outside = [frame for frame in stack if not is_ours(frame.file)]
-    direct = [frame for frame in outside if not is_inside(frame.file)]
+    outside = [frame for frame in stack if not is_own_file(frame.file)]
+    direct = [frame for frame in outside if not is_framework_file(frame.file)]
     own = (frame for frame in direct if not frame.file.startswith((_STANDARD, *_INSTALLED)))
     installed = (frame for frame in direct or outside if frame.file.startswith(_INSTALLED))
     return next(own, next(installed, None))
 
 
-def call_site_in(stack: Sequence[Site]) -> Site | None:
+def call_site_in(stack: Sequence[CallSite]) -> CallSite | None:
     """Return the line of the program that called this package, in the stack of a thread that executes an operation.
 
     A function of the program that the operation calls lies further in, and is skipped.
     """
-    first = next((number for number, frame in enumerate(stack) if is_ours(frame.file)), 0)
+    first = next((number for number, frame in enumerate(stack) if is_own_file(frame.file)), 0)
     return program_site(stack[first:])
 
 
-def runs_program(stack: Iterable[Site]) -> bool:
+def runs_program(stack: Iterable[CallSite]) -> bool:
     """Return True if a frame belongs neither to this package nor to the standard library."""
     return any(
-        not is_ours(frame.file)
+        not is_own_file(frame.file)
         and (frame.file.startswith(_INSTALLED) or not frame.file.startswith((_STANDARD, "<frozen ")))
         for frame in stack
     )
 
 
-def is_idle(stack: Sequence[Site]) -> bool:
+def is_idle(stack: Sequence[CallSite]) -> bool:
     """Return True if a thread can do nothing by itself.
 
     Such a thread can be woken only by other threads of this process, as when it waits without a bound for an event

@@ -27,19 +27,19 @@ from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arena import Arena, Body
-from mpicoll.engine.executors.schedule import extents
-from mpicoll.engine.executors.shared_memory import Move, Spec, moves_of, own_data, shares_of
+from mpicoll.engine.core.arrays import extents
+from mpicoll.engine.executors.shared_memory import CollectiveSpec, Move, get_share_offsets, make_moves, make_own_copy
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather", "gather", "scatter", "alltoall")
 """Collectives that :func:`bind` supports."""
 
-OPEN = 256
+MAX_OPEN = 256
 """Maximum number of allocations of each other rank that are kept open for a communicator; the one that its owner has
 not used for longest is closed first."""
 
-STANDING = 64 << 20
+MAX_SUBSTITUTE_BYTES = 64 << 20
 """Bytes up to which a substitute for memory that can't be exported is kept for the next operation."""
 
 _VIEWS = 4096
@@ -48,14 +48,14 @@ _VIEWS = 4096
 _PATTERN = 256
 """Bytes of the test pattern by which ranks detect whether they can access each other's memory."""
 
-Place: TypeAlias = tuple[int, ...]
+Location: TypeAlias = tuple[int, ...]
 """Number of an allocation, and an offset in it in bytes."""
 
-_NOWHERE: Place = (-1, 0)
+_NO_LOCATION: Location = (-1, 0)
 
 _SOURCE, _TARGET = 0, 1
 
-_opening = threading.Lock()
+_open_lock = threading.Lock()
 """Lock held while allocations are opened, and while the list of known allocations changes."""
 
 
@@ -67,7 +67,7 @@ class _Allocation:
     memory: DeviceArray | None = None
 
 
-class Peers:
+class PeerMemory:
     """Device memory of the ranks of one node, as this rank accesses it: one object for each communicator and device.
 
     Device memory that a rank frees returns to the device only when its peers close it: when the rank next lends them
@@ -80,15 +80,15 @@ class Peers:
         self._transport = transport
         self._rank = arena.rank
         # This rank's own allocations that the other ranks know, the most recently used last.
-        self._announced: dict[int, Export] = {}
-        self._news: dict[int, Export] = {}
+        self._published: dict[int, Export] = {}
+        self._unpublished: dict[int, Export] = {}
         self._others: list[dict[int, _Allocation]] = [{} for _ in range(arena.size)]
         self._views: dict[tuple[int, int, int, int, np.dtype[Any]], DeviceArray] = {}
         # References that keep allocations open during the current operation.
         self._used: list[DeviceArray] = []
-        self._standing: dict[int, DeviceArray] = {}
-        with _opening:
-            _everybody.add(self)
+        self._substitutes: dict[int, DeviceArray] = {}
+        with _open_lock:
+            _instances.add(self)
 
     def check(self) -> str | None:
         """Return the reason why the ranks can't access each other's memory, the same text on all of them; None if they
@@ -97,11 +97,11 @@ class Peers:
         pattern = secrets.token_bytes(_PATTERN)
         # The memory has to stay allocated until all ranks have read it.
         scratch, own = self._try_export(pattern)
-        told = [json.loads(one) for one in self._transport.texts(json.dumps([own, pattern.hex()]))]
-        found = "" if any(isinstance(one, str) for one, _ in told) else self._try_reach(told)
-        verdicts = self._transport.texts(found)
+        exchanged = [json.loads(one) for one in self._transport.allgather_text(json.dumps([own, pattern.hex()]))]
+        failure = "" if any(isinstance(one, str) for one, _ in exchanged) else self._try_reach(exchanged)
+        verdicts = self._transport.allgather_text(failure)
         del scratch
-        failures = [one for one, _ in told if isinstance(one, str)] + [one for one in verdicts if one]
+        failures = [one for one, _ in exchanged if isinstance(one, str)] + [one for one in verdicts if one]
         return failures[0] if failures else None
 
     def _try_export(self, pattern: bytes) -> tuple[DeviceArray | None, Any]:
@@ -114,20 +114,20 @@ class Peers:
                 host[:] = np.frombuffer(pattern, np.uint8)
                 device.copy(scratch, host)
             export = device.export(scratch)
-        except Exception as error:  # noqa: BLE001  the others have to hear of it
+        except Exception as error:  # noqa: BLE001  raised after the exchange, on all ranks
             return None, f"rank {self._rank} (of this node) can't use memory of {device.name}: {error}"
         if export is None:
             return None, f"rank {self._rank} (of this node): memory of {device.name} can't be opened by other processes"
-        return scratch, _written(export)
+        return scratch, _encode(export)
 
-    def _try_reach(self, told: Sequence[Any]) -> str:
+    def _try_reach(self, exchanged: Sequence[Any]) -> str:
         """Return the reason why this rank can't read the data of the other ranks; empty if it can."""
         device = self.device
-        for rank, (written, pattern) in enumerate(told):
+        for rank, (written, pattern) in enumerate(exchanged):
             if rank == self._rank:
                 continue
-            export = _read(written)
-            who = f"rank {self._rank} (of this node, {device.name}) can't read memory of rank {rank} ({export.device})"
+            export = _decode(written)
+            pair = f"rank {self._rank} (of this node, {device.name}) can't read memory of rank {rank} ({export.device})"
             try:
                 with device.working():
                     there = device.reach(export)[export.offset : export.offset + _PATTERN]
@@ -137,61 +137,61 @@ class Peers:
                     host = device.pinned(2 * _PATTERN)
                     device.copy(host[:_PATTERN], there)
                     device.copy(host[_PATTERN:], here)
-            except Exception as error:  # noqa: BLE001  the others have to hear of it
-                return f"{who}: {error}"
+            except Exception as error:  # noqa: BLE001  raised after the exchange, on all ranks
+                return f"{pair}: {error}"
             if host.tobytes().hex() != 2 * pattern:
-                return f"{who}: it sees something else there"
+                return f"{pair}: it reads other data there"
         return ""
 
     # --- this rank's memory
 
-    def lend(self, which: int, array: Any) -> tuple[Any, Place]:
+    def export_buffer(self, which: int, array: Any) -> tuple[Any, Location]:
         """Return the location of `array` for the other ranks. If they can't access it, return substitute memory for one
         operation and for its buffer `which`. Raises DeviceError if they can't access that either."""
         if array is None or array.size == 0:
-            return array, _NOWHERE
+            return array, _NO_LOCATION
         export = self.device.export(array)
         if export is None:
-            array = self._stand_in(which, array)
+            array = self._get_substitute(which, array)
             export = self.device.export(array)
         if export is None:
             raise DeviceError(
-                f"rank {self._rank} (of this node): memory of {self.device.name} can't be opened by other processes any"
-                " more; use one allocator of device memory throughout the program"
+                f"rank {self._rank} (of this node): memory of {self.device.name} can no longer be opened by other"
+                " processes; use one allocator of device memory throughout the program"
             )
         number = export.number
-        if number in self._announced:
-            self._announced[number] = self._announced.pop(number)
+        if number in self._published:
+            self._published[number] = self._published.pop(number)
         else:
-            self._news[number] = export
+            self._unpublished[number] = export
         return array, (number, export.offset)
 
-    def _stand_in(self, which: int, array: DeviceArray) -> DeviceArray:
+    def _get_substitute(self, which: int, array: DeviceArray) -> DeviceArray:
         nbytes, words = array.nbytes, np.dtype(np.uint8)
-        memory = self._standing.get(which)
+        memory = self._substitutes.get(which)
         if memory is None or memory.nbytes < nbytes:
-            wanted = 1 << (nbytes - 1).bit_length()
-            if wanted <= STANDING:
-                memory = self._standing[which] = self.device.empty(wanted, words)
+            capacity = 1 << (nbytes - 1).bit_length()
+            if capacity <= MAX_SUBSTITUTE_BYTES:
+                memory = self._substitutes[which] = self.device.empty(capacity, words)
             else:
                 memory = self.device.empty(nbytes, words)
         return cast(DeviceArray, memory[:nbytes].view(array.dtype))
 
     @property
-    def has_news(self) -> bool:
+    def has_unpublished(self) -> bool:
         """True if this rank lends memory of allocations that are unknown to the other ranks."""
-        return bool(self._news)
+        return bool(self._unpublished)
 
-    def announce(self) -> None:
+    def publish_exports(self) -> None:
         """Exchange new allocations. Collective, called when all ranks know that a rank has new ones."""
-        gone = self._gone() if self._news else []
-        said = json.dumps([gone, [_written(one) for one in self._news.values()]])
-        texts = self._transport.texts(said)
+        gone = self._find_stale() if self._unpublished else []
+        message = json.dumps([gone, [_encode(one) for one in self._unpublished.values()]])
+        texts = self._transport.allgather_text(message)
         for number in gone:
-            del self._announced[number]
-        self._announced |= self._news
-        self._news = {}
-        with _opening:
+            del self._published[number]
+        self._published |= self._unpublished
+        self._unpublished = {}
+        with _open_lock:
             for rank, text in enumerate(texts):
                 lost, new = json.loads(text)
                 if rank == self._rank or not (lost or new):
@@ -199,44 +199,44 @@ class Peers:
                 known = self._others[rank]
                 for number in lost:
                     known.pop(number, None)
-                for export in map(_read, new):
+                for export in map(_decode, new):
                     known[export.number] = _Allocation(export)
                 self._views.clear()
 
-    def _gone(self) -> list[int]:
+    def _find_stale(self) -> list[int]:
         """Return the announced allocations that were freed, and as many more as the limit OPEN requires."""
-        gone = [number for number, one in self._announced.items() if not self._lives(one)]
-        left = [number for number in self._announced if number not in gone]
-        return gone + left[: max(0, len(left) + len(self._news) - OPEN)]
+        gone = [number for number, one in self._published.items() if not self._is_alive(one)]
+        left = [number for number in self._published if number not in gone]
+        return gone + left[: max(0, len(left) + len(self._unpublished) - MAX_OPEN)]
 
-    def _lives(self, export: Export) -> bool:
+    def _is_alive(self, export: Export) -> bool:
         now = self.device.export(view(self.device, export.address, (1,), np.dtype(np.uint8)))
         return now is not None and now.number == export.number
 
     # --- that of the others
 
-    def at(self, rank: int, place: Place, start: int, count: int, dtype: np.dtype[Any]) -> DeviceArray:
+    def get_view(self, rank: int, place: Location, start: int, count: int, dtype: np.dtype[Any]) -> DeviceArray:
         """Return `count` elements of another rank's buffer that begins at `place`, from element `start` on. They stay
         open until :meth:`end`."""
         number, offset = place
         begin = offset + start * dtype.itemsize
         key = rank, number, begin, count, dtype
-        found = self._views.get(key)
-        if found is None:
+        part = self._views.get(key)
+        if part is None:
             # A thread that closes the allocation meanwhile must find the view, which would keep it open.
-            with _opening:
+            with _open_lock:
                 if len(self._views) >= _VIEWS:
                     self._views.clear()
                 memory = self._memory(rank, number)
-                found = self._views[key] = memory[begin : begin + count * dtype.itemsize].view(dtype)
-        self._used.append(found)
-        return found
+                part = self._views[key] = memory[begin : begin + count * dtype.itemsize].view(dtype)
+        self._used.append(part)
+        return part
 
     def end(self) -> None:
         """End the current operation, after its work on the device has completed."""
         self._used.clear()
 
-    def near(self, rank: int, place: Place, array: DeviceArray) -> DeviceArray:
+    def copy_if_remote(self, rank: int, place: Location, array: DeviceArray) -> DeviceArray:
         """Return `array`, which lies at `place`, or a copy of it if it is on another device than this rank's memory."""
         if self._others[rank][place[0]].export.device == self.device.identity:
             return array
@@ -253,13 +253,13 @@ class Peers:
     def _open(self, export: Export) -> DeviceArray:
         """Open an allocation. Allocations that overlap it are closed first, because the system may refuse to open an
         address where an allocation is open that its owner has freed."""
-        for peers in _everybody:
+        for peers in _instances:
             peers.close(export.process, lambda old: old.number != export.number and _overlap(old, export))
         try:
             return self.device.reach(export)
         except DeviceError:
             # Small allocations lie in larger ones of the system, and the system opens the latter.
-            for peers in _everybody:
+            for peers in _instances:
                 peers.close(export.process, lambda old: True)
             return self.device.reach(export)
 
@@ -277,11 +277,11 @@ def _overlap(one: Export, other: Export) -> bool:
     return one.address < other.address + other.nbytes and other.address < one.address + one.nbytes
 
 
-_everybody: WeakSet[Peers] = WeakSet()
+_instances: WeakSet[PeerMemory] = WeakSet()
 """Peers of all communicators of this process, which may have opened the same allocations."""
 
 
-def _written(export: Export) -> list[Any]:
+def _encode(export: Export) -> list[Any]:
     """Return `export` as JSON values."""
     return [
         export.process,
@@ -294,12 +294,12 @@ def _written(export: Export) -> list[Any]:
     ]
 
 
-def _read(written: Sequence[Any]) -> Export:
+def _decode(written: Sequence[Any]) -> Export:
     process, device, number, handle, address, nbytes, offset = written
     return Export(process, device, number, bytes.fromhex(handle), address, nbytes, offset)
 
 
-def bind(arena: Arena, peers: Peers, spec: Spec) -> Body:
+def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec) -> Body:
     """Return a function that carries out `spec` on device memory, by :meth:`Arena.run` inside of ``device.working``,
     each time that it is called.
 
@@ -318,36 +318,36 @@ def bind(arena: Arena, peers: Peers, spec: Spec) -> Body:
 
     Memory that other processes can't open is copied to and from substitute memory: n more read and n more written.
     """
-    return _Operation(arena, peers, spec).run
+    return _PeerCollective(arena, peers, spec).run
 
 
-class _Operation:
+class _PeerCollective:
     """Collective on device memory, as one rank carries it out."""
 
-    def __init__(self, arena: Arena, peers: Peers, spec: Spec) -> None:
+    def __init__(self, arena: Arena, peers: PeerMemory, spec: CollectiveSpec) -> None:
         self._arena = arena
         self._peers = peers
         self._spec = spec
         self._fused = None if spec.fold is None else spec.fold.fused
         rank, size = arena.rank, arena.size
-        moves = moves_of(spec, rank, size) if spec.fold is None else []
-        self._copy_own = own_data(moves, rank)
+        moves = make_moves(spec, rank, size) if spec.fold is None else []
+        self._copy_own = make_own_copy(moves, rank)
         # The elements that this rank combines
-        shares = shares_of(spec.counts[0], size, spec.dtype.itemsize)
-        self._part = shares[rank], shares[rank + 1]
+        shares = get_share_offsets(spec.counts[0], size, spec.dtype.itemsize)
+        self._share_range = shares[rank], shares[rank + 1]
         everywhere = spec.collective == "allreduce"
         if spec.collective == "reduce_scatter":
             ends = extents(spec.counts)
-            self._part = ends[rank], ends[rank + 1]
+            self._share_range = ends[rank], ends[rank + 1]
         elif self._fused is None and not everywhere:
-            self._part = 0, spec.counts[0] if rank == spec.root else 0
+            self._share_range = 0, spec.counts[0] if rank == spec.root else 0
         if everywhere and self._fused is None:
             moves = [Move(peer, low, low, shares[peer + 1] - low) for peer, low in enumerate(shares[:-1])]
         # The next rank first, so that not all ranks read from the same one.
         theirs = [one for one in moves if one.peer != rank and one.count]
-        self._fetched = sorted(theirs, key=lambda one: (one.peer - rank) % size)
+        self._incoming_moves = sorted(theirs, key=lambda one: (one.peer - rank) % size)
         # Other ranks write to the memory, or read it.
-        self._lends_target = everywhere or (
+        self._exports_target = everywhere or (
             spec.collective == "reduce" and rank == spec.root and self._fused is not None
         )
 
@@ -364,76 +364,78 @@ class _Operation:
 
     def _run(self, source: Any, target: Any) -> None:
         arena, peers = self._arena, self._peers
-        lent, at = peers.lend(_SOURCE, source)
-        if lent is not source:
-            peers.device.copy(lent, source)
-        result, to = target, _NOWHERE
-        if self._lends_target:
+        exported, at = peers.export_buffer(_SOURCE, source)
+        if exported is not source:
+            peers.device.copy(exported, source)
+        result, to = target, _NO_LOCATION
+        if self._exports_target:
             # In place, both buffers have the same substitute.
-            result, to = (lent, at) if _address(target) == _address(source) else peers.lend(_TARGET, target)
-        arena.tell(peers.has_news, *at, *to)
+            result, to = (
+                (exported, at) if _address(target) == _address(source) else peers.export_buffer(_TARGET, target)
+            )
+        arena.post(peers.has_unpublished, *at, *to)
         arena.sync()
-        told = arena.told(5)
+        exchanged = arena.read_posted(5)
         # Before any data is exchanged or written to the memory of other ranks.
-        arena.agree()
-        if any(news for news, *_ in told):
-            peers.announce()
-        sources, targets = [one[1:3] for one in told], [one[3:5] for one in told]
+        arena.check_same_operation()
+        if any(news for news, *_ in exchanged):
+            peers.publish_exports()
+        sources, targets = [one[1:3] for one in exchanged], [one[3:5] for one in exchanged]
         if self._spec.fold is None:
             self._fetch(sources, result)
-            self._copy_own(lent, result)
+            self._copy_own(exported, result)
         else:
-            self._reduce(self._spec.fold, sources, targets, lent, result)
+            self._reduce(self._spec.fold, sources, targets, exported, result)
         arena.sync()
-        if self._lends_target and result is not target and result is not source:
+        if self._exports_target and result is not target and result is not source:
             peers.device.copy(target, result)
 
-    def _fetch(self, places: Sequence[Place], target: Any) -> None:
+    def _fetch(self, places: Sequence[Location], target: Any) -> None:
         peers, dtype = self._peers, self._spec.dtype
-        for one in self._fetched:
-            there = peers.at(one.peer, places[one.peer], one.start, one.count, dtype)
+        for one in self._incoming_moves:
+            there = peers.get_view(one.peer, places[one.peer], one.start, one.count, dtype)
             peers.device.copy(target[one.to : one.to + one.count], there)
 
     def _reduce(
-        self, fold: Fold, sources: Sequence[Place], targets: Sequence[Place], source: Array, target: Any
+        self, fold: Fold, sources: Sequence[Location], targets: Sequence[Location], source: Array, target: Any
     ) -> None:
         spec, peers = self._spec, self._peers
-        low, high = self._part
+        low, high = self._share_range
         everywhere = spec.collective == "allreduce"
         if low < high:
-            parts = self._parts(sources, source)
+            parts = self._get_operands(sources, source)
             if self._fused is None:
                 fold(parts, target[low:high] if everywhere else target)
             else:
                 op, dtype = self._fused
-                peers.device.fold(op, parts, self._outs(targets, target), dtype)
+                peers.device.fold(op, parts, self._get_targets(targets, target), dtype)
         if everywhere and self._fused is None:
             self._arena.sync()
             self._fetch(targets, target)
 
-    def _parts(self, places: Sequence[Place], own: Array) -> list[Any]:
+    def _get_operands(self, places: Sequence[Location], own: Array) -> list[Any]:
         """Return the elements of all ranks' inputs that this rank combines."""
-        low, high = self._part
+        low, high = self._share_range
         parts: list[Any] = []
         for rank, place in enumerate(places):
             if rank == self._arena.rank:
                 parts.append(own[low:high])
                 continue
-            part = self._peers.at(rank, place, low, high - low, self._spec.dtype)
+            part = self._peers.get_view(rank, place, low, high - low, self._spec.dtype)
             # Functions of the caller's libraries take no arrays of several devices.
-            parts.append(self._peers.near(rank, place, part) if self._fused is None else part)
+            parts.append(self._peers.copy_if_remote(rank, place, part) if self._fused is None else part)
         return parts
 
-    def _outs(self, places: Sequence[Place], own: Any) -> list[Any]:
+    def _get_targets(self, places: Sequence[Location], own: Any) -> list[Any]:
         """Return the targets for the elements that this rank combines."""
         spec, rank = self._spec, self._arena.rank
-        low, high = self._part
+        low, high = self._share_range
         if spec.collective == "reduce_scatter":
             return [own]
-        wanted = [spec.root] if spec.collective == "reduce" else range(self._arena.size)
+        receivers = [spec.root] if spec.collective == "reduce" else range(self._arena.size)
         return [
-            own[low:high] if one == rank else self._peers.at(one, places[one], low, high - low, spec.dtype)
-            for one in wanted
+            own[low:high] if one == rank else self._peers.get_view(one, places[one], low, high - low, spec.dtype)
+            for one in receivers
         ]
 
 

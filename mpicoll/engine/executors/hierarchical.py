@@ -13,74 +13,67 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from mpicoll.buffers.device import device_of, empty_beside
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.ops import Fold, Reduction
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.arrays import CollectiveArrays, cut, extents
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.position import Position
-from mpicoll.engine.executors import device as devices
-from mpicoll.engine.executors.schedule import Region, cut, extents
-from mpicoll.engine.operation import Flat, Operation, carrier, chosen
-from mpicoll.engine.selection.query import SelectionQuery
-from mpicoll.schedules import Schedule
-from mpicoll.transport.base import Native
+from mpicoll.engine.selection.query import DeviceCapabilities, SelectionQuery
 
-_Step: TypeAlias = tuple[Callable[[], None], bool]
+_PhaseStep: TypeAlias = tuple[Callable[[], None], bool]
 """Function to call, and True if other ranks wait for this rank in it."""
 
 
-def hierarchical(operation: Operation) -> Callable[[], None]:
-    """Return a function that carries out `operation` each time that it is called. Called in queue order, because
-    communicators are created at first use."""
-    # Phases are chosen in the first run, on any thread, but all ranks must make the same choice.
-    context = copy_context()
-    ready: _Phases | None = None
+class HierarchicalCollective:
+    """Collective in phases; called in queue order, because communicators are created at first use. `bind` binds the
+    operation of a phase to its algorithm."""
 
-    def run() -> None:
-        nonlocal ready
-        if ready is None:
-            ready = context.run(_Phases, operation)
-        ready.run()
+    def __init__(self, operation: Operation, bind: Callable[[Operation], Callable[[], None]]) -> None:
+        self._operation = operation
+        self._bind = bind
+        # Phases are chosen in the first run, on any thread, but all ranks must make the same choice.
+        self._context = copy_context()
+        self._phases: _Phases | None = None
 
-    return run
+    def __call__(self) -> None:
+        if self._phases is None:
+            self._phases = self._context.run(_Phases, self._operation, self._bind)
+        self._phases.run()
 
 
 class _Phases:
-    """Operation as the steps of this rank.
+    """Operation as the steps of this rank."""
 
-    On every rank `source` is its input and `target` its output; each is None where the collective has none on this
-    rank.
-    """
-
-    def __init__(self, operation: Operation) -> None:
-        comm, problem = operation.comm, operation.problem
+    def __init__(self, operation: Operation, bind: Callable[[Operation], Callable[[], None]]) -> None:
+        comm, arrays = operation.comm, operation.arrays
         self.comm = comm
-        self.operation = operation
+        self.arrays = arrays
+        self._query = operation.query
+        self._bind = bind
         self.node, self.lane = comm.levels()
         self.ranks = _ranks_by_node(comm.nodes)
-        self.root_node = comm.nodes[problem.root]
-        self.root_lane = self.ranks[self.root_node].index(problem.root)
+        self.root_node = comm.nodes[arrays.root]
+        self.root_lane = self.ranks[self.root_node].index(arrays.root)
         self.failure: BaseException | None = None
-        self._steps: list[_Step] = []
+        self._steps: list[_PhaseStep] = []
         self._at = 0
-        _PHASES[problem.collective](self)
+        _PHASES[arrays.collective](self)
 
     def run(self) -> None:
-        """Carry out the steps. After a failure on this rank, it still enters the joint steps and fails in them, to
-        release the other ranks, as far as an operation that fails before it begins releases them."""
-        executing = self.comm.progress.executing
+        """Carry out the steps. After a failure this rank still enters the steps with other ranks and fails in them, to
+        release these ranks, as far as an operation that fails before it begins releases them."""
+        executing = self.comm.queue.executing
         outer, executing.executor = executing.executor, self
         try:
-            for number, (step, joint) in enumerate(self._steps):
+            for number, (step, communicates) in enumerate(self._steps):
                 self._at = number
-                if self.failure is None or joint:
+                if self.failure is None or communicates:
                     try:
                         step()
                     except BaseException as error:  # noqa: BLE001  raised below
@@ -93,12 +86,12 @@ class _Phases:
 
     def position(self, members: Sequence[int]) -> Position:
         """Return the current phase and the position in it."""
-        joint = [number for number, (_, joint) in enumerate(self._steps) if joint]
-        if self._at not in joint:
-            return Position(f"between the {len(joint)} phases")
-        phase = f"phase {joint.index(self._at) + 1} of {len(joint)}"
+        communicating = [number for number, (_, communicates) in enumerate(self._steps) if communicates]
+        if self._at not in communicating:
+            return Position(f"between the {len(communicating)} phases")
+        phase = f"phase {communicating.index(self._at) + 1} of {len(communicating)}"
         for level in (self.node, self.lane):
-            inner = level.progress.executing.position(level.members)
+            inner = level.queue.executing.position(level.members)
             if inner.where:
                 return replace(inner, where=f"{phase}: {inner.where}")
         return Position(phase)
@@ -108,13 +101,13 @@ class _Phases:
         if self.failure is not None:
             raise self.failure
 
-    def alone(self, step: Callable[[], None]) -> None:
+    def add_local_step(self, step: Callable[[], None]) -> None:
         """Add a step of this rank alone."""
         self._steps.append((step, False))
 
-    def phase(
+    def add_phase(
         self,
-        comm: Communicator,
+        comm: CommunicatorCore,
         collective: str,
         source: Array | None,
         target: Array | None,
@@ -125,40 +118,31 @@ class _Phases:
         """Add a collective of `comm`. `counts` are the elements of the blocks, or of the vector alone. If `source` and
         `target` overlap, one must be the other or its part for this rank. A reduction may write to its `source`, unless
         `spare` memory is passed for that."""
-        whole = self.operation.problem
-        reduction = self.operation.reduction if collective in ("allreduce", "reduce", "reduce_scatter") else None
-        kind = "float" if whole.kind == "half" else whole.kind
-        some = source if target is None else target
-        assert some is not None
-        device = device_of(some)
-        problem = SelectionQuery(
+        query = self._query
+        reduction = self.arrays.reduction if collective in ("allreduce", "reduce", "reduce_scatter") else None
+        kind = "float" if query.kind == "half" else query.kind
+        arrays = CollectiveArrays(
+            collective, comm.rank, source, target, tuple(counts), root, reduction, spare, load=self.check
+        )
+        sample = source if target is None else target
+        assert sample is not None
+        device = device_of(sample)
+        phase_query = SelectionQuery(
             collective,
-            sum(counts) * some.itemsize,
+            sum(counts) * sample.itemsize,
             comm.context,
             "moved" if reduction is None else kind,
             root,
             uneven=len(set(counts)) > 1,
-            native=whole.native,
-            unshared=comm.unshared,
-            unread=comm.unread,
-            device=None if device is None else devices.reach(comm, device, collective, reduction),
+            native=query.native,
+            no_shm_reason=comm.no_shm_reason,
+            no_cma_reason=comm.no_cma_reason,
+            # The capabilities are looked up when the phase runs.
+            device=None if device is None else DeviceCapabilities(),
         )
-        part = _Part(comm.rank, collective, source, target, tuple(counts), root, reduction, self.check, spare)
-        operation = Operation(
-            comm,
-            problem,
-            None,
-            native=part.native,
-            regions=part.regions,
-            result=lambda: None,
-            flat=part.flat,
-            combine=None if reduction is None else reduction.combine,
-            load=part.load,
-            store=part.store,
-            reduction=reduction,
-            on=device,
-        )
-        self._steps.append((carrier(operation, chosen(operation)), True))
+        if collective == "alltoall":
+            arrays.arrivals = arrays.counts
+        self._steps.append((self._bind(Operation(comm, phase_query, None, arrays, on=device)), True))
 
 
 @lru_cache(maxsize=64)
@@ -169,90 +153,7 @@ def _ranks_by_node(nodes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, ranks))
 
 
-@dataclass(slots=True)
-class _Part:
-    """Arrays of a phase, for any algorithm that carries it out."""
-
-    rank: int
-    collective: str
-    source: Array | None
-    target: Array | None
-    counts: tuple[int, ...]
-    root: int
-    reduction: Reduction | None
-    check: Callable[[], None]
-    spare: Array | None
-    block: Any = None
-    """Position of this rank's block in a schedule's memory, which holds the blocks of all ranks."""
-
-    def flat(self) -> Flat:
-        fold = None if self.reduction is None else Fold(self.reduction)
-        return Flat(self.source, self.target, self.counts, fold, load=self.check)
-
-    def regions(self, schedule: Schedule) -> list[Region]:
-        source: Any = self.source
-        target: Any = self.target
-        offsets = extents(self.counts)
-        if self.collective in ("allreduce", "reduce", "bcast"):
-            vector = source if target is None else target
-            return [Region(vector, cut(vector.size, schedule.chunks))]
-        if self.collective == "alltoall":
-            ends = extents([offsets[1]] * schedule.scratch)
-            scratch = [Region(empty_beside(source, ends[-1]), ends)] if schedule.scratch else []
-            return [Region(source, offsets), Region(target, offsets), *scratch]
-        whole = target
-        if self.collective in ("reduce_scatter", "scatter"):
-            whole = source if self.spare is None else self.spare
-        if whole is None:
-            whole = empty_beside(target if source is None else source, offsets[-1])
-        self.block = whole[offsets[self.rank] : offsets[self.rank + 1]]
-        return [Region(whole, offsets)]
-
-    def load(self) -> None:
-        self.check()
-        if self.collective in ("allgather", "gather"):
-            self.block[...] = self.source
-        elif self.spare is not None and self.spare is not self.source:
-            self.spare[...] = self.source
-
-    def store(self) -> None:
-        if self.collective in ("reduce_scatter", "scatter"):
-            assert self.target is not None
-            self.target[...] = self.block
-
-    def native(self, mpi: Native) -> None:
-        self.check()
-        source: Any = self.source
-        target: Any = self.target
-        counts = self.counts if len(set(self.counts)) > 1 else None
-        name = self.reduction.native or "" if self.reduction is not None else ""
-        if self.collective == "allreduce":
-            mpi.allreduce(source, target, name)
-            return
-        if self.collective == "reduce":
-            mpi.reduce(source, target, name, self.root)
-            return
-        if self.collective == "bcast":
-            mpi.bcast(target, self.root)
-            return
-        if self.collective == "alltoall":
-            mpi.alltoall(source, target)
-            return
-        # MPI wants the two apart.
-        if source is not None and target is not None and np.may_share_memory(source, target):
-            source, apart = empty_beside(source, source.size), source
-            np.copyto(source, apart)
-        if self.collective == "reduce_scatter":
-            mpi.reduce_scatter(source, target, counts, name)
-        elif self.collective == "allgather":
-            mpi.allgather(source, target, counts)
-        elif self.collective == "gather":
-            mpi.gather(source, target, counts, self.root)
-        else:
-            mpi.scatter(source, target, counts, self.root)
-
-
-class _Packed:
+class _PackedBlocks:
     """Blocks of all ranks, grouped by lane, in the order of nodes."""
 
     def __init__(self, phases: _Phases, counts: Sequence[int]) -> None:
@@ -260,7 +161,7 @@ class _Packed:
         order = [node[local] for local in range(len(ranks[0])) for node in ranks]
         offsets = extents(counts)
         ends = extents(counts[rank] for rank in order)
-        self._places = [slice(offsets[rank], offsets[rank + 1]) for rank in order]
+        self._unpacked = [slice(offsets[rank], offsets[rank + 1]) for rank in order]
         self._packed = [slice(*extent) for extent in pairwise(ends)]
         # With ranks placed round-robin on the nodes, the blocks are in this order already.
         self._in_order = order == sorted(order)
@@ -279,16 +180,16 @@ class _Packed:
 
     def pack(self, blocks: Array, packed: Array) -> None:
         if packed is not blocks:
-            for place, at in zip(self._places, self._packed, strict=True):
+            for place, at in zip(self._unpacked, self._packed, strict=True):
                 packed[at] = blocks[place]
 
     def unpack(self, packed: Array, blocks: Array) -> None:
         if packed is not blocks:
-            for place, at in zip(self._places, self._packed, strict=True):
+            for place, at in zip(self._unpacked, self._packed, strict=True):
                 blocks[place] = packed[at]
 
 
-def _shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
+def _get_shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
     """Return the elements of each local rank's share of a vector, and this rank's own share."""
     offsets = cut(array.size, phases.comm.local_size)
     local = phases.comm.local_rank
@@ -296,138 +197,134 @@ def _shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
     return counts, array[offsets[local] : offsets[local + 1]]
 
 
-def _flat(phases: _Phases) -> tuple[Flat, Any, Any]:
-    """Return the arrays of the operation, and its input and output: their types can't express on which rank they are
-    None."""
-    assert phases.operation.flat is not None
-    flat = phases.operation.flat()
-    return flat, flat.source, flat.target
+def _get_arrays(phases: _Phases) -> tuple[Any, Any]:
+    """Return the input and the output of a collective that moves data: their types can't express on which rank they
+    are None."""
+    return phases.arrays.source, phases.arrays.target
 
 
 def _operand(phases: _Phases) -> tuple[Array, Array]:
     """Add a step that converts this rank's operand to the dtype of the reduction. Return the array that holds the
     converted operand, which may be the caller's own memory, and the memory for the vector, which may be the same array.
     """
-    flat, source, _ = _flat(phases)
-    work = phases.operation.work
-    assert work is not None
-    direct = source.dtype == work.dtype
-    phases.alone(flat.load if direct else phases.operation.load)
-    return (source if direct else work), work
+    source, spare = phases.arrays.source, phases.arrays.spare
+    assert source is not None
+    assert spare is not None
+    phases.add_local_step(phases.arrays.load)
+    return source, spare
 
 
 def _allreduce(phases: _Phases) -> None:
     """Add the phases: reduce_scatter and allgather in the node. Between nodes, each rank handles n/L of n bytes."""
     source, array = _operand(phases)
-    counts, own = _shares(phases, array)
-    phases.phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
-    phases.phase(phases.lane, "allreduce", own, own, [own.size])
-    phases.phase(phases.node, "allgather", own, array, counts)
-    phases.alone(phases.operation.store)
+    counts, own = _get_shares(phases, array)
+    phases.add_phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
+    phases.add_phase(phases.lane, "allreduce", own, own, [own.size])
+    phases.add_phase(phases.node, "allgather", own, array, counts)
+    phases.add_local_step(phases.arrays.store)
 
 
 def _reduce(phases: _Phases) -> None:
     source, array = _operand(phases)
-    counts, own = _shares(phases, array)
-    here = phases.comm.node == phases.root_node
-    phases.phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
-    phases.phase(phases.lane, "reduce", own, own if here else None, [own.size], phases.root_node)
-    if here:
+    counts, own = _get_shares(phases, array)
+    on_root_node = phases.comm.node == phases.root_node
+    phases.add_phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
+    phases.add_phase(phases.lane, "reduce", own, own if on_root_node else None, [own.size], phases.root_node)
+    if on_root_node:
         whole = array if phases.comm.local_rank == phases.root_lane else None
-        phases.phase(phases.node, "gather", own, whole, counts, phases.root_lane)
-    phases.alone(phases.operation.store)
+        phases.add_phase(phases.node, "gather", own, whole, counts, phases.root_lane)
+    phases.add_local_step(phases.arrays.store)
 
 
 def _bcast(phases: _Phases) -> None:
-    flat, source, array = _flat(phases)
-    counts, own = _shares(phases, array)
-    here = phases.comm.node == phases.root_node
-    phases.alone(flat.load)
-    if here:
-        phases.phase(phases.node, "scatter", source, own, counts, phases.root_lane)
-    phases.phase(phases.lane, "bcast", own if here else None, own, [own.size], phases.root_node)
-    phases.phase(phases.node, "allgather", own, array, counts)
-    phases.alone(flat.store)
+    source, array = _get_arrays(phases)
+    counts, own = _get_shares(phases, array)
+    on_root_node = phases.comm.node == phases.root_node
+    phases.add_local_step(phases.arrays.load)
+    if on_root_node:
+        phases.add_phase(phases.node, "scatter", source, own, counts, phases.root_lane)
+    phases.add_phase(phases.lane, "bcast", own if on_root_node else None, own, [own.size], phases.root_node)
+    phases.add_phase(phases.node, "allgather", own, array, counts)
+    phases.add_local_step(phases.arrays.store)
 
 
 def _reduce_scatter(phases: _Phases) -> None:
     """In the node, each rank reduces what its lane is to get."""
     source, array = _operand(phases)
-    counts, rank = _flat(phases)[0].counts, phases.comm.rank
-    blocks = _Packed(phases, counts)
+    blocks = _PackedBlocks(phases, phases.arrays.counts)
     packed, spare = blocks.memory(source), blocks.memory(array)
-    mine, begin = blocks.own(spare), sum(counts[:rank])
-    phases.alone(lambda: blocks.pack(source, packed))
-    phases.phase(phases.node, "reduce_scatter", packed, mine, blocks.lanes, spare=spare)
-    phases.phase(phases.lane, "reduce_scatter", mine, array[begin : begin + counts[rank]], blocks.lane)
-    phases.alone(phases.operation.store)
+    lane_blocks = blocks.own(spare)
+    phases.add_local_step(lambda: blocks.pack(source, packed))
+    phases.add_phase(phases.node, "reduce_scatter", packed, lane_blocks, blocks.lanes, spare=spare)
+    phases.add_phase(phases.lane, "reduce_scatter", lane_blocks, phases.arrays.target, blocks.lane)
+    phases.add_local_step(phases.arrays.store)
 
 
 def _allgather(phases: _Phases) -> None:
-    flat, source, target = _flat(phases)
-    blocks = _Packed(phases, flat.counts)
+    source, target = _get_arrays(phases)
+    blocks = _PackedBlocks(phases, phases.arrays.counts)
     packed = blocks.memory(target)
-    mine = blocks.own(packed)
-    phases.alone(flat.load)
-    phases.phase(phases.lane, "allgather", source, mine, blocks.lane)
-    phases.phase(phases.node, "allgather", mine, packed, blocks.lanes)
-    phases.alone(lambda: blocks.unpack(packed, target))
-    phases.alone(flat.store)
+    lane_blocks = blocks.own(packed)
+    phases.add_local_step(phases.arrays.load)
+    phases.add_phase(phases.lane, "allgather", source, lane_blocks, blocks.lane)
+    phases.add_phase(phases.node, "allgather", lane_blocks, packed, blocks.lanes)
+    phases.add_local_step(lambda: blocks.unpack(packed, target))
+    phases.add_local_step(phases.arrays.store)
 
 
 def _gather(phases: _Phases) -> None:
-    flat, source, target = _flat(phases)
-    blocks = _Packed(phases, flat.counts)
+    source, target = _get_arrays(phases)
+    blocks = _PackedBlocks(phases, phases.arrays.counts)
     packed = None if target is None else blocks.memory(target)
-    mine = None
+    lane_blocks = None
     if phases.comm.node == phases.root_node:
-        mine = empty_beside(source, sum(blocks.lane)) if packed is None else blocks.own(packed)
-    phases.alone(flat.load)
-    phases.phase(phases.lane, "gather", source, mine, blocks.lane, phases.root_node)
-    if mine is not None:
-        phases.phase(phases.node, "gather", mine, packed, blocks.lanes, phases.root_lane)
+        lane_blocks = empty_beside(source, sum(blocks.lane)) if packed is None else blocks.own(packed)
+    phases.add_local_step(phases.arrays.load)
+    phases.add_phase(phases.lane, "gather", source, lane_blocks, blocks.lane, phases.root_node)
+    if lane_blocks is not None:
+        phases.add_phase(phases.node, "gather", lane_blocks, packed, blocks.lanes, phases.root_lane)
     if packed is not None:
-        phases.alone(lambda: blocks.unpack(packed, target))
-    phases.alone(flat.store)
+        phases.add_local_step(lambda: blocks.unpack(packed, target))
+    phases.add_local_step(phases.arrays.store)
 
 
 def _scatter(phases: _Phases) -> None:
-    flat, source, target = _flat(phases)
-    blocks = _Packed(phases, flat.counts)
+    source, target = _get_arrays(phases)
+    blocks = _PackedBlocks(phases, phases.arrays.counts)
     packed = None if source is None else blocks.memory(source)
-    mine = None
-    phases.alone(flat.load)
+    lane_blocks = None
+    phases.add_local_step(phases.arrays.load)
     if packed is not None:
-        phases.alone(lambda: blocks.pack(source, packed))
+        phases.add_local_step(lambda: blocks.pack(source, packed))
     if phases.comm.node == phases.root_node:
         # Apart at the root too: `packed` may be the caller's input.
-        mine = empty_beside(target, sum(blocks.lane))
-        phases.phase(phases.node, "scatter", packed, mine, blocks.lanes, phases.root_lane)
-    phases.phase(phases.lane, "scatter", mine, target, blocks.lane, phases.root_node)
-    phases.alone(flat.store)
+        lane_blocks = empty_beside(target, sum(blocks.lane))
+        phases.add_phase(phases.node, "scatter", packed, lane_blocks, blocks.lanes, phases.root_lane)
+    phases.add_phase(phases.lane, "scatter", lane_blocks, target, blocks.lane, phases.root_node)
+    phases.add_local_step(phases.arrays.store)
 
 
 def _alltoall(phases: _Phases) -> None:
     """In the node, each rank gets what is for its lane: so as many bytes leave the node, in fewer messages."""
-    flat, source, target = _flat(phases)
-    blocks = _Packed(phases, flat.counts)
-    nodes, local, each = len(phases.ranks), phases.comm.local_size, flat.counts[0]
+    source, target = _get_arrays(phases)
+    blocks = _PackedBlocks(phases, phases.arrays.counts)
+    nodes, local, each = len(phases.ranks), phases.comm.local_size, phases.arrays.counts[0]
     packed = blocks.memory(source)
     # As [rank of the node that it comes from, node that it goes to], and the other way round; then [node that it
     # comes from, rank of that node].
     by_rank, by_node, arrived = (empty_beside(source, source.size) for _ in range(3))
-    phases.alone(flat.load)
-    phases.alone(lambda: blocks.pack(source, packed))
-    phases.phase(phases.node, "alltoall", packed, by_rank, [nodes * each] * local)
-    phases.alone(lambda: _transpose(by_rank, by_node, local, nodes))
-    phases.phase(phases.lane, "alltoall", by_node, arrived, [local * each] * nodes)
-    phases.alone(lambda: _transpose(arrived, by_rank, nodes, local))
-    phases.alone(lambda: blocks.unpack(by_rank, target))
-    phases.alone(flat.store)
+    phases.add_local_step(phases.arrays.load)
+    phases.add_local_step(lambda: blocks.pack(source, packed))
+    phases.add_phase(phases.node, "alltoall", packed, by_rank, [nodes * each] * local)
+    phases.add_local_step(lambda: _transpose(by_rank, by_node, local, nodes))
+    phases.add_phase(phases.lane, "alltoall", by_node, arrived, [local * each] * nodes)
+    phases.add_local_step(lambda: _transpose(arrived, by_rank, nodes, local))
+    phases.add_local_step(lambda: blocks.unpack(by_rank, target))
+    phases.add_local_step(phases.arrays.store)
 
 
 def _transpose(source: Array, target: Array, rows: int, columns: int) -> None:
-    """Of a matrix of blocks."""
+    """Transpose a matrix of blocks."""
     shape = (source.size // (rows * columns),)
     target.reshape(columns, rows, *shape)[...] = source.reshape(rows, columns, *shape).swapaxes(0, 1)
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from mpicoll.buffers.device import Device, empty_beside, view
 from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError, DeviceError, RankFailed, Timeout
-from mpicoll.transport.base import Memory, Native, Transport, poll
+from mpicoll.transport.base import Memory, Native, Transport
+from mpicoll.transport.waiting import poll
 
-Give: TypeAlias = "Callable[[Any, int], object]"
-"""Function called as ``give(communicator, stream)``, which calls NCCL."""
+NcclCall: TypeAlias = "Callable[[Any, int], object]"
+"""Function called as ``call_nccl(communicator, stream)``, which calls NCCL."""
 
 _log = logging.getLogger("mpicoll")
 
@@ -50,19 +51,19 @@ _DTYPES = {
     "complex128": "NCCL_FLOAT64",
 }
 
-_LOOK = 0.05
+_CHECK_INTERVAL = 0.05
 """Seconds between two checks that the other ranks are alive."""
 
-_COMPLETES = 2.0
+_EXIT_GRACE = 2.0
 """Seconds within which an operation completes after its last peer has exited."""
 
-_FREED = 5.0
+_FREE_TIMEOUT = 5.0
 """Maximum time in seconds to wait for NCCL when a communicator is freed."""
 
-_living: WeakSet[Nccl] = WeakSet()
+_instances: WeakSet[Nccl] = WeakSet()
 
 
-def refusal(collective: str, op: str | None, dtype: np.dtype[Any] | None) -> str | None:
+def unsupported_reason(collective: str, op: str | None, dtype: np.dtype[Any] | None) -> str | None:
     """Return the reason why NCCL can't serve a collective; None if it can. `op` is the name of MPI's operation and
     `dtype` the dtype of the reduction, both None without a reduction."""
     if collective not in COLLECTIVES:
@@ -82,40 +83,40 @@ def make(transport: Transport, device: Device) -> Nccl | str:
     second, and memory of the device."""
     if transport.size == 1:
         return "there is a single rank"
-    told: dict[str, Any] = {"device": device.identity}
+    properties: dict[str, Any] = {"device": device.identity}
     try:
         nccl = _nccl()
-        told["version"] = nccl.version()
+        properties["version"] = nccl.version()
         if transport.rank == 0:
-            told["key"] = nccl.new_key().hex()
+            properties["key"] = nccl.new_key().hex()
     except (ImportError, AttributeError, RuntimeError, DeviceError) as error:
-        told["problem"] = str(error)
-    everyone = [json.loads(text) for text in transport.texts(json.dumps(told))]
-    why = _unfit(everyone)
+        properties["problem"] = str(error)
+    properties_by_rank = [json.loads(text) for text in transport.allgather_text(json.dumps(properties))]
+    why = _find_obstacle(properties_by_rank)
     if why is not None:
         return why
     # From here on all ranks are in NCCL, where a missing rank would block the others.
-    made: Nccl | None = None
+    created: Nccl | None = None
     problem = ""
     try:
         with device.working():
-            end = nccl.communicator(transport.size, bytes.fromhex(everyone[0]["key"]), transport.rank)
-        made = Nccl(transport, device, nccl.library(), end)
+            end = nccl.communicator(transport.size, bytes.fromhex(properties_by_rank[0]["key"]), transport.rank)
+        created = Nccl(transport, device, nccl.library(), end)
     except (RuntimeError, ValueError, MemoryError) as error:
         problem = str(error) or type(error).__name__
     try:
-        problems = transport.texts(problem)
+        problems = transport.allgather_text(problem)
     except BaseException:
-        if made is not None:
-            made.abort("not all ranks could start it")
+        if created is not None:
+            created.abort("not all ranks could start it")
         raise
     for rank, one in enumerate(problems):
         if one:
-            if made is not None:
-                made.abort("not all ranks could start it")
+            if created is not None:
+                created.abort("not all ranks could start it")
             return f"NCCL can't start: rank {rank}: {one}"
-    assert made is not None
-    return made
+    assert created is not None
+    return created
 
 
 def _nccl() -> Any:
@@ -125,17 +126,17 @@ def _nccl() -> Any:
     return nccl
 
 
-def _unfit(everyone: Sequence[dict[str, Any]]) -> str | None:
+def _find_obstacle(properties_by_rank: Sequence[dict[str, Any]]) -> str | None:
     """Return the reason why ranks with the exchanged properties can't use NCCL together."""
     seen: dict[str, int] = {}
-    for rank, one in enumerate(everyone):
+    for rank, one in enumerate(properties_by_rank):
         if "problem" in one:
             return f"rank {rank}: {one['problem']}"
         other = seen.setdefault(one["device"], rank)
         if other != rank:
             return f"ranks {other} and {rank} share a device, which NCCL refuses"
-        if one["version"] != everyone[0]["version"]:
-            return f"rank 0 has version {everyone[0]['version']} of NCCL, rank {rank} has {one['version']}"
+        if one["version"] != properties_by_rank[0]["version"]:
+            return f"rank 0 has version {properties_by_rank[0]['version']} of NCCL, rank {rank} has {one['version']}"
     return None
 
 
@@ -170,16 +171,16 @@ class Nccl:
             target=_keep, args=(communicator, device, self._end), name="mpicoll-nccl", daemon=True
         )
         self._keeper.start()
-        # If nobody has freed it.
+        # For communicators that the program does not free.
         self._leave = finalize(self, self._end.put, communicator.destroy)
         self._leave.atexit = False
-        _living.add(self)
+        _instances.add(self)
 
     # --- collectives
 
     def allreduce(self, source: Memory, target: Memory, op: str) -> None:
         count, kind, how = self._reduction(source, op)
-        self._carry_out(
+        self._run(
             "allreduce",
             count,
             lambda nccl, stream: nccl.allReduce(_at(source), _at(target), count, kind, how, stream),
@@ -188,15 +189,13 @@ class Nccl:
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
         count, kind, how = self._reduction(source, op)
         to = 0 if target is None else _at(target)
-        self._carry_out(
-            "reduce", count, lambda nccl, stream: nccl.reduce(_at(source), to, count, kind, how, root, stream)
-        )
+        self._run("reduce", count, lambda nccl, stream: nccl.reduce(_at(source), to, count, kind, how, root, stream))
 
     def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
         count, kind, how = self._reduction(source, op)
         if counts is None:
             part = count // self._size
-            self._carry_out(
+            self._run(
                 "reduce_scatter",
                 count,
                 lambda nccl, stream: nccl.reduceScatter(_at(source), _at(target), part, kind, how, stream),
@@ -204,85 +203,85 @@ class Nccl:
             return
         numbers = count // max(1, source.size)  # of each element
 
-        def give(nccl: Any, stream: int) -> None:
-            for rank, at, elements in _places(counts, source):
+        def call_nccl(nccl: Any, stream: int) -> None:
+            for rank, at, elements in _iter_blocks(counts, source):
                 to = _at(target) if rank == self._rank else 0
                 nccl.reduce(at, to, elements * numbers, kind, how, rank, stream)
 
-        self._carry_out("reduce_scatter", count, give, grouped=True)
+        self._run("reduce_scatter", count, call_nccl, grouped=True)
 
     def bcast(self, data: Memory, root: int) -> None:
         at, nbytes = _at(data), data.nbytes
-        self._carry_out("bcast", nbytes, lambda nccl, stream: nccl.broadcast(at, at, nbytes, self._bytes, root, stream))
+        self._run("bcast", nbytes, lambda nccl, stream: nccl.broadcast(at, at, nbytes, self._bytes, root, stream))
 
     def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
-        mine = self._rank == root
-        assert target is not None or not mine
-        if mine and target is not None:
-            blocks = list(_places(counts or [source.size] * self._size, target))
+        is_root = self._rank == root
+        assert target is not None or not is_root
+        if is_root and target is not None:
+            blocks = list(_iter_blocks(counts or [source.size] * self._size, target))
             self._keep(source, target, counts)
 
-        def give(nccl: Any, stream: int) -> None:
-            if mine:
+        def call_nccl(nccl: Any, stream: int) -> None:
+            if is_root:
                 for rank, at, elements in blocks:
                     if rank != root:
                         nccl.recv(at, elements * source.itemsize, self._bytes, rank, stream)
             elif source.size:
                 nccl.send(_at(source), source.nbytes, self._bytes, root, stream)
 
-        self._carry_out("gather", 1, give, grouped=True)
+        self._run("gather", 1, call_nccl, grouped=True)
 
     def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
-        mine = self._rank == root
-        assert source is not None or not mine
-        if mine and source is not None:
+        is_root = self._rank == root
+        assert source is not None or not is_root
+        if is_root and source is not None:
             sizes = counts or [target.size] * self._size
-            blocks = list(_places(sizes, source))
+            blocks = list(_iter_blocks(sizes, source))
             begin = sum(sizes[:root])
             _copy(target, source[begin : begin + target.size])
 
-        def give(nccl: Any, stream: int) -> None:
-            if mine:
+        def call_nccl(nccl: Any, stream: int) -> None:
+            if is_root:
                 for rank, at, elements in blocks:
                     if rank != root:
                         nccl.send(at, elements * target.itemsize, self._bytes, rank, stream)
             elif target.size:
                 nccl.recv(_at(target), target.nbytes, self._bytes, root, stream)
 
-        self._carry_out("scatter", 1, give, grouped=True)
+        self._run("scatter", 1, call_nccl, grouped=True)
 
     def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
         if counts is None:
             nbytes = source.nbytes
-            self._carry_out(
+            self._run(
                 "allgather",
                 nbytes,
                 lambda nccl, stream: nccl.allGather(_at(source), _at(target), nbytes, self._bytes, stream),
             )
             return
 
-        def give(nccl: Any, stream: int) -> None:
-            for rank, at, elements in _places(counts, target):
+        def call_nccl(nccl: Any, stream: int) -> None:
+            for rank, at, elements in _iter_blocks(counts, target):
                 of = _at(source) if rank == self._rank else at
                 nccl.broadcast(of, at, elements * target.itemsize, self._bytes, rank, stream)
 
-        self._carry_out("allgather", sum(counts), give, grouped=True)
+        self._run("allgather", sum(counts), call_nccl, grouped=True)
 
     def alltoall(self, source: Memory, target: Memory) -> None:
         block, nbytes = source.size // self._size, source.nbytes // self._size
         if np.may_share_memory(source, target):
-            leaving = empty_beside(source, source.size)
-            np.copyto(leaving, source)
-            source = leaving
-        mine = slice(self._rank * block, (self._rank + 1) * block)
-        _copy(target[mine], source[mine])
+            copied = empty_beside(source, source.size)
+            np.copyto(copied, source)
+            source = copied
+        own_block = slice(self._rank * block, (self._rank + 1) * block)
+        _copy(target[own_block], source[own_block])
 
-        def give(nccl: Any, stream: int) -> None:
+        def call_nccl(nccl: Any, stream: int) -> None:
             for peer in self._peers:
                 nccl.send(_at(source) + peer * nbytes, nbytes, self._bytes, peer, stream)
                 nccl.recv(_at(target) + peer * nbytes, nbytes, self._bytes, peer, stream)
 
-        self._carry_out("alltoall", nbytes, give, grouped=True)
+        self._run("alltoall", nbytes, call_nccl, grouped=True)
 
     def barrier(self) -> None:
         word = self._device.empty(1, np.dtype(np.uint8))
@@ -290,13 +289,13 @@ class Nccl:
         self.allreduce(word, word, "max")
 
     def scan(self, source: Memory, target: Memory, op: str) -> None:
-        raise AlgorithmError("scan: NCCL has none; take another algorithm")
+        raise AlgorithmError("scan: not supported by NCCL; use another algorithm")
 
     def exscan(self, source: Memory, target: Memory, op: str) -> None:
-        raise AlgorithmError("exscan: NCCL has none; take another algorithm")
+        raise AlgorithmError("exscan: not supported by NCCL; use another algorithm")
 
-    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
-        at = self.typed(dtype)
+    def bind_allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
+        at = self.bind_dtype(dtype)
 
         def again(address: int) -> None:
             memory = at(address, count)
@@ -307,7 +306,7 @@ class Nccl:
     def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
         return lambda: call(self)
 
-    def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
+    def bind_dtype(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         return lambda address, count: view(self._device, address, (count,), dtype)
 
     # --- life
@@ -315,12 +314,12 @@ class Nccl:
     def free(self) -> None:
         """Release the resources of NCCL. Waits briefly for the ranks that free it too, because some versions of NCCL
         do."""
-        self.leave().join(_FREED)
+        self.leave().join(_FREE_TIMEOUT)
 
     def abort(self, why: str) -> None:
         """End the running operations, and release the resources of NCCL. Waits for no rank."""
         self._finish(self._communicator.abort, why)
-        self._keeper.join(_FREED)
+        self._keeper.join(_FREE_TIMEOUT)
 
     def leave(self, dead: AbstractSet[int] = frozenset()) -> threading.Thread:
         """Free NCCL, or abort it if one of its ranks is among the `dead` (ranks of the world), in the thread that is
@@ -350,19 +349,18 @@ class Nccl:
         begin = sum(counts[: self._rank]) if counts else source.size * self._rank
         _copy(target[begin : begin + source.size], source)
 
-    def _carry_out(self, what: str, count: int, give: Give, *, grouped: bool = False) -> None:
-        """Run the NCCL call `give` in this thread's turn on the device, unless `count` is 0: then no rank has work to
-        do."""
+    def _run(self, what: str, count: int, call_nccl: NcclCall, *, grouped: bool = False) -> None:
+        """Run `call_nccl` on the device's stream and wait for it. If `count` is 0, no rank has work to do."""
         if self._failure is not None:
             raise CommunicatorError(
-                f"{what}: NCCL can't be used any more on this communicator: {self._failure}; make a new one by"
+                f"{what}: NCCL can't be used any more on this communicator: {self._failure}; create a new one with"
                 " duplicate()"
             )
         if not count:
             return
         try:
-            with self._grouped() if grouped else _alone():
-                give(self._communicator, self._device.stream)
+            with self._group() if grouped else _alone():
+                call_nccl(self._communicator, self._device.stream)
             self._wait(what)
         except BaseException as error:
             self.abort(f"{what} failed ({error})")
@@ -371,13 +369,13 @@ class Nccl:
             raise
 
     @contextmanager
-    def _grouped(self) -> Iterator[None]:
+    def _group(self) -> Iterator[None]:
         self._module.groupStart()
         try:
             yield
         except BaseException:
             # Half a group must not be launched, but a group has to end. NCCL drops one in which a call has failed, as
-            # a message to a rank that isn't there does.
+            # a message to a rank that does not exist does.
             with suppress(self._module.NcclError):
                 self._communicator.send(0, 0, self._bytes, self._size, self._device.stream)
             with suppress(self._module.NcclError):
@@ -389,15 +387,15 @@ class Nccl:
         """Return when all work queued on the device is done. NCCL by itself would wait forever."""
         mark = self._device.record_event()
         begin = time.monotonic()
-        look, gone = begin + _LOOK, float("inf")
+        next_check, failed_at = begin + _CHECK_INTERVAL, float("inf")
 
         def ready() -> bool:
-            nonlocal look, gone
+            nonlocal next_check, failed_at
             if mark.done():
                 return True
             now = time.monotonic()
-            if now > look:
-                look = now + _LOOK
+            if now > next_check:
+                next_check = now + _CHECK_INTERVAL
                 self._communicator.check_async_error()
                 if now - begin > self._transport.timeout:
                     raise Timeout(
@@ -407,9 +405,9 @@ class Nccl:
                 try:
                     self._transport.check_peers(now - begin, self._peers)
                 except RankFailed:
-                    gone = min(gone, now)
+                    failed_at = min(failed_at, now)
                     # A rank that has completed its part may exit.
-                    if now - gone > _COMPLETES:
+                    if now - failed_at > _EXIT_GRACE:
                         raise
             return False
 
@@ -422,21 +420,23 @@ def _alone() -> Iterator[None]:
 
 
 def _keep(communicator: Any, device: Device, end: SimpleQueue[Callable[[], object]]) -> None:
-    """Hold NCCL's communicator until it is to `end`, and end it: in a thread of its own, since NCCL may wait for the
-    ranks of the node to do so. Such a thread can't be started any more when the program ends; and as long as it holds
-    the communicator, the interpreter does not end that in its own way, which might never return."""
+    """Hold NCCL's communicator until `end` delivers a function that ends it, and call that.
+
+    This runs in a separate thread, since NCCL may wait for the other ranks of the node. The thread is started early,
+    because none can be started at interpreter exit. While it holds the communicator, the interpreter does not finalize
+    that itself, which might block forever."""
     try:
         with device.working():  # so that NCCL does not use this thread's default device
             end.get()()
-    except Exception as error:  # noqa: BLE001  it is over either way
+    except Exception as error:  # noqa: BLE001  the communicator is unusable in any case
         _log.warning("NCCL on %s did not end well: %s", device.name, error)
 
 
 def free_all(dead: AbstractSet[int]) -> None:
-    """At the end of the program: give back what nobody has freed, or abort it if a rank that belonged to it is among
-    the `dead` (ranks of the world). Not collective; takes seconds at most."""
-    keepers = [one.leave(dead) for one in list(_living)]
-    deadline = time.monotonic() + _FREED
+    """Free all remaining communicators of NCCL at the end of the program; abort those with a rank among the `dead`
+    (ranks of the world). Not collective; takes seconds at most."""
+    keepers = [one.leave(dead) for one in list(_instances)]
+    deadline = time.monotonic() + _FREE_TIMEOUT
     for keeper in keepers:
         keeper.join(max(0.0, deadline - time.monotonic()))
 
@@ -445,7 +445,7 @@ def _at(memory: Memory) -> int:
     return memory.ctypes.data
 
 
-def _places(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, int, int]]:
+def _iter_blocks(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, int, int]]:
     """Return rank, address and elements of each block of `memory` that is not empty."""
     at = _at(memory)
     for rank, elements in enumerate(counts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -11,17 +11,21 @@ import numpy as np
 from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Combine
+from mpicoll.engine.core.arrays import Region
+from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.position import Position
+from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import CommunicationError
-from mpicoll.schedules import Copy, Schedule
+from mpicoll.schedules import Algorithm, Copy, Schedule
 from mpicoll.transport.base import Message
+from mpicoll.wording import number_list
 
 Action: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 
 _TOKEN = np.empty(0, np.uint8)
 
 
-class Wire(Protocol):
+class Exchanger(Protocol):
     """Part of a transport that schedules use."""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
@@ -29,30 +33,7 @@ class Wire(Protocol):
 
 
 @dataclass(slots=True)
-class Region:
-    """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``."""
-
-    array: Array
-    offsets: Sequence[int]
-
-
-def cut(count: int, pieces: int) -> list[int]:
-    """Return the offsets of `pieces` consecutive parts of `count` elements; the first parts are larger by one element
-    if `pieces` does not divide `count`."""
-    size, extra = divmod(count, pieces)
-    return [i * size + min(i, extra) for i in range(pieces + 1)]
-
-
-def extents(counts: Iterable[int]) -> list[int]:
-    """Return the offsets of consecutive blocks of `counts` elements."""
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return offsets
-
-
-@dataclass(slots=True)
-class _Step:
+class _BoundRound:
     round: int
     """Index of the round in the schedule; rounds in which this rank has no work are omitted."""
     before: list[Action] = field(default_factory=list)
@@ -62,15 +43,15 @@ class _Step:
 
 
 @dataclass(slots=True)
-class Program:
+class BoundSchedule:
     """Schedule bound to memory. It may be run any number of times; each run reads and writes that memory."""
 
     schedule: Schedule
-    steps: list[_Step]
+    steps: list[_BoundRound]
     at: int = 0
     """The step that is being carried out."""
 
-    def run(self, wire: Wire, tag: int) -> None:
+    def run(self, exchanger: Exchanger, tag: int) -> None:
         """Carry out the schedule. Errors of the exchange name the round and the schedule."""
         try:
             for number, step in enumerate(self.steps):
@@ -78,7 +59,7 @@ class Program:
                 for function, arguments in step.before:
                     function(*arguments)
                 if step.sends or step.recvs:
-                    wire.exchange(step.sends, step.recvs, tag)
+                    exchanger.exchange(step.sends, step.recvs, tag)
                 for function, arguments in step.after:
                     function(*arguments)
         except CommunicationError as error:
@@ -99,9 +80,11 @@ class Program:
         one = self.schedule.rounds[step.round]
         sent, received = {peer for peer, _ in step.sends}, {peer for peer, _ in step.recvs}
         # Messages without bytes are not exchanged.
-        words = [f"sends {_chunks(send.chunks)} to rank {members[send.to]}" for send in one.sends if send.to in sent]
+        words = [
+            f"sends {_format_chunks(send.chunks)} to rank {members[send.to]}" for send in one.sends if send.to in sent
+        ]
         words += [
-            f"waits for {_chunks(recv.chunks)} from rank {members[recv.source]}{' (reduce)' if recv.reduce else ''}"
+            f"waits for {_format_chunks(recv.chunks)} from rank {members[recv.source]}{' (reduce)' * recv.reduce}"
             for recv in one.recvs
             if recv.source in received
         ]
@@ -111,26 +94,52 @@ class Program:
         )
 
 
-def _chunks(chunks: Sequence[int]) -> str:
-    if not chunks:
-        return "a token"
-    runs: list[list[int]] = []
-    for chunk in chunks:
-        if runs and runs[-1][-1] == chunk - 1:
-            runs[-1] = [runs[-1][0], chunk]
-        else:
-            runs.append([chunk])
-    text = ", ".join("-".join(map(str, dict.fromkeys(run))) for run in runs[:6])
-    return f"chunk{'s' if len(chunks) > 1 else ''} {text}{', …' if len(runs) > 6 else ''}"
+def _format_chunks(chunks: Sequence[int]) -> str:
+    return number_list("chunk", chunks) if chunks else "a token"
 
 
-def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> Program:
+def bind_operation(
+    operation: Operation, choice: Choice, exchanger: Exchanger, *, fixed: bool = False
+) -> Callable[[], None]:
+    """Return a function that carries out `operation` by a schedule, over `exchanger`, each time that it is called. With
+    `fixed`, memory is bound now, otherwise in each run."""
+    comm, algorithm, arrays = operation.comm, choice.algorithm, operation.arrays
+    assert isinstance(algorithm, Algorithm)
+    schedule = algorithm.schedule(comm.rank, comm.size, arrays.root, choice.segments)
+    combine = None if arrays.reduction is None else arrays.reduction.combine
+    executing = comm.queue.executing
+
+    def make_bound_schedule() -> BoundSchedule:
+        return bind(schedule, arrays.regions(schedule), combine)
+
+    bound = make_bound_schedule() if fixed else None
+
+    def run() -> None:
+        # Each run draws a tag, so that late messages of a failed run match no other run. All ranks draw the same tag,
+        # since operations run in the same order on all of them; so the tag is drawn first, before anything can fail on
+        # one rank.
+        tag = comm.next_tag()
+        program = bound or make_bound_schedule()
+        arrays.load()
+        arrays.place()
+        outer, executing.executor = executing.executor, program
+        try:
+            program.run(exchanger, tag)
+        finally:
+            executing.executor = outer
+        arrays.take()
+        arrays.store()
+
+    return run
+
+
+def bind(schedule: Schedule, regions: Sequence[Region], combine: Combine | None) -> BoundSchedule:
     """Bind `schedule`, whose chunks lie in `regions` one after the other, to memory.
 
     Messages are sent from and received into the chunks where they are consecutive; otherwise, and where received data
     is to be reduced, messages go through separate scratch memory.
     """
-    return Program(schedule, _Binder(schedule, regions, combine).steps())
+    return BoundSchedule(schedule, _Binder(schedule, regions, combine).steps())
 
 
 class _Binder:
@@ -142,12 +151,12 @@ class _Binder:
         self._where = [(number, i) for number, region in enumerate(regions) for i in range(len(region.offsets) - 1)]
         self._incoming: Array | None = None
 
-    def steps(self) -> list[_Step]:
-        self._incoming = self._incoming_memory()
-        steps = (self._step(number, one) for number, one in enumerate(self._schedule.rounds))
+    def steps(self) -> list[_BoundRound]:
+        self._incoming = self._allocate_incoming()
+        steps = (self._bind_round(number, one) for number, one in enumerate(self._schedule.rounds))
         return [step for step in steps if step is not None]
 
-    def _incoming_memory(self) -> Array | None:
+    def _allocate_incoming(self) -> Array | None:
         """Scratch memory for received data that is to be reduced, enough for the largest round."""
         need = max(
             (sum(self._count(recv.chunks) for recv in one.recvs if recv.reduce) for one in self._schedule.rounds),
@@ -155,8 +164,8 @@ class _Binder:
         )
         return empty_beside(self._regions[0].array, need) if need else None
 
-    def _step(self, number: int, one: Any) -> _Step | None:
-        step = _Step(number)
+    def _bind_round(self, number: int, one: Any) -> _BoundRound | None:
+        step = _BoundRound(number)
         used = 0
         for recv in one.recvs:
             if not recv.chunks:
@@ -170,17 +179,17 @@ class _Binder:
                 part = self._incoming[used : used + count]
                 used += count
                 step.recvs.append((recv.source, part.view(np.uint8)))
-                step.after += self._combines(part, recv.chunks, incoming_left=recv.source < self._schedule.rank)
+                step.after += self._make_combines(part, recv.chunks, incoming_left=recv.source < self._schedule.rank)
             else:
-                runs = list(self._runs(recv.chunks))
-                step.recvs.append((recv.source, self._whole(runs, step.after, unpack=True)))
+                runs = list(self._find_runs(recv.chunks))
+                step.recvs.append((recv.source, self._make_contiguous(runs, step.after, unpack=True)))
         for send in one.sends:
             if not send.chunks:
                 step.sends.append((send.to, _TOKEN))
             elif self._count(send.chunks):
-                runs = list(self._runs(send.chunks))
-                step.sends.append((send.to, self._whole(runs, step.before, unpack=False)))
-        step.after += [action for local in one.then for action in self._local(local)]
+                runs = list(self._find_runs(send.chunks))
+                step.sends.append((send.to, self._make_contiguous(runs, step.before, unpack=False)))
+        step.after += [action for local in one.then for action in self._bind_local(local)]
         return step if step.sends or step.recvs or step.after else None
 
     def _count(self, chunks: Sequence[int]) -> int:
@@ -191,7 +200,7 @@ class _Binder:
             total += offsets[i + 1] - offsets[i]
         return total
 
-    def _runs(self, chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    def _find_runs(self, chunks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Return the memory of `chunks` in order, as the fewest possible (region, start, stop)."""
         current: tuple[int, int, int] | None = None
         for chunk in chunks:
@@ -206,7 +215,7 @@ class _Binder:
         if current is not None:
             yield current
 
-    def _whole(self, runs: list[tuple[int, int, int]], actions: list[Action], *, unpack: bool) -> Array:
+    def _make_contiguous(self, runs: list[tuple[int, int, int]], actions: list[Action], *, unpack: bool) -> Array:
         """Return one contiguous buffer of bytes for `runs`: their memory itself, or scratch memory with the copies
         between both."""
         views = []
@@ -223,18 +232,18 @@ class _Binder:
             at += view.size
         return packed
 
-    def _combines(self, part: Array, chunks: Sequence[int], *, incoming_left: bool) -> Iterator[Action]:
+    def _make_combines(self, part: Array, chunks: Sequence[int], *, incoming_left: bool) -> Iterator[Action]:
         assert self._combine is not None
         at = 0
-        for number, start, stop in self._runs(chunks):
+        for number, start, stop in self._find_runs(chunks):
             target = self._regions[number].array[start:stop]
             incoming = part[at : at + stop - start]
             at += stop - start
             left, right = (incoming, target) if incoming_left else (target, incoming)
             yield self._combine, (left, right, target)
 
-    def _local(self, local: Any) -> Iterator[Action]:
-        source, target = self._chunk(local.src), self._chunk(local.dst)
+    def _bind_local(self, local: Any) -> Iterator[Action]:
+        source, target = self._get_chunk(local.src), self._get_chunk(local.dst)
         if not target.size:
             return
         if isinstance(local, Copy):
@@ -244,7 +253,7 @@ class _Binder:
             left, right = (target, source) if local.src_right else (source, target)
             yield self._combine, (left, right, target)
 
-    def _chunk(self, chunk: int) -> Array:
+    def _get_chunk(self, chunk: int) -> Array:
         number, i = self._where[chunk]
         region = self._regions[number]
         return region.array[region.offsets[i] : region.offsets[i + 1]]

@@ -2,8 +2,8 @@
 
 Three methods, which are algorithms for the selection:
 
-* ``slots``: every rank writes its vector to a slot, and reads those of all others after one synchronisation;
-* ``pieces``: the vector goes through the slots in pieces that stay in the caches, double-buffered, so that one
+* ``shm_flat``: every rank writes its vector to a slot, and reads those of all others after one synchronisation;
+* ``shm_pipelined``: the vector goes through the slots in pieces that stay in the caches, double-buffered, so that one
   synchronisation a piece is enough; for reductions each rank reduces its share of every piece;
 * ``cma``: ranks read each other's private memory (cross-memory attach) and write to their own.
 
@@ -27,8 +27,12 @@ from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arena import Arena, Body, Segment
-from mpicoll.engine.executors.schedule import cut, extents
-from mpicoll.engine.selection.catalogue import SLOT_BYTES
+from mpicoll.engine.core.arrays import CollectiveArrays, cut, extents
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
+from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
+from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
+from mpicoll.engine.selection.selector import Choice
 
 _LINE = 64
 """Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
@@ -39,7 +43,7 @@ to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class CollectiveSpec:
     """Parameters of a collective. `counts` are the elements of each rank's block, or of the vector alone."""
 
     collective: str
@@ -55,22 +59,22 @@ class Spec:
     def signature(self) -> int:
         """Hash of the parameters: the same on all ranks, and with high probability different for other operations."""
         what = self.dtype.itemsize if self.fold is None else self.fold.what
-        asked = (self.collective, self.method, what, self.counts, self.root, self.segment)
-        return crc32(repr(asked).encode())
+        fields = (self.collective, self.method, what, self.counts, self.root, self.segment)
+        return crc32(repr(fields).encode())
 
 
-def piece_bytes(size: int) -> int:
+def get_piece_bytes(size: int) -> int:
     """Return the default size of a piece for `size` ranks, each of which works on its share of it: small enough for the
     shares of all concurrent steps to stay in a core's cache, and large enough for the synchronisation to be cheap."""
     return min(SLOT_BYTES, size * 512 * 1024)
 
 
-def bind(arena: Arena, spec: Spec) -> Body:
+def bind(arena: Arena, spec: CollectiveSpec) -> Body:
     """Return a function that carries out `spec` on `arena`, by :meth:`Arena.run`, each time that it is called."""
     if spec.collective == "barrier":
         return lambda source, target: arena.sync()
     staged = None if spec.method == "cma" else _STAGED[spec.collective](arena, spec)
-    direct = _Direct(arena, spec)
+    direct = _DirectAccess(arena, spec)
     # Ranks reduce their shares of each other's buffers.
     splits = spec.fold is None or spec.fold.elementwise
 
@@ -84,15 +88,84 @@ def bind(arena: Arena, spec: Spec) -> Body:
     return body
 
 
+class SharedMemoryLost(Exception):
+    """Raised if shared memory turns out to be unavailable at its first use. No rank has exchanged data."""
+
+
+class SharedMemoryCollective:
+    """Collective through shared memory, on any arrays of one kind.
+
+    `call` is the call that the queue records, if only the queue calls the object. The comparison of the ranks' calls is
+    then done here. `bind` binds the collective to the arena.
+    """
+
+    __slots__ = ("_arena", "_bind", "_body", "_comm", "_signature", "_spec")
+
+    def __init__(
+        self,
+        comm: CommunicatorCore,
+        choice: Choice,
+        arrays: CollectiveArrays,
+        dtype: np.dtype[Any],
+        bind: Callable[[Arena, CollectiveSpec], Body] | None = None,
+        call: Call | None = None,
+    ) -> None:
+        assert isinstance(choice.algorithm, SharedMemoryAlgorithm | DeviceAlgorithm)
+        self._comm = comm
+        self._bind = bind
+        self._spec = CollectiveSpec(
+            arrays.collective, choice.algorithm.name, dtype, arrays.counts, arrays.root, arrays.fold, choice.segment
+        )
+        self._signature = self._spec.signature
+        if call is not None:
+            self._signature ^= call.sign()
+            call.signature = COMPARED_BY_EXECUTOR
+        self._arena: Arena | None = None
+        self._body: Body | None = None
+
+    @classmethod
+    def of(
+        cls,
+        operation: Operation,
+        choice: Choice,
+        arrays: CollectiveArrays,
+        bind: Callable[[Arena, CollectiveSpec], Body] | None = None,
+        call: Call | None = None,
+    ) -> SharedMemoryCollective:
+        """Return the collective for `operation`, which works on arrays like `arrays`."""
+        some = arrays.target if arrays.source is None else arrays.source
+        dtype = np.dtype(np.uint8) if some is None else some.dtype
+        return cls(operation.comm, choice, arrays, dtype, bind, call)
+
+    def __call__(
+        self,
+        source: Array | None,
+        target: Array | None,
+        load: Callable[[], None] | None = None,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        """Carry out the collective, in queue order, after `load`. `settle` waits for asynchronous work of this rank to
+        complete before the other ranks read its results. Raises SharedMemoryLost before any data has been
+        exchanged."""
+        arena = self._arena
+        if arena is None:
+            arena = self._arena = self._comm.arena()
+            if arena is None:
+                raise SharedMemoryLost("shared memory is not available; another algorithm is used")
+            self._body = (self._bind or bind)(arena, self._spec)
+        assert self._body is not None
+        arena.run(self._body, source, target, load, self._signature, settle)
+
+
 class _Pieces:
     """Partition of `count` elements into the pieces that go through slots, each of which has room for `parts` such
     pieces."""
 
     __slots__ = ("cuts", "width")
 
-    def __init__(self, arena: Arena, spec: Spec, count: int, parts: int = 1) -> None:
+    def __init__(self, arena: Arena, spec: CollectiveSpec, count: int, parts: int = 1) -> None:
         itemsize = spec.dtype.itemsize
-        room = min(SLOT_BYTES, spec.segment or piece_bytes(arena.size))
+        room = min(SLOT_BYTES, spec.segment or get_piece_bytes(arena.size))
         self.width = max(1, room // parts // itemsize)
         line = max(1, _LINE // itemsize)
         if self.width > line:
@@ -103,29 +176,29 @@ class _Pieces:
         self.cuts = [(min(i * self.width, count), min((i + 1) * self.width, count)) for i in range(pieces)]
 
 
-def _typed(memory: Array, spec: Spec) -> Array:
+def _view_as(memory: Array, spec: CollectiveSpec) -> Array:
     itemsize = spec.dtype.itemsize
     return memory[: memory.nbytes // itemsize * itemsize].view(spec.dtype)
 
 
-def _slots(arena: Arena, spec: Spec) -> tuple[list[Array], list[Array]]:
-    even, odd = ([_typed(slot, spec) for slot in slots] for slots in arena.slots)
+def _get_slots(arena: Arena, spec: CollectiveSpec) -> tuple[list[Array], list[Array]]:
+    even, odd = ([_view_as(slot, spec) for slot in slots] for slots in arena.slots)
     return even, odd
 
 
-def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
+def _allreduce_flat(arena: Arena, spec: CollectiveSpec) -> Body:
     """Synchronise once, then reduce all vectors on every rank: n bytes written and n P read per rank."""
     (count,), fold = spec.counts, spec.fold
     assert fold is not None
-    slots = [[slot[:count] for slot in both] for both in _slots(arena, spec)]
-    mine = [both[arena.rank] for both in slots]
-    wanted = spec.collective == "allreduce" or arena.rank == spec.root
+    slots = [[slot[:count] for slot in both] for both in _get_slots(arena, spec)]
+    own = [both[arena.rank] for both in slots]
+    has_result = spec.collective == "allreduce" or arena.rank == spec.root
 
     def body(source: Array, target: Array) -> None:
         w = arena.parity
-        np.copyto(mine[w], source)
+        np.copyto(own[w], source)
         arena.sync()
-        if not wanted:
+        if not has_result:
             return
         device = device_of(target)
         if device is None:
@@ -139,24 +212,24 @@ def _allreduce_slots(arena: Arena, spec: Spec) -> Body:
     return body
 
 
-def shares_of(count: int, size: int, itemsize: int) -> list[int]:
+def get_share_offsets(count: int, size: int, itemsize: int) -> list[int]:
     """Return the offsets of each rank's share of a piece, aligned to cache lines."""
     line = max(1, _LINE // itemsize)
     lines = cut(-(-count // line), size)
     return [min(count, at * line) for at in lines]
 
 
-def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
+def _allreduce_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
     """In each step, write a piece, reduce this rank's share of the previous piece, and fetch the result of the piece
     before that. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one
     synchronisation a piece and one more."""
     (count,), fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
     assert fold is not None
     cuts = _Pieces(arena, spec, count).cuts
-    slots = _slots(arena, spec)
-    results = [_typed(result, spec) for result in arena.results]
-    wanted = spec.collective == "allreduce" or rank == spec.root
-    shares = {stop - start: shares_of(stop - start, size, spec.dtype.itemsize) for start, stop in cuts}
+    slots = _get_slots(arena, spec)
+    results = [_view_as(result, spec) for result in arena.results]
+    has_result = spec.collective == "allreduce" or rank == spec.root
+    shares = {stop - start: get_share_offsets(stop - start, size, spec.dtype.itemsize) for start, stop in cuts}
 
     def write(piece: tuple[int, int], source: Array) -> None:
         start, stop = piece
@@ -185,7 +258,7 @@ def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
         last, on_device = len(cuts), isinstance(source, DeviceArray)
         for i in range(last + 2):
             # The oldest piece first: where target is source, that piece has been read by now.
-            if i > 1 and wanted:
+            if i > 1 and has_result:
                 fetch(cuts[i - 2], target)
             # A device copies while this rank reduces.
             for do, at in ((write, i), (reduce, i - 1)) if on_device else ((reduce, i - 1), (write, i)):
@@ -197,14 +270,14 @@ def _allreduce_pieces(arena: Arena, spec: Spec) -> Body:
     return body
 
 
-def _reduce_scatter_pieces(arena: Arena, spec: Spec) -> Body:
+def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
     """In each step, write a piece of every block, and reduce the pieces of this rank's block of the previous step. Per
     rank n(P-1)/P bytes written to slots, and n read in reducing; one synchronisation a piece."""
     counts, fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
     assert fold is not None
     offsets = extents(counts)
     pieces = _Pieces(arena, spec, max(counts), size)
-    width, slots = pieces.width, _slots(arena, spec)
+    width, slots = pieces.width, _get_slots(arena, spec)
 
     def body(source: Array, target: Array) -> None:
         previous: tuple[int, int] | None = None
@@ -249,7 +322,7 @@ class Move:
     count: int
 
 
-def moves_of(spec: Spec, rank: int, size: int) -> list[Move]:
+def make_moves(spec: CollectiveSpec, rank: int, size: int) -> list[Move]:
     """Return the transfers from all ranks to `rank`, including its own."""
     counts, offsets = spec.counts, extents(spec.counts)
     if spec.collective == "bcast":
@@ -264,12 +337,12 @@ def moves_of(spec: Spec, rank: int, size: int) -> list[Move]:
     return [Move(peer, offsets[rank], offsets[peer], counts[peer]) for peer in range(size)]
 
 
-def own_data(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
+def make_own_copy(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
     """Return a function that copies a rank's own data to its output."""
-    mine = [move for move in moves if move.peer == rank and move.count]
+    own = [move for move in moves if move.peer == rank and move.count]
 
     def copy(source: Array, target: Array) -> None:
-        for move in mine:
+        for move in own:
             there = source[move.start : move.start + move.count]
             here = target[move.to : move.to + move.count]
             if _address(there) != _address(here):
@@ -278,25 +351,27 @@ def own_data(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None]:
     return copy
 
 
-def _move_pieces(arena: Arena, spec: Spec) -> Body:
+def _move_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
     """In each step, write a piece of the data for other ranks, and copy the pieces that they wrote in the previous
     step. A rank that sends the same data to all ranks writes it once. One synchronisation a piece."""
     rank, size = arena.rank, arena.size
-    wants = [moves_of(spec, peer, size) for peer in range(size)]
+    moves_by_rank = [make_moves(spec, peer, size) for peer in range(size)]
     same = spec.collective in ("bcast", "allgather", "gather")
     pieces = _Pieces(arena, spec, max(spec.counts), 1 if same else size)
-    width, slots = pieces.width, _slots(arena, spec)
-    fetched = [move for move in wants[rank] if move.peer != rank]
-    given = [(peer, move) for peer in range(size) for move in wants[peer] if move.peer == rank and peer != rank]
+    width, slots = pieces.width, _get_slots(arena, spec)
+    incoming = [move for move in moves_by_rank[rank] if move.peer != rank]
+    outgoing = [
+        (peer, move) for peer in range(size) for move in moves_by_rank[peer] if move.peer == rank and peer != rank
+    ]
     if same:
-        given = given[:1]
-    copy_own = own_data(wants[rank], rank)
+        outgoing = outgoing[:1]
+    copy_own = make_own_copy(moves_by_rank[rank], rank)
 
     def body(source: Array, target: Array) -> None:
         previous: tuple[int, int] | None = None
         for piece in [*pieces.cuts, None]:
             if previous is not None:
-                for move in fetched:
+                for move in incoming:
                     start, stop = previous[0], min(previous[1], move.count)
                     if start < stop:
                         at = 0 if same else rank * width
@@ -304,7 +379,7 @@ def _move_pieces(arena: Arena, spec: Spec) -> Body:
                         np.copyto(target[move.to + start : move.to + stop], slot[at : at + stop - start])
             if piece is not None:
                 slot = slots[arena.parity][rank]
-                for peer, move in given:
+                for peer, move in outgoing:
                     start, stop = piece[0], min(piece[1], move.count)
                     if start < stop:
                         at = 0 if same else peer * width
@@ -316,19 +391,19 @@ def _move_pieces(arena: Arena, spec: Spec) -> Body:
     return body
 
 
-def _reduction(arena: Arena, spec: Spec) -> Body:
-    return (_allreduce_slots if spec.method == "slots" else _allreduce_pieces)(arena, spec)
+def _bind_reduction(arena: Arena, spec: CollectiveSpec) -> Body:
+    return (_allreduce_flat if spec.method == "shm_flat" else _allreduce_pipelined)(arena, spec)
 
 
-_STAGED: dict[str, Callable[[Arena, Spec], Body]] = {
-    "allreduce": _reduction,
-    "reduce": _reduction,
-    "reduce_scatter": _reduce_scatter_pieces,
-    **dict.fromkeys(("bcast", "allgather", "gather", "scatter", "alltoall"), _move_pieces),
+_STAGED: dict[str, Callable[[Arena, CollectiveSpec], Body]] = {
+    "allreduce": _bind_reduction,
+    "reduce": _bind_reduction,
+    "reduce_scatter": _reduce_scatter_pipelined,
+    **dict.fromkeys(("bcast", "allgather", "gather", "scatter", "alltoall"), _move_pipelined),
 }
 
 
-class _Direct:
+class _DirectAccess:
     """Operation that works on the buffers of the other ranks directly.
 
     First the ranks exchange the locations of their buffers. The operation is carried out if these lie in memory that
@@ -336,172 +411,176 @@ class _Direct:
     been exchanged.
     """
 
-    def __init__(self, arena: Arena, spec: Spec) -> None:
+    def __init__(self, arena: Arena, spec: CollectiveSpec) -> None:
         self._arena = arena
         self._spec = spec
         self._reads = spec.method == "cma"
-        self._moves = moves_of(spec, arena.rank, arena.size) if spec.fold is None else []
-        self._copy_own = own_data(self._moves, arena.rank)
+        self._moves = make_moves(spec, arena.rank, arena.size) if spec.fold is None else []
+        self._copy_own = make_own_copy(self._moves, arena.rank)
         self._segments: dict[int, Segment] = {}
 
     def run(self, source: Any, target: Any) -> bool:
         """Carry out the operation if possible. Return True if it was carried out."""
         arena = self._arena
         if self._reads and target is None and self._spec.fold is not None:
-            target = self._own_share()
+            target = self._allocate_share()
         # The memory that is still in use may differ from rank to rank; the number of allocations does not.
         allocated = arena.allocated > 0
         where = (*arena.find(source), *arena.find(target)) if allocated else (0, 0, 0, 0)
-        arena.tell(*where, _address(source), _address(target))
+        arena.post(*where, _address(source), _address(target))
         arena.sync()
-        told = arena.told(6)
+        locations = arena.read_posted(6)
         # Before anything is written to the memory of others.
-        arena.agree()
+        arena.check_same_operation()
         if allocated:
             # Copied for this run, because another thread may release memory.
             self._segments = arena.segments.copy()
             try:
-                if self._registered(told, source, target):
+                if self._run_in_segments(locations, source, target):
                     arena.sync()
                     return True
             finally:
                 self._segments = {}
         if not self._reads:
             return False
-        self._read(told, source, target)
+        self._run_with_reads(locations, source, target)
         arena.sync()
         return True
 
-    def _registered(self, told: list[tuple[int, ...]], source: Any, target: Any) -> bool:
+    def _run_in_segments(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> bool:
         """Work in memory that all ranks can access, if all their buffers lie in it. Return False otherwise."""
         collective, root, rank = self._spec.collective, self._spec.root, self._arena.rank
-        sources, targets = ({one[i] for one in told} for i in (0, 2))
+        sources, targets = ({one[i] for one in locations} for i in (0, 2))
         sources_known = len(sources) == 1 and 0 not in sources
         targets_known = len(targets) == 1 and 0 not in targets
         if collective == "allreduce":
             if not sources_known or not targets_known:
                 return False
-            self._reduce_everywhere(told, source, target)
+            self._reduce_everywhere(locations, source, target)
         elif collective == "reduce_scatter":
             if not sources_known:
                 return False
-            self._reduce_mine(self._views(told, 0, source), source, target)
+            self._reduce_own_block(self._get_views(locations, 0, source), source, target)
         elif collective == "reduce":
             if not sources_known:
                 return False
             if rank == root:
-                self._reduce_range(self._views(told, 0, source), target, 0, self._spec.counts[0])
+                self._reduce_range(self._get_views(locations, 0, source), target, 0, self._spec.counts[0])
         elif collective in ("bcast", "scatter"):
             # Only the root has data; another rank can access the root's memory if its own buffer lies in the same
             # segment.
-            numbers = {one[0] if peer == root else one[2] for peer, one in enumerate(told)}
+            numbers = {one[0] if peer == root else one[2] for peer, one in enumerate(locations)}
             if len(numbers) != 1 or 0 in numbers:
                 return False
-            self._move(told, source, target)
+            self._move(locations, source, target)
         else:
             if not sources_known:
                 return False
-            self._move(told, source, target)
+            self._move(locations, source, target)
         return True
 
-    def _view(self, told: list[tuple[int, ...]], which: int, peer: int) -> Array:
+    def _get_view(self, locations: list[tuple[int, ...]], which: int, peer: int) -> Array:
         """Return the buffer of another rank, from its beginning on."""
-        number, offset = told[peer][which : which + 2]
+        number, offset = locations[peer][which : which + 2]
         memory = self._segments[number].others[peer][offset:]
-        return _typed(memory, self._spec)
+        return _view_as(memory, self._spec)
 
-    def _views(self, told: list[tuple[int, ...]], which: int, own: Array) -> list[Array]:
+    def _get_views(self, locations: list[tuple[int, ...]], which: int, own: Array) -> list[Array]:
         rank = self._arena.rank
-        return [own if peer == rank else self._view(told, which, peer) for peer in range(self._arena.size)]
+        return [own if peer == rank else self._get_view(locations, which, peer) for peer in range(self._arena.size)]
 
-    def _move(self, told: list[tuple[int, ...]], source: Any, target: Any) -> None:
+    def _move(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
         rank = self._arena.rank
         for move in self._moves:
             if move.peer != rank and move.count:
-                there = self._view(told, 0, move.peer)
+                there = self._get_view(locations, 0, move.peer)
                 target[move.to : move.to + move.count] = there[move.start : move.start + move.count]
         self._copy_own(source, target)
 
-    def _reduce_everywhere(self, told: list[tuple[int, ...]], source: Array, target: Array) -> None:
+    def _reduce_everywhere(self, locations: list[tuple[int, ...]], source: Array, target: Array) -> None:
         """Reduce this rank's share, and write it to the buffers of all ranks."""
         arena, spec = self._arena, self._spec
-        shares = shares_of(spec.counts[0], arena.size, spec.dtype.itemsize)
-        sources, targets = self._views(told, 0, source), self._views(told, 2, target)
+        shares = get_share_offsets(spec.counts[0], arena.size, spec.dtype.itemsize)
+        sources, targets = self._get_views(locations, 0, source), self._get_views(locations, 2, target)
         others = [one for peer, one in enumerate(targets) if peer != arena.rank]
         assert spec.fold is not None
-        for start, stop in self._pieces(shares[arena.rank], shares[arena.rank + 1]):
-            mine = target[start:stop]
-            spec.fold([one[start:stop] for one in sources], mine)
+        for start, stop in self._split_range(shares[arena.rank], shares[arena.rank + 1]):
+            own = target[start:stop]
+            spec.fold([one[start:stop] for one in sources], own)
             for one in others:
-                one[start:stop] = mine
+                one[start:stop] = own
 
-    def _reduce_mine(self, sources: list[Array], source: Array, target: Array) -> None:
+    def _reduce_own_block(self, sources: list[Array], source: Array, target: Array) -> None:
         counts, rank = self._spec.counts, self._arena.rank
         begin = sum(counts[:rank])
         self._reduce_range(sources, target, begin, begin + counts[rank])
 
     def _reduce_range(self, sources: list[Array], target: Array, begin: int, end: int) -> None:
         assert self._spec.fold is not None
-        for start, stop in self._pieces(begin, end):
+        for start, stop in self._split_range(begin, end):
             self._spec.fold([one[start:stop] for one in sources], target[start - begin : stop - begin])
 
-    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    def _split_range(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         width = max(1, (self._spec.segment or _DIRECT) // self._spec.dtype.itemsize)
         for start in range(begin, end, width):
             yield start, min(start + width, end)
 
-    def _read(self, told: list[tuple[int, ...]], source: Any, target: Any) -> None:
+    def _run_with_reads(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
         """Work in private memory, reading the memory of the other ranks."""
         arena, spec = self._arena, self._spec
         if spec.fold is None:
-            itemsize, here = spec.dtype.itemsize, told[arena.rank][5]
+            itemsize, here = spec.dtype.itemsize, locations[arena.rank][5]
             for move in self._moves:
                 if move.peer != arena.rank and move.count:
                     arena.readers[move.peer](
-                        told[move.peer][4] + move.start * itemsize, here + move.to * itemsize, move.count * itemsize
+                        locations[move.peer][4] + move.start * itemsize,
+                        here + move.to * itemsize,
+                        move.count * itemsize,
                     )
             self._copy_own(source, target)
         elif spec.collective == "reduce_scatter":
             begin = sum(spec.counts[: arena.rank])
-            self._read_and_reduce(told, source, target, begin, begin + spec.counts[arena.rank], begin)
+            self._read_and_reduce(locations, source, target, begin, begin + spec.counts[arena.rank], begin)
         else:
-            shares = shares_of(spec.counts[0], arena.size, spec.dtype.itemsize)
+            shares = get_share_offsets(spec.counts[0], arena.size, spec.dtype.itemsize)
             low, high = shares[arena.rank], shares[arena.rank + 1]
             reduce = spec.collective == "reduce"
             # Ranks that get no result keep their share for the root.
             partial = reduce and arena.rank != spec.root
-            self._read_and_reduce(told, source, target, low, high, low if partial else 0)
+            self._read_and_reduce(locations, source, target, low, high, low if partial else 0)
             arena.sync()
             if partial:
                 return
-            itemsize, here = spec.dtype.itemsize, told[arena.rank][5]
-            for peer in self._others():
+            itemsize, here = spec.dtype.itemsize, locations[arena.rank][5]
+            for peer in self._get_other_ranks():
                 start, stop = shares[peer] * itemsize, shares[peer + 1] * itemsize
-                arena.readers[peer](told[peer][5] + (0 if reduce else start), here + start, stop - start)
+                arena.readers[peer](locations[peer][5] + (0 if reduce else start), here + start, stop - start)
 
-    def _own_share(self) -> Array:
+    def _allocate_share(self) -> Array:
         """Return memory for the share of a rank that gets no result."""
-        shares = shares_of(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
+        shares = get_share_offsets(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
         return np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
 
-    def _others(self) -> list[int]:
+    def _get_other_ranks(self) -> list[int]:
         """Return the other ranks, beginning with the next one, so that not all ranks read from the same one."""
         rank, size = self._arena.rank, self._arena.size
         return [(rank + i) % size for i in range(1, size)]
 
     def _read_and_reduce(
-        self, told: list[tuple[int, ...]], source: Array, target: Array, begin: int, end: int, origin: int
+        self, locations: list[tuple[int, ...]], source: Array, target: Array, begin: int, end: int, origin: int
     ) -> None:
         """Reduce the elements from `begin` to `end`; the first element of `target` is element `origin`."""
         arena, spec = self._arena, self._spec
         itemsize = spec.dtype.itemsize
         width = max(1, (spec.segment or _DIRECT) // itemsize)
-        scratch = [_typed(memory, spec)[:width] for memory in arena.scratch]
+        scratch = [_view_as(memory, spec)[:width] for memory in arena.scratch]
         assert spec.fold is not None
-        for start, stop in self._pieces(begin, end):
+        for start, stop in self._split_range(begin, end):
             parts = [one[: stop - start] for one in scratch]
-            for peer in self._others():
-                arena.readers[peer](told[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize)
+            for peer in self._get_other_ranks():
+                arena.readers[peer](
+                    locations[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize
+                )
             parts[arena.rank] = source[start:stop]
             spec.fold(parts, target[start - origin : stop - origin])
 

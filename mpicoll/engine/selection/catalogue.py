@@ -33,20 +33,23 @@ _HIERARCHICAL_COLLECTIVES = (
 """Collectives that have the hierarchical algorithm and those of devices."""
 
 SHARED_MEMORY = {
-    "allreduce": ("slots", "pieces", "cma"),
-    "reduce": ("slots", "pieces", "cma"),
-    "reduce_scatter": ("pieces", "cma"),
-    "bcast": ("pieces", "cma"),
-    "allgather": ("pieces", "cma"),
-    "gather": ("pieces", "cma"),
-    "scatter": ("pieces", "cma"),
-    "alltoall": ("pieces", "cma"),
-    "barrier": ("slots",),
+    "allreduce": ("shm_flat", "shm_pipelined", "cma"),
+    "reduce": ("shm_flat", "shm_pipelined", "cma"),
+    "reduce_scatter": ("shm_pipelined", "cma"),
+    "bcast": ("shm_pipelined", "cma"),
+    "allgather": ("shm_pipelined", "cma"),
+    "gather": ("shm_pipelined", "cma"),
+    "scatter": ("shm_pipelined", "cma"),
+    "alltoall": ("shm_pipelined", "cma"),
+    "barrier": ("shm_flat",),
 }
 """Algorithms of each collective in memory that ranks share (:mod:`mpicoll.engine.executors.shared_memory`)."""
 
-MAX_SLOTS_BYTES = 256 * 1024
-"""Largest vector for ``slots``, in bytes of the dtype in which it is reduced, which may be wider than the caller's."""
+FORMER_NAMES = {"slots": "shm_flat", "pieces": "shm_pipelined"}
+"""Former names of algorithms, by which users, their scripts and their tuned tables may still name them."""
+
+MAX_FLAT_BYTES = 256 * 1024
+"""Largest vector for ``shm_flat``, in bytes of the dtype of the reduction, which may be wider than the caller's."""
 
 SLOT_BYTES = 1 << 21
 """Size of a slot of shared memory, and so of the largest piece."""
@@ -54,7 +57,7 @@ SLOT_BYTES = 1 << 21
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryAlgorithm:
-    """``slots``, ``pieces`` or ``cma`` (see :mod:`mpicoll.engine.executors.shared_memory`)."""
+    """``shm_flat``, ``shm_pipelined`` or ``cma`` (see :mod:`mpicoll.engine.executors.shared_memory`)."""
 
     name: str
 
@@ -75,10 +78,17 @@ AnyAlgorithm: TypeAlias = "Algorithm | SharedMemoryAlgorithm | DeviceAlgorithm |
 """None is the MPI library's own."""
 
 
+def canonical_name(text: str) -> str:
+    """Return the name of an algorithm, perhaps with a part behind a slash, with a former name replaced."""
+    name, slash, detail = text.partition("/")
+    return f"{FORMER_NAMES.get(name, name)}{slash}{detail}"
+
+
 @lru_cache(maxsize=256)
 def resolve_name(collective: str, text: str) -> tuple[AnyAlgorithm, int | None]:
     """Return the algorithm that `text` names, and the number after the slash if there is one: of a schedule the
     segments, of a shared-memory algorithm the bytes of a piece. Raises AlgorithmError if there is no such algorithm."""
+    text = canonical_name(text)
     name, slash, detail = text.partition("/")
     if name == NATIVE and not slash:
         return None, None
@@ -109,7 +119,7 @@ def resolve_name(collective: str, text: str) -> tuple[AnyAlgorithm, int | None]:
 
 def _piece_bytes(collective: str, name: str, text: str) -> int:
     """Return the bytes of a piece of the shared-memory algorithm `name`."""
-    if name == "slots":
+    if name == "shm_flat":
         raise AlgorithmError(f"{collective} algorithm {name}/{text}: {name} has no pieces")
     try:
         nbytes = parse_bytes(text)

@@ -1,26 +1,29 @@
 """Built-in rules."""
 
 DEFAULT_RULES = (
-    "allreduce:0-8k:native,0-64k:slots,0-8m:pieces,8m-inf:cma,0-inf:pieces,2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
-    "reduce:0-2m:native,0-64k:slots,0-inf:pieces,0-inf:native;"
-    "reduce_scatter:0-32k:native,0-128k:pieces,128k-inf:cma,0-inf:pieces,0-inf:native;"
-    "bcast:native,pieces;gather:native,pieces;scatter:native,pieces;allgather:native,pieces;alltoall:native,pieces;"
+    "allreduce:0-8k:native,0-64k:shm_flat,0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,"
+    "2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
+    "reduce:0-2m:native,0-64k:shm_flat,0-inf:shm_pipelined,0-inf:native;"
+    "reduce_scatter:0-32k:native,0-128k:shm_pipelined,128k-inf:cma,0-inf:shm_pipelined,0-inf:native;"
+    "bcast:native,shm_pipelined;gather:native,shm_pipelined;scatter:native,shm_pipelined;"
+    "allgather:native,shm_pipelined;alltoall:native,shm_pipelined;"
     "scan:native;exscan:native;barrier:native"
 )
 """Rules for data on the host, unless others are forced or tuned."""
 
 DEVICE_RULES = (
-    "allreduce:0-4k:slots,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:slots,0-inf:pieces,0-inf:hierarchical,2m-inf:ring;"
-    "reduce:0-4k:slots,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:slots,0-inf:pieces,0-inf:hierarchical;"
-    "reduce_scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:pieces,0-inf:hierarchical;"
-    "bcast:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
-    "gather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
-    "scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
-    "allgather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces;"
-    "alltoall:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:pieces"
+    "allreduce:0-4k:shm_flat,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,"
+    "0-inf:hierarchical,2m-inf:ring;"
+    "reduce:0-4k:shm_flat,0-1m:ipc,0-inf:nccl,0-inf:ipc,0-64k:shm_flat,0-inf:shm_pipelined,0-inf:hierarchical;"
+    "reduce_scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:shm_pipelined,0-inf:hierarchical;"
+    "bcast:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined;"
+    "gather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined;"
+    "scatter:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined;"
+    "allgather:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined;"
+    "alltoall:0-1m:ipc,0-inf:nccl,0-inf:ipc,0-inf:native,0-inf:shm_pipelined"
 )
-"""Rules for data on a device. MPI's own reductions of device memory are taken only when asked for: libraries that have
-them are known to copy to the host."""
+"""Rules for data on a device. MPI's own reductions of device memory are used only if they are forced: libraries that
+have them are known to copy to the host."""
 
 FALLBACK_RULES = (
     "allreduce:0-16k:recursive_doubling,16k-inf:halving_doubling;"

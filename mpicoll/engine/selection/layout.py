@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpicoll.wording import count
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
@@ -15,7 +17,7 @@ class NodeLayout:
     per_node: int
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        ranks = count(self.ranks, "rank")
         if self.nodes == 1:
             return f"{ranks} on 1 node"
         return f"{ranks} on {self.nodes} nodes, {self.per_node} on {'each' if self.even else 'the fullest'}"
@@ -26,7 +28,7 @@ class NodeLayout:
         return self.nodes * self.per_node == self.ranks
 
 
-def layout_of(nodes: Sequence[int]) -> NodeLayout:
+def make_layout(nodes: Sequence[int]) -> NodeLayout:
     """Return the layout of ranks where ``nodes[rank]`` is the number of the rank's node."""
     counts: dict[int, int] = {}
     for node in nodes:

@@ -11,14 +11,14 @@ from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.rules import Rules
 
 KINDS = ("float", "half", "integer", "complex", "moved", "other")
-"""Classes of dtypes that are tuned apart: in what is reduced, how fast that goes; operations that only move bytes are
-alike for all dtypes. Data on devices is tuned apart from the host's; see :func:`tuned_class`."""
+"""Classes of dtypes that are tuned separately, since their reductions differ in speed. ``moved`` is for operations that
+only move bytes, for any dtype. Data on devices is tuned separately from the host's; see :func:`tuned_class`."""
 
-_INSTEAD = {"integer": "float", "complex": "float"}
-"""The class whose rules serve where none were tuned for the class itself: bytes are reduced about as fast."""
+_SUBSTITUTES = {"integer": "float", "complex": "float"}
+"""Classes whose rules are used if a class itself was not tuned: they reduce bytes about as fast."""
 
-_ON = " on "
-"""Between a class and devices."""
+_DEVICE_SEPARATOR = " on "
+"""Text between a class and the models of devices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +87,9 @@ class SelectionQuery:
     elementwise: bool = True
     uneven: bool = False
     native: str | None = None
-    unshared: str | None = "there is no shared memory"
-    unread: str | None = "there is no shared memory"
-    lost: str | None = None
+    no_shm_reason: str | None = "there is no shared memory"
+    no_cma_reason: str | None = "there is no shared memory"
+    shm_failed_reason: str | None = None
     """Why shared memory failed when it was first used."""
     allocated: bool = False
     """True if buffers may lie in memory of :func:`mpicoll.empty`."""
@@ -97,15 +97,15 @@ class SelectionQuery:
     """Set for data on a device."""
 
 
-def tuned_class(query: SelectionQuery, *, instead: bool = False) -> str | None:
+def get_tuned_class(query: SelectionQuery, *, substitute: bool = False) -> str | None:
     """Return the name under which tuned tables hold rules for such queries: the class of dtypes (or the one whose rules
-    serve `instead`) and, for data on devices, their models; None while these are unknown."""
-    kind = _INSTEAD.get(query.kind, query.kind) if instead else query.kind
+    serve `substitute`) and, for data on devices, their models; None while these are unknown."""
+    kind = _SUBSTITUTES.get(query.kind, query.kind) if substitute else query.kind
     if query.device is None:
         return kind
-    return None if query.device.models is None else f"{kind}{_ON}{query.device.models}"
+    return None if query.device.models is None else f"{kind}{_DEVICE_SEPARATOR}{query.device.models}"
 
 
 def is_dtype_class(text: str) -> bool:
     """True if tuned tables may hold rules under this name."""
-    return text.partition(_ON)[0] in KINDS
+    return text.partition(_DEVICE_SEPARATOR)[0] in KINDS

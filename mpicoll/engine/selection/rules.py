@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from mpicoll import schedules
-from mpicoll.engine.selection.catalogue import resolve_name
+from mpicoll.engine.selection.catalogue import canonical_name, resolve_name
 from mpicoll.engine.selection.nbytes import format_bytes, parse_bytes
 from mpicoll.errors import AlgorithmError
 
@@ -52,7 +52,7 @@ def _parse_rule(collective: str, text: str) -> Rule:
         if low >= high:
             raise AlgorithmError(f"rule {text!r} of {collective}: the range {extent} is empty")
     resolve_name(collective, name)
-    return low, high, name
+    return low, high, canonical_name(name)
 
 
 def format_rules(rules: Rules) -> str:
@@ -74,11 +74,11 @@ def overlay(new: Rules, old: Rules) -> Rules:
     for collective, rules in old:
         ranges.setdefault(collective, []).extend(rules)
     for collective, rules in new:
-        kept = ranges.get(collective, [])
+        remaining = ranges.get(collective, [])
         for low, high, _ in rules:
-            parts = [part for one in kept for part in _outside(one, low, high)]
-            kept = [part for part in parts if part[0] < part[1]]
-        ranges[collective] = merge_adjacent(sorted([*rules, *kept]))
+            parts = [part for one in remaining for part in _outside(one, low, high)]
+            remaining = [part for part in parts if part[0] < part[1]]
+        ranges[collective] = merge_adjacent(sorted([*rules, *remaining]))
     return tuple((collective, tuple(rules)) for collective, rules in ranges.items())
 
 
@@ -89,10 +89,10 @@ def _outside(rule: Rule, low: float, high: float) -> tuple[Rule, Rule]:
 
 def merge_adjacent(rules: list[Rule]) -> list[Rule]:
     """Return `rules`, which are sorted, with adjacent ranges of one algorithm merged."""
-    found: list[Rule] = []
+    merged: list[Rule] = []
     for low, high, name in rules:
-        if found and found[-1][1:] == (low, name):
-            found[-1] = (found[-1][0], high, name)
+        if merged and merged[-1][1:] == (low, name):
+            merged[-1] = (merged[-1][0], high, name)
         else:
-            found.append((low, high, name))
-    return found
+            merged.append((low, high, name))
+    return merged

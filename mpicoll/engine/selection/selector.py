@@ -17,7 +17,7 @@ from mpicoll import schedules
 from mpicoll.config import config
 from mpicoll.engine.selection.catalogue import (
     DEVICE,
-    MAX_SLOTS_BYTES,
+    MAX_FLAT_BYTES,
     NCCL,
     SHARED_MEMORY,
     AnyAlgorithm,
@@ -25,11 +25,12 @@ from mpicoll.engine.selection.catalogue import (
     HierarchicalAlgorithm,
     SharedMemoryAlgorithm,
     algorithms_of,
+    canonical_name,
     resolve_name,
 )
 from mpicoll.engine.selection.cost_model import predict
 from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
-from mpicoll.engine.selection.query import SelectionQuery, tuned_class
+from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import Rules, format_range, parse_rules
 from mpicoll.errors import AlgorithmError, SetupError
 
@@ -68,9 +69,9 @@ def algorithms(**rules: str) -> Iterator[None]:
     """Force algorithms for the calls of this thread inside the ``with`` block: ``algorithms(allreduce="ring")``.
 
     Each keyword is a collective, each value an algorithm (``"ring"``, ``"chain/8"``, ``"native"``) or byte ranges
-    (``"0-64k:native,64k-inf:ring"``). All ranks must force the same. Where the algorithm can't serve a request (an
-    operation that doesn't commute, say), the next choice is taken; inner blocks go before outer ones. Raises
-    AlgorithmError for unknown names.
+    (``"0-64k:native,64k-inf:ring"``). All ranks must force the same algorithms. Where the algorithm can't serve a
+    request (such as an operation that does not commute), the next choice is used; inner blocks have priority over outer
+    ones. Raises AlgorithmError for unknown names.
     """
     parsed = tuple(parse_rules(f"{collective}:{rule}")[0] for collective, rule in rules.items())
     token = _forced.set(parsed + _forced.get())
@@ -80,7 +81,7 @@ def algorithms(**rules: str) -> Iterator[None]:
         _forced.reset(token)
 
 
-forced: Callable[[], Rules] = _forced.get
+get_forced_rules: Callable[[], Rules] = _forced.get
 """The rules of the surrounding ``with algorithms(...)`` blocks."""
 
 
@@ -88,59 +89,63 @@ def unsupported_reasons(query: SelectionQuery) -> dict[str, str | None]:
     """Return for each algorithm of the collective why it can't serve `query`, or None if it can. Algorithms for devices
     are left out for data on the host."""
     names = (name for name in algorithms_of(query.collective) if query.device is not None or name not in DEVICE)
-    return {name: _unsupported_reason(query, resolve_name(query.collective, name)[0]) for name in names}
+    return {name: _find_unsupported_reason(query, resolve_name(query.collective, name)[0]) for name in names}
 
 
 def choose(query: SelectionQuery, argument: str | None) -> Choice:
     """Return the algorithm for `query`. Raises AlgorithmError if `argument` names one that can't serve it."""
-    return _choose(query, argument, forced())
+    return _choose(query, argument, get_forced_rules())
 
 
 @lru_cache(maxsize=4096)
 def _choose(query: SelectionQuery, argument: str | None, context: Rules) -> Choice:
     if argument is not None:
+        argument = canonical_name(argument)
         algorithm, segments = resolve_name(query.collective, argument)
-        # All ranks find that memory is lost when they use it, and take another algorithm then.
-        refusal = _unsupported_reason(replace(query, lost=None), algorithm)
+        # If shared memory is lost, all ranks detect that at its first use, and then use another algorithm.
+        refusal = _find_unsupported_reason(replace(query, shm_failed_reason=None), algorithm)
         if refusal is not None:
             raise AlgorithmError(
                 f"{query.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to"
                 " have one chosen"
             )
-        return _choice(query, argument, algorithm, segments, "forced by the argument")
+        return _make_choice(query, argument, algorithm, segments, "forced by the argument")
     refused: list[str] = []
-    asked: set[str] = set()
-    for text, why in _candidates(query, context):
-        if text in asked:
+    tried: set[str] = set()
+    for text, why in _iter_candidates(query, context):
+        if text in tried:
             continue
-        asked.add(text)
+        tried.add(text)
         algorithm, segments = resolve_name(query.collective, text)
-        refusal = _unsupported_reason(query, algorithm)
+        refusal = _find_unsupported_reason(query, algorithm)
         if refusal is None:
-            return _choice(query, text, algorithm, segments, "; ".join([*refused, why]))
+            return _make_choice(query, text, algorithm, segments, "; ".join([*refused, why]))
         refused.append(f"not {text} ({why}): {refusal}")
-    raise AlgorithmError(f"{query.collective}: nothing can serve this: {'; '.join(refused)}")
+    raise AlgorithmError(f"{query.collective}: no algorithm can serve this: {'; '.join(refused)}")
 
 
-def _candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[str, str]]:
+def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[str, str]]:
     """Yield names of algorithms in order of preference, each with the reason."""
-    for rules, why in ((context, "forced by `with algorithms`"), (_environment(), "forced by MPICOLL_ALGORITHMS")):
-        for name, _ in _matching(rules, query):
+    for rules, why in (
+        (context, "forced by `with algorithms`"),
+        (_parse_environment(), "forced by MPICOLL_ALGORITHMS"),
+    ):
+        for name, _ in _match_rules(rules, query):
             yield name, why
     if query.allocated and (query.nbytes or 0) >= _DIRECT_BYTES:
         for name in SHARED_MEMORY.get(query.collective, ())[-2:]:
-            yield name, "there is memory of mpicoll.empty, in which it needs no copies"
-    yield from _tuned(query)
-    for name, extent in _matching(parse_rules(DEFAULT_RULES if query.device is None else DEVICE_RULES), query):
+            yield name, "memory of mpicoll.empty exists, where it needs no copies"
+    yield from _iter_tuned(query)
+    for name, extent in _match_rules(parse_rules(DEFAULT_RULES if query.device is None else DEVICE_RULES), query):
         yield name, f"table{extent}"
-    yield from _fastest_schedules(query)
-    for name, _ in _matching(parse_rules(FALLBACK_RULES), query):
+    yield from _predict_schedules(query)
+    for name, _ in _match_rules(parse_rules(FALLBACK_RULES), query):
         yield name, "fallback table"
     for name in schedules.algorithms_of(query.collective):
-        yield name, "the first one that can serve"
+        yield name, "first schedule that can serve the request"
 
 
-def _matching(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:
+def _match_rules(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:
     """Yield the algorithms of the rules that match `query`, each with the range of its rule if there are several."""
     for collective, ranges in rules:
         if collective == query.collective:
@@ -149,26 +154,26 @@ def _matching(rules: Rules, query: SelectionQuery) -> Iterator[tuple[str, str]]:
                     yield name, "" if (low, high) == (0, float("inf")) else f", {format_range(low, high)}"
 
 
-def _tuned(query: SelectionQuery) -> Iterator[tuple[str, str]]:
+def _iter_tuned(query: SelectionQuery) -> Iterator[tuple[str, str]]:
     shape, table = query.context.layout, query.context.table
     by_kind = table.rules.get(shape, {})
-    for kind in (tuned_class(query), tuned_class(query, instead=True)):
+    for kind in (get_tuned_class(query), get_tuned_class(query, substitute=True)):
         if kind is not None and kind in by_kind:
-            for name, extent in _matching(by_kind[kind], query):
+            for name, extent in _match_rules(by_kind[kind], query):
                 yield name, f"tuned for {kind}{extent} on {shape}, {table.source}"
             return
 
 
-def _fastest_schedules(query: SelectionQuery) -> Iterator[tuple[str, str]]:
-    """The schedule that should take least time, if that can be told."""
+def _predict_schedules(query: SelectionQuery) -> Iterator[tuple[str, str]]:
+    """Yield the schedule with the least predicted time, if the sizes are known."""
     if query.nbytes is None or query.context.layout.ranks == 1:
         return
     costs = query.context.table.costs
-    segments = default_segments(query)
+    segments = get_default_segments(query)
     expected: list[tuple[float, str]] = []
     for name in schedules.algorithms_of(query.collective):
         algorithm = schedules.get(query.collective, name)
-        if _unsupported_reason(query, algorithm) is None:
+        if _find_unsupported_reason(query, algorithm) is None:
             expected.append((predict(algorithm, query.context.layout, query.nbytes, segments, costs), name))
     if expected:
         (time, name), *others = sorted(expected)
@@ -182,15 +187,15 @@ def _microseconds(seconds: float) -> str:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> Rules:
+def _parse_environment() -> Rules:
     try:
         return parse_rules(config().algorithms)
     except AlgorithmError as error:
         raise SetupError(f"MPICOLL_ALGORITHMS={config().algorithms!r}: {error}") from error
 
 
-def _unsupported_reason(query: SelectionQuery, algorithm: AnyAlgorithm) -> str | None:
-    """Why `algorithm` can't serve `query`, or None if it can."""
+def _find_unsupported_reason(query: SelectionQuery, algorithm: AnyAlgorithm) -> str | None:
+    """Return the reason why `algorithm` can't serve `query`; None if it can."""
     if algorithm is None:
         return query.native or (None if query.device is None else query.device.native)
     if isinstance(algorithm, SharedMemoryAlgorithm):
@@ -209,18 +214,18 @@ def _unsupported_reason(query: SelectionQuery, algorithm: AnyAlgorithm) -> str |
 
 
 def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | None:
-    if query.unshared is not None or query.lost is not None:
-        return query.unshared or query.lost
-    if name == "cma" and (query.unread is not None or query.device is not None):
-        return query.unread or "the data is on a device"
+    if query.no_shm_reason is not None or query.shm_failed_reason is not None:
+        return query.no_shm_reason or query.shm_failed_reason
+    if name == "cma" and (query.no_cma_reason is not None or query.device is not None):
+        return query.no_cma_reason or "the data is on a device"
     if query.device is not None and query.device.host is not None:
         return query.device.host
     if query.nbytes is None:
         return "the ranks don't know the sizes of each other's blocks" if query.collective != "barrier" else None
-    if name == "slots":
+    if name == "shm_flat":
         return (
-            f"{query.nbytes} bytes are more than the {MAX_SLOTS_BYTES} of slots"
-            if query.nbytes > MAX_SLOTS_BYTES
+            f"{query.nbytes} bytes are more than the {MAX_FLAT_BYTES} that shm_flat accepts"
+            if query.nbytes > MAX_FLAT_BYTES
             else None
         )
     if not query.elementwise:
@@ -231,9 +236,9 @@ def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | Non
 def _unsupported_by_device(query: SelectionQuery, name: str) -> str | None:
     if query.device is None:
         return "the data is on the host"
-    refusal = query.device.nccl if name == NCCL else query.device.ipc or query.lost
-    if refusal is not None:
-        return refusal
+    reason = query.device.nccl if name == NCCL else query.device.ipc or query.shm_failed_reason
+    if reason is not None:
+        return reason
     if query.nbytes is None:
         return "the ranks don't know the sizes of each other's blocks"
     if not query.elementwise:
@@ -246,7 +251,7 @@ def _unsupported_by_hierarchy(query: SelectionQuery) -> str | None:
     if shape.nodes == 1:
         return "the ranks are on one node"
     if shape.per_node == 1:
-        return "each rank has a node of its own"
+        return "each node has a single rank"
     if not shape.even:
         return "the nodes differ in their number of ranks"
     if query.nbytes is None:
@@ -258,7 +263,7 @@ def _unsupported_by_hierarchy(query: SelectionQuery) -> str | None:
     return None
 
 
-def _choice(
+def _make_choice(
     query: SelectionQuery,
     text: str,
     algorithm: AnyAlgorithm,
@@ -267,11 +272,11 @@ def _choice(
 ) -> Choice:
     if isinstance(algorithm, SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm):
         return Choice(text, algorithm, 1, reason, segments)
-    return Choice(text, algorithm, default_segments(query) if segments is None else segments, reason)
+    return Choice(text, algorithm, get_default_segments(query) if segments is None else segments, reason)
 
 
-def default_segments(query: SelectionQuery) -> int:
-    """The number of pieces of a pipelined schedule where none is asked for."""
+def get_default_segments(query: SelectionQuery) -> int:
+    """Return the number of segments of a pipelined schedule, unless the caller specifies one."""
     # A pipeline of whole-array operations has a single segment.
-    wanted = (query.nbytes or 0) // _SEGMENT if query.elementwise else 1
-    return max(1, min(_MAX_SEGMENTS, wanted))
+    segments = (query.nbytes or 0) // _SEGMENT if query.elementwise else 1
+    return max(1, min(_MAX_SEGMENTS, segments))

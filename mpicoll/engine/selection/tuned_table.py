@@ -1,8 +1,8 @@
-"""What `mpicoll tune` has measured: the file, and how all ranks come to the same of it.
+"""The file of results of `mpicoll tune`, and its distribution to all ranks.
 
-The file is JSON with an entry for each machine, MPI library and shape of communicators. One rank reads it, picks what
-was measured on machines like its own with this MPI library, and gives that to the others: so ranks whose files or
-variables differ choose alike.
+The file is JSON with an entry for each machine, MPI library and layout of communicators. Rank 0 reads it, selects the
+entries of its own machine and MPI library, and broadcasts them. So all ranks use the same table, even if their files or
+environment variables differ.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mpicoll import user_cache
+from mpicoll import atomic_files, user_cache
 from mpicoll.config import config
 from mpicoll.engine.selection.cost_model import TYPICAL, Costs, Link
 from mpicoll.engine.selection.layout import NodeLayout
@@ -32,21 +30,21 @@ FORMAT = "mpicoll tuned table"
 VERSION = 1
 
 _LARGEST = 4 << 20
-"""Bytes of a file that is read; one entry has a few thousand."""
+"""Largest size of a file in bytes; one entry has a few thousand."""
 
 
-class Unreadable(Exception):
-    """A file is no table, and why."""
+class InvalidTable(Exception):
+    """Raised if a file is not a valid table; the message is a predicate with the file as its subject."""
 
 
-def default_path() -> Path | None:
-    """Where the table is unless MPICOLL_TUNED says otherwise; None where there is no home directory."""
+def get_default_path() -> Path | None:
+    """Return the path of the table if MPICOLL_TUNED is not set; None if there is no home directory."""
     return user_cache.cache_file("tuned.json")
 
 
 @lru_cache(maxsize=1)
-def machine() -> dict[str, Any]:
-    """What tells kinds of machines apart: the model of the processor and the number of cores."""
+def describe_machine() -> dict[str, Any]:
+    """Return the properties that identify a kind of machine: the model of the processor and the number of cores."""
     model = ""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
@@ -57,134 +55,125 @@ def machine() -> dict[str, Any]:
 
 
 def share(transport: Transport, library: str, known: TunedTable | None = None) -> TunedTable:
-    """Collective over `transport`, one of MPI's: the table that counts for all its ranks.
+    """Return the table of rank 0 on all ranks of `transport`. Collective.
 
-    It is rank 0's: `known` if that has one already, else what its variable and its file say for `library`. Raises
-    SetupError on all ranks if MPICOLL_TUNED of rank 0 names a file that is no table; a broken one in the default place
-    is left out, and rank 0 warns.
+    The table is `known` on rank 0 if that is not None, otherwise the one that its environment variable and its file
+    specify for `library`. Raises SetupError on all ranks if MPICOLL_TUNED of rank 0 names a file that is not a valid
+    table. An invalid file at the default path is ignored, with a warning on rank 0.
     """
     text = warning = ""
     if transport.rank == 0:
         text, warning = (known.text, "") if known is not None else _read(library)
     if transport.size > 1:
-        text = _bcast(transport, text)
-    table = _table(text)
+        text = transport.allgather_text(text)[0]
+    table = _parse_table(text)
     if warning:
         warnings.warn(warning, stacklevel=2)
     return table
 
 
-def _bcast(transport: Transport, text: str) -> str:
-    native = transport.native
-    assert native is not None
-    data = np.frombuffer(text.encode(), np.uint8).copy()
-    length = np.array([data.size])
-    native.bcast(length.view(np.uint8), 0)
-    if length[0] == 0:
-        return ""
-    data = data if transport.rank == 0 else np.empty(length[0], np.uint8)
-    native.bcast(data, 0)
-    return bytes(data).decode()
-
-
 @lru_cache(maxsize=4)
 def _read(library: str) -> tuple[str, str]:
-    """What this process' variable and file say: what the others are told, and a warning, or ""."""
+    """Return the text to broadcast, from this process' environment variable and file, and a warning; "" for none."""
     named = config().tuned
     if named == "off":
         return "", ""
-    path = Path(os.path.expanduser(named)) if named else default_path()  # noqa: PTH111  this one raises nothing
-    # On most machines nothing was tuned. What may not even be looked for isn't there.
+    path = Path(os.path.expanduser(named)) if named else get_default_path()  # noqa: PTH111  this one raises nothing
+    # On most machines nothing was tuned. A path without permission for a look-up counts as missing.
     if path is None or not (named or os.path.exists(path)):  # noqa: PTH110  nor does this one
         return "", ""
     try:
-        entries = [one for one in load(path) if one["machine"] == machine() and one["mpi"] == library]
-    except Unreadable as error:
+        entries = [one for one in load(path) if one["machine"] == describe_machine() and one["mpi"] == library]
+    except InvalidTable as error:
         if not named:
-            return "", f"{path} is left out, since it {error}; write it anew by `mpicoll tune`, or remove it"
-        problem = f"MPICOLL_TUNED={named!r}: it {error}; write it by `mpicoll tune`, or set MPICOLL_TUNED=off"
+            return "", f"{path} is ignored, since it {error}; run `mpicoll tune` to write it again, or remove it"
+        problem = f"MPICOLL_TUNED={named!r}: it {error}; run `mpicoll tune` to write it, or set MPICOLL_TUNED=off"
         return json.dumps({"error": problem}), ""
     return (json.dumps({"source": str(path), "entries": entries}), "") if entries else ("", "")
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file, checked. Raises Unreadable, with a message that goes after "it"."""
+    """Return the entries of a file. Raises InvalidTable."""
     try:
         if not path.is_file():
-            raise Unreadable("is no file" if path.exists() else "does not exist")
+            raise InvalidTable("is not a regular file" if path.exists() else "does not exist")
         if path.stat().st_size > _LARGEST:
-            raise Unreadable(f"has more than {_LARGEST >> 20} MiB, which no table has")
+            raise InvalidTable(f"has more than {_LARGEST >> 20} MiB, the limit for a table")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Unreadable(f"can't be read: {error.strerror}") from error
+        raise InvalidTable(f"can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"is no JSON: {error}") from error
+        raise InvalidTable(f"is not JSON: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Unreadable("is no table of mpicoll's")
+        raise InvalidTable("is not a table of mpicoll")
     if content.get("version") != VERSION:
-        raise Unreadable(f"is of version {content.get('version')!r}, and this mpicoll reads {VERSION}")
+        raise InvalidTable(f"has version {content.get('version')!r}, but this mpicoll supports version {VERSION}")
     try:
         entries = list(content["entries"])
         for entry in entries:
-            _checked(entry)
+            _check_entry(entry)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Unreadable(f"holds what this mpicoll does not understand ({type(error).__name__}: {error})") from error
+        raise InvalidTable(f"has an invalid entry ({type(error).__name__}: {error})") from error
     return entries
 
 
-def _checked(entry: dict[str, Any]) -> None:
-    """Raises one of many errors if it is no entry."""
-    _shape(entry)
-    _costs(entry["costs"])
+def _check_entry(entry: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError, ValueError or AttributeError if `entry` is invalid."""
+    _parse_layout(entry)
+    _parse_costs(entry["costs"])
     if not isinstance(entry["machine"], dict) or not isinstance(entry["mpi"], str):
-        raise TypeError("machine and mpi say where it was measured")
+        raise TypeError("machine must be a dict and mpi a str")
     for kind, text in entry["rules"].items():
         if not is_dtype_class(kind):
-            raise ValueError(f"no class of dtypes {kind!r}")
+            raise ValueError(f"unknown class of dtypes {kind!r}")
         parse_rules(text)
 
 
-def _shape(entry: dict[str, Any]) -> NodeLayout:
+def _parse_layout(entry: dict[str, Any]) -> NodeLayout:
     shape = NodeLayout(*(entry[name] for name in ("ranks", "nodes", "per_node")))
     if not all(type(number) is int and number > 0 for number in (shape.ranks, shape.nodes, shape.per_node)):
-        raise TypeError(f"{shape} is no shape")
+        raise TypeError(f"{shape} is not a layout of ranks")
     return shape
 
 
-def _costs(entry: dict[str, Any] | None) -> Costs | None:
+def _parse_costs(entry: dict[str, Any] | None) -> Costs | None:
     if entry is None:
         return None
-    links = {name: None if entry[name] is None else Link(*map(_cost, entry[name])) for name in ("node", "network")}
-    gamma = _cost(entry["gamma"])
+    links = {
+        name: None if entry[name] is None else Link(*map(_parse_cost, entry[name])) for name in ("node", "network")
+    }
+    gamma = _parse_cost(entry["gamma"])
     return Costs(links["node"] or TYPICAL.node, links["network"] or TYPICAL.network, gamma, measured=True)
 
 
-def _cost(value: Any) -> float:
+def _parse_cost(value: Any) -> float:
     if not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
-        raise TypeError(f"{value!r} is no time")
+        raise TypeError(f"{value!r} is not a time")
     return float(value)
 
 
 @lru_cache(maxsize=8)
-def _table(text: str) -> TunedTable:
-    """What a rank was told, as one object, however often it is told. Raises SetupError if that is an error."""
+def _parse_table(text: str) -> TunedTable:
+    """Return the table that a broadcast text holds, the same object for equal texts. Raises SetupError for an error."""
     if not text:
         return UNTUNED
-    told = json.loads(text)
-    if "error" in told:
-        raise SetupError(told["error"])
-    return table_of(told["entries"], told["source"], text)
+    content = json.loads(text)
+    if "error" in content:
+        raise SetupError(content["error"])
+    return make_table(content["entries"], content["source"], text)
 
 
-def table_of(entries: list[dict[str, Any]], source: str, text: str = "") -> TunedTable:
-    """The table that entries of one machine and MPI library make."""
-    rules = {_shape(entry): {kind: parse_rules(one) for kind, one in entry["rules"].items()} for entry in entries}
-    # A link is best measured where it was measured last; most entries have only seen the inside of a node.
+def make_table(entries: list[dict[str, Any]], source: str, text: str = "") -> TunedTable:
+    """Return the table of entries of one machine and MPI library."""
+    rules = {
+        _parse_layout(entry): {kind: parse_rules(one) for kind, one in entry["rules"].items()} for entry in entries
+    }
+    # The last measurement of a link is used; most entries have measured links within a node only.
     node = network = None
     gamma = TYPICAL.gamma
     for entry in entries:
         if entry["costs"] is not None:
-            costs = _costs(entry["costs"])
+            costs = _parse_costs(entry["costs"])
             assert costs is not None
             node = costs.node if entry["costs"]["node"] is not None else node
             network = costs.network if entry["costs"]["network"] is not None else network
@@ -193,12 +182,12 @@ def table_of(entries: list[dict[str, Any]], source: str, text: str = "") -> Tune
     return TunedTable(text, source, rules, Costs(node or TYPICAL.node, network or TYPICAL.network, gamma, measured))
 
 
-def entry_of(
+def make_entry(
     library: str, shape: NodeLayout, rules: dict[str, Rules], costs: dict[str, Any] | None, measured: str
 ) -> dict[str, Any]:
-    """An entry for this machine. `costs` has ``node`` and ``network``, each alpha and beta or None, and ``gamma``."""
+    """Return an entry for this machine. `costs` has ``node`` and ``network`` (alpha and beta, or None), ``gamma``."""
     return {
-        "machine": machine(),
+        "machine": describe_machine(),
         "mpi": library,
         "ranks": shape.ranks,
         "nodes": shape.nodes,
@@ -212,9 +201,9 @@ def entry_of(
 _KEY = ("machine", "mpi", "ranks", "nodes", "per_node")
 
 
-def merged(entries: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """`entries` with what `new` has measured, behind all others: of the same machine, MPI and shape, what it has not
-    measured stays."""
+def merge_entry(entries: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return `entries` with `new` appended, which replaces the entries of the same machine, MPI and layout: results
+    that `new` does not have are copied from them."""
     same = [one for one in entries if all(one[name] == new[name] for name in _KEY)]
     rules = {kind: parse_rules(text) for one in same for kind, text in one["rules"].items()}
     for kind, text in new["rules"].items():
@@ -227,21 +216,22 @@ def merged(entries: list[dict[str, Any]], new: dict[str, Any]) -> list[dict[str,
 
 
 def write(path: Path, new: dict[str, Any]) -> None:
-    """Add an entry to a file, which is replaced as a whole. Raises SetupError if it is there and no table, or can't be
-    written."""
-    entries = merged(existing(path), new)
+    """Add an entry to a file, which is replaced as a whole. Raises SetupError if it exists and is not a valid table, or
+    can't be written."""
+    entries = merge_entry(load_existing(path), new)
     content = json.dumps({"format": FORMAT, "version": VERSION, "entries": entries}, indent=1)
     try:
-        user_cache.write_atomically(path, content + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write(path, content + "\n")
     except OSError as error:
-        raise SetupError(f"tune: {path} can't be written: {error.strerror}; pass another place by --output") from error
+        raise SetupError(f"tune: {path} can't be written: {error.strerror}; pass another path with --output") from error
 
 
-def existing(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file to which others are to be added. Raises SetupError if it is there and no table."""
+def load_existing(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file, if it exists. Raises SetupError if it exists and is not a valid table."""
     if not path.exists():
         return []
     try:
         return load(path)
-    except Unreadable as error:
-        raise SetupError(f"tune: {path} {error}; remove it, or pass another place by --output") from error
+    except InvalidTable as error:
+        raise SetupError(f"tune: {path} {error}; remove it, or pass another path with --output") from error

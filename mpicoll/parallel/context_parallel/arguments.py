@@ -14,7 +14,8 @@ from torch import Tensor
 from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from mpicoll.parallel.context_parallel.sequence import LAYOUTS, Layout, check_chunks, check_layout, describe_rank
+from mpicoll.parallel.context_parallel.sequence import LAYOUTS, Layout, check_chunks, check_layout
+from mpicoll.parallel.groups import describe_rank
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -70,8 +71,8 @@ def _check_shapes(operation: str, query: Tensor, key: Tensor, value: Tensor, cau
         )
     if key.shape[2] != value.shape[2] or (causal and query.shape[2] != key.shape[2]):
         raise ShapeError(
-            f"{operation}: key and value must have equally many tokens (dim 2), and with causal so must query, got"
-            f" {shapes} {where}"
+            f"{operation}: key and value must have equally many tokens (dim 2), and with causal query the same number,"
+            f" got {shapes} {where}"
         )
     if key.shape[3] != query.shape[3] or key.shape[3] == 0:
         raise ShapeError(f"{operation}: query and key must have the same head_dim (dim 3), got {shapes} {where}")
@@ -107,7 +108,7 @@ def check_agreement(
     if differs.any():
         other = int(differs.argmax())
         raise ArgumentError(
-            f"{operation}: the ranks disagree: rank 0 passed {_describe(everyone[0].tolist())}, but rank {other}"
+            f"{operation}: the arguments differ: rank 0 passed {_describe(everyone[0].tolist())}, but rank {other}"
             f" {_describe(everyone[other].tolist())} {describe_rank(comm)}"
         )
 
@@ -117,12 +118,12 @@ _OPERATIONS = ("ring_attention", "ulysses_attention")
 
 def _describe(passed: list[int]) -> str:
     """Describe arguments as :func:`check_agreement` encodes them."""
-    operation, *extents, dtype, by_query, by_key, by_value, causal, layout, bits = passed
+    operation, *extents, dtype, grad_query, grad_key, grad_value, causal, layout, bits = passed
     (scale,) = struct.unpack("d", struct.pack("q", bits))
     names = ("query", "key", "value")
     tensors = ", ".join(
         f"{name} {tuple(extents[4 * index : 4 * index + 4])}{' that requires grad' if recorded else ''}"
-        for index, (name, recorded) in enumerate(zip(names, (by_query, by_key, by_value), strict=True))
+        for index, (name, recorded) in enumerate(zip(names, (grad_query, grad_key, grad_value), strict=True))
     )
     return (
         f"to {_OPERATIONS[operation]} {tensors}, {_DTYPES[dtype]}, causal={bool(causal)}, scale={scale:g},"

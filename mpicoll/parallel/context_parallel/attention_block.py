@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def accumulation_dtype(x: Tensor) -> torch.dtype:
+def get_accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which partial results of tensors like `x` are accumulated."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -34,8 +34,8 @@ def attend_backward(
     `out` and `lse` are the results over all keys.
     """
     if _can_use_fused(query, key, value):
-        by_query, by_key, by_value = _FUSED_BACKWARD(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
-        return by_query, by_key, by_value
+        grad_query, grad_key, grad_value = _FUSED_BACKWARD(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+        return grad_query, grad_key, grad_value
     return attend_backward_by_matmul(grad, query, key, value, out, lse, causal, scale)
 
 
@@ -72,13 +72,13 @@ def attend_backward_by_matmul(
     weights = (
         _compute_scores(q, k, query.shape[1] // key.shape[1], causal, scale) - lse.reshape(q.shape[:3]).unsqueeze(-1)
     ).exp()
-    by_scores = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
-    return (by_scores @ k).view(query.shape), by_scores.mT @ q, weights.mT @ g
+    grad_scores = weights * (g @ v.mT - (g * o).sum(-1, keepdim=True)) * scale
+    return (grad_scores @ k).view(query.shape), grad_scores.mT @ q, weights.mT @ g
 
 
 def _group_heads(x: Tensor, heads: int) -> Tensor:
     """Return `x` in the accumulation dtype, with the rows of query heads that share one of `heads` stacked."""
-    return x.to(accumulation_dtype(x)).reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
+    return x.to(get_accumulation_dtype(x)).reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
 
 
 def _compute_scores(query: Tensor, key: Tensor, share: int, causal: bool, scale: float) -> Tensor:

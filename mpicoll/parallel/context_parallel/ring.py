@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the ring of ranks."""
+"""Ring attention: keys and values are sent around the ring of ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from torch.autograd import Function
 
 from mpicoll.collectives import p2p
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.poller import poller
 from mpicoll.engine.core.request import waitall
-from mpicoll.engine.world import resolve
+from mpicoll.engine.world import as_communicator, resolve
 from mpicoll.errors import ArgumentError, CommunicationError
 from mpicoll.parallel.context_parallel.arguments import check_agreement, check_arguments
-from mpicoll.parallel.context_parallel.attention_block import accumulation_dtype, attend, attend_backward
+from mpicoll.parallel.context_parallel.attention_block import attend, attend_backward, get_accumulation_dtype
 from mpicoll.parallel.context_parallel.sequence import Layout
 from mpicoll.parallel.groups import communicator
-from mpicoll.torch.no_compile import eager
+from mpicoll.torch.no_compile import disable_compile
 
 _PartialGradients: TypeAlias = tuple[slice, slice, list[Tensor]]
 """Heads and tokens of a block, and the gradients computed for them."""
 
 
-@eager
+@disable_compile
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -40,15 +40,15 @@ def ring_attention(
 ) -> Tensor:
     """Compute ``softmax(scale * query @ key.T) @ value`` over the tokens of all ranks; each rank passes its own.
 
-    Keys and values travel round the ring of ranks, while each rank computes with the block that it has (Liu et al.
+    Keys and values are sent around the ring of ranks, while each rank computes with its current block (Liu et al.
     2023, Ring Attention); masked blocks are not computed. The backward sends them round again, together with their
     gradients. Only this rank's own tensors are kept between the two. On a CUDA device a block is computed by matrix
-    products, with all its weights in memory meanwhile, tokens^2 for each head. Each of P ranks sends, where n is the
+    products, with all its weights in memory, tokens^2 for each head. Each of P ranks sends, where n is the
     size of its `key` and `value` together: an all-gather of 160 bytes, which compares the arguments, then n(P-1) bytes
     in 2(P-1) messages; in the backward 2n(P-1) bytes in 4(P-1) messages. With half precision the gradients, which
-    travel in float32, take twice as much (3n(P-1) in all).
+    are sent in float32, take twice as much (3n(P-1) in all).
 
-    Blocks travel on a duplicate of the communicator, made at the first call and freed with it, so they never match
+    Blocks are sent on a duplicate of the communicator, made at the first call and freed with it, so they never match
     messages of the user. Dropout and other masks are not supported.
 
     Args:
@@ -92,7 +92,7 @@ class _MaskPlan:
     scale: float
     layout: Layout
 
-    def visible_block(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
+    def find_visible_block(self, source: int, length: int) -> tuple[slice, slice, bool] | None:
         """Return which of this rank's `length` queries see which keys of rank `source`, and if the block is masked.
 
         None if the mask hides the whole block. The block is either unmasked, or the triangle of equal parts.
@@ -117,15 +117,15 @@ class _RingAttention(Function):
         out = lse = query
         block: Sequence[Tensor] = (key, value)
         for step in range(comm.size):
-            # What is computed now hides the exchange of what is computed next.
+            # The computation with this block overlaps with the exchange of the next one.
             moving = ring.shift(block) if step < comm.size - 1 else None
-            seen = plan.visible_block((comm.rank - step) % comm.size, query.shape[2])
+            seen = plan.find_visible_block((comm.rank - step) % comm.size, query.shape[2])
             if seen is not None:
                 rows, columns, causal = seen
                 k, v = (one[:, :, columns] for one in block)
                 part, part_lse = attend(query[:, :, rows], k, v, causal, plan.scale)
                 if step == 0:
-                    out, lse = part.to(accumulation_dtype(query)), part_lse
+                    out, lse = part.to(get_accumulation_dtype(query)), part_lse
                 else:
                     _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             if moving is not None:
@@ -161,25 +161,25 @@ class _RingAttentionBackward(Function):
         comm = plan.comm
         grad = grad.contiguous()
         heads, share = key.shape[1], query.shape[1] // key.shape[1]
-        by_query, by_key, by_value = (
-            torch.zeros_like(one, dtype=accumulation_dtype(one)) for one in (query, key, value)
+        grad_query, grad_key, grad_value = (
+            torch.zeros_like(one, dtype=get_accumulation_dtype(one)) for one in (query, key, value)
         )
-        # Of keys and values: what needs a gradient, and the sums for this rank's own.
+        # Of key and value: the indices of those that need a gradient, and the sums for this rank's block.
         wanted = [index for index in (0, 1) if needs[1 + index]]
-        own = [(by_key, by_value)[index] for index in wanted]
+        own = [(grad_key, grad_value)[index] for index in wanted]
 
         def compute(step: int, block: Sequence[Tensor], some: slice) -> _PartialGradients | None:
-            """Add to the gradient of the queries, and find those of `some` heads of `block`, which has gone `step`
-            steps."""
-            seen = plan.visible_block((comm.rank - step) % comm.size, query.shape[2])
+            """Add to the gradient of the queries, and return those of `some` heads of `block`, which was received in
+            step `step`."""
+            seen = plan.find_visible_block((comm.rank - step) % comm.size, query.shape[2])
             if seen is None:
                 return None
             rows, columns, causal = seen
             many = slice(some.start * share, some.stop * share)
             q, g, o, log = (one[:, many, rows] for one in (query, grad, out, lse))
             k, v = (one[:, some, columns] for one in block)
-            by_q, *found = attend_backward(g, q, k, v, o, log, causal, plan.scale)
-            by_query[:, many, rows] += by_q
+            grad_q, *found = attend_backward(g, q, k, v, o, log, causal, plan.scale)
+            grad_query[:, many, rows] += grad_q
             return some, columns, [found[index] for index in wanted]
 
         # The sums for a block begin at the first rank that receives it, follow one step behind it, and end at its
@@ -190,8 +190,8 @@ class _RingAttentionBackward(Function):
         sums: Sequence[Tensor] = ()
         for step in range(comm.size):
             moves = step < comm.size - 1
-            travelling = [*(block if moves else ()), *sums]
-            moving = ring.shift(travelling) if travelling else None
+            outgoing = [*(block if moves else ()), *sums]
+            moving = ring.shift(outgoing) if outgoing else None
             found = compute(step, block, slice(0, heads if step else early))
             arrived = moving() if moving is not None else []
             if step == 0:
@@ -206,7 +206,7 @@ class _RingAttentionBackward(Function):
                 _add_gradients(own, compute(0, block, slice(early, heads)))
             for total, one in zip(own, moving(), strict=True):
                 total += one
-        grads = zip((by_query, by_key, by_value), (query, key, value), needs, strict=True)
+        grads = zip((grad_query, grad_key, grad_value), (query, key, value), needs, strict=True)
         return tuple(total.to(one.dtype) if needed else None for total, one, needed in grads)
 
     @staticmethod
@@ -234,10 +234,10 @@ class RingExchange:
     """Exchange of tensors with the next and the previous rank of the ring, in buffers that are reused."""
 
     def __init__(self, comm: Communicator, phase: str) -> None:
-        self._comm = _private_duplicate(comm)
+        self._comm = _get_private_duplicate(comm)
         self._phase = phase
-        # The same on all ranks; what a call that failed has left under way has another one.
-        self._tag = self._comm.next_tag()
+        # The same on all ranks; pending messages of an earlier call that failed have another tag.
+        self._tag = core_of(self._comm).next_tag()
         self._made: list[Tensor] = []
         self._free: list[Tensor] = []
 
@@ -275,20 +275,20 @@ class RingExchange:
         return self._made[-1]
 
 
-def _private_duplicate(comm: Communicator) -> Communicator:
+def _get_private_duplicate(comm: Communicator) -> Communicator:
     """Return a duplicate of `comm` that carries no other messages; the first call is collective.
 
-    Blocks don't travel as collectives, although those are separate from messages too: the thread that runs collectives
+    Blocks are not sent by collectives, although those are separate from messages too: the thread that runs collectives
     in the background polls without sleeping, and would take the core from the computation.
     """
     if comm.size == 1:
         return comm
     # Not by Communicator.mpi, whose use permits the program to send messages there.
-    own = comm.transport.mpi
+    own = core_of(comm).transport.mpi
     if own is not None:
         # Kept with MPI's communicators, and freed with them. The first duplicate corresponds to comm.mpi where a user
         # passes it, and carries the messages sent there; the second has no other user.
-        return resolve(resolve(own).transport.mpi)
+        return as_communicator(resolve(own).transport.mpi)
     if comm not in _THREAD_DUPLICATES:
         _THREAD_DUPLICATES[comm] = comm.group(range(comm.size))  # with nothing to free
     made: Communicator = _THREAD_DUPLICATES[comm]

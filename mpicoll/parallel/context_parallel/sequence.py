@@ -9,16 +9,16 @@ from torch import Tensor
 
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, DTypeError, ShapeError
-from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.groups import communicator, describe_rank
 from mpicoll.torch.autograd import all_gather_single
-from mpicoll.torch.no_compile import eager
+from mpicoll.torch.no_compile import disable_compile
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
 
 LAYOUTS = ("contiguous", "zigzag")
 
 
-@eager
+@disable_compile
 def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
     """Return a copy of this rank's part of the full sequence `x`. Sends no messages.
 
@@ -34,21 +34,26 @@ def split_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group:
     Raises:
         ShapeError: the tokens can't be divided among P ranks, or with "zigzag" into 2P chunks.
         ArgumentError: `layout` is unknown.
+
+    Example:
+        ::
+
+            split_sequence(torch.arange(12), 0)  # 12 / P consecutive numbers
     """
     comm = communicator(group, "context")
     check_layout("split_sequence", layout, comm)
     dim = _normalize_dim("split_sequence", x, dim, comm)
-    chunks = comm.size * chunks_per_rank(layout)
+    chunks = comm.size * count_chunks(layout)
     if x.shape[dim] % chunks:
         raise ShapeError(
             f"split_sequence: the {x.shape[dim]} tokens along dim {dim} of shape {tuple(x.shape)} can't be divided into"
-            f" {chunks} equal parts, {chunks_per_rank(layout)} for each of {comm.size} ranks (layout {layout}); pad"
+            f" {chunks} equal parts, {count_chunks(layout)} for each of {comm.size} ranks (layout {layout}); pad"
             f" them {describe_rank(comm)}"
         )
-    return x.index_select(dim, token_positions(x.shape[dim] // comm.size, layout, comm.rank, comm.size, x.device))
+    return x.index_select(dim, compute_positions(x.shape[dim] // comm.size, layout, comm.rank, comm.size, x.device))
 
 
-@eager
+@disable_compile
 def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group: Any = None) -> Tensor:
     """Return the full sequence in its order, on every rank; the inverse of :func:`split_sequence`.
 
@@ -65,6 +70,11 @@ def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group
     Raises:
         ShapeError: `dim` is out of range, or with "zigzag" the number of tokens is odd.
         ArgumentError: `layout` is unknown.
+
+    Example:
+        ::
+
+            gather_sequence(torch.ones(1, 6, 8), 1)  # (1, 6 * P, 8)
     """
     comm = communicator(group, "context")
     check_layout("gather_sequence", layout, comm)
@@ -73,7 +83,7 @@ def gather_sequence(x: Tensor, dim: int, *, layout: Layout = "contiguous", group
     return order_tokens(all_gather_single(x, dim, comm), dim, layout, comm)
 
 
-@eager
+@disable_compile
 def position_ids(
     length: int, *, layout: Layout = "contiguous", group: Any = None, device: torch.device | str | None = None
 ) -> Tensor:
@@ -91,27 +101,32 @@ def position_ids(
     Raises:
         ShapeError: `length` is negative, or odd with "zigzag".
         ArgumentError: `layout` is unknown.
+
+    Example:
+        ::
+
+            position_ids(6)  # 0 to 5 on rank 0, 6 to 11 on rank 1
     """
     comm = communicator(group, "context")
     check_layout("position_ids", layout, comm)
-    if length < 0 or length % chunks_per_rank(layout):
+    if length < 0 or length % count_chunks(layout):
         raise ShapeError(
-            f"position_ids: length, that of a rank's part, must be 0 or more, and even with zigzag;"
-            f" got {length} ({layout}) {describe_rank(comm)}"
+            f"position_ids: length must be 0 or more, and even with zigzag; got {length} ({layout})"
+            f" {describe_rank(comm)}"
         )
-    return token_positions(length, layout, comm.rank, comm.size, device)
+    return compute_positions(length, layout, comm.rank, comm.size, device)
 
 
-def chunks_per_rank(layout: Layout) -> int:
+def count_chunks(layout: Layout) -> int:
     """Return the number of consecutive chunks in a rank's part."""
     return 2 if layout == "zigzag" else 1
 
 
-def token_positions(
+def compute_positions(
     length: int, layout: Layout, rank: int, size: int, device: torch.device | str | None = None
 ) -> Tensor:
     """Return the positions of the `length` tokens of `rank` in the full sequence."""
-    chunk = length // chunks_per_rank(layout)
+    chunk = length // count_chunks(layout)
     starts = (rank, 2 * size - 1 - rank) if layout == "zigzag" else (rank,)
     return torch.cat([torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in starts])
 
@@ -121,7 +136,7 @@ def order_tokens(x: Tensor, dim: int, layout: Layout, comm: Communicator) -> Ten
     if layout == "contiguous":
         return x
     places = [
-        token_positions(x.shape[dim] // comm.size, layout, rank, comm.size, x.device) for rank in range(comm.size)
+        compute_positions(x.shape[dim] // comm.size, layout, rank, comm.size, x.device) for rank in range(comm.size)
     ]
     return x.index_select(dim, torch.cat(places).argsort())
 
@@ -132,7 +147,7 @@ def check_layout(operation: str, layout: Any, comm: Communicator) -> None:
 
 
 def check_chunks(operation: str, x: Tensor, dim: int, name: str, layout: Layout, comm: Communicator) -> None:
-    if x.shape[dim] % chunks_per_rank(layout):
+    if x.shape[dim] % count_chunks(layout):
         raise ShapeError(
             f"{operation}: with zigzag each rank has two chunks of equal length, but {name} has {x.shape[dim]} tokens"
             f" (dim {dim} of shape {tuple(x.shape)}) {describe_rank(comm)}"
@@ -142,13 +157,9 @@ def check_chunks(operation: str, x: Tensor, dim: int, name: str, layout: Layout,
 def _normalize_dim(operation: str, x: Any, dim: int, comm: Communicator) -> int:
     """Return `dim` as a non-negative number. Raise DTypeError or ShapeError if `x` has no such dimension."""
     if not isinstance(x, Tensor):
-        raise DTypeError(f"{operation}: a tensor is needed, got {type(x).__name__} {describe_rank(comm)}")
+        raise DTypeError(f"{operation}: pass a tensor, got {type(x).__name__} {describe_rank(comm)}")
     if not -x.dim() <= dim < x.dim():
         raise ShapeError(
             f"{operation}: dim {dim} is not an axis of a tensor of shape {tuple(x.shape)} {describe_rank(comm)}"
         )
     return dim % x.dim()
-
-
-def describe_rank(comm: Communicator) -> str:
-    return f"(rank {comm.rank} of {comm.size})"

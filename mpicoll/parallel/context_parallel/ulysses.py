@@ -10,13 +10,13 @@ from torch import Tensor
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ShapeError
 from mpicoll.parallel.context_parallel.arguments import check_agreement, check_arguments
-from mpicoll.parallel.context_parallel.sequence import Layout, describe_rank, order_tokens, token_positions
-from mpicoll.parallel.groups import communicator
+from mpicoll.parallel.context_parallel.sequence import Layout, compute_positions, order_tokens
+from mpicoll.parallel.groups import communicator, describe_rank
 from mpicoll.torch.autograd import all_to_all_single
-from mpicoll.torch.no_compile import eager
+from mpicoll.torch.no_compile import disable_compile
 
 
-@eager
+@disable_compile
 def ulysses_attention(
     query: Tensor,
     key: Tensor,
@@ -46,6 +46,12 @@ def ulysses_attention(
         ShapeError: the number of ranks does not divide the heads.
 
     All other errors are those of :func:`ring_attention`.
+
+    Example:
+        ::
+
+            q, k, v = (torch.randn(1, 12, 6, 8) for _ in range(3))  # 12 heads, this rank's 6 tokens
+            ulysses_attention(q, k, v, causal=True)  # (1, 12, 6, 8)
     """
     comm = communicator(group, "context")
     scale = check_arguments("ulysses_attention", comm, query, key, value, causal, scale, layout)
@@ -53,25 +59,27 @@ def ulysses_attention(
         if tensor.shape[1] % comm.size:
             raise ShapeError(
                 f"ulysses_attention: the {tensor.shape[1]} heads of {name} (dim 1 of shape {tuple(tensor.shape)}) can't"
-                f" be divided among {comm.size} ranks; take ring_attention {describe_rank(comm)}"
+                f" be divided among {comm.size} ranks; use ring_attention {describe_rank(comm)}"
             )
     check_agreement("ulysses_attention", comm, (query, key, value), causal, scale, layout)
-    q, k, v = (_heads_from_tokens(one, layout, comm) for one in (query, key, value))
+    q, k, v = (_exchange_tokens_for_heads(one, layout, comm) for one in (query, key, value))
     result = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
-    return _tokens_from_heads(result, layout, comm)
+    return _exchange_heads_for_tokens(result, layout, comm)
 
 
-def _heads_from_tokens(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
+def _exchange_tokens_for_heads(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
     """Exchange all heads of this rank's tokens for all tokens of this rank's heads."""
     received = all_to_all_single(torch.cat(x.chunk(comm.size, 1)), group=comm)
     return order_tokens(torch.cat(received.chunk(comm.size), 2), 2, layout, comm)
 
 
-def _tokens_from_heads(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
+def _exchange_heads_for_tokens(x: Tensor, layout: Layout, comm: Communicator) -> Tensor:
     """Exchange all tokens of this rank's heads for all heads of this rank's tokens."""
     length = x.shape[2] // comm.size
-    parts = [x.index_select(2, token_positions(length, layout, rank, comm.size, x.device)) for rank in range(comm.size)]
+    parts = [
+        x.index_select(2, compute_positions(length, layout, rank, comm.size, x.device)) for rank in range(comm.size)
+    ]
     received = all_to_all_single(torch.cat(parts), group=comm)
     return torch.cat(received.chunk(comm.size), 1)

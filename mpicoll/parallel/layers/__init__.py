@@ -16,7 +16,7 @@ LayerNorm, RMSNorm      full input, full output                        input and
 The sequence is always axis 0. Shards are of equal size and in rank order. Every rank calls the same layers in the same
 order, and the same tensors require grad on all ranks, because the backward of a layer is a collective.
 
-Gradients are those of one loss that all ranks of the group compute alike, counted once. They are complete when
+Gradients are those of one loss, which all ranks of the group compute and which counts once. They are complete when
 ``backward`` returns: replicated parameters, such as the weight of a norm, need no further reduction. Optimizers that
 treat each element separately (SGD, Adam, ...) give the same result as with the plain layers. Optimizers that use whole
 matrices or all parameters at once (LBFGS, Adafactor, Muon) would see shards only, and must not be used.
@@ -36,7 +36,8 @@ Example:
 """
 
 from mpicoll.parallel.layers.embedding import VocabParallelEmbedding
-from mpicoll.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel_linear
+from mpicoll.parallel.layers.functional import column_parallel_linear
+from mpicoll.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpicoll.parallel.layers.norm import LayerNorm, RMSNorm
 from mpicoll.parallel.layers.shard import shard_, whole_state_dict
 

@@ -14,11 +14,12 @@ from torch.nn import Parameter
 from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, ShapeError
+from mpicoll.parallel.groups import describe_rank
 from mpicoll.parallel.mappings import (
     copy_to_tensor_model_parallel_region,
 )
-from mpicoll.parallel.shards import mark, shard_of
-from mpicoll.torch.no_compile import eager
+from mpicoll.parallel.shards import get_shard, mark
+from mpicoll.torch.no_compile import disable_compile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,8 +47,9 @@ class ParallelModule(nn.Module):
     def __delattr__(self, name: str) -> None:
         if name in self._shard_dims and self._parameters.get(name) is not None and self.comm.size > 1:
             raise ArgumentError(
-                f"{type(self).__name__}: {name} can't be taken away, nor parametrized, as by weight_norm: it is this"
-                f" rank's part of a parameter, and a norm, say, would be that of the part {self._where()}"
+                f"{type(self).__name__}: {name} can't be deleted or parametrized (for example by weight_norm): it is"
+                " this rank's shard of a parameter, so a norm would be that of the shard only"
+                f" {describe_rank(self.comm)}"
             )
         super().__delattr__(name)
 
@@ -68,31 +70,28 @@ class ParallelModule(nn.Module):
         """Mark the sharded parameters (see :mod:`mpicoll.parallel.shards`). Call it after replacing parameters."""
         for name, dim in self._shard_dims.items():
             param = self._parameters.get(name)
-            if param is not None and shard_of(param) is None:
+            if param is not None and get_shard(param) is None:
                 mark(param, dim, self.group, self.comm)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a {type(self).__name__} can't be pickled, as it belongs to the ranks that it was made on; save its"
+            f"a {type(self).__name__} can't be pickled, because it is bound to the ranks of a running job; save its"
             " state_dict(), or whole_state_dict(module)"
         )
 
-    def _where(self) -> str:
-        return f"(rank {self.comm.rank} of {self.comm.size})"
 
-
-def local_extent(layer: str, name: str, extent: int, comm: Communicator) -> int:
+def divide_extent(layer: str, name: str, extent: int, comm: Communicator) -> int:
     """Return the extent of a rank's shard of `extent`. Raise ShapeError if the number of ranks does not divide it."""
     if extent % comm.size:
         above = -(-extent // comm.size) * comm.size
         raise ShapeError(
-            f"{layer}: {name} {extent} does not divide among {comm.size} ranks; {above} would"
-            f" (rank {comm.rank} of {comm.size})"
+            f"{layer}: {name} {extent} can't be divided equally among {comm.size} ranks; {above} can (rank {comm.rank}"
+            f" of {comm.size})"
         )
     return extent // comm.size
 
 
-def local_block(param: Tensor, dim: int, comm: Communicator) -> Parameter:
+def copy_local_block(param: Tensor, dim: int, comm: Communicator) -> Parameter:
     """Return a copy of this rank's shard of `param` along `dim`."""
     share = param.shape[dim] // comm.size
     block = param.detach().narrow(dim, comm.rank * share, share).clone(memory_format=torch.contiguous_format)
@@ -127,7 +126,7 @@ def copy_parameter(param: Tensor | None) -> Parameter | None:
     return None if param is None else Parameter(param.detach().clone(), param.requires_grad)
 
 
-@eager
+@disable_compile
 def sum_gradients_in_backward(comm: Communicator, *params: Tensor | None) -> list[Tensor | None]:
     """Return `params`, which are replicated, for use on sharded activations: one all-reduce sums their gradients."""
     trained = [one for one in params if one is not None and one.requires_grad]

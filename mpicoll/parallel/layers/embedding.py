@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter, functional
 
 from mpicoll.errors import ArgumentError, ShapeError
-from mpicoll.parallel.groups import communicator
-from mpicoll.parallel.layers.base import InitMethod, ParallelModule, gather_full, local_block, local_extent
+from mpicoll.parallel.groups import communicator, describe_rank
+from mpicoll.parallel.layers.base import InitMethod, ParallelModule, copy_local_block, divide_extent, gather_full
 from mpicoll.parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -41,6 +41,12 @@ class VocabParallelEmbedding(ParallelModule):
         ShapeError: the number of ranks does not divide `num_embeddings`, or with `sequence_parallel` axis 0 of the ids.
         ArgumentError: `padding_idx` is out of range.
         IndexError: an id is out of range.
+
+    Example:
+        ::
+
+            embedding = VocabParallelEmbedding(12, 8)
+            embedding(torch.arange(5))  # (5, 8), the same on all ranks
     """
 
     _shard_dims: ClassVar = {"weight": 0}
@@ -63,16 +69,17 @@ class VocabParallelEmbedding(ParallelModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence_parallel = sequence_parallel
         self.group, self.comm = group, communicator(group)
-        share = local_extent(type(self).__name__, "num_embeddings", num_embeddings, self.comm)
+        share = divide_extent(type(self).__name__, "num_embeddings", num_embeddings, self.comm)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ArgumentError(
-                f"VocabParallelEmbedding: padding_idx {padding_idx} is not a row of {num_embeddings} {self._where()}"
+                f"VocabParallelEmbedding: padding_idx {padding_idx} is not in [-{num_embeddings}, {num_embeddings})"
+                f" {describe_rank(self.comm)}"
             )
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.start = self.comm.rank * share
         self.stop = self.start + share
         self.init_method = init_method
-        self.weight = local_block(self._make_plain(device, dtype), 0, self.comm)
+        self.weight = copy_local_block(self._make_plain(device, dtype), 0, self.comm)
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, group: Any = None, **options: Any) -> Self:
@@ -88,7 +95,7 @@ class VocabParallelEmbedding(ParallelModule):
         """
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, name):
-                raise ArgumentError(f"VocabParallelEmbedding: an Embedding with {name} can't be spread over ranks")
+                raise ArgumentError(f"VocabParallelEmbedding: an Embedding with {name} can't be sharded")
         whole = embedding.weight
         layer = cls(
             embedding.num_embeddings,
@@ -99,7 +106,7 @@ class VocabParallelEmbedding(ParallelModule):
             dtype=whole.dtype,
             **options,
         )
-        layer.weight = local_block(whole, 0, layer.comm)
+        layer.weight = copy_local_block(whole, 0, layer.comm)
         return layer.train(embedding.training)
 
     def to_embedding(self) -> nn.Embedding:
@@ -111,7 +118,7 @@ class VocabParallelEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         """Draw values as the constructor does, for example after ``to_empty``. All ranks of the group must call it."""
         with torch.no_grad():
-            self.weight.copy_(local_block(self._make_plain(self.weight.device, self.weight.dtype), 0, self.comm))
+            self.weight.copy_(copy_local_block(self._make_plain(self.weight.device, self.weight.dtype), 0, self.comm))
 
     def _make_plain(self, device: Any, dtype: Any) -> Tensor:
         """Return the full weight with its initial values."""
@@ -125,28 +132,28 @@ class VocabParallelEmbedding(ParallelModule):
         comm = self.comm
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % comm.size):
             raise ShapeError(
-                f"VocabParallelEmbedding: the sequence, axis 0 of ids of shape {tuple(ids.shape)}, does not divide"
-                f" among {comm.size} ranks {self._where()}"
+                f"VocabParallelEmbedding: the sequence, axis 0 of ids of shape {tuple(ids.shape)}, can't be divided"
+                f" equally among {comm.size} ranks {describe_rank(self.comm)}"
             )
         if comm.size == 1:
-            return self._rows(ids, ids, self.padding_idx)
+            return self._look_up(ids, ids, self.padding_idx)
         padding = self.padding_idx
         local = padding - self.start if padding is not None and self.start <= padding < self.stop else None
-        # An id of another rank stands for row 0 and is blanked; one of no rank stays outside, where it is an error.
+        # An id of another rank reads row 0, which is then masked; an id of no rank stays out of range and raises.
         elsewhere = ((ids >= 0) & (ids < self.start)) | ((ids >= self.stop) & (ids < self.num_embeddings))
-        rows = self._rows((ids - self.start).masked_fill(elsewhere, 0), ids, local)
+        rows = self._look_up((ids - self.start).masked_fill(elsewhere, 0), ids, local)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(rows, comm)
         return reduce_from_tensor_model_parallel_region(rows, comm)
 
-    def _rows(self, local: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+    def _look_up(self, local: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
         try:
             return functional.embedding(local, self.weight, padding_idx)
         except IndexError as error:
             raise IndexError(
                 f"VocabParallelEmbedding: ids must be in [0, {self.num_embeddings}), got some in"
-                f" [{int(ids.min())}, {int(ids.max())}] {self._where()}"
+                f" [{int(ids.min())}, {int(ids.max())}] {describe_rank(self.comm)}"
             ) from error
 
     def extra_repr(self) -> str:

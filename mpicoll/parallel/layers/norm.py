@@ -22,6 +22,12 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
         sequence_parallel: the input is sharded by sequence; the backward then sums the gradients of weight and bias,
             which are replicated, over the ranks of `group` in one message.
         group: the tensor parallel group, by default the axis "model" of the grid in use.
+
+    Example:
+        ::
+
+            norm = LayerNorm(8, sequence_parallel=True)
+            norm(torch.ones(4, 2, 8)).sum().backward()  # sums the gradients of weight and bias over the ranks
     """
 
     def __init__(
@@ -42,7 +48,7 @@ class LayerNorm(ParallelModule, nn.LayerNorm):
 
     @classmethod
     def from_norm(cls, norm: nn.LayerNorm, *, sequence_parallel: bool = False, group: Any = None) -> Self:
-        """Make a layer with the values of `norm`, which every rank passes alike."""
+        """Make a layer with the values of `norm`, which must be the same on all ranks."""
         layer = cls(
             norm.normalized_shape,
             norm.eps,
@@ -75,6 +81,12 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
         sequence_parallel: the input is sharded by sequence; the backward then sums the gradient of the weight, which is
             replicated, over the ranks of `group`.
         group: the tensor parallel group, by default the axis "model" of the grid in use.
+
+    Example:
+        ::
+
+            norm = RMSNorm(8, sequence_parallel=True)
+            norm(torch.ones(4, 2, 8)).sum().backward()  # sums the gradient of the weight over the ranks
     """
 
     def __init__(
@@ -94,7 +106,7 @@ class RMSNorm(ParallelModule, nn.RMSNorm):
 
     @classmethod
     def from_norm(cls, norm: nn.RMSNorm, *, sequence_parallel: bool = False, group: Any = None) -> Self:
-        """Make a layer with the values of `norm`, which every rank passes alike."""
+        """Make a layer with the values of `norm`, which must be the same on all ranks."""
         layer = cls(
             norm.normalized_shape,
             norm.eps,

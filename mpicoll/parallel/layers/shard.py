@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from mpicoll.errors import ArgumentError
-from mpicoll.parallel.shards import shard_of
-
-if TYPE_CHECKING:
-    pass
 from mpicoll.parallel.layers.base import gather_full, restore_shard_marks, to_full_tensor
 from mpicoll.parallel.layers.embedding import VocabParallelEmbedding
 from mpicoll.parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpicoll.parallel.layers.norm import LayerNorm, RMSNorm
+from mpicoll.parallel.shards import get_shard
 
 
 def shard_(
@@ -60,23 +57,24 @@ def shard_(
             model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
             shard_(model, {"0": "column", "2": "row"})
     """
-    chosen = _match_plan(module, plan)
-    _check_shared(module, chosen)
+    matches = _match_plan(module, plan)
+    _check_shared(module, matches)
     made: dict[nn.Module, nn.Module] = {}
-    cuts: dict[Parameter, tuple[str, Parameter]] = {}
-    for name, (plain, what) in chosen.items():
+    shared: dict[Parameter, tuple[str, Parameter]] = {}
+    for name, (plain, what) in matches.items():
         if plain in made:
             continue
         options = {"layer": what} if isinstance(what, str) else dict(what)
         layer = made[plain] = _convert(name, plain, options, sequence_parallel, group)
         for key, param in plain.named_parameters(recurse=False):
-            first, cut = cuts.setdefault(param, (name, getattr(layer, key)))
-            if _shard_layout(cut) != _shard_layout(getattr(layer, key)):
+            first, cut = shared.setdefault(param, (name, getattr(layer, key)))
+            if _get_shard_layout(cut) != _get_shard_layout(getattr(layer, key)):
                 raise ArgumentError(
-                    f"shard_: {first} and {name} share their {key}, but it would be cut in two ways; convert them alike"
+                    f"shard_: {first} and {name} share {key}, but it would be sharded in two ways; convert both to the"
+                    " same kind"
                 )
             setattr(layer, key, cut)
-    for name, (plain, _) in chosen.items():
+    for name, (plain, _) in matches.items():
         module.set_submodule(name, made[plain])
     return module
 
@@ -87,6 +85,12 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     Collective over the ranks of the layers' groups; sends every weight, n(P-1)/P bytes. Parameters that fully_shard has
     sharded are gathered as well. Shared parameters stay shared; replicated ones are the module's own memory, as in
     ``state_dict()``.
+
+    Example:
+        ::
+
+            model = shard_(nn.Sequential(nn.Linear(8, 24)), {"0": "column"})
+            whole_state_dict(model)["0.weight"]  # (24, 8)
     """
     restore_shard_marks(module)
     joined: dict[int, Tensor] = {}
@@ -94,7 +98,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     def whole(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        shard = shard_of(value)
+        shard = get_shard(value)
         if shard is None:
             return to_full_tensor(value.detach())
         if id(value) not in joined:
@@ -118,37 +122,37 @@ def _match_plan(module: nn.Module, plan: Mapping[str, str | Mapping[str, Any]]) 
     """Return the submodules that `plan` names, each with the kind of its new layer."""
     named = dict(module.named_modules(remove_duplicate=False))
     del named[""]
-    chosen: _Matches = {}
+    matches: _Matches = {}
     for pattern, what in plan.items():
         fitting = [name for name in named if fnmatchcase(name, pattern)]
         if not fitting:
-            raise ArgumentError(f"shard_: no submodule fits {pattern!r}; there are {sorted(named)}")
+            raise ArgumentError(f"shard_: no submodule matches {pattern!r}; the submodules are {sorted(named)}")
         kind = what if isinstance(what, str) else what.get("layer")
         if kind not in _SOURCE_TYPES:
             raise ArgumentError(f"shard_: {pattern!r} must become one of {sorted(_SOURCE_TYPES)}, got {what!r}")
         for name in fitting:
             # Subclasses may compute something else.
-            if name not in chosen and type(named[name]) not in _SOURCE_TYPES[kind]:
+            if name not in matches and type(named[name]) not in _SOURCE_TYPES[kind]:
                 wanted = " or ".join(one.__name__ for one in _SOURCE_TYPES[kind])
                 raise ArgumentError(
-                    f"shard_: {name!r}, which {pattern!r} fits, is a {type(named[name]).__name__}; {kind!r} needs a"
+                    f"shard_: {name!r}, which {pattern!r} matches, is a {type(named[name]).__name__}; {kind!r} needs a"
                     f" {wanted}"
                 )
-            chosen.setdefault(name, (named[name], what))
-    return chosen
+            matches.setdefault(name, (named[name], what))
+    return matches
 
 
-def _check_shared(module: nn.Module, chosen: _Matches) -> None:
+def _check_shared(module: nn.Module, matches: _Matches) -> None:
     """Raise ArgumentError if a submodule that is not replaced shares a parameter with one that is."""
-    replaced = {plain: name for name, (plain, _) in chosen.items()}
+    replaced = {plain: name for name, (plain, _) in matches.items()}
     owner = {param: name for plain, name in replaced.items() for param in plain.parameters(recurse=False)}
     for name, other in module.named_modules(remove_duplicate=False):
-        if other in replaced and name not in chosen:
-            raise ArgumentError(f"shard_: {replaced[other]!r} is the same module as {name!r}, which no pattern fits")
+        if other in replaced and name not in matches:
+            raise ArgumentError(f"shard_: {replaced[other]!r} is the same module as {name!r}, which no pattern matches")
         for key, param in other.named_parameters(recurse=False):
             if other not in replaced and param in owner:
                 raise ArgumentError(
-                    f"shard_: {name!r} shares its {key} with {owner[param]!r}, but no pattern fits it; convert both"
+                    f"shard_: {name!r} shares {key} with {owner[param]!r}, but no pattern matches it; convert both"
                 )
 
 
@@ -170,6 +174,6 @@ def _convert(name: str, plain: nn.Module, options: dict[str, Any], sequence_para
         raise ArgumentError(f"shard_: {name!r} can't become {kind!r} with the options {options}: {error}") from error
 
 
-def _shard_layout(param: Tensor) -> tuple[int | None, torch.Size]:
-    shard = shard_of(param)
+def _get_shard_layout(param: Tensor) -> tuple[int | None, torch.Size]:
+    shard = get_shard(param)
     return (None if shard is None else shard.dim), param.shape

@@ -4,7 +4,7 @@ A value is a tensor, None, or tuples, lists, dicts and namedtuples of these, nes
 it are pickled. The receiver needs no advance knowledge: a header (structure, dtypes, shapes, requires_grad, plain
 values) is sent before a value whose header differs from the previous one's, and only then.
 
-Values travel on *lines*: for each pair of stages, direction and ``channel`` (0 to 255) there are three, one for
+Values are sent on *lines*: for each pair of stages, direction and ``channel`` (0 to 255) there are three, one for
 :meth:`PipeP2P.send`, :meth:`PipeP2P.recv` and their variants, one for the ``forward`` forms and one for the
 ``backward`` forms. On a line the n-th receive gets the n-th value. Lines are independent of each other.
 
@@ -18,8 +18,7 @@ Example:
                 activations, mask = p2p.recv(0)
 """
 
-from mpicoll.parallel.p2p.pipe import (
-    PipeP2P,
+from mpicoll.parallel.p2p.default_pipe import (
     can_send_recv,
     init_process_groups,
     irecv,
@@ -30,6 +29,7 @@ from mpicoll.parallel.p2p.pipe import (
     send_obj,
     wait,
 )
+from mpicoll.parallel.p2p.pipe import PipeP2P
 
 __all__ = [
     "PipeP2P",

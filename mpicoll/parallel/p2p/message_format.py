@@ -17,16 +17,16 @@ from mpicoll.buffers.device import Device, device_of
 from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.torch import cuda_device
 from mpicoll.collectives.bcast import ibcast
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicatorError, DTypeError, Timeout
-from mpicoll.torch.tensors import check_plain, flat_input
+from mpicoll.torch.tensors import check_plain, flatten_input
 from mpicoll.transport.base import Envelope, Memory
 
-_TOGETHER = 1 << 14
+_MAX_SHARED_BYTES = 1 << 14
 """Bytes up to which the tensors of one value share a message: copying them is cheaper than a message each."""
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 """Alignment in bytes of the tensors of a shared message."""
 
 
@@ -79,7 +79,7 @@ def flatten(operation: str, value: Any, tensors: list[torch.Tensor]) -> Spec:
         check_plain(operation, value)
         wrapper: bool = is_traceable_wrapper_subclass(value)
         if wrapper:
-            raise DTypeError(f"{operation}: takes plain tensors, got a {kind.__name__}; pass its to_local()")
+            raise DTypeError(f"{operation}: pass plain tensors, got a {kind.__name__}; call to_local()")
         tensors.append(value)
         return TensorSpec(value.dtype, tuple(value.shape), value.requires_grad, value.device.type)
     if value is None:
@@ -113,23 +113,23 @@ def unflatten(spec: Spec, tensors: Iterator[torch.Tensor]) -> Any:
     return tuple(children)
 
 
-def describe(spec: Spec) -> str:
+def describe_spec(spec: Spec) -> str:
     """Describe `spec` for an error message."""
     if isinstance(spec, TensorSpec):
         return str(spec)
     if spec is None:
         return "None"
     try:
-        return _describe_container(spec)
+        return _describe_container_spec(spec)
     except Exception:  # noqa: BLE001  an error message must not be lost because a value can't be shown
-        return "what can't be unpickled or shown"
+        return "a value that can't be unpickled or shown"
 
 
-def _describe_container(spec: Container | bytes) -> str:
+def _describe_container_spec(spec: Container | bytes) -> str:
     if isinstance(spec, bytes):
         text = repr(pickle.loads(spec))
         return text if len(text) <= 40 else f"{text[:37]}..."
-    children = [describe(one) for one in spec.children]
+    children = [describe_spec(one) for one in spec.children]
     if spec.kind == "dict":
         return f"{{{', '.join(f'{key!r}: {one}' for key, one in zip(pickle.loads(spec.meta), children, strict=True))}}}"
     if spec.kind == "namedtuple":
@@ -148,36 +148,36 @@ def _pickle(operation: str, value: Any) -> bytes:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise DTypeError(
-            f"{operation}: a {type(value).__name__} can't be pickled, hence not be sent: {error}"
+            f"{operation}: a {type(value).__name__} can't be pickled, so it can't be sent: {error}"
         ) from error
 
 
-def memory(tensor: torch.Tensor) -> Memory:
+def as_bytes(tensor: torch.Tensor) -> Memory:
     """Return the bytes of `tensor`, which is on the CPU, in C order: its own memory where possible."""
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    own = tensor.detach() if plain else flat_input(tensor)
+    own = tensor.detach() if plain else flatten_input(tensor)
     return (own if own.dim() == 1 else own.view(-1)).view(torch.uint8).numpy()
 
 
-HostPlace: TypeAlias = tuple[torch.Tensor, Memory]
+HostCopy: TypeAlias = tuple[torch.Tensor, Memory]
 """A tensor, and the host memory of its bytes."""
 
 
-def copy_to_host(places: Sequence[HostPlace]) -> None:
+def copy_to_host(places: Sequence[HostCopy]) -> None:
     """Copy tensors, in C order, to host memory. Waits for pending work of the current streams on them."""
-    _copy("send", [(flat_input(one), place) for one, place in places], down=True)
+    _copy("send", [(flatten_input(one), place) for one, place in places], down=True)
 
 
-def copy_from_host(places: Sequence[HostPlace]) -> None:
+def copy_from_host(places: Sequence[HostCopy]) -> None:
     """Copy host memory to contiguous tensors. When it returns, all streams see their values."""
     _copy("recv", places, down=False)
 
 
-def _copy(operation: str, places: Sequence[HostPlace], *, down: bool) -> None:
+def _copy(operation: str, places: Sequence[HostCopy], *, down: bool) -> None:
     by_device: dict[Device, list[tuple[Buffer, Memory]]] = {}
     for tensor, place in places:
         if tensor.is_cpu:
-            own = memory(tensor)
+            own = as_bytes(tensor)
             np.copyto(*((place, own) if down else (own, place)))
         elif tensor.numel():
             buffer = recognise(operation, tensor)
@@ -186,14 +186,14 @@ def _copy(operation: str, places: Sequence[HostPlace], *, down: bool) -> None:
             by_device.setdefault(on, []).append((buffer, place))
     for on, several in by_device.items():
         last = several[-1][0]
-        # All that the stream was given for any of them came before.
+        # The event of the last buffer follows all earlier work of the stream on any of them.
         with on.working([last.library.record_event(last)]):
             for buffer, place in several:
                 there = buffer.array.reshape(-1).view(np.uint8)
                 np.copyto(*((place, there) if down else (there, place)))
 
 
-def host_buffer(operation: str, nbytes: int, place: torch.device | None) -> Memory:
+def allocate_host_buffer(operation: str, nbytes: int, place: torch.device | None) -> Memory:
     """Return host memory for copies to and from the device `place`. Raise DeviceError if that device can't be used."""
     if place is None or place.type == "cpu":
         return np.empty(nbytes, np.uint8)
@@ -219,15 +219,15 @@ class MessageLayout:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.leaves: list[TensorSpec] = list(_leaves(spec))
-        small = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes <= _TOGETHER]
+        self.leaves: list[TensorSpec] = list(_iterate_leaves(spec))
+        small = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes <= _MAX_SHARED_BYTES]
         together: list[MessagePart] = []
         end = 0
         for index in small:
-            start = -(-end // _ALIGNED) * _ALIGNED
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + self.leaves[index].nbytes
             together.append(MessagePart(index, start, end))
-        alone = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes > _TOGETHER]
+        alone = [index for index, leaf in enumerate(self.leaves) if leaf.nbytes > _MAX_SHARED_BYTES]
         self.messages: list[tuple[int, tuple[MessagePart, ...]]] = []
         self.messages += [
             (self.leaves[index].nbytes, (MessagePart(index, 0, self.leaves[index].nbytes),)) for index in alone
@@ -235,28 +235,30 @@ class MessageLayout:
         if together or not alone:
             self.messages.append((end, tuple(together)))
 
-    def outgoing(self, tensors: Sequence[torch.Tensor]) -> list[Memory]:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> list[Memory]:
         """Return the messages of `tensors`."""
         messages = []
-        copied: list[HostPlace] = []
+        copied: list[HostCopy] = []
         for nbytes, parts in self.messages:
             several = [tensors[part.index] for part in parts]
             if len(several) == 1 and several[0].is_cpu:
-                messages.append(memory(several[0]))
+                messages.append(as_bytes(several[0]))
             else:
-                packed = host_buffer("send", nbytes, next((one.device for one in several if one.is_cuda), None))
+                packed = allocate_host_buffer(
+                    "send", nbytes, next((one.device for one in several if one.is_cuda), None)
+                )
                 copied += [(one, packed[start:stop]) for one, (_, start, stop) in zip(several, parts, strict=True)]
                 messages.append(packed)
         copy_to_host(copied)
         return messages
 
 
-def _leaves(spec: Spec) -> Iterator[TensorSpec]:
+def _iterate_leaves(spec: Spec) -> Iterator[TensorSpec]:
     if isinstance(spec, TensorSpec):
         yield spec
     elif isinstance(spec, Container):
         for one in spec.children:
-            yield from _leaves(one)
+            yield from _iterate_leaves(one)
 
 
 class PendingMessage(Protocol):
@@ -284,7 +286,7 @@ class MessageTransport(Protocol):
         """Return the envelope of the first message from `source` that was not received yet, or None."""
 
     def check(self, peer: int) -> None:
-        """Raise RankFailed if `peer` can't send anything any more."""
+        """Raise RankFailed if the process of `peer` has exited."""
 
     def free(self) -> None: ...
 
@@ -294,7 +296,7 @@ class SendRecvTransport:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm.duplicate()
-        transport = self.comm.transport
+        transport = core_of(self.comm).transport
         self.peers = [peer for peer in range(comm.size) if peer != comm.rank]
         self.isend = transport.isend
         self.irecv = transport.irecv
@@ -319,12 +321,13 @@ class BroadcastTransport:
     comm = None
 
     def __init__(self, comm: Communicator) -> None:
-        if not comm.transport.background:
+        transport = core_of(comm).transport
+        if not transport.background:
             raise CommunicatorError(
-                "init_process_groups: send_recv=False needs an MPI library that lets several threads communicate"
-                " (MPI_THREAD_MULTIPLE), as broadcasts wait in the background; use send_recv=True"
+                "init_process_groups: send_recv=False needs MPI_THREAD_MULTIPLE, which this MPI library does not"
+                " provide, since broadcasts wait in the background; use send_recv=True"
             )
-        self._traffic = comm.transport.traffic
+        self._traffic = transport.traffic
         self._out: dict[int, Communicator] = {}
         self._in: dict[int, Communicator] = {}
         self._next: dict[int, tuple[Memory, Request]] = {}

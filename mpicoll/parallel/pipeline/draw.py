@@ -10,9 +10,10 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mpicoll.errors import ArgumentError, SetupError
-from mpicoll.parallel.pipeline.schedules import Action, Kind, Schedule
+from mpicoll.parallel.pipeline.schedules import Action, Kind, PipelineSchedule
 from mpicoll.parallel.pipeline.timeline import Timeline, timeline
 from mpicoll.schedules.draw import picture_type
+from mpicoll.wording import count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +39,7 @@ class _Bar:
 
 
 def draw(
-    schedule: Schedule | str | Timeline,
+    schedule: PipelineSchedule | str | Timeline,
     stages: int | None = None,
     microbatches: int | None = None,
     chunks: int = 1,
@@ -77,15 +78,15 @@ def draw(
     """
     if width < 40:
         raise ArgumentError(f"draw: width must be at least 40 columns, got {width}")
-    drawn = _timeline(schedule, stages, microbatches, chunks)
+    drawn = _resolve_timeline(schedule, stages, microbatches, chunks)
     if file is not None:
-        _picture(drawn, file)
-    rows = _rows(drawn, width)
-    return "\n".join([", ".join(_title(drawn)), "", *rows, "", _key(drawn, rows)])
+        _save_picture(drawn, file)
+    rows = _draw_rows(drawn, width)
+    return "\n".join([", ".join(_format_title(drawn)), "", *rows, "", _format_key(drawn, rows)])
 
 
-def _timeline(
-    schedule: Schedule | str | Timeline, stages: int | None, microbatches: int | None, chunks: int
+def _resolve_timeline(
+    schedule: PipelineSchedule | str | Timeline, stages: int | None, microbatches: int | None, chunks: int
 ) -> Timeline:
     if isinstance(schedule, Timeline):
         if stages is not None or microbatches is not None or chunks != 1:
@@ -97,39 +98,35 @@ def _timeline(
     return timeline(schedule, stages, microbatches, chunks, forward=one, backward=2 * one, send=0 * one)
 
 
-def _title(drawn: Timeline) -> tuple[str, str]:
+def _format_title(drawn: Timeline) -> tuple[str, str]:
     """Return the name, and the numbers."""
-    parts = [_count(drawn.microbatches, "micro-batch", "es")]
+    parts = [count(drawn.microbatches, "micro-batch", "micro-batches")]
     if drawn.chunks > 1:
         parts.append(f"{drawn.chunks} chunks per stage")
     if drawn.measured:
-        parts.append(f"measured {_seconds(float(drawn.makespan))}")
+        parts.append(f"measured {_format_seconds(float(drawn.makespan))}")
     bubble = drawn.bubble
     exact = f"{bubble} = " if isinstance(bubble, Fraction) and bubble > 0 and bubble.denominator < 1000 else ""
     parts.append(f"bubble {exact}{100 * float(bubble):.1f} %")
-    return f"{drawn.name} on {_count(drawn.stages, 'stage')}", ", ".join(parts)
+    return f"{drawn.name} on {count(drawn.stages, 'stage')}", ", ".join(parts)
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
-def _seconds(time: float) -> str:
+def _format_seconds(time: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if time * factor >= 1:
             return f"{time * factor:.3g} {unit}"
     return f"{time * 1e6:.3g} µs"
 
 
-def _letter(chunk: int) -> str:
+def _get_chunk_letter(chunk: int) -> str:
     return chr(ord("a") + chunk)
 
 
-def _rows(drawn: Timeline, width: int) -> list[str]:
+def _draw_rows(drawn: Timeline, width: int) -> list[str]:
     heads = [f"stage {stage}" for stage in range(drawn.stages)]
     margin = len(heads[-1]) + 2
     lengths = [span.end - span.begin for spans in drawn.spans for span in spans if span.end > span.begin]
-    widest = max(len(_label(span.action, drawn.chunks)) for spans in drawn.spans for span in spans)
+    widest = max(len(_format_label(span.action, drawn.chunks)) for spans in drawn.spans for span in spans)
     # As narrow as the shortest action lets it be, with the widest label and a column to show its kind.
     scale = min((widest + 1) / min(lengths), (width - margin) / drawn.makespan) if lengths else Fraction(0)
     rows = []
@@ -137,24 +134,24 @@ def _rows(drawn: Timeline, width: int) -> list[str]:
         row = ["·"] * round(drawn.makespan * scale)
         for span in spans:
             left, right = (round((time - drawn.begin) * scale) for time in (span.begin, span.end))
-            label = _label(span.action, drawn.chunks) if right - left > widest else ""
+            label = _format_label(span.action, drawn.chunks) if right - left > widest else ""
             row[left:right] = label.rjust(right - left, _FILLS[span.action.kind])
         rows.append(f"{head.ljust(margin - 2)} │{''.join(row)}")
     return rows
 
 
-def _label(action: Action, chunks: int) -> str:
-    return f"{action.microbatch}{_letter(action.chunk)}" if chunks > 1 else str(action.microbatch)
+def _format_label(action: Action, chunks: int) -> str:
+    return f"{action.microbatch}{_get_chunk_letter(action.chunk)}" if chunks > 1 else str(action.microbatch)
 
 
-def _key(drawn: Timeline, rows: list[str]) -> str:
-    parts = [f"{_FILLS[kind]} {_NAMES[kind]}" for kind in _kinds(drawn)] + ["· idle"]
-    if drawn.chunks > 1 and any(_letter(0) in row.partition("│")[2] for row in rows):
-        parts.append(f"a-{_letter(drawn.chunks - 1)} chunks")
+def _format_key(drawn: Timeline, rows: list[str]) -> str:
+    parts = [f"{_FILLS[kind]} {_NAMES[kind]}" for kind in _find_kinds(drawn)] + ["· idle"]
+    if drawn.chunks > 1 and any(_get_chunk_letter(0) in row.partition("│")[2] for row in rows):
+        parts.append(f"a-{_get_chunk_letter(drawn.chunks - 1)} chunks")
     return "   ".join(parts)
 
 
-def _kinds(drawn: Timeline) -> list[Kind]:
+def _find_kinds(drawn: Timeline) -> list[Kind]:
     there = {span.action.kind for spans in drawn.spans for span in spans}
     return [kind for kind in _NAMES if kind in there]
 
@@ -163,7 +160,7 @@ _COLOURS: dict[Kind, str] = {"F": "#2f6fd0", "B": "#1f9d72", "I": "#4f9e2f", "W"
 _INK, _GREY, _BAND = "#1f2a33", "#5b6770", "#eef1f5"
 
 
-def _picture(drawn: Timeline, file: str | os.PathLike[str]) -> None:
+def _save_picture(drawn: Timeline, file: str | os.PathLike[str]) -> None:
     """Draw stages as rows and actions as bars."""
     try:
         from matplotlib import rc_context
@@ -197,12 +194,12 @@ def _picture(drawn: Timeline, file: str | os.PathLike[str]) -> None:
         axes.tick_params(length=0, labelcolor=_INK, labelsize=10)
         axes.tick_params(axis="x", labelcolor=_GREY, labelsize=9)
         axes.spines[:].set_visible(False)
-        name, rest = _title(drawn)
+        name, rest = _format_title(drawn)
         axes.set_title(name, loc="left", fontsize=15, fontweight="bold", color=_INK, pad=26)
         axes.annotate(
             rest, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points", fontsize=10.5, color=_GREY
         )
-        _legend(figure, drawn)
+        _draw_legend(figure, drawn)
         figure.savefig(file, dpi=150, metadata={"Date": None} if Path(file).suffix.lower() == ".svg" else None)
 
 
@@ -213,7 +210,7 @@ def _draw_bar(axes: Axes, bar: _Bar, chunks: int, digits: int, inches: float) ->
         bar.length,
         left=bar.begin,
         height=0.86,
-        color=_shade(_COLOURS[bar.action.kind], bar.action.chunk, chunks),
+        color=_lighten(_COLOURS[bar.action.kind], bar.action.chunk, chunks),
         edgecolor="white",
         linewidth=min(0.8, 12 * inches),
         zorder=2,
@@ -224,7 +221,7 @@ def _draw_bar(axes: Axes, bar: _Bar, chunks: int, digits: int, inches: float) ->
             bar.begin + bar.length / 2,
             bar.stage,
             str(bar.action.microbatch),
-            color="white" if _lightness(bar.action.chunk, chunks) < 0.5 else _INK,
+            color="white" if _compute_lightness(bar.action.chunk, chunks) < 0.5 else _INK,
             fontsize=size,
             ha="center",
             va="center_baseline",
@@ -232,27 +229,27 @@ def _draw_bar(axes: Axes, bar: _Bar, chunks: int, digits: int, inches: float) ->
         )
 
 
-def _lightness(chunk: int, chunks: int) -> float:
+def _compute_lightness(chunk: int, chunks: int) -> float:
     """Return the share of white in the colour of a chunk: 0 for the first, and the most for the last."""
     return 0.62 * chunk / (chunks - 1) if chunks > 1 else 0.0
 
 
-def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+def _lighten(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
-    white = _lightness(chunk, chunks)
+    white = _compute_lightness(chunk, chunks)
     red, green, blue = (part + (1 - part) * white for part in to_rgb(colour))
     return red, green, blue
 
 
-def _legend(figure: Figure, drawn: Timeline) -> None:
+def _draw_legend(figure: Figure, drawn: Timeline) -> None:
     from matplotlib.patches import Patch
 
-    kinds, chunks = _kinds(drawn), drawn.chunks
+    kinds, chunks = _find_kinds(drawn), drawn.chunks
     handles = [Patch(facecolor=_COLOURS[kind], label=_NAMES[kind]) for kind in kinds]
     handles.append(Patch(facecolor=_BAND, label="idle"))
     if chunks > 1:
-        shades = [_shade(_GREY, chunk, chunks) for chunk in range(chunks)]
+        shades = [_lighten(_GREY, chunk, chunks) for chunk in range(chunks)]
         handles += [Patch(facecolor=shade, label=f"chunk {chunk}") for chunk, shade in enumerate(shades)]
     columns = 4 if "I" in kinds else 7
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=9, labelcolor=_INK)

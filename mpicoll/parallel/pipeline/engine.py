@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from mpicoll.collectives.allreduce import allreduce
-from mpicoll.collectives.bcast import bcast
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.core.request import Request
 from mpicoll.errors import (
-    AlgorithmError,
     ArgumentError,
     CommunicationError,
     CommunicatorError,
@@ -28,62 +24,23 @@ from mpicoll.errors import (
 )
 from mpicoll.parallel import gradients, groups
 from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.p2p.channels import wrap_error
+from mpicoll.parallel.p2p.operations import wrap_error
 from mpicoll.parallel.pipeline import schedules
+from mpicoll.parallel.pipeline.agreement import check_agreement, gather_objects, share_tied
+from mpicoll.parallel.pipeline.batch import Batch, SavedTensors, concatenate_outputs, detach, find_tensors, split_batch
 from mpicoll.parallel.pipeline.schedules import Action
-from mpicoll.parallel.pipeline.split_backward import backward, backward_input, own_memory
+from mpicoll.parallel.pipeline.split_backward import backward, backward_input, copy_views
 from mpicoll.parallel.pipeline.timeline import Timeline, timeline_from_events
-from mpicoll.parallel.pipeline.verify import verify
 
 Loss: TypeAlias = Callable[[Any, Any], Any]
 """A function of the last part's output and the targets of a micro-batch that returns the mean loss, a 0-d tensor."""
 
 
-_PLAIN = (Tensor, type(None), bool, int, float, str)
+_LEAF_TYPES = (Tensor, type(None), bool, int, float, str)
 """Types of leaves in the tuples, lists and dicts that parts pass to each other."""
 
-_RESULT = 0
+_RESULT_CHANNEL = 0
 """The channel of results that the last stage sends to all others. Channels of chunks are above it."""
-
-
-class _StageTerms(NamedTuple):
-    """Data that stages exchange when the engine is made.
-
-    The work on which all must agree, a checksum of the script, the error of this stage, and (shape, dtype) of its tied
-    parameters.
-    """
-
-    work: str
-    script: int
-    failure: str
-    tied: dict[str, tuple[tuple[int, ...], str]]
-
-
-@dataclass(slots=True)
-class _SavedTensors:
-    """Tensors that require grad, which a forward keeps for its backward."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-@dataclass(slots=True)
-class _Batch:
-    """State of a batch in the pipeline on one stage; micro-batches by number.
-
-    `mark` is part of every message, and detects stages that run different operations.
-    """
-
-    mark: str
-    actions: Sequence[Action]
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    weights: Sequence[float]
-    train: bool
-    saved: dict[tuple[int, int], _SavedTensors] = field(default_factory=dict)
-    later: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
-    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    outputs: dict[int, Any] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -91,12 +48,12 @@ class PipelineEngine:
 
     Each rank of the pipeline passes its part of the model. Making an engine is collective over `group`. A stage that
     calls another method than the others, or `predict` with other `micro_batches`, gets CommunicationError. After an
-    exception in the middle of a batch the stages are out of step: from then on methods raise CommunicatorError, and
-    other stages get Timeout.
+    exception in the middle of a batch the stages are no longer synchronized: all later calls raise CommunicatorError,
+    and other stages get Timeout.
 
     torch.distributed.pipelining runs on mpicoll, too. It is the better choice for dividing a model automatically, by
     tracing. Here shapes may change with each micro-batch, schedules are verified before they run, weights can be tied,
-    gradients are averaged over data parallel ranks, every rank gets the loss, and a mismatch between stages is an
+    gradients are averaged over data parallel ranks, every rank gets the loss, and a mismatch between stages raises an
     error.
 
     Args:
@@ -128,11 +85,13 @@ class PipelineEngine:
     Example:
         ::
 
-            engine = PipelineEngine(my_part, functional.cross_entropy, micro_batches=8)
-            for inputs, targets in batches:
+            engine = PipelineEngine(nn.Linear(4, 4), functional.mse_loss, micro_batches=2)
+            optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+            for inputs, targets in [(torch.ones(6, 4), torch.zeros(6, 4))]:
                 optimizer.zero_grad()
                 loss = engine.train_batch(inputs, targets)
                 optimizer.step()
+            engine.free()
     """
 
     def __init__(
@@ -153,12 +112,13 @@ class PipelineEngine:
         self.schedule = schedule
         self.comm = groups.communicator(group, "pipe")
         self.stage, self.stages = self.comm.rank, self.comm.size
-        self._replicas = _replica_communicator(data_group)
+        self._replicas = _find_replica_communicator(data_group)
         self._p2p = PipeP2P(self.comm, timeout=timeout)
         self._events: list[tuple[int, Action, float, float]] = []
         self._failed = ""
         try:
-            self._tied = self._tie(tied or {}, self._agree(tied or {}))
+            holders = check_agreement(self._p2p, schedule, micro_batches, len(self.modules), tied or {})
+            self._tied = share_tied(self.comm, tied or {}, holders)
         except Exception as error:
             if not isinstance(error, CommunicationError):
                 self._p2p.close()  # collective, but then all stages raise
@@ -199,11 +159,11 @@ class PipelineEngine:
             ArgumentError: a stage lacks its inputs or targets; raised before any message leaves.
             ShapeError: they can't be divided; raised before any message leaves.
         """
-        batch = self._batch("train_batch", inputs, targets, self.schedule, self.micro_batches)
+        batch = self._make_batch("train_batch", inputs, targets, self.schedule, self.micro_batches)
         loss = self._run(batch)
         if reduce:
             self.reduce_gradients()
-        return self._mean(loss)
+        return self._average_loss(loss)
 
     def reduce_gradients(self) -> None:
         """Sum the gradients of tied parameters over their stages, and average all over `data_group`."""
@@ -217,16 +177,16 @@ class PipelineEngine:
 
         Arguments and result are those of :meth:`train_batch`.
         """
-        batch = self._batch("eval_batch", inputs, targets, "forward_only", self.micro_batches)
-        return self._mean(self._forward_only(batch))
+        batch = self._make_batch("eval_batch", inputs, targets, "forward_only", self.micro_batches)
+        return self._average_loss(self._run_forward_only(batch))
 
     def predict(self, inputs: Any = None, *, micro_batches: int = 1) -> Any:
         """Return the model's output on every stage, without gradients and with the modules in evaluation mode.
 
         The first stage passes `inputs`; outputs of several micro-batches are concatenated along axis 0.
         """
-        batch = self._batch("predict", inputs, None, "forward_only", micro_batches)
-        return self._forward_only(batch)
+        batch = self._make_batch("predict", inputs, None, "forward_only", micro_batches)
+        return self._run_forward_only(batch)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of the whole model to a norm of at most `max_norm`, and return the norm before.
@@ -234,7 +194,7 @@ class PipelineEngine:
         See :func:`mpicoll.parallel.gradients.clip_grad_norm_`. Tied parameters count once. The tensor parallel group is
         that of the grid in use; without a grid the model is divided into pipeline stages only.
         """
-        grid = groups.current_grid()
+        grid = groups.get_current_grid()
         comm = self.comm if grid is None else grid.communicator("pipe", "model")
         first = grid is None or grid.communicator("model").rank == 0
         copies = [parameter for parameter, holders in self._tied if holders.rank > 0]
@@ -243,10 +203,10 @@ class PipelineEngine:
     def timeline(self) -> Timeline:
         """Return the times of all actions in the last batch. Collective over the pipeline.
 
-        Times of stages on several hosts are those of their own clocks.
+        Times of stages on several hosts are those of the clock of each host.
         """
         return timeline_from_events(
-            [event for events in self._gather_objects(self._events) for event in events], name=self.schedule
+            [event for events in gather_objects(self._p2p, self._events) for event in events], name=self.schedule
         )
 
     def free(self) -> None:
@@ -266,86 +226,95 @@ class PipelineEngine:
 
     # --- a batch
 
-    def _batch(self, operation: str, inputs: Any, targets: Any, schedule: str, count: int) -> _Batch:
+    def _make_batch(self, operation: str, inputs: Any, targets: Any, schedule: str, count: int) -> Batch:
         actions = schedules.actions(schedule, self.stage, self.stages, count, len(self.modules))
-        scored = self.is_last_stage and operation != "predict"
-        ins = self._parts(operation, "inputs", inputs, count) if self.is_first_stage else []
-        outs = self._parts(operation, "targets", targets, count) if scored else []
-        lengths = [len(_tensors(part)[0]) for part in outs]
+        has_targets = self.is_last_stage and operation != "predict"
+        input_parts = self._split_argument(operation, "inputs", inputs, count) if self.is_first_stage else []
+        target_parts = self._split_argument(operation, "targets", targets, count) if has_targets else []
+        lengths = [len(find_tensors(part)[0]) for part in target_parts]
         weights = [length / sum(lengths) for length in lengths]
-        return _Batch(f"{operation} of {count} micro-batches", actions, ins, outs, weights, operation == "train_batch")
+        return Batch(
+            f"{operation} of {count} micro-batches",
+            actions,
+            input_parts,
+            target_parts,
+            weights,
+            operation == "train_batch",
+        )
 
-    def _parts(self, operation: str, name: str, value: Any, count: int) -> list[Any]:
+    def _split_argument(self, operation: str, name: str, value: Any, count: int) -> list[Any]:
         """Divide `value`, the argument `name`, along axis 0 for `count` micro-batches."""
         where = f"(stage {self.stage} of {self.stages})"
         if value is None:
-            raise ArgumentError(f"{operation}: this stage needs {name}, got None {where}")
-        lengths = {len(one) if one.dim() else 0 for one in _tensors(value)}
+            raise ArgumentError(f"{operation}: this stage must pass {name}, got None {where}")
+        lengths = {len(one) if one.dim() else 0 for one in find_tensors(value)}
         if len(lengths) != 1 or min(lengths) < count:
             raise ShapeError(
                 f"{operation}: {name} must be tensors with one length along axis 0, at least the {count} micro-batches,"
-                f" got shapes {[tuple(one.shape) for one in _tensors(value)]} {where}"
+                f" got shapes {[tuple(one.shape) for one in find_tensors(value)]} {where}"
             )
-        return _cut(value, count)
+        return split_batch(value, count)
 
-    def _forward_only(self, batch: _Batch) -> Any:
-        with torch.no_grad(), _evaluating(self.modules):
+    def _run_forward_only(self, batch: Batch) -> Any:
+        with torch.no_grad(), _use_evaluation_mode(self.modules):
             return self._run(batch)
 
-    def _mean(self, loss: Tensor) -> Tensor:
+    def _average_loss(self, loss: Tensor) -> Tensor:
         """Return `loss`, averaged over data parallel ranks."""
         return loss if self._replicas is None else allreduce(loss, "avg", comm=self._replicas)
 
     # --- actions
 
-    def _run(self, batch: _Batch) -> Any:
+    def _run(self, batch: Batch) -> Any:
         """Run the batch, and return the last stage's result on all stages."""
         if self._failed and self.stages > 1:
             raise CommunicatorError(
-                f"{batch.mark}: an engine can't be used after an exception in the middle of a batch, as its stages are"
-                f" out of step; make a new one on all of them (stage {self.stage} of {self.stages}: {self._failed})"
+                f"{batch.mark}: an engine can't be used after an exception in the middle of a batch, because its stages"
+                f" are no longer synchronized; create a new one on all of them (stage {self.stage} of {self.stages}:"
+                f" {self._failed})"
             )
         try:
             self._run_actions(batch)
-            return self._from_last_stage(batch)
+            return self._share_result(batch)
         except BaseException as error:
             self._failed = f"{batch.mark} ended in {type(error).__name__}"
             raise
 
-    def _run_actions(self, batch: _Batch) -> None:
+    def _run_actions(self, batch: Batch) -> None:
         actions = batch.actions
         self._events = []
-        arriving: dict[Action, Request] = {}
+        requests: dict[Action, Request] = {}
         own: dict[tuple[bool, int, int], Any] = {}
-        self._post_recv(actions[0], arriving)
+        self._post_recv(actions[0], requests)
         for action, following in zip(actions, [*actions[1:], None], strict=True):
             if following is not None:
-                # Posted before this action computes, so that what the next one needs can come meanwhile.
-                self._post_recv(following, arriving)
-            if action in arriving:
-                came = self._receive(batch, action, arriving.pop(action))
+                # Posted before this action computes, so that the input of the next one is received during the
+                # computation.
+                self._post_recv(following, requests)
+            if action in requests:
+                received = self._receive(batch, action, requests.pop(action))
             else:
-                came = own.pop(_input_key(action), None)
+                received = own.pop(_get_input_key(action), None)
             begin = time.perf_counter()
-            result = self._execute(batch, action, came)
+            result = self._execute(batch, action, received)
             self._events.append((self.stage, action, begin, time.perf_counter()))
             to = schedules.dest(action, self.stage, self.stages, len(self.modules))
             if to is not None and to[0] == self.stage:
-                own[action.kind == "F", action.microbatch, to[1]] = _detach(result)
+                own[action.kind == "F", action.microbatch, to[1]] = detach(result)
             elif to is not None:
-                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_channel(action, action.chunk))
+                self._p2p.isend((self.stage, batch.mark, result), to[0], channel=_get_channel(action, action.chunk))
             self._p2p.poll()
         self._p2p.wait()
 
-    def _receive(self, batch: _Batch, action: Action, request: Request) -> Any:
+    def _receive(self, batch: Batch, action: Action, request: Request) -> Any:
         """Wait for the input of `action` from another stage."""
         try:
             return self._unwrap(batch, *request.wait())
         except CommunicationError as error:
-            what = "output of the part before" if action.kind == "F" else "gradient of its output"
-            raise wrap_error(f"{batch.mark}: {action} waits for the {what}: {error}", error) from error
+            what = "output of the previous part" if action.kind == "F" else "gradient of its output"
+            raise wrap_error(f"{batch.mark}: {action} needs the {what}: {error}", error) from error
 
-    def _unwrap(self, batch: _Batch, sender: int, mark: str, value: Any) -> Any:
+    def _unwrap(self, batch: Batch, sender: int, mark: str, value: Any) -> Any:
         """Return the `value` of a message from `sender`. Raise CommunicationError if it is of another operation."""
         if mark != batch.mark:
             raise CommunicationError(
@@ -354,42 +323,46 @@ class PipelineEngine:
             )
         return value
 
-    def _from_last_stage(self, batch: _Batch) -> Any:
+    def _share_result(self, batch: Batch) -> Any:
         """Return the loss, or without targets the outputs of all micro-batches."""
         if not self.is_last_stage:
-            return self._unwrap(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT))
-        found = batch.loss if batch.targets else _join([batch.outputs[number] for number in sorted(batch.outputs)])
+            return self._unwrap(batch, *self._p2p.recv(self.stages - 1, channel=_RESULT_CHANNEL))
+        found = (
+            batch.loss
+            if batch.targets
+            else concatenate_outputs([batch.outputs[number] for number in sorted(batch.outputs)])
+        )
         for stage in range(self.stages - 1):
-            self._p2p.isend((self.stage, batch.mark, found), stage, channel=_RESULT)
+            self._p2p.isend((self.stage, batch.mark, found), stage, channel=_RESULT_CHANNEL)
         self._p2p.wait()
         return found
 
-    def _post_recv(self, action: Action, arriving: dict[Action, Request]) -> None:
+    def _post_recv(self, action: Action, requests: dict[Action, Request]) -> None:
         """Start to receive the input of `action` from another stage."""
-        origin = schedules.source(action, self.stage, self.stages, len(self.modules))
-        if origin is not None and origin[0] != self.stage:
-            arriving[action] = self._p2p.irecv(origin[0], channel=_channel(action, origin[1]))
+        source_chunk = schedules.source(action, self.stage, self.stages, len(self.modules))
+        if source_chunk is not None and source_chunk[0] != self.stage:
+            requests[action] = self._p2p.irecv(source_chunk[0], channel=_get_channel(action, source_chunk[1]))
 
-    def _execute(self, batch: _Batch, action: Action, came: Any) -> Any:
+    def _execute(self, batch: Batch, action: Action, received: Any) -> Any:
         key = action.microbatch, action.chunk
         if action.kind == "F":
-            return self._forward(batch, action, came)
+            return self._forward(batch, action, received)
         if action.kind == "W":
-            batch.later.pop(key)()
+            batch.weight_backwards.pop(key)()
             return None
         kept = batch.saved.pop(key)
-        grads = [torch.ones_like(one) for one in kept.outputs] if came is None else came
+        grads = [torch.ones_like(one) for one in kept.outputs] if received is None else received
         if action.kind == "B":
             return backward(kept.outputs, grads, kept.inputs)
-        result, batch.later[key] = backward_input(
+        result, batch.weight_backwards[key] = backward_input(
             kept.outputs, grads, kept.inputs, list(self.modules[action.chunk].parameters())
         )
         return result
 
-    def _forward(self, batch: _Batch, action: Action, came: Any) -> Any:
+    def _forward(self, batch: Batch, action: Action, received: Any) -> Any:
         number = action.microbatch
         virtual = action.chunk * self.stages + self.stage
-        value = batch.inputs[number] if virtual == 0 else came
+        value = batch.inputs[number] if virtual == 0 else received
         output = self.modules[action.chunk](value)
         if virtual == self.stages * len(self.modules) - 1:
             if batch.targets:
@@ -399,24 +372,24 @@ class PipelineEngine:
         else:
             self._check_output(output, virtual)
             if batch.train and self._splits:
-                output = own_memory(output)
+                output = copy_views(output)
         if batch.train:
-            batch.saved[number, action.chunk] = _SavedTensors(
-                [one for one in _tensors(value) if virtual and one.requires_grad],
-                [one for one in _tensors(output) if one.requires_grad],
+            batch.saved[number, action.chunk] = SavedTensors(
+                [one for one in find_tensors(value) if virtual and one.requires_grad],
+                [one for one in find_tensors(output) if one.requires_grad],
             )
         return output
 
     def _check_output(self, output: Any, virtual: int) -> None:
         for one in tree_leaves(output):
-            if not isinstance(one, _PLAIN):
+            if not isinstance(one, _LEAF_TYPES):
                 raise DTypeError(
-                    f"PipelineEngine: part {virtual} of the model returned a {type(one).__name__}, through which no"
-                    " gradient finds its way; it must return tuples, lists and dicts of tensors, numbers, strings and"
+                    f"PipelineEngine: part {virtual} of the model returned a {type(one).__name__}, through which"
+                    " gradients can't be propagated; return tuples, lists and dicts of tensors, numbers, strings and"
                     f" None (stage {self.stage} of {self.stages})"
                 )
 
-    def _weighted_loss(self, batch: _Batch, output: Any, number: int) -> Tensor:
+    def _weighted_loss(self, batch: Batch, output: Any, number: int) -> Tensor:
         loss = self.loss_fn(output, batch.targets[number])
         if not isinstance(loss, Tensor) or loss.dim():
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -428,92 +401,21 @@ class PipelineEngine:
         batch.loss = batch.loss + weighted.detach().double()
         return weighted
 
-    # --- all stages
 
-    def _gather_objects(self, mine: Any) -> list[Any]:
-        """Return the objects of all stages, on all stages."""
-        if not self.is_first_stage:
-            self._p2p.send_obj(mine, 0)
-            everyones: list[Any] = self._p2p.recv_obj(0)
-            return everyones
-        everyones = [mine, *(self._p2p.recv_obj(stage) for stage in range(1, self.stages))]
-        for stage in range(1, self.stages):
-            self._p2p.send_obj(everyones, stage)
-        return everyones
-
-    def _agree(self, tied: Mapping[str, nn.Parameter]) -> dict[str, list[int]]:
-        """Return the stages that hold each tied parameter.
-
-        Raises on all stages if one of them fails, or would run another schedule.
-        """
-        chunks = len(self.modules)
-        work = f"schedule {self.schedule!r}, {self.micro_batches} micro-batches, {chunks} chunks"
-        mine, failure = _StageTerms(work, 0, "", {}), None
-        try:
-            if not schedules.find(self.schedule).backward:
-                able = ", ".join(name for name, one in schedules.schedules().items() if one.backward)
-                raise AlgorithmError(
-                    f"PipelineEngine: schedule {self.schedule!r} has no backward, so it can't train; take one of {able}"
-                    " (eval_batch and predict need none)"
-                )
-            verify(self.schedule, self.stages, self.micro_batches, chunks)
-            script = schedules.schedule(self.schedule, self.stages, self.micro_batches, chunks)
-            own = {name: (tuple(one.shape), str(one.dtype)) for name, one in tied.items()}
-            mine = _StageTerms(work, zlib.crc32(repr(script).encode()), "", own)
-        except Exception as error:  # noqa: BLE001  no stage must wait for this one
-            mine, failure = _StageTerms(work, 0, f"{type(error).__name__}: {error}", {}), error
-        everyones: list[_StageTerms] = self._gather_objects(mine)
-        if failure is not None:
-            raise failure
-        for stage, other in enumerate(everyones):
-            if other.failure:
-                raise ArgumentError(f"PipelineEngine: stage {stage} can't be made: {other.failure}")
-            if (other.work, other.script) != (mine.work, mine.script):
-                same = ", but another schedule of that name" if other.work == mine.work else ""
-                raise ArgumentError(
-                    f"PipelineEngine: all stages must pass the same schedule, micro_batches and number of modules;"
-                    f" stage {self.stage} has {mine.work}; stage {stage} has {other.work}{same}"
-                )
-        holders: dict[str, list[int]] = {}
-        for stage, other in enumerate(everyones):
-            for name in other.tied:
-                holders.setdefault(name, []).append(stage)
-        for name, stages in holders.items():
-            kinds = {stage: everyones[stage].tied[name] for stage in stages}
-            if len({shape for shape, _ in kinds.values()}) > 1:
-                raise ShapeError(f"PipelineEngine: tied parameter {name!r} differs in shape among stages: {kinds}")
-            if len(set(kinds.values())) > 1:
-                raise DTypeError(f"PipelineEngine: tied parameter {name!r} differs in dtype among stages: {kinds}")
-        return holders
-
-    def _tie(
-        self, tied: Mapping[str, nn.Parameter], holders: Mapping[str, list[int]]
-    ) -> list[tuple[nn.Parameter, Communicator]]:
-        """Return the parameters that other stages also hold, each with a communicator of those stages."""
-        found = []
-        for name, stages in holders.items():
-            if self.stage in stages and len(stages) > 1:
-                comm = self.comm.group(stages)
-                assert comm is not None
-                bcast(tied[name].detach(), 0, out=tied[name].detach(), comm=comm)
-                found.append((tied[name], comm))
-        return found
-
-
-def _replica_communicator(group: Any) -> Communicator | None:
+def _find_replica_communicator(group: Any) -> Communicator | None:
     """Return the communicator of the ranks that hold the same part of the model; None if there is no other."""
-    if group is None and groups.current_grid() is None:
+    if group is None and groups.get_current_grid() is None:
         return None
-    comm = gradients.replica_communicator(group)
+    comm = gradients.get_replica_communicator(group)
     return comm if comm.size > 1 else None
 
 
-def _input_key(action: Action) -> tuple[bool, int, int]:
+def _get_input_key(action: Action) -> tuple[bool, int, int]:
     """Return the key of the input of `action`: (forward, micro-batch, chunk)."""
     return action.kind == "F", action.microbatch, action.chunk
 
 
-def _channel(action: Action, chunk: int) -> int:
+def _get_channel(action: Action, chunk: int) -> int:
     """Return the channel of messages from `chunk` in the direction of `action`.
 
     With two stages the next one is also the previous one, so the directions need separate channels.
@@ -521,32 +423,8 @@ def _channel(action: Action, chunk: int) -> int:
     return 1 + 2 * chunk + (action.kind != "F")
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(value) if isinstance(one, Tensor)]
-
-
-def _detach(value: Any) -> Any:
-    """Return `value` for another part of the model on this stage, detached as if received from another stage."""
-    return tree_map_only(Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), value)
-
-
-def _cut(value: Any, count: int) -> list[Any]:
-    """Divide `value` into parts for `count` micro-batches."""
-    leaves, structure = tree_flatten(value)
-    columns = [one.tensor_split(count) if isinstance(one, Tensor) else [one] * count for one in leaves]
-    return [tree_unflatten(row, structure) for row in zip(*columns, strict=True)]
-
-
-def _join(values: Sequence[Any]) -> Any:
-    """Concatenate the tensors of `values`, which have one structure, along axis 0."""
-    flat = [tree_flatten(value) for value in values]
-    rows = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [torch.cat(list(parts)) if isinstance(parts[0], Tensor) else parts[0] for parts in rows]
-    return tree_unflatten(leaves, flat[0][1])
-
-
 @contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _use_evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Set the modules and all their submodules to evaluation mode inside the ``with`` block."""
     training = [one for module in modules for one in module.modules() if one.training]
     for module in modules:

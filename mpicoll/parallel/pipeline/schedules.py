@@ -5,7 +5,7 @@ tensors. A model on ``stages`` stages is divided into ``stages * chunks`` consec
 ``c`` of stage ``s`` is virtual stage ``c * stages + s``. Most schedules have one chunk per stage.
 
 Messages are implied. F of a micro-batch on virtual stage ``v`` needs the output of its F on ``v - 1``, and B or I on
-``v`` needs the gradient from its B or I on ``v + 1``, besides its own F on ``v``; on the last virtual stage it starts
+``v`` needs the gradient from its B or I on ``v + 1`` and its own F on ``v``; on the last virtual stage it starts
 from the loss. :func:`source` and :func:`dest` return the other stage. A stage runs one action at a time, waits before
 it for its input, and sends its output without waiting for the receiver. Messages from one virtual stage to the next,
 and those back, are matched in the order in which they are sent. :mod:`mpicoll.parallel.pipeline.verify` proves that a
@@ -22,12 +22,13 @@ from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from mpicoll.errors import AlgorithmError, RankError
+from mpicoll.schedules.formula import check_formula, evaluate
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 """Forward; backward; and the two halves of a backward, for the input and for the weights."""
 
 # By how much each kind changes the number of activations that a stage keeps.
-_KEPT: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
+_ACTIVATION_CHANGE: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,17 @@ Generator: TypeAlias = Callable[..., Iterator[Action]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Schedule:
+class PipelineSchedule:
     """A named schedule.
 
     `chunked` schedules allow several chunks per stage, and their generators are called with ``(stage, stages,
     microbatches, chunks)``, others with ``(stage, stages, microbatches)``. `backward` is False for schedules without a
-    backward; `splits` is True if a backward may be split into I and W. `bubble` and `peak` are closed forms as Python
-    expressions of ``p`` (stages), ``m`` (micro-batches), ``v`` (chunks) and, for `peak`, ``s`` (the stage); min and max
-    may be called. `bubble` is the part of the total time in which a stage is idle, if F, I and W take equally long, B
-    twice as long, and messages take no time; `peak` is that of :func:`peak_activations`. :func:`closed_form` evaluates
-    them exactly; they are None where no closed form is known. `source` is the paper.
+    backward; `splits` is True if a backward may be split into I and W. `bubble` and `peak` are closed forms (see
+    :mod:`mpicoll.schedules.formula`) in ``p`` (stages), ``m`` (micro-batches), ``v`` (chunks) and, for `peak`, ``s``
+    (the stage). `bubble` is the part of the total time in which a stage is idle, if F, I and W take equally long, B
+    twice as long, and messages take no time; `peak` is that of :func:`peak_activations`.
+    :func:`evaluate_closed_form` evaluates them exactly; they are None where no closed form is known. `source` is the
+    paper.
     """
 
     name: str
@@ -78,18 +80,21 @@ class Schedule:
         if chunks > 1 and not self.chunked:
             able = ", ".join(name for name, schedule in _REGISTRY.items() if schedule.chunked)
             raise AlgorithmError(
-                f"pipeline schedule {self.name} has one chunk per stage, got chunks={chunks}; more chunks take {able}"
+                f"pipeline schedule {self.name} has one chunk per stage, got chunks={chunks}; use one of {able} for"
+                " several chunks"
             )
-        return _build(self, stage, stages, microbatches, chunks)
+        return _generate(self, stage, stages, microbatches, chunks)
 
 
 @lru_cache(maxsize=4096)
-def _build(schedule: Schedule, stage: int, stages: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+def _generate(
+    schedule: PipelineSchedule, stage: int, stages: int, microbatches: int, chunks: int
+) -> tuple[Action, ...]:
     arguments = (stage, stages, microbatches, chunks) if schedule.chunked else (stage, stages, microbatches)
     return tuple(schedule.generate(*arguments))
 
 
-_REGISTRY: dict[str, Schedule] = {}
+_REGISTRY: dict[str, PipelineSchedule] = {}
 
 
 def register(
@@ -102,11 +107,17 @@ def register(
     peak: str | None = None,
     source: str = "",
 ) -> Callable[[Generator], Generator]:
-    """Register the decorated generator as a pipeline schedule; see :class:`Schedule` for the fields."""
+    """Register the decorated generator as a pipeline schedule; see :class:`PipelineSchedule` for the fields.
+
+    Raises AlgorithmError if `bubble` or `peak` is not a valid closed form.
+    """
+    for text, names in ((bubble, "pmv"), (peak, "pmvs")):
+        if text is not None:
+            check_formula(text, names)
 
     def decorate(generate: Generator) -> Generator:
         own = name or generate.__name__
-        _REGISTRY[own] = Schedule(
+        _REGISTRY[own] = PipelineSchedule(
             name=own,
             generate=generate,
             chunked=chunked,
@@ -122,23 +133,25 @@ def register(
     return decorate
 
 
-def find(schedule: Schedule | str) -> Schedule:
+def find(schedule: PipelineSchedule | str) -> PipelineSchedule:
     """Return `schedule` itself, or the one of that name. Raise AlgorithmError with the existing names."""
-    if isinstance(schedule, Schedule):
+    if isinstance(schedule, PipelineSchedule):
         return schedule
     try:
         return _REGISTRY[schedule]
     except KeyError:
-        raise AlgorithmError(f"no pipeline schedule {schedule!r}; there are {', '.join(_REGISTRY)}") from None
+        raise AlgorithmError(
+            f"unknown pipeline schedule {schedule!r}; the registered schedules are {', '.join(_REGISTRY)}"
+        ) from None
 
 
-def schedules() -> dict[str, Schedule]:
+def schedules() -> dict[str, PipelineSchedule]:
     """Return all registered schedules by name."""
     return dict(_REGISTRY)
 
 
 def actions(
-    schedule: Schedule | str, stage: int, stages: int, microbatches: int, chunks: int = 1
+    schedule: PipelineSchedule | str, stage: int, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[Action, ...]:
     """Return the actions of one stage, in order.
 
@@ -157,7 +170,7 @@ def actions(
 
 
 def schedule(
-    schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1
+    schedule: PipelineSchedule | str, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[tuple[Action, ...], ...]:
     """Return the actions of each stage: :func:`actions` of all stages."""
     found = find(schedule)
@@ -169,7 +182,7 @@ def source(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[in
 
     With one stage and several chunks that is the stage itself, and no message is needed.
     """
-    return _neighbour(action, stage, stages, chunks, -1)
+    return _find_neighbour(action, stage, stages, chunks, -1)
 
 
 def dest(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, int] | None:
@@ -177,10 +190,10 @@ def dest(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int,
 
     With one stage and several chunks that is the stage itself, and no message is needed.
     """
-    return _neighbour(action, stage, stages, chunks, +1)
+    return _find_neighbour(action, stage, stages, chunks, +1)
 
 
-def _neighbour(action: Action, stage: int, stages: int, chunks: int, step: int) -> tuple[int, int] | None:
+def _find_neighbour(action: Action, stage: int, stages: int, chunks: int, step: int) -> tuple[int, int] | None:
     if action.kind == "W":
         return None
     virtual = action.chunk * stages + stage + (step if action.kind == "F" else -step)
@@ -190,7 +203,9 @@ def _neighbour(action: Action, stage: int, stages: int, chunks: int, step: int) 
     return stage, chunk
 
 
-def peak_activations(schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1) -> tuple[int, ...]:
+def peak_activations(
+    schedule: PipelineSchedule | str, stages: int, microbatches: int, chunks: int = 1
+) -> tuple[int, ...]:
     """Return for each stage the most micro-batches that have passed forward through a chunk, but not yet back.
 
     Each is an activation of one chunk, which is ``1 / chunks`` of the stage. It counts until its B or W is over. A
@@ -198,33 +213,28 @@ def peak_activations(schedule: Schedule | str, stages: int, microbatches: int, c
     """
     found = find(schedule)
     script = [found.actions(stage, stages, microbatches, chunks) for stage in range(max(stages, 1))]
-    return tuple(max(count_kept(actions)) if found.backward else 0 for actions in script)
+    return tuple(max(count_activations(actions)) if found.backward else 0 for actions in script)
 
 
-def count_kept(actions: Iterable[Action]) -> list[int]:
+def count_activations(actions: Iterable[Action]) -> list[int]:
     """Return the number of activations that a stage keeps during each of its actions."""
-    return list(accumulate(_KEPT[action.kind] for action in actions))
+    return list(accumulate(_ACTIVATION_CHANGE[action.kind] for action in actions))
 
 
-def closed_form(
-    schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1
+def evaluate_closed_form(
+    schedule: PipelineSchedule | str, stages: int, microbatches: int, chunks: int = 1
 ) -> tuple[Fraction | None, tuple[int, ...] | None]:
-    """Evaluate the closed forms: the bubble, and the peak of activations of each stage; see :class:`Schedule`.
+    """Evaluate the closed forms: the bubble, and the peak of activations of each stage; see :class:`PipelineSchedule`.
 
     Arguments and errors are those of :func:`schedule`.
     """
     found = find(schedule)
-    found.actions(0, stages, microbatches, chunks)  # raises what it raises
-    names = {
-        "__builtins__": {"max": max, "min": min},
-        "p": Fraction(stages),
-        "m": Fraction(microbatches),
-        "v": Fraction(chunks),
-    }
-    bubble = None if found.bubble is None else Fraction(eval(found.bubble, names))
+    found.actions(0, stages, microbatches, chunks)  # validates the arguments
+    quantities = {"p": Fraction(stages), "m": Fraction(microbatches), "v": Fraction(chunks)}
+    bubble = None if found.bubble is None else evaluate(found.bubble, quantities)
     if found.peak is None:
         return bubble, None
-    return bubble, tuple(int(eval(found.peak, {**names, "s": Fraction(stage)})) for stage in range(stages))
+    return bubble, tuple(int(evaluate(found.peak, {**quantities, "s": Fraction(stage)})) for stage in range(stages))
 
 
 @register(
@@ -248,7 +258,7 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
 )
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     """A forward for each later stage, then forwards and backwards alternately, then the remaining backwards."""
-    yield from _in_turns(
+    yield from _alternate(
         [Action("F", microbatch) for microbatch in range(microbatches)],
         [Action("B", microbatch) for microbatch in range(microbatches)],
         ahead=stages - stage - 1,
@@ -268,11 +278,11 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iter
     """
     if microbatches % stages:
         raise AlgorithmError(
-            f"pipeline schedule interleaved: the number of micro-batches, {microbatches}, must be a multiple of the "
-            f"number of stages, {stages}; looped_bfs takes any number"
+            f"pipeline schedule interleaved: the number of micro-batches, {microbatches}, must be a multiple of the"
+            f" number of stages, {stages}; looped_bfs accepts any number"
         )
     groups = [range(first, first + stages) for first in range(0, microbatches, stages)]
-    yield from _in_turns(
+    yield from _alternate(
         [Action("F", microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group],
         [
             Action("B", microbatch, chunk)
@@ -296,7 +306,7 @@ def zero_bubble(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     Stage ``s`` delays its W by ``s`` micro-batches, so that every stage keeps as many activations as the first one,
     which keeps as many as in 1F1B.
     """
-    for action in _in_turns(
+    for action in _alternate(
         [Action("F", microbatch) for microbatch in range(microbatches)],
         [Action("I", microbatch) for microbatch in range(microbatches)],
         ahead=stages - stage - 1,
@@ -339,7 +349,7 @@ def forward_only(stage: int, stages: int, microbatches: int, chunks: int) -> Ite
                 yield Action("F", microbatch, chunk)
 
 
-def _in_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
+def _alternate(forwards: list[Action], backwards: list[Action], ahead: int) -> Iterator[Action]:
     """Yield `ahead` forwards, then forwards and backwards alternately, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]

@@ -22,10 +22,10 @@ def backward(outputs: Sequence[Tensor], grads: Grads, inputs: Sequence[Tensor]) 
     wanted = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     if wanted:
         torch.autograd.backward([one for one, _ in wanted], [grad for _, grad in wanted])
-    taken = [one.grad for one in inputs]
+    input_grads = [one.grad for one in inputs]
     for one in inputs:
         one.grad = None
-    return taken
+    return input_grads
 
 
 def backward_input(
@@ -33,35 +33,35 @@ def backward_input(
 ) -> tuple[list[Tensor | None], Callable[[], object]]:
     """Return the gradients of `inputs`, and a function that adds those of `weights` to their ``.grad``.
 
-    `outputs` must have memory of their own (see :func:`own_memory`). An operation whose backward is one Python
-    function, such as a layer of :mod:`mpicoll.parallel.layers`, runs it in both halves, with its collectives: correct,
-    but without gain. Where no input requires a gradient, the second half does all the work.
+    `outputs` must not share memory with other tensors (see :func:`copy_views`). An operation whose backward is one
+    Python function, such as a layer of :mod:`mpicoll.parallel.layers`, runs it in both halves, with its collectives:
+    correct, but without gain. Where no input requires a gradient, the second half does all the work.
     """
     if not inputs:
         return [], partial(backward, outputs, grads, ())
-    # Not above: with it comes torch's compiler, which takes a second that other schedules need not wait for.
+    # Imported here because it imports torch's compiler, which takes a second and which other schedules don't need.
     from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
     pairs = [(one, grad) for one, grad in zip(outputs, grads, strict=True) if grad is not None]
     weights = [one for one in weights if one.requires_grad]
-    reached = _leaves([one for one, _ in pairs])
+    reached = _find_leaf_nodes([one for one, _ in pairs])
     # Some versions of torch refuse inputs on which nothing depends, and none at all.
-    used = [one for one in inputs if _accumulator(one) in reached]
+    used = [one for one in inputs if _get_accumulator(one) in reached]
     given = [one for one, _ in pairs], [grad for _, grad in pairs]
-    came, parts = stage_backward_input(*given, used, iter(weights)) if used else ((), [])
+    used_grads, parts = stage_backward_input(*given, used, iter(weights)) if used else ((), [])
     for one in used:
         one.grad = None
     found = {node for part in parts for node in part["params"]}
-    if any(_accumulator(one) in reached and _accumulator(one) not in found for one in weights):
+    if any(_get_accumulator(one) in reached and _get_accumulator(one) not in found for one in weights):
         raise ArgumentError(
             "the backward can't be split: an output depends on weights, but not on the input that they are applied to;"
-            " choose a schedule with whole backwards, such as 1f1b"
+            " use a schedule with whole backwards, such as 1f1b"
         )
-    by_input = {id(one): grad for one, grad in zip(used, came, strict=True)}
+    by_input = {id(one): grad for one, grad in zip(used, used_grads, strict=True)}
     return [by_input.get(id(one)) for one in inputs], partial(stage_backward_weight, iter(weights), parts)
 
 
-def own_memory(value: Any) -> Any:
+def copy_views(value: Any) -> Any:
     """Return `value` with copies of tensors that are views or leaves.
 
     :func:`backward_input` detaches outputs from their graph in place. torch forbids that for a view, and it would
@@ -70,7 +70,7 @@ def own_memory(value: Any) -> Any:
     return tree_map_only(Tensor, lambda one: one.clone() if one.is_leaf or one._is_view() else one, value)  # noqa: SLF001
 
 
-def _leaves(outputs: Sequence[Tensor]) -> set[Any]:
+def _find_leaf_nodes(outputs: Sequence[Tensor]) -> set[Any]:
     """Return the nodes of the graph of `outputs` that accumulate the gradient of a leaf."""
     seen: set[Any] = set()
     queue = [one.grad_fn for one in outputs]
@@ -82,5 +82,5 @@ def _leaves(outputs: Sequence[Tensor]) -> set[Any]:
     return {node for node in seen if hasattr(node, "variable")}
 
 
-def _accumulator(leaf: Tensor) -> Any:
+def _get_accumulator(leaf: Tensor) -> Any:
     return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

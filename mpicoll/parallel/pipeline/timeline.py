@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from mpicoll.errors import ArgumentError, RankError, ScheduleError, ShapeError
 from mpicoll.parallel.pipeline import schedules
-from mpicoll.parallel.pipeline.schedules import Action, Kind, Schedule, dest, find, source
+from mpicoll.parallel.pipeline.schedules import Action, Kind, PipelineSchedule, dest, find, source
 from mpicoll.parallel.pipeline.verify import execute
 
 Time: TypeAlias = float | Fraction
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def timeline(
-    schedule: Schedule | str,
+    schedule: PipelineSchedule | str,
     stages: int,
     microbatches: int,
     chunks: int = 1,
@@ -115,22 +115,26 @@ def timeline(
     """
     found = find(schedule)
     script = schedules.schedule(found, stages, microbatches, chunks)
-    whole = _each("backward", backward, stages)
-    halves = [time / 2 for time in whole] if backward_input is None else _each("backward_input", backward_input, stages)
+    whole = _expand_cost("backward", backward, stages)
+    halves = (
+        [time / 2 for time in whole]
+        if backward_input is None
+        else _expand_cost("backward_input", backward_input, stages)
+    )
     rest = [time - half for time, half in zip(whole, halves, strict=True)]
     costs: dict[Kind, list[Time]] = {
-        "F": _each("forward", forward, stages),
+        "F": _expand_cost("forward", forward, stages),
         "B": whole,
         "I": halves,
-        "W": _each("backward_weight", rest if backward_weight is None else backward_weight, stages),
+        "W": _expand_cost("backward_weight", rest if backward_weight is None else backward_weight, stages),
     }
-    (send,) = _each("send", send, 1)
+    (send,) = _expand_cost("send", send, 1)
     order, position = execute(script, chunks)
     for stage, actions in enumerate(script):
         if position[stage] < len(actions):
             raise ScheduleError(
-                f"pipeline schedule {found.name}, stages {stages}, microbatches {microbatches}: stage {stage} waits "
-                f"for ever at position {position[stage]}, {actions[position[stage]]}; verify says why"
+                f"pipeline schedule {found.name}, stages {stages}, microbatches {microbatches}: deadlock of stage"
+                f" {stage} at position {position[stage]}, {actions[position[stage]]}; verify() reports the cause"
             )
     spans: list[list[Span]] = [[] for _ in range(stages)]
     arrival: dict[tuple[bool, int, int, int], Time] = {}
@@ -161,9 +165,9 @@ def timeline_from_events(events: Iterable[tuple[int, Action, float, float]], nam
     """
     events = sorted(events, key=lambda event: (event[0], event[2], event[3]))
     if not events:
-        raise ArgumentError("a timeline needs events, got none")
+        raise ArgumentError("timeline_from_events: pass at least one event, got none")
     if events[0][0] < 0:
-        raise RankError(f"a stage must be at least 0, got {events[0][0]} for {events[0][1]}")
+        raise RankError(f"timeline_from_events: a stage must be at least 0, got {events[0][0]} for {events[0][1]}")
     first = min(begin for _, _, begin, _ in events)
     spans: list[list[Span]] = [[] for _ in range(events[-1][0] + 1)]
     for stage, action, begin, end in events:
@@ -175,7 +179,7 @@ def timeline_from_events(events: Iterable[tuple[int, Action, float, float]], nam
     return Timeline(name, tuple(map(tuple, spans)), measured=True)
 
 
-def _each(what: str, cost: Cost, stages: int) -> list[Time]:
+def _expand_cost(what: str, cost: Cost, stages: int) -> list[Time]:
     times = list(cost) if isinstance(cost, Sequence) else [cost] * stages
     if len(times) != stages:
         raise ShapeError(f"{what} must be one time, or one for each of {stages} stages, got {len(times)}")

@@ -12,10 +12,10 @@ from mpicoll.errors import ScheduleError
 from mpicoll.parallel.pipeline.schedules import (
     Action,
     Kind,
-    Schedule,
-    closed_form,
-    count_kept,
+    PipelineSchedule,
+    count_activations,
     dest,
+    evaluate_closed_form,
     find,
     peak_activations,
     schedule,
@@ -30,14 +30,14 @@ _Channel: TypeAlias = tuple[bool, int, int]
 
 
 _BACK: tuple[Kind, ...] = ("B", "I", "W")
-# What must have come before on the same stage, what must not come besides, and what may send what this one takes in.
+# For each kind: the kinds that must precede it on the same stage, those that exclude it, and those that send its input.
 _NEEDS: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("F",), "I": ("F",), "W": ("F", "I")}
 _EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
-_ANSWERS: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
+_SENDERS: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class PipelineReport:
     """Facts about a correct schedule.
 
     `messages` is the number among all stages, and `peak` the most activations that each stage keeps, as in
@@ -55,7 +55,7 @@ class Report:
     window: int
 
 
-def verify(schedule: Schedule | str, stages: int, microbatches: int, chunks: int = 1) -> Report:
+def verify(schedule: PipelineSchedule | str, stages: int, microbatches: int, chunks: int = 1) -> PipelineReport:
     """Execute `schedule` symbolically and check each action.
 
     The proof holds for an engine that runs the actions of each stage in order; that waits before an action for the
@@ -72,10 +72,10 @@ def verify(schedule: Schedule | str, stages: int, microbatches: int, chunks: int
         chunks: the number of parts of the model on each stage.
 
     Raises:
-        ScheduleError: an action is of a kind that the schedule does not claim, or of no such micro-batch or chunk,
-            comes twice, too early on its own stage or never; two chunks disagree about the order of their messages;
-            stages wait for each other; or the peak of activations is not the claimed one. The message names the stage,
-            the position and the action.
+        ScheduleError: an action is of a kind that the schedule does not claim, or of a micro-batch or chunk that
+            does not exist, occurs twice, too early on its stage or never; two chunks disagree about the order of their
+            messages; there is a deadlock; or the peak of activations is not the claimed one. The message names the
+            stage, the position and the action.
         AlgorithmError: the name is unknown, a number is below 1, or the schedule does not support these numbers.
 
     Example:
@@ -83,7 +83,7 @@ def verify(schedule: Schedule | str, stages: int, microbatches: int, chunks: int
 
             verify("1f1b", stages=4, microbatches=8).peak  # (4, 3, 2, 1)
     """
-    return _Check(find(schedule), stages, microbatches, chunks).report()
+    return _Verifier(find(schedule), stages, microbatches, chunks).report()
 
 
 def execute(script: Script, chunks: int, window: int | None = None) -> tuple[list[tuple[int, int]], list[int]]:
@@ -135,27 +135,27 @@ def execute(script: Script, chunks: int, window: int | None = None) -> tuple[lis
     return done, position
 
 
-class _Check:
-    def __init__(self, found: Schedule, stages: int, microbatches: int, chunks: int) -> None:
+class _Verifier:
+    def __init__(self, found: PipelineSchedule, stages: int, microbatches: int, chunks: int) -> None:
         self.schedule, self.stages, self.microbatches, self.chunks = found, stages, microbatches, chunks
         self.script = schedule(found, stages, microbatches, chunks)
         self.kinds = ("F", *_BACK[: 3 if found.splits else 1]) if found.backward else ("F",)
         self.where: list[dict[Action, int]] = [{} for _ in range(stages)]
 
-    def report(self) -> Report:
+    def report(self) -> PipelineReport:
         for stage in range(self.stages):
             self.check_stage(stage)
         messages = self.check_order()
         self.check_all_done()
         peak = self.check_peak()
-        return Report(
+        return PipelineReport(
             name=self.schedule.name,
             stages=self.stages,
             microbatches=self.microbatches,
             chunks=self.chunks,
             messages=messages,
             peak=peak,
-            window=next(window for window in count() if not self.stuck_stages(window)),
+            window=next(window for window in count() if not self.find_deadlocked(window)),
         )
 
     def fail(self, what: str, stage: int, position: int) -> NoReturn:
@@ -172,19 +172,19 @@ class _Check:
         seen = self.where[stage]
         for position, action in enumerate(self.script[stage]):
             if action.kind not in self.kinds:
-                self.fail(f"the schedule claims to have no kinds but {', '.join(self.kinds)}", stage, position)
+                self.fail(f"the schedule claims only the kinds {', '.join(self.kinds)}", stage, position)
             if not 0 <= action.microbatch < self.microbatches:
                 self.fail(f"there are {self.microbatches} micro-batches", stage, position)
             if not 0 <= action.chunk < self.chunks:
                 self.fail(f"the number of chunks per stage is {self.chunks}", stage, position)
             if action in seen:
-                self.fail(f"comes twice, first at position {seen[action]}", stage, position)
+                self.fail(f"occurs twice, first at position {seen[action]}", stage, position)
             for kind in _EXCLUDES[action.kind]:
                 if (other := replace(action, kind=kind)) in seen:
-                    self.fail(f"goes back twice, for there is {other} at position {seen[other]}", stage, position)
+                    self.fail(f"is a second backward: {other} is at position {seen[other]}", stage, position)
             for kind in _NEEDS[action.kind]:
                 if (other := replace(action, kind=kind)) not in seen:
-                    self.fail(f"comes without {other} before it", stage, position)
+                    self.fail(f"is not preceded by {other}", stage, position)
             seen[action] = position
         for chunk in range(self.chunks):
             for microbatch in range(self.microbatches):
@@ -193,16 +193,16 @@ class _Check:
     def check_complete(self, stage: int, forward: Action) -> None:
         seen = self.where[stage]
         back, split, weights = (replace(forward, kind=kind) for kind in _BACK)
-        lacks = None
+        missing = None
         if forward not in seen:
-            lacks = str(forward)
+            missing = str(forward)
         elif self.schedule.backward and back not in seen:
             if split not in seen:
-                lacks = f"{back} or {split}" if self.schedule.splits else str(back)
+                missing = f"{back} or {split}" if self.schedule.splits else str(back)
             elif weights not in seen:
-                lacks = str(weights)
-        if lacks is not None:
-            self.fail(f"{lacks} never comes", stage, len(self.script[stage]))
+                missing = str(weights)
+        if missing is not None:
+            self.fail(f"{missing} is missing", stage, len(self.script[stage]))
 
     def check_order(self) -> int:
         """Check that both ends of each channel have the same order of messages; return the number of all messages."""
@@ -217,30 +217,30 @@ class _Check:
                 origin = source(action, stage, self.stages, self.chunks)
                 if origin and origin[0] != stage:
                     received[forward, stage, action.chunk].append((stage, position))
-        for channel, ends in received.items():
-            for (stage, position), (peer, at) in zip(ends, sent[channel], strict=True):
-                come = self.script[peer][at]
-                if come.microbatch != self.script[stage][position].microbatch:
+        for channel, receivers in received.items():
+            for (stage, position), (peer, at) in zip(receivers, sent[channel], strict=True):
+                sender = self.script[peer][at]
+                if sender.microbatch != self.script[stage][position].microbatch:
                     self.fail(
-                        f"what comes next from stage {peer} is that of {come}, position {at} there", stage, position
+                        f"the next message from stage {peer} is that of {sender}, position {at} there", stage, position
                     )
         return sum(map(len, sent.values()))
 
-    def stuck_stages(self, window: int | None = None) -> list[tuple[int, int]]:
+    def find_deadlocked(self, window: int | None = None) -> list[tuple[int, int]]:
         """Return the deadlocked stages, each with its position."""
         _, position = execute(self.script, self.chunks, window)
         return [(stage, position[stage]) for stage in range(self.stages) if position[stage] < len(self.script[stage])]
 
     def check_all_done(self) -> None:
         waits = []
-        for stage, position in self.stuck_stages():
+        for stage, position in self.find_deadlocked():
             action = self.script[stage][position]
             origin = source(action, stage, self.stages, self.chunks)
             assert origin is not None  # nothing else makes a stage wait
             peer, chunk = origin
             awaited = next(
                 other
-                for kind in _ANSWERS[action.kind]
+                for kind in _SENDERS[action.kind]
                 if (other := Action(kind, action.microbatch, chunk)) in self.where[peer]
             )
             waits.append(
@@ -252,9 +252,9 @@ class _Check:
 
     def check_peak(self) -> tuple[int, ...]:
         peak = peak_activations(self.schedule, self.stages, self.microbatches, self.chunks)
-        claim = closed_form(self.schedule, self.stages, self.microbatches, self.chunks)[1]
+        claim = evaluate_closed_form(self.schedule, self.stages, self.microbatches, self.chunks)[1]
         for stage, most in enumerate(peak):
             if claim is not None and most != claim[stage]:
-                position = count_kept(self.script[stage]).index(most) if self.schedule.backward else 0
+                position = count_activations(self.script[stage]).index(most) if self.schedule.backward else 0
                 self.fail(f"the most activations kept are {most}, the schedule claims {claim[stage]}", stage, position)
         return peak

@@ -6,7 +6,8 @@ parallelism), with the aliases "pp", "dp", "cp" and "tp", which are accepted whe
 have any name.
 """
 
-from mpicoll.parallel.topology.grid import PipelineParallelGrid, initialize_model_parallel
+from mpicoll.parallel.topology.grid import PipelineParallelGrid
+from mpicoll.parallel.topology.initialize import initialize_model_parallel
 from mpicoll.parallel.topology.process_topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,

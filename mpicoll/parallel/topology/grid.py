@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel import groups
 from mpicoll.parallel.topology.process_topology import SHORT_NAMES, ProcessTopology, canonicalize_axis, format_extents
@@ -21,10 +21,12 @@ from mpicoll.torch.process_group import ProcessGroupMpicoll
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_COMBINED_AXES = (("data", "context"), ("pipe", "model"))
-"""Sets of axes along which a grid makes groups at once, besides the groups along each single axis."""
 
-_Key: TypeAlias = tuple[str, ...]
+_COMBINED_AXES = (("data", "context"), ("pipe", "model"))
+"""Sets of axes along which a grid makes groups when it is created, in addition to the groups along each single axis."""
+
+
+_Axes: TypeAlias = tuple[str, ...]
 
 
 class PipelineParallelGrid:
@@ -53,6 +55,13 @@ class PipelineParallelGrid:
     Raises:
         ShapeError: the topology has another number of ranks than `group`.
         ArgumentError: one of `process_groups` does not have the ranks along its axis, in their order.
+
+    Example:
+        ::
+
+            with PipelineParallelGrid() as grid:  # one axis, "data", over all ranks
+                mean = torch.ones(3) / grid.get_data_parallel_world_size()
+                comm = grid.communicator("data")
     """
 
     def __init__(
@@ -64,7 +73,7 @@ class PipelineParallelGrid:
     ) -> None:
         self._comm = torch_groups.communicator(group)
         if group is None:
-            group = torch_groups.default_group()
+            group = torch_groups.get_default_group()
         self._group = group if isinstance(group, ProcessGroupMpicoll) else None
         self._topology = ProcessTopology(["data"], [self._comm.size]) if topology is None else topology
         if self._topology.world_size() != self._comm.size:
@@ -77,9 +86,9 @@ class PipelineParallelGrid:
         self.before: groups.Grid | None = None
         self._owned: list[Communicator | ProcessGroupMpicoll] = []
         # By their axes, without axes of extent one.
-        self._process_groups: dict[_Key, ProcessGroupMpicoll] = {}
-        self._communicators: dict[_Key, Communicator] = {}
-        everyone = self._key(self._topology.axes)
+        self._process_groups: dict[_Axes, ProcessGroupMpicoll] = {}
+        self._communicators: dict[_Axes, Communicator] = {}
+        everyone = self._normalize_axes(self._topology.axes)
         self._communicators[everyone] = self._comm
         if self._group is not None:
             self._process_groups[everyone] = self._group
@@ -87,11 +96,11 @@ class PipelineParallelGrid:
             self._adopt_process_group(axis, given)
         # All groups that programs usually need, in one order on all ranks, so that getting one never communicates.
         for axes in (*((axis,) for axis in self._topology.axes), *_COMBINED_AXES):
-            key = self._key(axes)
+            key = self._normalize_axes(axes)
             if self._group is None:
-                self._communicator_along(key)
+                self._get_communicator(key)
             elif key and key not in self._process_groups:
-                self._process_groups[key] = self._new_group(key)
+                self._process_groups[key] = self._create_group(key)
 
     # The position of this rank.
 
@@ -111,11 +120,11 @@ class PipelineParallelGrid:
 
     def get_stage_id(self) -> int:
         """Return the pipeline stage of this rank."""
-        return self._rank_on("pipe")
+        return self._get_rank("pipe")
 
     def get_data_parallel_id(self) -> int:
         """Return the coordinate of this rank on the data axis."""
-        return self._rank_on("data")
+        return self._get_rank("data")
 
     @property
     def is_first_stage(self) -> bool:
@@ -135,7 +144,7 @@ class PipelineParallelGrid:
         """
         here = {canonicalize_axis(axis): at for axis, at in self._coord._asdict().items()}
         asked = {"pipe": stage_id} | {canonicalize_axis(axis): at for axis, at in coords.items()}
-        # A grid without stages has one of them.
+        # A grid without the axis has one stage.
         if "pipe" not in here and stage_id == 0:
             del asked["pipe"]
         return self._topology.get_rank(**here | asked)
@@ -148,19 +157,19 @@ class PipelineParallelGrid:
 
     def get_pipe_parallel_world_size(self) -> int:
         """Return the number of pipeline stages."""
-        return self._size_on("pipe")
+        return self._get_size("pipe")
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
         """Return the process group of the ranks that form one pipeline."""
-        return self._process_group("get_pipe_parallel_group", "pipe")
+        return self._get_process_group("get_pipe_parallel_group", "pipe")
 
     def get_data_parallel_rank(self, with_context_parallel: bool = False) -> int:
         """Return the rank in :meth:`get_data_parallel_group`."""
-        return self._rank_on("data", "context") if with_context_parallel else self._rank_on("data")
+        return self._get_rank("data", "context") if with_context_parallel else self._get_rank("data")
 
     def get_data_parallel_world_size(self, with_context_parallel: bool = False) -> int:
         """Return the size of :meth:`get_data_parallel_group`."""
-        return self._size_on("data", "context") if with_context_parallel else self._size_on("data")
+        return self._get_size("data", "context") if with_context_parallel else self._get_size("data")
 
     def get_data_parallel_group(self, with_context_parallel: bool = False) -> dist.ProcessGroup:
         """Return the process group of the ranks with the same parameters and different samples.
@@ -168,66 +177,66 @@ class PipelineParallelGrid:
         `with_context_parallel` adds the ranks with other parts of the same samples: average gradients over this group.
         """
         axes = ("data", "context") if with_context_parallel else ("data",)
-        return self._process_group("get_data_parallel_group", *axes)
+        return self._get_process_group("get_data_parallel_group", *axes)
 
     def get_context_parallel_rank(self) -> int:
         """Return the coordinate of this rank on the context axis."""
-        return self._rank_on("context")
+        return self._get_rank("context")
 
     def get_context_parallel_world_size(self) -> int:
         """Return the number of parts into which sequences are divided."""
-        return self._size_on("context")
+        return self._get_size("context")
 
     def get_context_parallel_group(self) -> dist.ProcessGroup:
         """Return the process group of the ranks with the parts of the same sequences."""
-        return self._process_group("get_context_parallel_group", "context")
+        return self._get_process_group("get_context_parallel_group", "context")
 
     def get_slice_parallel_rank(self) -> int:
         """Return the coordinate of this rank on the model axis."""
-        return self._rank_on("model")
+        return self._get_rank("model")
 
     def get_slice_parallel_world_size(self) -> int:
         """Return the number of shards into which tensor parallelism divides a layer."""
-        return self._size_on("model")
+        return self._get_size("model")
 
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
         """Return the process group of the ranks with the shards of the same layers (tensor parallelism)."""
-        return self._process_group("get_slice_parallel_group", "model")
+        return self._get_process_group("get_slice_parallel_group", "model")
 
     def get_model_parallel_rank(self) -> int:
         """Return the rank in :meth:`get_model_parallel_group`."""
-        return self._rank_on("pipe", "model")
+        return self._get_rank("pipe", "model")
 
     def get_model_parallel_world_size(self) -> int:
         """Return the number of ranks that share one copy of the model."""
-        return self._size_on("pipe", "model")
+        return self._get_size("pipe", "model")
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Return the process group of the ranks that share one copy of the model: all its stages and shards."""
-        return self._process_group("get_model_parallel_group", "pipe", "model")
+        return self._get_process_group("get_model_parallel_group", "pipe", "model")
 
     def communicator(self, *axes: str) -> Communicator:
         """Return the communicator of the ranks whose coordinates differ from this rank's on `axes` only, in rank order.
 
         The communicator belongs to the grid. A single axis, ("data", "context") and ("pipe", "model") need no
-        communication; the first call with another set of axes is collective over the ranks of the result. An axis that
-        this package knows counts as one of extent 1 if the topology lacks it.
+        communication; the first call with another set of axes is collective over the ranks of the result. The axes
+        pipe, data, context and model have extent 1 if the topology lacks them.
 
         Raises:
             ArgumentError: an axis is unknown.
             CommunicatorError: the grid is freed.
         """
         if self.freed:
-            raise CommunicatorError(f"communicator{axes}: {self!r} can't be used any more")
+            raise CommunicatorError(f"communicator{axes}: {self!r} can't be used")
         unknown = [
             axis for axis in axes if canonicalize_axis(axis) not in SHORT_NAMES and not self._topology.get_dim(axis)
         ]
         if unknown or not axes:
             raise ArgumentError(
-                f"communicator: axes are those of {self._topology!r} and {list(SHORT_NAMES)}, got {list(axes)}"
-                f" (rank {self._comm.rank})"
+                f"communicator: axes must be of {self._topology!r} or {list(SHORT_NAMES)}, got {list(axes)} (rank"
+                f" {self._comm.rank})"
             )
-        return self._communicator_along(self._key(axes))
+        return self._get_communicator(self._normalize_axes(axes))
 
     def device_mesh(self, *axes: str, device_type: str = "cpu") -> DeviceMesh:
         """Return the torch DeviceMesh along `axes`, by default of the whole grid, on the grid's process groups.
@@ -246,10 +255,10 @@ class PipelineParallelGrid:
             raise ArgumentError(
                 f"device_mesh: axes must be distinct and of {self._topology!r}, got {axes} (rank {self._comm.rank})"
             )
-        members = [self._process_group("device_mesh", axis) for axis in names]
-        order = self._key(names, alone=True)
-        ranks = torch.tensor(self._to_global_ranks(self._ranks_along(order)))
-        ranks = ranks.view([self._size_on(axis) for axis in order]).permute([order.index(axis) for axis in names])
+        members = [self._get_process_group("device_mesh", axis) for axis in names]
+        order = self._normalize_axes(names, keep_single=True)
+        ranks = torch.tensor(self._to_global_ranks(self._find_ranks(order)))
+        ranks = ranks.view([self._get_size(axis) for axis in order]).permute([order.index(axis) for axis in names])
         return DeviceMesh.from_group(
             members,
             device_type,
@@ -272,19 +281,21 @@ class PipelineParallelGrid:
         if names is None:
             raise ArgumentError(f"from_device_mesh: the mesh needs dimension names such as ('dp', 'tp'), got {mesh}")
         if mesh.get_coordinate() is None:
-            raise CommunicatorError(f"from_device_mesh: rank {dist.get_rank()} is not in {mesh}, and may not call")
+            raise CommunicatorError(
+                f"from_device_mesh: rank {dist.get_rank()} is not in {mesh}; only its ranks may call this"
+            )
         along = {axis: mesh.get_group(axis) for axis in names}
         other = next((one for one in along.values() if not isinstance(one, ProcessGroupMpicoll)), None)
         if other is not None:
             raise CommunicatorError(
-                f"from_device_mesh: a group of {mesh} is one of {dist.get_backend(other)}; make it after"
+                f"from_device_mesh: a group of {mesh} has the backend {dist.get_backend(other)}; create the mesh after"
                 " init_process_group('mpicoll')"
             )
         topology = ProcessTopology(names, list(mesh.shape))
         ranks = mesh.mesh.flatten().tolist()
         made = None
-        if ranks == list(range(dist.get_world_size())) and torch_groups.default_group() is not None:
-            group = torch_groups.default_group()
+        if ranks == list(range(dist.get_world_size())) and torch_groups.get_default_group() is not None:
+            group = torch_groups.get_default_group()
         elif mesh.ndim == 1 and ranks == dist.get_process_group_ranks(along[names[0]]):
             group = along[names[0]]
         else:
@@ -318,7 +329,7 @@ class PipelineParallelGrid:
         for one in self._owned:
             if isinstance(one, Communicator):
                 one.free()
-            elif not one.comm.freed:  # else torch.distributed.destroy_process_group() has taken all of them
+            elif not core_of(one.comm).freed:  # else torch.distributed.destroy_process_group() has destroyed it
                 dist.destroy_process_group(one)
         self._owned.clear()
 
@@ -334,22 +345,22 @@ class PipelineParallelGrid:
             self.free()
 
     def _restore_previous_grid(self) -> None:
-        if groups.current_grid() is self:
+        if groups.get_current_grid() is self:
             before = self.before
             while isinstance(before, PipelineParallelGrid) and before.freed:
                 before = before.before
             groups.use(before)
 
-    def _key(self, axes: Collection[str], *, alone: bool = False) -> _Key:
-        """Return canonical names of `axes` in the topology's order, without axes of extent one unless `alone`."""
+    def _normalize_axes(self, axes: Collection[str], *, keep_single: bool = False) -> _Axes:
+        """Return canonical names of `axes` in the topology's order, without axes of extent one unless `keep_single`."""
         along = {canonicalize_axis(axis) for axis in axes}
         axes = [axis for axis in map(canonicalize_axis, self._topology.axes) if axis in along]
-        return tuple(axis for axis in axes if alone or self._size_on(axis) > 1)
+        return tuple(axis for axis in axes if keep_single or self._get_size(axis) > 1)
 
-    def _size_on(self, *axes: str) -> int:
+    def _get_size(self, *axes: str) -> int:
         return math.prod(max(self._topology.get_dim(axis), 1) for axis in axes)
 
-    def _rank_on(self, *axes: str) -> int:
+    def _get_rank(self, *axes: str) -> int:
         rank = 0
         for axis, at in zip(map(canonicalize_axis, self._topology.axes), self._coord, strict=True):
             if axis in axes:
@@ -362,51 +373,51 @@ class PipelineParallelGrid:
         return [of[rank] for rank in ranks]
 
     def _adopt_process_group(self, axis: str, given: dist.ProcessGroup) -> None:
-        ranks = self._ranks_along((axis,))
+        ranks = self._find_ranks((axis,))
         theirs = dist.get_process_group_ranks(given)
         if self._group is None or not isinstance(given, ProcessGroupMpicoll) or theirs != self._to_global_ranks(ranks):
             raise ArgumentError(
                 f"PipelineParallelGrid: the process group for {axis!r} is of ranks {theirs}, but this axis of"
                 f" {self._topology!r} has ranks {ranks}; all groups must be mpicoll's (rank {self._comm.rank})"
             )
-        self._process_groups[self._key([axis])] = given
+        self._process_groups[self._normalize_axes([axis])] = given
 
-    def _ranks_along(self, key: _Key) -> list[int]:
+    def _find_ranks(self, key: _Axes) -> list[int]:
         return self._topology.get_comm_list(self._comm.rank, *key)
 
-    def _communicator_along(self, key: _Key) -> Communicator:
+    def _get_communicator(self, key: _Axes) -> Communicator:
         """Return the communicator along `key`; make it at the first call."""
         if key in self._process_groups:
             return self._process_groups[key].comm
         if key not in self._communicators:
-            made = self._comm.group(self._ranks_along(key))
+            made = self._comm.group(self._find_ranks(key))
             assert made is not None
             self._owned.append(made)
             self._communicators[key] = made
         return self._communicators[key]
 
-    def _process_group(self, operation: str, *axes: str) -> dist.ProcessGroup:
+    def _get_process_group(self, operation: str, *axes: str) -> dist.ProcessGroup:
         if self.freed:
-            raise CommunicatorError(f"{operation}: {self!r} can't be used any more")
+            raise CommunicatorError(f"{operation}: {self!r} can't be used")
         if self._group is None:
             raise CommunicatorError(
-                f"{operation}: {self!r} is over {self._comm!r}, which torch does not know; make the grid after"
-                " torch.distributed.init_process_group('mpicoll'), over all ranks or a process group, or use"
+                f"{operation}: {self!r} is over {self._comm!r}, which is not a torch process group; create the grid"
+                " after torch.distributed.init_process_group('mpicoll'), over all ranks or a process group, or use"
                 f" grid.communicator({', '.join(map(repr, axes))})"
             )
-        key = self._key(axes)
+        key = self._normalize_axes(axes)
         if key not in self._process_groups:
             # The only group that was not made at the start is that of this rank alone.
-            self._process_groups[key] = self._new_group(key)
+            self._process_groups[key] = self._create_group(key)
         return self._process_groups[key]
 
-    def _new_group(self, key: _Key) -> ProcessGroupMpicoll:
+    def _create_group(self, key: _Axes) -> ProcessGroupMpicoll:
         backend = dist.get_backend(self._group)
-        if key and self._group is torch_groups.default_group():
+        if key and self._group is torch_groups.get_default_group():
             # Made by all ranks, groups get names that are the same on all of them, and short.
             lists, local = self._topology.get_axis_comm_lists(*key), False
         else:
-            lists, local = [self._ranks_along(key)], True
+            lists, local = [self._find_ranks(key)], True
         for ranks in lists:
             group = torch_groups.new_group(
                 self._to_global_ranks(ranks), backend=backend, use_local_synchronization=local
@@ -416,60 +427,3 @@ class PipelineParallelGrid:
         assert isinstance(mine, ProcessGroupMpicoll)
         self._owned.append(mine)
         return mine
-
-
-def initialize_model_parallel(
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    context_parallel_size: int = 1,
-    *,
-    group: Any = None,
-) -> PipelineParallelGrid:
-    """Make a grid of pipe x data x context x model over the ranks of `group`, and put it in use for this thread.
-
-    Neighbouring ranks, which are mostly on one node, share layers (tensor parallelism); the data axis has the remaining
-    factor. Collective over `group` (see :class:`PipelineParallelGrid`). As a context manager, ``with
-    initialize_model_parallel(...) as grid:``, it puts the previous grid in use again at the end, and frees this one
-    unless the block raised.
-
-    Args:
-        tensor_model_parallel_size: the number of ranks that share each layer.
-        pipeline_model_parallel_size: the number of pipeline stages.
-        context_parallel_size: the number of parts of each sequence.
-        group: the ranks, by default all.
-
-    Raises:
-        ShapeError: the product of the sizes does not divide the number of ranks, or a size is below 1.
-
-    Example:
-        ::
-
-            with initialize_model_parallel() as grid:  # data parallelism only
-                print(grid.get_data_parallel_world_size())
-    """
-    sizes = {
-        "tensor_model_parallel_size": tensor_model_parallel_size,
-        "pipeline_model_parallel_size": pipeline_model_parallel_size,
-        "context_parallel_size": context_parallel_size,
-    }
-    comm = torch_groups.communicator(group)
-    parts = math.prod(sizes.values())
-    if any(size < 1 for size in sizes.values()) or comm.size % parts:
-        named = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ShapeError(
-            f"initialize_model_parallel: sizes must be at least 1, and their product divide the {comm.size} ranks, got"
-            f" {named} (rank {comm.rank} of {comm.size})"
-        )
-    topology = ProcessTopology(
-        ["pipe", "data", "context", "model"],
-        [
-            pipeline_model_parallel_size,
-            comm.size // parts,
-            context_parallel_size,
-            tensor_model_parallel_size,
-        ],
-    )
-    grid = PipelineParallelGrid(topology, group)
-    grid.before = groups.current_grid()
-    groups.use(grid)
-    return grid

@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpicoll.errors import ArgumentError, RankError, ShapeError
-
-if TYPE_CHECKING:
-    pass
-
 
 SHORT_NAMES = {"pipe": "pp", "data": "dp", "context": "cp", "model": "tp"}
 
@@ -28,11 +24,11 @@ def format_extents(axes: Sequence[str], dims: Sequence[int]) -> str:
     return " ".join(f"{axis}={dim}" for axis, dim in zip(axes, dims, strict=True))
 
 
-def _coord_type(axes: list[str]) -> Any:
+def _make_coord_type(axes: list[str]) -> Any:
     try:
         return namedtuple("ProcessCoord", axes)  # noqa: PYI024  the names are known only now
     except ValueError as error:
-        raise ArgumentError(f"ProcessTopology: axes must be named by identifiers, got {axes}: {error}") from error
+        raise ArgumentError(f"ProcessTopology: names of axes must be identifiers, got {axes}: {error}") from error
 
 
 class ProcessTopology:
@@ -63,7 +59,7 @@ class ProcessTopology:
         self.axes = list(axes)
         self.dims = [int(dim) for dim in dims]
         if len(self.axes) != len(self.dims):
-            raise ShapeError(f"ProcessTopology: an extent for each axis is needed, got axes {axes} and dims {dims}")
+            raise ShapeError(f"ProcessTopology: pass an extent for each axis, got axes {axes} and dims {dims}")
         if any(dim < 1 for dim in self.dims):
             raise ShapeError(f"ProcessTopology: extents must be at least 1, got {format_extents(self.axes, self.dims)}")
         self._index = {canonicalize_axis(axis): i for i, axis in enumerate(self.axes)}
@@ -71,7 +67,7 @@ class ProcessTopology:
             raise ArgumentError(
                 f"ProcessTopology: an axis is named twice (pp, dp, cp, tp are aliases), got axes {axes}"
             )
-        self.ProcessCoord = _coord_type(self.axes)
+        self.ProcessCoord = _make_coord_type(self.axes)
         self._strides = [math.prod(self.dims[i + 1 :]) for i in range(len(self.dims))]
 
     def __repr__(self) -> str:
@@ -107,8 +103,8 @@ class ProcessTopology:
         known = {canonicalize_axis(axis): at for axis, at in coords.items()}
         if known.keys() != self._index.keys() or len(known) != len(coords):
             raise RankError(
-                f"get_rank: a coordinate for each axis of {self!r} is needed, got {coords}; filter_match(**coords)"
-                " lists the ranks that agree in some of them"
+                f"get_rank: pass a coordinate for each axis of {self!r}, got {coords}; filter_match(**coords) lists the"
+                " ranks with some given coordinates"
             )
         rank = 0
         for axis, i in self._index.items():
@@ -124,7 +120,7 @@ class ProcessTopology:
             RankError: `rank` is out of range.
         """
         self._check("get_coord", rank)
-        return self.ProcessCoord(*self._coords_of(rank))
+        return self.ProcessCoord(*self._compute_coords(rank))
 
     def get_rank_repr(
         self,
@@ -138,7 +134,7 @@ class ProcessTopology:
         omitted = {canonicalize_axis(axis) for axis in omit_axes}
         return outer_sep.join(
             f"{axis}{inner_sep}{at:02d}"
-            for axis, at in zip(self.axes, self._coords_of(rank), strict=True)
+            for axis, at in zip(self.axes, self._compute_coords(rank), strict=True)
             if canonicalize_axis(axis) not in omitted
         )
 
@@ -151,8 +147,8 @@ class ProcessTopology:
         along = {self._index[axis] for axis in map(canonicalize_axis, axes) if axis in self._index}
         if not along:
             return []
-        starts = self._ranks_at({i: [0] for i in along})
-        return [[start + offset for offset in self._rank_offsets(along)] for start in starts]
+        starts = self._compute_ranks({i: [0] for i in along})
+        return [[start + offset for offset in self._compute_offsets(along)] for start in starts]
 
     def get_comm_list(self, rank: int, *axes: str) -> list[int]:
         """Return the list of :meth:`get_axis_comm_lists` that contains `rank`; ``[rank]`` if the grid has no such axis.
@@ -161,9 +157,9 @@ class ProcessTopology:
         """
         self._check("get_comm_list", rank)
         along = {self._index[axis] for axis in map(canonicalize_axis, axes) if axis in self._index}
-        at = self._coords_of(rank)
+        at = self._compute_coords(rank)
         start = rank - sum(at[i] * self._strides[i] for i in along)
-        return [start + offset for offset in self._rank_offsets(along)]
+        return [start + offset for offset in self._compute_offsets(along)]
 
     def filter_match(self, **coords: int) -> list[int]:
         """Return the ranks, ascending, that have the given coordinates: ``filter_match(pipe=0, data=1)``.
@@ -177,7 +173,7 @@ class ProcessTopology:
             if i is None:
                 raise RankError(f"filter_match: {self!r} has no axis {axis!r}")
             chosen[i] = [at] if 0 <= at < self.dims[i] else []
-        return self._ranks_at(chosen)
+        return self._compute_ranks(chosen)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks, ascending, whose coordinate on `axis` is `idx`.
@@ -191,14 +187,14 @@ class ProcessTopology:
         if not 0 <= rank < self.world_size():
             raise RankError(f"{operation}: rank must be in [0, {self.world_size()}) in {self!r}, got {rank}")
 
-    def _coords_of(self, rank: int) -> list[int]:
+    def _compute_coords(self, rank: int) -> list[int]:
         return [rank // stride % dim for stride, dim in zip(self._strides, self.dims, strict=True)]
 
-    def _rank_offsets(self, along: Collection[int]) -> list[int]:
+    def _compute_offsets(self, along: Collection[int]) -> list[int]:
         """Return the distances of the ranks along the axes numbered `along` from the first of them."""
-        return self._ranks_at({i: [0] for i in range(len(self.dims)) if i not in along})
+        return self._compute_ranks({i: [0] for i in range(len(self.dims)) if i not in along})
 
-    def _ranks_at(self, chosen: dict[int, list[int]]) -> list[int]:
+    def _compute_ranks(self, chosen: dict[int, list[int]]) -> list[int]:
         """Return the ranks whose coordinates on the axes numbered in `chosen` are in the given lists."""
         ranks = [0]
         for i, (stride, dim) in enumerate(zip(self._strides, self.dims, strict=True)):
@@ -207,14 +203,27 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline stages, and data parallelism between neighbouring ranks."""
+    """Pipeline stages, and data parallelism between neighbouring ranks.
+
+    Example:
+        ::
+
+            PipeDataParallelTopology(num_pp=2, num_dp=4).get_coord(5)  # ProcessCoord(pipe=1, data=1)
+    """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipeline stages, data parallelism, and tensor parallelism between neighbouring ranks."""
+    """Pipeline stages, data parallelism, and tensor parallelism between neighbouring ranks.
+
+    Example:
+        ::
+
+            topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+            topology.get_coord(5)  # ProcessCoord(pipe=1, data=0, model=1)
+    """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

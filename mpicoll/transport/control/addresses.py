@@ -1,17 +1,65 @@
-"""Addresses of this host."""
+"""Addresses of the ranks: how a rank describes its own, and what it knows of those of the others."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import re
 import socket
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from mpicoll.transport.control.events import PeerExit
+
+
+class AddressBook:
+    """The addresses at which the ranks listen, as rank `rank` uses them. It is empty at first."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._entries: Sequence[dict[str, Any]] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def set(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Set the result of :func:`describe_address` of each rank, by rank."""
+        self._entries = list(entries)
+
+    def addresses_of(self, rank: int) -> list[str]:
+        """Return the IP addresses at which this rank may reach `rank`."""
+        return ["127.0.0.1"] if self.is_local(rank) else list(self._entries[rank]["addresses"])
+
+    def is_local(self, rank: int) -> bool:
+        """Return True if `rank` is on the host of this rank."""
+        return bool(self._entries[rank]["place"] == self._entries[self._rank]["place"])
+
+    def port(self, rank: int) -> int:
+        """Return the port at which `rank` listens."""
+        return int(self._entries[rank]["port"])
+
+    def exit_of(self, rank: int, why: str, crash_output: str = "") -> PeerExit:
+        """Return the event of the exit of `rank`."""
+        entry = self._entries[rank] if self._entries else {}
+        return PeerExit(rank, why, crash_output, int(entry.get("pid", 0)), str(entry.get("host", "")))
+
+
+def describe_address(port: int) -> dict[str, Any]:
+    """Return the address of this process, which listens at `port`, for the other ranks' :class:`AddressBook`."""
+    return {
+        "host": socket.gethostname(),
+        "place": _place(),
+        "pid": os.getpid(),
+        "port": port,
+        "addresses": _addresses(),
+    }
 
 
 def _place() -> str:
-    """The same for processes that reach each other by 127.0.0.1."""
+    """Return a text that is the same for processes that reach each other by 127.0.0.1, and for no others."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -21,7 +69,7 @@ def _place() -> str:
 
 
 def _addresses() -> list[str]:
-    """This host's addresses: the one by which it reaches the world first, those of bridges last."""
+    """Return this host's addresses: that of the default route first, those of bridges and of IPv6 last."""
     found: list[tuple[int, str]] = []
     likely = _outward()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -43,9 +91,10 @@ def _addresses() -> list[str]:
 
 
 def _outward() -> str:
+    """Return the source address of the default route, or an empty string."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(("192.0.2.1", 9))  # sends nothing: asks for the route only
+            sock.connect(("192.0.2.1", 9))  # sends nothing: only looks up the route
             return str(sock.getsockname()[0])
         except OSError:
             return ""

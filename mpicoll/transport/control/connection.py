@@ -9,56 +9,68 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 MESSAGE_LIMIT = 16 << 20
-WORDS_LIMIT = 64 << 10
+"""Maximum bytes of a message."""
 
-_WINDOW = 32 << 10
+CRASH_OUTPUT_LIMIT = 64 << 10
+"""Maximum bytes of the crash output of a rank."""
+
+WINDOW = 32 << 10
+"""Maximum bytes that are in flight without an acknowledgement by the receiving process."""
+
 _FRAGMENT = 8 << 10
 _ACK_EVERY = 8 << 10
-_STRANGER_LIMIT = 1 << 10
 
-# Magic, bytes that follow, last fragment, source, destination, kind. In this order no header that text has cut passes
-# for one, wherever it was cut.
+_STRANGER_LIMIT = 1 << 10
+"""Maximum bytes of a message of a peer that has not proved the token."""
+
+# Magic, bytes that follow, last fragment, source, destination, kind. In this order a header that crash output has cut
+# is never valid, wherever it was cut.
 _HEADER = struct.Struct("!8sIBiic")
 _MAGIC = b"\0mpicoll"
 _FATAL = b"Fatal Python error"
 
-_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED = b"C", b"H", b"W", b"J", b"R"
-_MESSAGE, _LEAVE, _HEARD, _GONE, _TOLD, _ACK = b"M", b"L", b"B", b"G", b"T", b"A"
-_KINDS = {_CHALLENGE, _HELLO, _WELCOME, _JOINED, _REJECTED, _MESSAGE, _LEAVE, _HEARD, _GONE, _TOLD, _ACK}
-_ALL = -1
+CHALLENGE, HELLO, WELCOME, JOINED, REJECTED = b"C", b"H", b"W", b"J", b"R"
+MESSAGE, FAREWELL, FORWARDED, EXITED, REPORTED, ACK = b"M", b"L", b"B", b"G", b"T", b"A"
+_KINDS = {CHALLENGE, HELLO, WELCOME, JOINED, REJECTED, MESSAGE, FAREWELL, FORWARDED, EXITED, REPORTED, ACK}
+
+ALL = -1
+"""The destination of a message to all other ranks."""
+
+Packet: TypeAlias = tuple[bytes, int, int, bytes]
+"""Kind, source, destination, and the payload: a JSON object."""
 
 
-class _Violation(Exception):
+class ProtocolViolation(Exception):
     """The peer has violated the protocol."""
 
 
-_Outgoing = tuple[bytes, int, int, bytes]  # kind, source, destination, payload
+class Connection:
+    """A socket with the packets that are to be sent on it and the part of the next packet that has arrived.
 
+    Packets are sent in fragments, so that acknowledgements can be sent between them. An acknowledgement contains the
+    number of bytes that the other process has read; at most WINDOW bytes are sent ahead of it.
 
-class _Connection:
-    """A socket with what is to be sent on it and what has come of the next message.
-
-    Messages go in fragments, so that acknowledgements find their way between them. An acknowledgement tells how many
-    bytes the other process has read; no more than _WINDOW are sent ahead of it.
+    `role` is "stranger" or "client" for an accepted connection, "attempt", "hub" or "probe" for one that this rank
+    has made.
     """
 
-    def __init__(self, sock: socket.socket, role: str, rank: int = -1, where: str = "") -> None:
+    def __init__(self, sock: socket.socket, role: str, rank: int = -1, address: str = "") -> None:
         self.sock = sock
-        self.role = role  # "stranger" or "client" (they came to us), "attempt", "hub" or "probe" (we went to them)
+        self.role = role
         self.rank = rank
-        self.where = where
+        self.address = address
         self.connecting = False
-        self.told = False  # whether the other has said who was gone when the connection was made
+        self.has_reported = False  # the peer has reported all exits that it had seen when the connection was made
         self.deadline = float("inf")
         self.nonce = secrets.token_hex(16)
         self.error: int | None = None
-        self.events = 0  # what the selector watches for
-        self.unsettled = False  # whether the other host may not have taken all yet
-        self.queue: deque[_Outgoing] = deque()
-        self.words = bytearray()
+        self.events = 0  # for which the selector waits
+        self.unacknowledged = False  # the other host's kernel may not have acknowledged everything yet
+        self.queue: deque[Packet] = deque()
+        self.crash_output = bytearray()
         self._sent = 0  # bytes of the first message in the queue
         self._wire = bytearray()
         self._unread = 0  # bytes sent that the other process has not acknowledged
@@ -69,7 +81,7 @@ class _Connection:
 
     def name(self) -> str:
         """Return a name of the peer for messages."""
-        return f"rank {self.rank}" if self.rank >= 0 else "a stranger"
+        return f"rank {self.rank}" if self.rank >= 0 else "an unidentified peer"
 
     @property
     def idle(self) -> bool:
@@ -94,7 +106,7 @@ class _Connection:
                 self.error = error.errno or errno.EPIPE
                 return
             del self._wire[:sent]
-            self.unsettled = True
+            self.unacknowledged = True
 
     def _next(self) -> bool:
         if self._acks:
@@ -104,7 +116,7 @@ class _Connection:
             kind, source, dest, payload = self.queue[0]
             piece = memoryview(payload)[self._sent : self._sent + _FRAGMENT]
             size = _HEADER.size + len(piece)
-            if self._unread + size <= _WINDOW:
+            if self._unread + size <= WINDOW:
                 self._sent += len(piece)
                 last = self._sent == len(payload)
                 self._wire += _HEADER.pack(_MAGIC, len(piece), last, source, dest, kind)
@@ -115,12 +127,12 @@ class _Connection:
                     self._sent = 0
         return bool(self._wire)
 
-    def read(self) -> Iterator[_Outgoing]:
-        """Yield the messages that have arrived. Raises EOFError at the end of the connection, after all before it."""
+    def read(self) -> Iterator[Packet]:
+        """Yield the packets that have arrived; raise EOFError after the last one of a closed connection."""
         ended = False
-        for _ in range(8):  # then others have their turn
+        for _ in range(8):  # then other connections are served
             try:
-                data = self.sock.recv(_WINDOW * 2)
+                data = self.sock.recv(WINDOW * 2)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
@@ -133,12 +145,12 @@ class _Connection:
             self._received += data
             yield from self._messages()
         if ended:
-            # Text that cut a message in the middle; it may go on after what had seemed to be the end of that.
-            self.words[:0] = _from_fatal(self._message)
-            self._add_words(self._received)
+            # Crash output that has cut a message may continue behind the apparent end of that message.
+            self.crash_output[:0] = _from_fatal(self._message)
+            self._add_crash_output(self._received)
             raise EOFError
 
-    def _messages(self) -> Iterator[_Outgoing]:
+    def _messages(self) -> Iterator[Packet]:
         buffer = self._received
         while buffer:
             known = self.role in ("client", "hub")
@@ -147,7 +159,7 @@ class _Connection:
             if header is None:
                 if start == 0 and len(buffer) < _HEADER.size:
                     return
-                if start <= 0:  # look behind what looked like a header, and spare what may become one
+                if start <= 0:  # search behind the invalid header, and keep what may become a header
                     start = buffer.find(_MAGIC, 1)
                     partial = next((n for n in range(len(_MAGIC) - 1, 0, -1) if buffer.endswith(_MAGIC[:n])), 0)
                     start = len(buffer) - partial if start < 0 else start
@@ -155,12 +167,12 @@ class _Connection:
                     return
                 # Bytes that are not a frame were written by a signal handler of a dying process.
                 if not known:
-                    raise _Violation("protocol mismatch: no frame header")
-                self._add_words(bytes(buffer[:start]))
+                    raise ProtocolViolation("invalid frame header")
+                self._add_crash_output(bytes(buffer[:start]))
                 del buffer[:start]
                 continue
             length, last, source, dest, kind = header
-            if kind == _ACK:
+            if kind == ACK:
                 del buffer[: _HEADER.size]
                 self._unread -= length
                 continue
@@ -171,7 +183,7 @@ class _Connection:
             del buffer[:size]
             self._acknowledge(size)
             if len(self._message) > (MESSAGE_LIMIT if known else _STRANGER_LIMIT):
-                raise _Violation("a message that is too long")
+                raise ProtocolViolation("the message is too long")
             if last:
                 payload = bytes(self._message)
                 self._message.clear()
@@ -180,40 +192,42 @@ class _Connection:
     def _acknowledge(self, size: int) -> None:
         self._read += size
         if self._read >= _ACK_EVERY:
-            self._acks += _HEADER.pack(_MAGIC, self._read, 1, 0, 0, _ACK)
+            self._acks += _HEADER.pack(_MAGIC, self._read, 1, 0, 0, ACK)
             self._read = 0
 
-    def _add_words(self, data: bytes | bytearray) -> None:
-        self.words += data[: max(0, 2 * WORDS_LIMIT - len(self.words))]
+    def _add_crash_output(self, data: bytes | bytearray) -> None:
+        self.crash_output += data[: max(0, 2 * CRASH_OUTPUT_LIMIT - len(self.crash_output))]
 
-    def spoilt(self, payload: bytes) -> None:
+    def salvage(self, payload: bytes) -> None:
         """Take the crash output out of a payload that it has cut in the middle."""
-        self._add_words(_from_fatal(payload))
+        self._add_crash_output(_from_fatal(payload))
 
-    def text(self) -> str:
+    def crash_text(self) -> str:
         """Return the crash output, without the remains of the message that it has cut."""
-        start = self.words.find(_FATAL)
-        return self.words[start : start + WORDS_LIMIT].decode("utf-8", "backslashreplace") if start >= 0 else ""
+        start = self.crash_output.find(_FATAL)
+        found = self.crash_output[start : start + CRASH_OUTPUT_LIMIT] if start >= 0 else b""
+        return found.decode("utf-8", "backslashreplace")
 
 
 def _from_fatal(data: bytes | bytearray) -> bytes | bytearray:
-    """The part that may belong to last words, which may go on behind it."""
+    """Return the part that may be crash output, which may continue behind it."""
     start = data.find(_FATAL)
     return data[start:] if start >= 0 else data[-len(_FATAL) :]
 
 
 def _header(buffer: bytearray) -> tuple[int, int, int, int, bytes] | None:
-    """What follows the magic of a header, if this is one."""
+    """Return the fields of the header at the beginning of `buffer`, without the magic; None if it is not valid."""
     if len(buffer) < _HEADER.size:
         return None
     _, length, last, source, dest, kind = _HEADER.unpack_from(buffer)
-    if length > (_WINDOW if kind == _ACK else _FRAGMENT) or last > 1 or source < 0 or dest < _ALL or kind not in _KINDS:
+    if length > (WINDOW if kind == ACK else _FRAGMENT) or last > 1 or source < 0 or dest < ALL or kind not in _KINDS:
         return None
     return length, last, source, dest, kind
 
 
-def _encode(body: dict[str, Any]) -> bytes:
+def encode(body: dict[str, Any]) -> bytes:
+    """Return `body` as a payload. Raises ValueError if it is too long."""
     data = json.dumps(body).encode()
     if len(data) > MESSAGE_LIMIT:
-        raise ValueError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT} are possible")
+        raise ValueError(f"a message of {len(data)} bytes; the limit is {MESSAGE_LIMIT} bytes")
     return data

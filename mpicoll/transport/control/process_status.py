@@ -6,8 +6,9 @@ import fcntl
 import os
 import signal
 import struct
-import time
 from contextlib import suppress
+
+from mpicoll.transport.waiting import wait_for
 
 _GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 """The ioctl PIDFD_GET_INFO, with a struct of 64 bytes."""
@@ -37,16 +38,12 @@ class Process:
         """Return its exit status, or the negative number of the signal that killed it, as
         :func:`os.waitstatus_to_exitcode` does. None if it is alive or if the status can't be read. Takes at most a
         tenth of a second."""
-        deadline = time.monotonic() + _STATUS_DELAY
-        while True:
-            found = self._query_kernel()
-            if found is None:
-                found = self._read_stat()
-            if found is not None:
-                return os.waitstatus_to_exitcode(found & ~0x80)  # without the bit for a core dump
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(1e-3)
+        found = wait_for(self._query, _STATUS_DELAY)
+        return None if found is None else os.waitstatus_to_exitcode(found & ~0x80)  # without the bit for a core dump
+
+    def _query(self) -> int | None:
+        status = self._query_kernel()
+        return self._read_stat() if status is None else status
 
     def _query_kernel(self) -> int | None:
         answer = bytearray(64)

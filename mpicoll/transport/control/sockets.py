@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
-import os
 import resource
 import socket
 import struct
 import termios
 
-from mpicoll.transport.control.connection import _WINDOW
+from mpicoll.transport.control import timing
+from mpicoll.transport.control.connection import WINDOW
 
-KEEPALIVE_IDLE = 2
-KEEPALIVE_INTERVAL = 1
-"""Seconds of silence before the kernel asks the other host whether it is there, and between such questions."""
 _RTO_MAX_MS = 44  # TCP_RTO_MAX_MS, of Linux 6.15
-_RESERVE = 128  # descriptors left for the program
+RESERVED_DESCRIPTORS = 128
+"""Descriptors that are left for the program."""
 _DESCRIPTORS = resource.RLIMIT_NOFILE
 
 
-def _listen(size: int) -> socket.socket:
-    """A listening socket for IPv6 and IPv4, or for IPv4 where there is no other."""
+def listen(size: int) -> socket.socket:
+    """Return a listening socket for IPv6 and IPv4, or for IPv4 only where there is no IPv6."""
     backlog = min(size + 64, 65535)
     try:
         sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
@@ -31,24 +30,49 @@ def _listen(size: int) -> socket.socket:
     return sock
 
 
-def _tune(sock: socket.socket, outage: float) -> None:
+def tune(sock: socket.socket, outage: float) -> None:
+    """Set the options of a connection, on which the peer counts as lost after an outage of `outage` seconds."""
     sock.setblocking(False)
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < 4 * _WINDOW:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _WINDOW)
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) < 4 * WINDOW:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * WINDOW)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, timing.KEEPALIVE_IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, timing.KEEPALIVE_INTERVAL)
     if _retries_steadily():
-        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, KEEPALIVE_INTERVAL * 1000)
-    # It counts for both: questions without an answer, and data that nobody acknowledges.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_lost_after(outage) * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, timing.KEEPALIVE_INTERVAL * 1000)
+    # It applies to keepalive probes without an answer and to data without an acknowledgement.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(lost_after(outage) * 1000))
+
+
+def start_connecting(sock: socket.socket, address: str, port: int, outage: float) -> int:
+    """Begin to connect to a port. Returns 0, or an error number if that has failed already."""
+    try:
+        tune(sock, outage)
+        code = sock.connect_ex((address, port))
+    except OSError as error:
+        return error.errno or errno.EHOSTUNREACH
+    return 0 if code == errno.EINPROGRESS else code
+
+
+def connecting_error(sock: socket.socket) -> int:
+    """Return 0 if the connection that was begun has been made, or the error number if that has failed."""
+    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        return code
+    try:
+        # A connection to a free port of the same host may, by chance, be connected to itself.
+        return errno.ECONNREFUSED if sock.getsockname() == sock.getpeername() else 0
+    except OSError as error:
+        return error.errno or errno.ECONNREFUSED
 
 
 @functools.lru_cache(maxsize=1)
 def _retries_steadily() -> bool:
-    """Whether the kernel can be told to send lost data again after a second each time; else it waits twice as long
-    after each attempt."""
+    """Return True if the kernel can be set to retransmit lost data each second.
+
+    Otherwise it doubles the interval after each attempt.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, 1000)
@@ -57,15 +81,16 @@ def _retries_steadily() -> bool:
     return True
 
 
-def _lost_after(outage: float) -> float:
-    """Seconds of silence of the other host's kernel after which it counts as lost."""
-    # When the outage began nothing may have come for a while; when it is over, it takes until the next attempt to send
-    # something for an answer to come, and a moment more on a busy machine.
-    until_next = KEEPALIVE_INTERVAL if _retries_steadily() else KEEPALIVE_INTERVAL + outage
-    return KEEPALIVE_IDLE + outage + until_next + KEEPALIVE_INTERVAL
+def lost_after(outage: float) -> float:
+    """Return the seconds of silence of the other host's kernel after which the host counts as lost."""
+    # The silence may have begun before the outage, and ends only with the answer to the first probe or retransmission
+    # after it, which may come late on a busy machine.
+    until_next = timing.KEEPALIVE_INTERVAL if _retries_steadily() else timing.KEEPALIVE_INTERVAL + outage
+    return timing.KEEPALIVE_IDLE + outage + until_next + timing.KEEPALIVE_INTERVAL
 
 
-def _is_connected(sock: socket.socket) -> bool:
+def is_connected(sock: socket.socket) -> bool:
+    """Return True if the connection has been made."""
     try:
         sock.getpeername()
     except OSError:
@@ -73,44 +98,31 @@ def _is_connected(sock: socket.socket) -> bool:
     return True
 
 
-def _under_way(sock: socket.socket) -> int:
-    """Bytes that the other host's kernel has not acknowledged."""
+def unacknowledged_bytes(sock: socket.socket) -> int:
+    """Return the number of sent bytes that the other host's kernel has not acknowledged."""
     try:
         return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
     except OSError:
         return 0
 
 
-def _silence(sock: socket.socket) -> float:
-    """Seconds since the other host's kernel was last heard."""
+def silence(sock: socket.socket) -> float:
+    """Return the seconds since the last acknowledgement of the other host's kernel."""
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 60)
     return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
 
 
-def _allow_descriptors(number: int) -> int:
-    """How many descriptors this process may have; raised, as far as possible, if so many leave few for the program."""
+def allow_descriptors(number: int) -> int:
+    """Return the number of descriptors that this process may have.
+
+    The limit is raised, as far as possible, if `number` descriptors would leave few for the program.
+    """
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_DESCRIPTORS))
-    enough = min(number + 8 * _RESERVE, hard)
-    if soft >= min(number + 4 * _RESERVE, hard):
+    enough = min(number + 8 * RESERVED_DESCRIPTORS, hard)
+    if soft >= min(number + 4 * RESERVED_DESCRIPTORS, hard):
         return soft
     try:
         resource.setrlimit(_DESCRIPTORS, (enough, resource.getrlimit(_DESCRIPTORS)[1]))
     except (OSError, ValueError):
         return soft
     return enough
-
-
-def _stderr() -> int:
-    """A descriptor of its own that leads to stderr."""
-    fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    _to_stderr(fd)
-    return fd
-
-
-def _to_stderr(fd: int) -> None:
-    try:
-        os.dup2(2, fd, inheritable=False)
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, fd, inheritable=False)
-        os.close(null)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -22,7 +22,8 @@ from mpi4py import MPI
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed
 from mpicoll.transport.base import Memory
 from mpicoll.transport.mpi.translation import translate_error
-from mpicoll.transport.shm import yield_core
+from mpicoll.transport.waiting import poll, wait_for
+from mpicoll.wording import inflect, rank_list
 
 _POLL_INTERVAL = 0.05
 """Seconds between two queries of MPI for failed ranks, by waiting threads."""
@@ -33,14 +34,6 @@ _DETECTION_TIME = 1.0
 _IDENTIFICATION_TIME = 2.0
 """Seconds within which a survivor learns which rank has failed, after one of its operations has failed."""
 
-_SPINS = 20
-"""Polls of a request before the waiting thread yields its core."""
-
-_YIELDS = 1000
-"""Polls of a request before the waiting thread sleeps between polls."""
-
-_SLEEP = 1e-3
-
 # Error classes that report a failed rank. Not every MPI library defines all of them.
 _FAILURES = tuple(
     getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED") if hasattr(MPI, name)
@@ -50,7 +43,7 @@ _UNSPECIFIC = (MPI.ERR_INTERN, MPI.ERR_OTHER, MPI.ERR_UNKNOWN)
 
 _REMEDY = (
     "This communicator can't be used any more; the survivors continue with comm.shrink(), which all of them must call,"
-    " or run their loop by mpicoll.resilient"
+    " or run their loop with mpicoll.resilient"
 )
 
 _lock = threading.RLock()
@@ -108,7 +101,7 @@ class FailureState:
     """Failures and revocation of a transport's communicators.
 
     Where the job is not fault-tolerant (see :func:`fault_tolerant`) MPI ends it when a rank fails; then only
-    :meth:`explain` and :meth:`retain` are of use.
+    :meth:`translate_error` and :meth:`retain` are of use.
     """
 
     def __init__(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, members: tuple[int, ...]) -> None:
@@ -135,8 +128,8 @@ class FailureState:
         Returns at once. Raises CommunicatorError if the job is not fault-tolerant."""
         if not fault_tolerant():
             raise CommunicatorError(
-                f"shrink: rank {self._rank} of {self._size} is in a job that ends when a rank dies; start it by"
-                " `mpirun --with-ft ulfm` of Open MPI 5 to have it go on"
+                f"shrink: rank {self._rank} of {self._size} is in a job that ends when a rank dies; start it with"
+                " `mpirun --with-ft ulfm` (Open MPI 5) to let it continue"
             )
         with _lock:
             derived = list(self._derived)
@@ -169,7 +162,7 @@ class FailureState:
             derived.revoke()
 
     def mark_freed(self) -> bool:
-        """The transport is about to free the communicators: revoke them no more. False if they must not be freed."""
+        """Revoke the communicators no more: they are about to be freed. Return False if they must not be freed."""
         with _lock:
             self._freed = True
             _states.discard(self)
@@ -180,13 +173,12 @@ class FailureState:
     def has_failed(self) -> bool:
         """True if a member is known to be dead or the communicator is revoked; waits a second for such reports. Always
         False if the job is not fault-tolerant."""
-        deadline = time.monotonic() + _DETECTION_TIME
-        while fault_tolerant() and time.monotonic() < deadline:
+
+        def failed() -> bool | None:
             MPI.COMM_SELF.Iprobe()
-            if self.is_revoked() or _query_dead() & set(self.members):
-                return True
-            time.sleep(_SLEEP)
-        return False
+            return self.is_revoked() or bool(_query_dead() & set(self.members)) or None
+
+        return fault_tolerant() and bool(wait_for(failed, _DETECTION_TIME))
 
     def agree(self, flag: bool) -> bool:
         """Collective over the living ranks, whatever dies meanwhile: the logical and of their flags."""
@@ -206,7 +198,7 @@ class FailureState:
 
     # --- errors
 
-    def explain(self, error: Exception) -> Exception:
+    def translate_error(self, error: Exception) -> Exception:
         """Return this library's exception for an exception of MPI's; any other one as it is."""
         if isinstance(error, MPI.Exception):
             return self.operation_error(error)
@@ -229,10 +221,12 @@ class FailureState:
         """Return the exception for an operation that has failed because ranks have died. Revokes the communicators, so
         that the other ranks leave their waits as well."""
         self.revoke()
-        deadline = time.monotonic() + _IDENTIFICATION_TIME
-        while not (dead := _query_dead() - self._dead_before) and time.monotonic() < deadline:
+
+        def newly_dead() -> set[int] | None:
             MPI.COMM_SELF.Iprobe()
-            time.sleep(_SLEEP)
+            return _query_dead() - self._dead_before or None
+
+        dead = wait_for(newly_dead, _IDENTIFICATION_TIME) or set()
         ranks = tuple(sorted(dead & set(self.members) or dead))
         return RankFailed(f"rank {self._rank} of {self._size}: {_describe_dead(ranks)} ({reason}). {_REMEDY}", ranks)
 
@@ -246,7 +240,7 @@ class FailureState:
         """Complete a transfer if it has finished; return True if so. Raises RankFailed.
 
         Open MPI frees a request that it reports as failed, and aborts the job when another part of the transfer fails
-        afterwards. So MPI is asked to complete only requests that have succeeded.
+        afterwards. So only requests that have succeeded are passed to MPI for completion.
         """
         if request.Get_status(status):
             if status.Get_error() != MPI.SUCCESS:
@@ -265,13 +259,7 @@ class FailureState:
     def wait_all(self, requests: Sequence[MPI.Request], statuses: Sequence[MPI.Status]) -> None:
         """Wait until all transfers have completed. Raises RankFailed."""
         for request, status in zip(requests, statuses, strict=False):
-            polls = 0
-            while not self.complete(request, status):
-                polls += 1
-                if polls > _YIELDS:
-                    time.sleep(50e-6)
-                elif polls > _SPINS:
-                    yield_core()
+            poll(partial(self.complete, request, status), None, "transfer")
 
     def wait(self, request: MPI.Request, data: Memory) -> MPI.Status:
         """Wait until the transfer of `data` has completed, and return its status. Raises RankFailed."""
@@ -287,5 +275,4 @@ class FailureState:
 def _describe_dead(ranks: Sequence[int]) -> str:
     if not ranks:
         return "another rank has revoked the communicator"
-    names = ", ".join(map(str, ranks))
-    return f"rank {names} of the job has died" if len(ranks) == 1 else f"ranks {names} of the job have died"
+    return f"{rank_list(ranks)} of the job {inflect(ranks, 'has', 'have')} died"

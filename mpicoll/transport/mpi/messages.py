@@ -10,11 +10,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicatorError, TruncationError
-from mpicoll.transport.base import Envelope, Memory, Message, Traffic, poll, truncation_error
+from mpicoll.transport.base import Envelope, Memory, Message, Traffic, truncation_error
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.native import INT_MAX
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
 from mpicoll.transport.mpi.translation import envelope_of, translate_truncation, translates_errors
+from mpicoll.transport.waiting import poll
 
 R = TypeVar("R")
 
@@ -49,8 +50,8 @@ class MessagePassing:
         self._collective = collective
         self._p2p = p2p
 
-    def explain(self, error: Exception) -> Exception:
-        return self.failures.explain(error)
+    def translate_error(self, error: Exception) -> Exception:
+        return self.failures.translate_error(error)
 
     @translates_errors
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
@@ -171,11 +172,13 @@ class MessagePassing:
         request = _post(self._p2p.Irecv, data, _source(source), _tag(tag))
         return MpiPending(self.rank, self.failures, self.traffic, request, data, (self._p2p, source, tag))
 
-    def takes_own(self, tag: int) -> bool:
-        return any(source in (None, self.rank) and wanted in (None, tag) for source, wanted in self.receiving())
+    def matches_own_message(self, tag: int) -> bool:
+        return any(
+            source in (None, self.rank) and wanted in (None, tag) for source, wanted in self.list_posted_receives()
+        )
 
-    def receiving(self) -> list[tuple[int | None, int | None]]:
-        posted = active_transfers.posted_receives()
+    def list_posted_receives(self) -> list[tuple[int | None, int | None]]:
+        posted = active_transfers.list_posted_receives()
         return [(source, tag) for comm, source, tag in posted if comm is self._p2p]
 
     @translates_errors

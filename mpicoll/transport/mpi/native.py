@@ -19,7 +19,10 @@ INT_MAX = 2**31 - 1
 
 
 class MpiNative:
-    """The MPI library's own collectives. They raise MPI's exceptions; :meth:`MpiTransport.explain` translates them."""
+    """The MPI library's own collectives.
+
+    They raise MPI's exceptions, which :meth:`MpiTransport.translate_error` translates.
+    """
 
     max_count = INT_MAX
 
@@ -73,7 +76,7 @@ class MpiNative:
     def barrier(self) -> None:
         self._comm.Barrier()
 
-    def allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
+    def bind_allreduce_in_place(self, dtype: np.dtype[Any], count: int, op: str) -> Callable[[int], None]:
         allreduce, reduction, datatype = self._comm.Allreduce, OPS[op], MPI.Datatype.fromcode(dtype.char)
         buffer, nbytes, in_place = MPI.buffer.fromaddress, count * dtype.itemsize, MPI.IN_PLACE
         return lambda address: allreduce(in_place, (buffer(address, nbytes), datatype), reduction)
@@ -84,7 +87,7 @@ class MpiNative:
         assert bound.again is not None
         return bound.again
 
-    def typed(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
+    def bind_dtype(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
         buffer = MPI.buffer.fromaddress
         # mpi4py accepts such a specification wherever it accepts an array, and parses it faster. It must not contain a

@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError, RankFailed
-from mpicoll.transport.base import Envelope, Memory, Traffic, poll
+from mpicoll.transport.base import Envelope, Memory, Traffic
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.translation import envelope_of, translate_truncation
+from mpicoll.transport.waiting import poll
 
 PostedRecv: TypeAlias = tuple[Any, int | None, int | None]
 """Communicator, source and tag (None: any) of a posted receive; for a send the communicator is None."""
@@ -119,17 +120,17 @@ class ActiveTransfers:
                 one.test()
 
     def remove(self, pending: MpiPending) -> None:
-        """`pending` has completed or failed."""
+        """Unregister `pending`, which has completed or failed."""
         with self._lock:
             self._pending.pop(id(pending), None)
 
-    def started(self) -> list[tuple[str, int | None]]:
+    def list_started(self) -> list[tuple[str, int | None]]:
         """Return the transfers that may be under way, as "send" or "recv" and the tag (None: any, or not known). Takes
         no lock: the thread that holds it may be stuck."""
         transfers = [one.takes for one in self._pending.copy().values()]
         return [("send" if comm is None else "recv", tag) for comm, _, tag in transfers]
 
-    def posted_receives(self) -> list[PostedRecv]:
+    def list_posted_receives(self) -> list[PostedRecv]:
         """Return the receives that have not completed; entries of unfinished sends (communicator None) are included."""
         with self._lock:
             registered = list(self._pending.values())

@@ -20,9 +20,9 @@ from mpicoll.transport import shm
 class SharedAccess(NamedTuple):
     """How the ranks of a node reach each other's memory; the same on all ranks of a communicator."""
 
-    unshared: str | None
+    no_shm_reason: str | None
     """Why they can't share memory; None if they can."""
-    unread: str | None
+    no_cma_reason: str | None
     """Why they can't read each other's private memory; None if they can."""
     named: bool
     """True if shared memory must have a name in the file system (MPICOLL_SHARED_MEMORY=named)."""
@@ -52,17 +52,17 @@ def _try_reading_peers(node: MPI.Intracomm, rank: int) -> str | None:
     reason: str | None = None
     for pid, address, value in node.allgather((os.getpid(), word.ctypes.data, int(word[0]))):
         try:
-            shm.reader(pid)(address, copy.ctypes.data, 8)
+            shm.open_reader(pid)(address, copy.ctypes.data, 8)
             if copy[0] != value:
-                reason = f"rank {rank} sees other processes by the numbers of its peers"
+                reason = f"rank {rank} is in another PID namespace than its peers"
         except OSError as error:
-            reason = f"rank {rank} may not read its peers: {error.strerror}"
+            reason = f"rank {rank} can't read the memory of its peers: {error.strerror}"
     node.Barrier()  # every rank's word must live until all have read it
     return reason
 
 
 @lru_cache(maxsize=1)
-def memory_fence() -> Callable[[], object] | None:
+def create_memory_fence() -> Callable[[], object] | None:
     """Return a function that orders this process's accesses to shared memory; None where the processor keeps stores in
     order, and loads too."""
     if platform.machine() in ("x86_64", "AMD64"):

@@ -39,14 +39,16 @@ def translate_truncation(
 
 
 def translates_errors(method: F) -> F:
-    """Decorate a method, which is called with positional arguments only, to raise ``self.explain(error)`` instead of
-    MPI's exceptions."""
+    """Decorate a method to raise ``self.translate_error(error)`` instead of MPI's exceptions.
+
+    The method is called with positional arguments only.
+    """
 
     @wraps(method)
     def call(self: Any, *args: Any) -> Any:
         try:
             return method(self, *args)
         except MPI.Exception as error:
-            raise self.explain(error) from error
+            raise self.translate_error(error) from error
 
     return cast(F, call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -20,9 +19,10 @@ from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.ops import agree_on_defects
-from mpicoll.transport.mpi.shared_access import SharedAccess, memory_fence, probe_access
+from mpicoll.transport.mpi.shared_access import SharedAccess, create_memory_fence, probe_access
 from mpicoll.transport.mpi.translation import translates_errors
-from mpicoll.transport.shm import yield_core
+from mpicoll.transport.waiting import poll, wait_for
+from mpicoll.wording import rank_list
 
 _GROUP_TAGS = 1 << 15
 """On the communicator of the collectives, tags from here on are those by which MPI creates groups, and lower ones those
@@ -30,14 +30,6 @@ of schedules. No rank receives from any source or with any tag there."""
 
 _GATHER_TAGS = 1 << 15
 """Above the tags of collectives."""
-
-_SPINS = 20
-"""Polls of a request before the waiting thread yields its core."""
-
-_CHECK_EVERY = 1000
-"""Polls of a request between two checks whether the other ranks still live, at each of which the thread also sleeps."""
-
-_SLEEP = 1e-3
 
 _drawn_keys = itertools.count()
 
@@ -72,16 +64,16 @@ class MpiTransport(MessagePassing):
         # Only COMM_WORLD is guaranteed to have the attribute.
         self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self.background = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.unshared, self.unread, _ = self._access
-        self._words: list[Any] = []
-        self._comparing: MPI.Intracomm | None = None
+        self.no_shm_reason, self.no_cma_reason, _ = self._access
+        self._compare_buffers: list[Any] = []
+        self._compare_comm: MPI.Intracomm | None = None
 
     @translates_errors
-    def texts(self, text: str) -> list[str]:
+    def allgather_text(self, text: str) -> list[str]:
         return cast("list[str]", self._collective.allgather(text))
 
-    def misreduces(self, op: str, dtype: np.dtype[Any]) -> str | None:
-        return reductions.refusal(self._defects, op, dtype)
+    def find_native_defect(self, op: str, dtype: np.dtype[Any]) -> str | None:
+        return reductions.find_defect(self._defects, op, dtype)
 
     # --- memory of a node
 
@@ -99,17 +91,17 @@ class MpiTransport(MessagePassing):
             raise CommunicationError(failure)
         return memories
 
-    def readers(self) -> list[Read]:
-        return [shm.reader(pid) for pid in self._collective.allgather(os.getpid())]
+    def open_readers(self) -> list[Read]:
+        return [shm.open_reader(pid) for pid in self._collective.allgather(os.getpid())]
 
     @property
-    def own_cores(self) -> bool:
+    def has_own_cores(self) -> bool:
         # Not the cores to which this process is bound: a launcher gives each rank its own, if there are enough.
         return launch_env.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
 
     @property
-    def fence(self) -> Callable[[], object] | None:
-        return memory_fence()
+    def memory_fence(self) -> Callable[[], object] | None:
+        return create_memory_fence()
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         # A rank that waits here makes no other calls of MPI. It must keep its messages moving: its peers may wait for
@@ -120,15 +112,15 @@ class MpiTransport(MessagePassing):
         if fault_tolerant() and self.failures.is_revoked():
             raise self.failures.rank_failed("the communicator was revoked")
         if waited > self.timeout + SHARED_MEMORY_GRACE:
-            missing = ", ".join(str(self.members[peer]) for peer in peers)
-            raise Timeout(f"in shared memory, rank {missing} did not come within {self.timeout:g} s")
+            missing = rank_list(self.members[peer] for peer in peers)
+            raise Timeout(f"in shared memory, {missing} did not arrive within {self.timeout:g} s")
 
     # --- failures of ranks
 
     def revoke(self) -> None:
         self.failures.revoke()
 
-    def failed_already(self) -> bool:
+    def detect_failure(self) -> bool:
         return self.failures.has_failed()
 
     @translates_errors
@@ -159,8 +151,8 @@ class MpiTransport(MessagePassing):
     def compare(self, word: int, text: Callable[[], str], idle: Callable[[], None]) -> list[str] | None:
         if self._is_common(word, idle):
             return None
-        assert self._comparing is not None
-        return cast("list[str]", self._comparing.allgather(text()))
+        assert self._compare_comm is not None
+        return cast("list[str]", self._compare_comm.allgather(text()))
 
     def _is_common(self, word: int, idle: Callable[[], None]) -> bool:
         """Collective: return True if all ranks have the same `word`.
@@ -168,53 +160,44 @@ class MpiTransport(MessagePassing):
         Collectives that differ from rank to rank may leave messages on the communicator of the collectives, so
         comparisons have a communicator of their own, created when all ranks have arrived for the first time.
         """
-        first = self._comparing is None
-        comm = self._collective if self._comparing is None else self._comparing
-        if not self._words:
-            if self.misreduces("min", np.dtype(np.int64)) is not None:
+        first = self._compare_comm is None
+        comm = self._collective if self._compare_comm is None else self._compare_comm
+        if not self._compare_buffers:
+            if self.find_native_defect("min", np.dtype(np.int64)) is not None:
                 return self._is_common_by_list(word)
             mine, least = np.empty(2, np.int64), np.empty(2, np.int64)
-            self._words = [mine, least, buffer_spec(mine), buffer_spec(least)]
-        mine, least, source, target = self._words
+            self._compare_buffers = [mine, least, buffer_spec(mine), buffer_spec(least)]
+        mine, least, source, target = self._compare_buffers
         mine[0], mine[1] = word, -word
         request = comm.Iallreduce(source, target, MPI.MIN)
-        polls = 0
         try:
-            while not request.Test():
-                polls += 1
-                if polls > _SPINS:
-                    yield_core()
-                    if polls % _CHECK_EVERY == 0:
-                        idle()
-                        time.sleep(_SLEEP)
+            poll(request.Test, None, "comparison", idle)
         except BaseException:
-            self.failures.retain((request, self._words))
-            self._words = []
+            self.failures.retain((request, self._compare_buffers))
+            self._compare_buffers = []
             raise
         if first:
-            self._make_comparing()
+            self._create_compare_comm()
         # The minimum of the words, and the negative of their maximum.
         return bool(least[0] == -least[1])
 
     def _is_common_by_list(self, word: int) -> bool:
         """Do the same where the library computes the minimum of integers wrongly."""
-        if self._comparing is None:
-            self._make_comparing()
-        assert self._comparing is not None
-        return len(set(self._comparing.allgather(word))) == 1
+        if self._compare_comm is None:
+            self._create_compare_comm()
+        assert self._compare_comm is not None
+        return len(set(self._compare_comm.allgather(word))) == 1
 
-    def _make_comparing(self) -> None:
-        self._comparing = self._collective.Dup()
-        self.failures.add_handle(self._comparing)
+    def _create_compare_comm(self) -> None:
+        self._compare_comm = self._collective.Dup()
+        self.failures.add_handle(self._compare_comm)
 
     @translates_errors
-    def settle(self, seconds: float) -> bool:
+    def wait_for_all_ranks(self, seconds: float) -> bool:
         if MPI.Is_finalized() or self.failures.revoked_here:
             return False
         request = self._collective.Ibarrier()
-        deadline = time.monotonic() + seconds
-        while not request.Test() and time.monotonic() < deadline:
-            time.sleep(_SLEEP)
+        wait_for(lambda: request.Test() or None, seconds)
         self.failures.retain(request)
         return True
 
@@ -230,7 +213,7 @@ class MpiTransport(MessagePassing):
         whole = self._collective.Get_group()
         part = whole.Incl(list(ranks))
         try:
-            self._gather(ranks, 0)
+            self._synchronize(ranks, 0)
             child = self._collective.Create_group(part, _GROUP_TAGS)
             # Open MPI takes far longer to create a group than to duplicate a communicator.
             return self._child(child, child.Dup())
@@ -242,15 +225,17 @@ class MpiTransport(MessagePassing):
     def duplicate(self, tag: int) -> MpiTransport:
         everybody = self._p2p.Get_group()
         try:
-            self._gather(range(self.size), 1 + tag)
+            self._synchronize(range(self.size), 1 + tag)
             child = self._collective.Create_group(everybody, _GROUP_TAGS + 1 + tag)
             return self._child(child, child.Dup())
         finally:
             everybody.Free()
 
-    def _gather(self, ranks: Sequence[int], number: int) -> None:
-        """In a fault-tolerant job: return when all of `ranks` have arrived. Open MPI can't leave the creation of a
-        group if one of them never arrives; a message can be left."""
+    def _synchronize(self, ranks: Sequence[int], number: int) -> None:
+        """In a fault-tolerant job, wait until all of `ranks` have entered the call.
+
+        Open MPI can't leave the creation of a group if one of them never does; a wait for a message can be left.
+        """
         if not fault_tolerant():
             return
         here, size, nothing = list(ranks).index(self.rank), len(ranks), np.empty(0, np.uint8)

@@ -292,7 +292,7 @@ def test_refusals(cuda: ModuleType) -> None:
         recognise("op", Interface(x, typestr=">f8"), "out")
     with pytest.raises(DTypeError, match=r"op: x: dtype object holds Python objects"):
         recognise("op", Interface(x, typestr="|O"))
-    with pytest.raises(DeviceError, match=r"op: x is a Interface at 0x[0-9a-f]+, which is no memory of CUDA's"):
+    with pytest.raises(DeviceError, match=r"op: x is a Interface at 0x[0-9a-f]+, which is not CUDA memory"):
         recognise("op", Interface(x, data=(np.zeros(4).ctypes.data, False)))
 
 

@@ -13,9 +13,11 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.config import Config
-from mpicoll.engine.checks.call_check import TEXT, Options, brief, from_texts, hashed, judged
-from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Site
+from mpicoll.engine.core.call_mismatch import MAX_TEXT, decode_mismatch_error, encode_call, hash_fields, mismatch_error
+from mpicoll.engine.core.registry import Options
+from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, Group
 from mpicoll.errors import SetupError
+from mpicoll.wording import ranks_and_verb
 
 HERE = Path(__file__).name
 
@@ -122,7 +124,7 @@ def test_the_text(several: Ranks) -> None:
         usual = list(range(world.size - 1))
         first, *lines = str(error).splitlines()
         reduce, bcast = "allreduce(float32[2, 3], op=sum) by ring", "bcast(float32[2, 3], root=1) by binomial"
-        others = f"ranks {', '.join(map(str, usual))} call {reduce}" if len(usual) > 1 else f"rank 0 calls {reduce}"
+        others = f"{ranks_and_verb(usual, 'calls', 'call')} {reduce}"
         # Of two parties of the same size that of the lowest rank comes first.
         assert first == (
             f"the ranks of world disagree about collective {error.number}: rank {world.size - 1} calls {bcast} where"
@@ -276,26 +278,26 @@ def test_levels_of_a_hierarchy_are_not_compared_apart() -> None:
 def test_what_debug_changes(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
-        asked = world.checks
+        asked = world._core.checks
         part = world.split(0)
         assert part is not None
         with mpicoll.debug(numerics=True):
-            assert world.checks == Options(True, True, asked.checksum)
-            assert part.checks == world.checks
+            assert world._core.checks == Options(True, True, asked.checksum)
+            assert part._core.checks == world._core.checks
             with mpicoll.debug(checksum=True):
-                assert world.checks == Options(True, True, True)
+                assert world._core.checks == Options(True, True, True)
                 with mpicoll.debug(check=False):
-                    assert world.checks == Options()
-                    assert world.progress.observer is None
+                    assert world._core.checks == Options()
+                    assert world._core.queue.observer is None
                     mpicoll.barrier()
-                assert world.checks == Options(True, True, True)
+                assert world._core.checks == Options(True, True, True)
             with mpicoll.debug(numerics=False):
-                assert world.checks == Options(True, False, asked.checksum)
+                assert world._core.checks == Options(True, False, asked.checksum)
             made = world.split(0)
             assert made is not None
-            assert made.checks == Options(True, True, asked.checksum)
-        assert made.checks == part.checks == world.checks == asked
-        assert (world.progress.observer is None) == (not asked.calls)
+            assert made._core.checks == Options(True, True, asked.checksum)
+        assert made._core.checks == part._core.checks == world._core.checks == asked
+        assert (world._core.queue.observer is None) == (not asked.calls)
         part.free()
         made.free()
 
@@ -304,10 +306,10 @@ def test_what_debug_changes(ranks: Ranks) -> None:
 
 def test_debug_is_left_by_an_error(several: Ranks) -> None:
     def body() -> None:
-        asked = mpicoll.world().checks
+        asked = mpicoll.world()._core.checks
         with pytest.raises(mpicoll.MismatchError), mpicoll.debug():
             mpicoll.allreduce(_x(), "max" if _is_last() else "sum")
-        assert mpicoll.world().checks == asked
+        assert mpicoll.world()._core.checks == asked
         assert mpicoll.allreduce(1) == mpicoll.world().size
 
     several(body)
@@ -316,7 +318,7 @@ def test_debug_is_left_by_an_error(several: Ranks) -> None:
 def test_call_without_with() -> None:
     def body() -> None:
         mpicoll.debug()
-        assert mpicoll.world().checks.calls
+        assert mpicoll.world()._core.checks.calls
         _text(lambda: mpicoll.allreduce(_x(), "max" if _is_last() else "sum"))
 
     mpicoll.run_local(body, 2)
@@ -338,8 +340,8 @@ def test_ranks_that_do_not_come() -> None:
     mpicoll.run_local(gone, 3)
     assert len(told) == 2
     for text in told:
-        assert text.startswith(f"allreduce(float32[4], op=sum) by slots, collective 2 of world, at {__file__}:")
-        assert text.endswith("rank 2 is gone")
+        assert text.startswith(f"allreduce(float32[4], op=sum) by shm_flat, collective 2 of world, at {__file__}:")
+        assert text.endswith("rank 2 has exited")
 
     def late() -> None:
         with mpicoll.debug():
@@ -355,7 +357,7 @@ def test_ranks_that_do_not_come() -> None:
 # --- without checks
 
 
-@pytest.mark.parametrize("algorithm", ["pieces", "slots"])
+@pytest.mark.parametrize("algorithm", ["shm_pipelined", "shm_flat"])
 def test_shared_memory_notices_by_itself(several: Ranks, algorithm: str) -> None:
     def body() -> str:
         world = mpicoll.world()
@@ -367,12 +369,12 @@ def test_shared_memory_notices_by_itself(several: Ranks, algorithm: str) -> None
                 _text(lambda: mpicoll.allreduce(_x(dtype=int if _is_last() else np.float32), algorithm=algorithm)),
                 _text(
                     lambda: (
-                        mpicoll.bcast(_x(), algorithm="pieces")
+                        mpicoll.bcast(_x(), algorithm="shm_pipelined")
                         if _is_last()
                         else mpicoll.allreduce(_x(), algorithm=algorithm)
                     )
                 ),
-                _text(lambda: mpicoll.allreduce(_x(), algorithm="pieces" if _is_last() else "slots")),
+                _text(lambda: mpicoll.allreduce(_x(), algorithm="shm_pipelined" if _is_last() else "shm_flat")),
             ]
             for text, field in zip(texts, ("shape", "op", "dtype", "operation", "algorithm"), strict=True):
                 assert text.splitlines()[0].endswith(f"they differ in {field}")
@@ -388,8 +390,8 @@ def test_shared_memory_that_takes_another_number_of_steps(several: Ranks) -> Non
     def body() -> str:
         count = 3_000_000 if _is_last() else 10
         with mpicoll.debug(check=False):
-            text = _text(lambda: mpicoll.allreduce(_x(count), algorithm="pieces"))
-            assert mpicoll.allreduce(_x(10), algorithm="pieces")[0] == mpicoll.world().size
+            text = _text(lambda: mpicoll.allreduce(_x(count), algorithm="shm_pipelined"))
+            assert mpicoll.allreduce(_x(10), algorithm="shm_pipelined")[0] == mpicoll.world().size
         return text
 
     _alike(several(body), several)
@@ -400,10 +402,10 @@ def test_shared_memory_in_the_background(several: Ranks) -> None:
 
     def body() -> None:
         with mpicoll.debug(check=False):
-            request = mpicoll.iallreduce(_x(), "max" if _is_last() else "sum", algorithm="slots")
+            request = mpicoll.iallreduce(_x(), "max" if _is_last() else "sum", algorithm="shm_flat")
             with pytest.raises(mpicoll.MismatchError, match="they differ in op"):
                 request.wait()
-            assert mpicoll.allreduce(1, algorithm="slots") == mpicoll.world().size
+            assert mpicoll.allreduce(1, algorithm="shm_flat") == mpicoll.world().size
 
     several(body)
 
@@ -414,31 +416,31 @@ def test_shared_memory_in_the_background(several: Ranks) -> None:
 def test_a_rank_whose_call_is_not_known() -> None:
     group = Group("k", "world", (0, 1, 2), 0, 10.0)
     calls = [Call("allreduce", 4, "float32", (1,), op=op) for op in ("sum", "max")]
-    known = [brief((group, 3, call, 0.0, Site("a.py", 7, "f"))) for call in calls]
-    error = from_texts(group, [known[0], "", known[1]])
+    known = [encode_call((group, 3, call, 0.0, CallSite("a.py", 7, "f"))) for call in calls]
+    error = decode_mismatch_error(group, [known[0], "", known[1]])
     assert error is not None
     assert "  rank 1: not known" in str(error).splitlines()
     assert error.calls[1] is None
     assert error.fields == ("op",)
-    assert from_texts(group, [known[0], known[0], ""]) is None
-    assert brief(None) == ""
+    assert decode_mismatch_error(group, [known[0], known[0], ""]) is None
+    assert encode_call(None) == ""
 
 
 def test_texts_have_a_bound() -> None:
     group = Group("k", "world", tuple(range(500)), 0, 10.0)
-    site = Site("/é" * 900 + "/x.py", 7, "f")
+    site = CallSite("/é" * 900 + "/x.py", 7, "f")
     many = tuple(range(500))
     calls = [Call("allgather", 10**9, dtype, (5, 7), counts=many) for dtype in ("float32", "int8")]
-    texts = [brief((group, 1, call, 0.0, site)) for call in calls]
-    assert all(len(text.encode()) <= TEXT for text in texts)
-    error = from_texts(group, texts)
+    texts = [encode_call((group, 1, call, 0.0, site)) for call in calls]
+    assert all(len(text.encode()) <= MAX_TEXT for text in texts)
+    error = decode_mismatch_error(group, texts)
     assert error is not None
     assert error.fields == ("dtype",)
     assert str(error).count("x.py:7 in f") == 2
 
 
 def test_hashes_fit_into_62_bits() -> None:
-    words = {hashed({"operation": name}) for name in map(str, range(1000))}
+    words = {hash_fields({"operation": name}) for name in map(str, range(1000))}
     assert len(words) == 1000
     assert all(0 <= word < 2**62 for word in words)
 
@@ -446,7 +448,7 @@ def test_hashes_fit_into_62_bits() -> None:
 def test_same_calls_are_no_mismatch() -> None:
     group = Group("k", "world", (0, 1), 0, 10.0)
     told = {"text": "barrier()", "site": None, "fields": {"operation": "barrier", "number": 1}, "flows": []}
-    assert judged(group, [told, told]) is None
+    assert mismatch_error(group, [told, told]) is None
 
 
 @pytest.mark.parametrize(
@@ -464,8 +466,8 @@ def test_same_calls_are_no_mismatch() -> None:
 )
 def test_words_of_the_variable(text: str, words: tuple[str, ...]) -> None:
     assert Config.read({"MPICOLL_CHECK": text}).check == words
-    options = Options("calls" in words, "numerics" in words, "checksum" in words, between="off" not in words)
-    assert Options.of(words) == options
+    options = Options("calls" in words, "numerics" in words, "checksum" in words, batched="off" not in words)
+    assert Options.parse(words) == options
 
 
 @pytest.mark.parametrize("text", ["yes", "1,2", "calls;numerics", ","])
@@ -483,7 +485,7 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
     os.environ["MPICOLL_CHECK"] = "numerics"
 import mpicoll
 world = mpicoll.world()
-assert world.checks == mpicoll.engine.checks.call_check.Options(True, True, False), world.checks
+assert world._core.checks == mpicoll.engine.core.registry.Options(True, True, False), world._core.checks
 from mpi4py import MPI
 own = MPI.COMM_WORLD.Split(world.rank // 2)
 pair = mpicoll.allreduce(1, comm=own)
@@ -502,7 +504,7 @@ def test_what_one_rank_asks_for_counts_for_all(job: Callable[..., CompletedProce
     done = job(3, _ON_ONE_RANK)
     assert done.returncode == 0, done.stdout
     assert "rank 0 calls allreduce(float64[3], op=sum)" in done.stdout
-    assert "where ranks 1, 2 call allreduce(float64[3], op=max)" in done.stdout
+    assert "where ranks 1 and 2 call allreduce(float64[3], op=max)" in done.stdout
     assert done.stdout.count("program.py:15 in <module>") == 2
 
 
@@ -524,7 +526,7 @@ def test_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]]
     lines = [line for line in done.stdout.splitlines() if "warning" in line]
     what = ": send(int64[3], peer=1, tag=5) at " if checked else ""
     start = "mpicoll: warning: rank 1 of 2 (world): "
-    assert lines[0] == f"{start}nothing came for a receive from rank 0, tag 9"
+    assert lines[0] == f"{start}no message arrived for a receive from rank 0, tag 9"
     assert len(lines) == 3
     for line in lines[1:]:
         assert line.startswith(f"{start}a message of 24 bytes from rank 0, tag 5, was never received{what}")

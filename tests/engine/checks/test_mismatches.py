@@ -69,7 +69,7 @@ def test_nothing_is_compared_between_nodes_where_a_rank_says_so() -> None:
     def body() -> int:
         world = mpicoll.world()
         mpicoll.allreduce(np.ones(2), op="max" if world.rank else "sum", algorithm="ring")
-        return world.progress.number
+        return world._core.queue.number
 
     assert mpicoll.run_local(body, 2, ranks_per_node=1) == [1, 1]
 
@@ -85,7 +85,7 @@ def test_where_shared_memory_turns_out_to_be_lost(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(mpicoll.MismatchError, match="they differ in root"):
             mpicoll.bcast(_x(), root=world.rank)
         assert mpicoll.allreduce(1) == world.size
-        return str(world.lost)
+        return str(world._core.shm_failed_reason)
 
     assert mpicoll.run_local(body, 2) == ["there is no memory"] * 2
 
@@ -191,7 +191,7 @@ def test_rows_of_alltoall_are_compared_by_default(several: Ranks, rows: int, cha
         for _ in range(2):  # the second call is a repeated one
             with pytest.raises(mpicoll.MismatchError) as caught:
                 mpicoll.alltoall(np.ones(sum(sent)), counts=(sent, equal))
-            texts.add(str(caught.value).splitlines()[0].partition("moves: ")[2])
+            texts.add(str(caught.value).splitlines()[0].partition("blocks of alltoall: ")[2])
         assert mpicoll.alltoall(np.ones(sum(equal)), counts=(equal, equal)).sum() == sum(equal)
         (text,) = texts
         return text

@@ -13,9 +13,10 @@ import torch
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine import operation
+from mpicoll.engine import dispatch
 from mpicoll.engine.checks import numerics_check
 from mpicoll.engine.core.communicator import Communicator
+from mpicoll.engine.core.operation import Operation
 
 NAN, INF = float("nan"), float("inf")
 
@@ -213,7 +214,7 @@ def test_first_index_and_numbers_against_a_slow_count() -> None:
     for dtype in ("float32", "float64", "float16", "complex64", "bfloat16"):
         for shape in ((), (1,), (7,), (3, 4, 5), (0,), (2_100_000,)):
             x = np.asarray(rng.standard_normal(shape)).astype(DTYPES[dtype])
-            assert numerics_check.flaw(x, dtype) == ""
+            assert numerics_check.describe_nonfinite(x, dtype) == ""
             if not x.size:
                 continue
             places = rng.choice(x.size, size=min(3, x.size), replace=False)
@@ -224,9 +225,9 @@ def test_first_index_and_numbers_against_a_slow_count() -> None:
             nans, others = int(np.isnan(wide).sum()), len(wrong)
             kinds = f"{nans} NaN" + (f" and {others - nans} infinite" if others > nans else "")
             expected = f"{kinds} of {x.size} element{'s' * (x.size > 1)}, the first at {wrong[0].tolist()}"
-            assert numerics_check.flaw(x, dtype) == expected
+            assert numerics_check.describe_nonfinite(x, dtype) == expected
             if dtype == "bfloat16":
-                assert numerics_check.flaw(x.view(np.uint16), dtype) == expected
+                assert numerics_check.describe_nonfinite(x.view(np.uint16), dtype) == expected
 
 
 # --- checksums
@@ -234,9 +235,9 @@ def test_first_index_and_numbers_against_a_slow_count() -> None:
 
 def _spoiled(monkeypatch: pytest.MonkeyPatch, rank: int, spoil: Callable[[np.ndarray[Any, Any]], None]) -> None:
     """Let the results of `rank` be wrong."""
-    right = operation.body_of
+    right = dispatch.bind
 
-    def body_of(made: operation.Operation, *args: Any, **kwargs: Any) -> Callable[[], None]:
+    def bind(made: Operation, *args: Any, **kwargs: Any) -> Callable[[], None]:
         run = right(made, *args, **kwargs)
 
         def wrong() -> None:
@@ -246,7 +247,7 @@ def _spoiled(monkeypatch: pytest.MonkeyPatch, rank: int, spoil: Callable[[np.nda
 
         return wrong
 
-    monkeypatch.setattr(operation, "body_of", body_of)
+    monkeypatch.setattr(dispatch, "bind", bind)
 
 
 def _flip(result: np.ndarray[Any, Any]) -> None:
@@ -286,7 +287,7 @@ def test_results_of_all_algorithms_have_the_same_bits(several: Ranks) -> None:
     def body() -> None:
         rng = np.random.default_rng(mpicoll.world().rank)
         with mpicoll.debug(checksum=True):
-            for algorithm in ("native", *mpicoll.schedules.algorithms_of("allreduce"), "slots", "pieces"):
+            for algorithm in ("native", *mpicoll.schedules.algorithms_of("allreduce"), "shm_flat", "shm_pipelined"):
                 for count in (1, 5, 1000):
                     for dtype in (np.float32, np.float16):
                         x = rng.standard_normal(count).astype(dtype)

@@ -17,7 +17,7 @@ import mpicoll
 from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError, RankFailed, Timeout
-from mpicoll.transport.local import LocalTransport, World, transports
+from mpicoll.transport.local import LocalJob, LocalTransport, transports
 
 
 class _Fault(Exception):
@@ -25,7 +25,7 @@ class _Fault(Exception):
 
 
 def _arena() -> Arena:
-    arena = mpicoll.world().arena()
+    arena = mpicoll.world()._core.arena()
     assert arena is not None
     return arena
 
@@ -37,13 +37,13 @@ def _together(size: int, body: Callable[[Arena], Any], *, timeout: float = 20.0)
 
     def main(transport: LocalTransport) -> None:
         try:
-            results[transport.rank] = body(Arena(transport).furnish())
+            results[transport.rank] = body(Arena(transport).allocate_slots())
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
-            transport.world.bury(transport.rank)
+            transport.job.mark_dead(transport.rank)
 
     threads = [
-        threading.Thread(target=main, args=(one,), daemon=True) for one in transports(World(size, timeout=timeout))
+        threading.Thread(target=main, args=(one,), daemon=True) for one in transports(LocalJob(size, timeout=timeout))
     ]
     for thread in threads:
         thread.start()
@@ -70,12 +70,12 @@ def test_what_was_written_before_a_step_is_there_after_it(size: int) -> None:
             w = arena.parity
             views[w][arena.rank][:] = step * 100 + arena.rank
             results[w][arena.rank * 8 : arena.rank * 8 + 8] = step
-            arena.tell(step, -arena.rank)
+            arena.post(step, -arena.rank)
             if rng.random() < 0.1:
                 time.sleep(rng.random() * 1e-3)
             arena.sync()
             assert arena.parity == 1 - w
-            assert arena.told(2) == [(step, -rank) for rank in range(size)]
+            assert arena.read_posted(2) == [(step, -rank) for rank in range(size)]
             for rank, view in enumerate(views[1 - arena.parity]):
                 if rng.random() < 0.02:
                     time.sleep(1e-4)
@@ -96,7 +96,7 @@ def test_slots_of_all_ranks_are_apart(several: Ranks) -> None:
             assert len(arena.slots[w]) == arena.size
             for rank, slot in enumerate(arena.slots[w]):
                 assert (slot == 17 * rank + w + 1).all()
-                assert slot.ctypes.data % 64 == 0 or mpicoll.world().transport.native is None
+                assert slot.ctypes.data % 64 == 0 or mpicoll.world()._core.transport.native is None
             assert (arena.results[w] == w + 1).all()
         mpicoll.barrier()
         arena.run(lambda source, target: arena.sync(), None, None)  # the header is where none of them is
@@ -110,9 +110,9 @@ def test_numbers_that_are_told_are_whole(several: Ranks) -> None:
         values = (0, 2**63 - 1, -(2**63), arena.rank, 1, 2, 3, 4)
 
         def tell(source: Any, target: Any) -> None:
-            arena.tell(*values)
+            arena.post(*values)
             arena.sync()
-            assert arena.told(8) == [(*values[:3], rank, *values[4:]) for rank in range(arena.size)]
+            assert arena.read_posted(8) == [(*values[:3], rank, *values[4:]) for rank in range(arena.size)]
 
         for _ in range(3):
             arena.run(tell, None, None)
@@ -148,11 +148,11 @@ def _operation(
         for step in range(steps):
             if failing.get(arena.rank) == step:
                 raise _Fault
-            arena.tell(turn, step)
+            arena.post(turn, step)
             if own.random() < 0.1:
                 time.sleep(own.random() * 1e-3)
             arena.sync()
-            assert arena.told(2) == [(turn, step)] * arena.size
+            assert arena.read_posted(2) == [(turn, step)] * arena.size
         if failing.get(arena.rank) == steps:
             raise _Fault
 
@@ -245,9 +245,9 @@ def test_nothing_of_a_failed_step_is_used() -> None:
             def once(source: Any, target: Any) -> None:
                 if turn == 2 and arena.rank == 1:
                     raise _Fault
-                arena.tell(turn)
+                arena.post(turn)
                 arena.sync()
-                used.append(arena.told(1))
+                used.append(arena.read_posted(1))
 
             return once
 
@@ -351,7 +351,7 @@ def test_who_is_interrupted_before_the_others_come_lets_none_of_them_begin() -> 
         else:
             waits.wait(10)
         own = arena.rank == 0
-        with pytest.raises(KeyboardInterrupt if own else CommunicationError, match=None if own else "given up"):
+        with pytest.raises(KeyboardInterrupt if own else CommunicationError, match=None if own else "abandoned"):
             match(_signed(1))
         match(_signed(2))
         arena.run(lambda source, target: arena.sync(), None, None)
@@ -367,16 +367,16 @@ def test_who_does_not_come_in_time_finds_it_given_up() -> None:
         match(_signed(1))
         if arena.rank == 0:
             late.wait(20)
-            with pytest.raises(CommunicationError, match="given up"):
+            with pytest.raises(CommunicationError, match="abandoned"):
                 match(_signed(1))
         else:
-            with pytest.raises(Timeout, match=r"rank 0 did not come within 0\.2 s"):
+            with pytest.raises(Timeout, match=r"rank 0 did not arrive within 0\.2 s"):
                 match(_signed(1))
             late.set()
         for _ in range(3):
-            with pytest.raises(CommunicationError, match="an operation was given up"):
+            with pytest.raises(CommunicationError, match="an operation was abandoned"):
                 match(_signed(1))
-            with pytest.raises(CommunicationError, match="an operation was given up"):
+            with pytest.raises(CommunicationError, match="an operation was abandoned"):
                 arena.run(lambda source, target: arena.sync(), None, None)
 
     _together(2, body, timeout=0.2)
@@ -400,7 +400,7 @@ def test_a_rank_that_has_done_its_part_may_go() -> None:
                     asked = True
                     gone.set()
                     deadline = time.monotonic() + 10
-                    while not transport.world.dead and time.monotonic() < deadline:
+                    while not transport.job.dead and time.monotonic() < deadline:
                         time.sleep(1e-3)
                 original(*arguments)
 
@@ -409,7 +409,7 @@ def test_a_rank_that_has_done_its_part_may_go() -> None:
             gone.wait(10)
         arena.run(lambda source, target: arena.sync(), None, None)
         if arena.rank == 1:
-            transport.world.bury(1)
+            transport.job.mark_dead(1)
         return "done"
 
     assert _together(3, body) == ["done"] * 3
@@ -420,7 +420,7 @@ def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
         transport: Any = arena._transport
         arena.run(lambda source, target: arena.sync(), None, None)
         if arena.rank == 1:
-            transport.world.bury(1)
+            transport.job.mark_dead(1)
             return
         for _ in range(3):
             with pytest.raises((RankFailed, CommunicationError)):
@@ -514,9 +514,9 @@ def test_a_failed_allocation_fails_on_all(several: Ranks) -> None:
         arena = _arena()
         for nbytes in (2**62, 2**64):
             with pytest.raises(mpicoll.CommunicationError, match="can't allocate"):
-                world.progress.run(lambda size=nbytes if world.rank == 1 else 10: arena.allocate(size), Call("test"))
+                world._core.queue.run(lambda size=nbytes if world.rank == 1 else 10: arena.allocate(size), Call("test"))
         own = arena.allocate(10)
         assert arena.find(own)[0] in arena.segments
-        assert (mpicoll.allreduce(np.ones(3), algorithm="slots") == world.size).all()
+        assert (mpicoll.allreduce(np.ones(3), algorithm="shm_flat") == world.size).all()
 
     several(body)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mpicoll
-from mpicoll.engine.core.queue import Job
+from mpicoll.engine.core.queue import QueuedOperation
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 REMEDIES = {
@@ -72,7 +72,7 @@ def test_pickling_and_copying_are_refused_with_a_remedy(unraisable: list[Any]) -
 
 
 def test_an_operation_whose_making_was_interrupted_goes_silently(unraisable: list[Any]) -> None:
-    job = Job.__new__(Job)
+    job = QueuedOperation.__new__(QueuedOperation)
     del job
     gc.collect()
     assert unraisable == []

@@ -20,7 +20,7 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine.core import queue as queue_module
-from mpicoll.engine.core.queue import Job, Progress
+from mpicoll.engine.core.queue import OperationQueue, QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.transport import local
 
@@ -28,8 +28,8 @@ WHAT = Call("a test of the queue")
 
 
 @pytest.fixture
-def queue() -> Iterator[Progress]:
-    one = Progress(Group("0.0", "test", (0,), 0, 60.0), None, background=True, explain=lambda error: error)
+def queue() -> Iterator[OperationQueue]:
+    one = OperationQueue(Group("0.0", "test", (0,), 0, 60.0), None, background=True, explain=lambda error: error)
     yield one
     worker = one._worker
     one.stop()
@@ -38,9 +38,9 @@ def queue() -> Iterator[Progress]:
         assert not worker.is_alive()
 
 
-def lazy() -> Progress:
+def lazy() -> OperationQueue:
     """A queue without a worker."""
-    return Progress(Group("0.0", "test", (0,), 0, 60.0), None, background=False, explain=lambda error: error)
+    return OperationQueue(Group("0.0", "test", (0,), 0, 60.0), None, background=False, explain=lambda error: error)
 
 
 def fail() -> None:
@@ -59,12 +59,12 @@ def truncate() -> None:
     raise mpicoll.TruncationError("rank 0: a message of 9 bytes does not fit")
 
 
-def test_a_truncation_names_the_operation_and_a_remedy(queue: Progress) -> None:
+def test_a_truncation_names_the_operation_and_a_remedy(queue: OperationQueue) -> None:
     call = Call("allreduce", 8, "float64", (1,), op="sum")
     with pytest.raises(mpicoll.TruncationError) as caught:
         queue.run(truncate, call)
     job = queue.submit(truncate, call)
-    queue.complete(job, None)
+    queue.wait_until_done(job, None)
     for number, error in ((1, caught.value), (2, job.error)):
         assert str(error).startswith(
             f"allreduce(float64[1], op=sum) number {number} on test, rank 0 of 1: rank 0: a message of 9 bytes does"
@@ -75,7 +75,7 @@ def test_a_truncation_names_the_operation_and_a_remedy(queue: Progress) -> None:
 # --- order
 
 
-def test_first_in_first_out(queue: Progress) -> None:
+def test_first_in_first_out(queue: OperationQueue) -> None:
     gate = threading.Event()
     order: list[int] = []
     jobs = [queue.submit(lambda: gate.wait(20), WHAT)]
@@ -95,7 +95,7 @@ def test_a_waiting_thread_runs_the_head_and_the_worker_stays_away() -> None:
     assert threads == [threading.current_thread().name] * 3
 
 
-def test_calls_from_many_threads(queue: Progress) -> None:
+def test_calls_from_many_threads(queue: OperationQueue) -> None:
     """Each thread's operations run in its order, and never two at once. For blocking ones the threads take turns."""
     busy, turn = threading.Lock(), threading.Lock()
     seen: list[tuple[int, int]] = []
@@ -108,7 +108,7 @@ def test_calls_from_many_threads(queue: Progress) -> None:
         return thread, number
 
     def caller(thread: int) -> None:
-        jobs: list[Job] = []
+        jobs: list[QueuedOperation] = []
         for number in range(200):
             if number % 7 == 0:
                 with turn:
@@ -160,10 +160,10 @@ def test_two_threads_in_blocking_collectives_are_an_error(kind: str, tmp_path: P
             call()
         else:
             threading.current_thread().name = "Main"
-            number = world.progress.number
+            number = world._core.queue.number
             other = threading.Thread(target=call, name="Other")
             other.start()
-            until(lambda: world.progress.current is not None)
+            until(lambda: world._core.queue.current is not None)
             what = r"split\(\)" if kind == "split" else r"allreduce\(.*"
             words = BESIDE.format("{}", rf"{what} number {number + 1}")
             for again, name in ((call, what), (partial(mpicoll.bcast, x, comm=world), r"bcast\(.*")):
@@ -180,7 +180,7 @@ def test_two_threads_in_blocking_collectives_are_an_error(kind: str, tmp_path: P
     mpicoll.run_local(traced, 2, timeout=20)
 
 
-def test_of_two_threads_that_wait_for_a_background_operation_the_second_gets_an_error(queue: Progress) -> None:
+def test_of_two_threads_that_wait_for_a_background_operation_the_second_gets_an_error(queue: OperationQueue) -> None:
     """While it runs, a blocking call waits for its turn, and a second thread may wait for it."""
     gate = threading.Event()
     job = queue.submit(lambda: gate.wait(20), WHAT)
@@ -202,14 +202,14 @@ def test_of_two_threads_that_wait_for_a_background_operation_the_second_gets_an_
 
 
 @pytest.mark.parametrize("outer", ["run", "job", "callback"])
-@pytest.mark.parametrize("inner", ["run", "wait", "aside", "close"])
+@pytest.mark.parametrize("inner", ["run", "wait", "after", "close"])
 def test_an_operation_in_the_middle_of_another_is_an_error(outer: str, inner: str) -> None:
     """It could only wait for itself: in a signal's handler, a function of the program, a callback."""
     queue = lazy()
     inners: dict[str, Callable[[], object]] = {
         "run": lambda: queue.run(lambda: None, Call("inner")),
         "wait": lambda: queue.submit(lambda: None, Call("inner")).wait(None),
-        "aside": lambda: queue.aside(lambda: None, Call("inner")),
+        "after": lambda: queue.run_after_pending(lambda: None, Call("inner")),
         "close": queue.close,
     }
     caught: list[str] = []
@@ -233,7 +233,12 @@ def test_an_operation_in_the_middle_of_another_is_an_error(outer: str, inner: st
         job.wait(None)
     running = "an operation" if outer == "callback" else r"a test of the queue\(\) number 1"
     (words,) = caught
-    what = {"run": r"inner\(\)", "wait": r"wait\(\) for inner\(\)", "aside": r"inner\(\)", "close": r"free\(\)"}[inner]
+    what = {
+        "run": r"inner\(\)",
+        "wait": r"wait\(\) for inner\(\)",
+        "after": r"inner\(\)",
+        "close": r"free\(\)",
+    }[inner]
     assert re.match(
         rf"{what} on test \(1 ranks\), rank 0: called in the middle of {running} on the same .*\(MainThread\)", words
     )
@@ -282,7 +287,7 @@ def test_many_threads_of_one_rank() -> None:
 # --- failures
 
 
-def test_a_failure_is_raised_at_each_wait(queue: Progress) -> None:
+def test_a_failure_is_raised_at_each_wait(queue: OperationQueue) -> None:
     job = queue.submit(fail, WHAT)
     after = queue.submit(lambda: "still runs", WHAT)
     for timeout in (20, None, 0):
@@ -294,7 +299,9 @@ def test_a_failure_is_raised_at_each_wait(queue: Progress) -> None:
 
 def test_failures_are_explained() -> None:
     group = Group("0.0", "test", (0,), 0, 60.0)
-    queue = Progress(group, None, background=False, explain=lambda error: mpicoll.CommunicationError(f"so: {error}"))
+    queue = OperationQueue(
+        group, None, background=False, explain=lambda error: mpicoll.CommunicationError(f"so: {error}")
+    )
     with pytest.raises(mpicoll.CommunicationError, match="so: of the operation"):
         queue.submit(fail, WHAT).wait(None)
     with pytest.raises(mpicoll.CommunicationError, match="so: of the operation") as caught:
@@ -302,7 +309,7 @@ def test_failures_are_explained() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_failure_that_nobody_waits_for_is_logged(queue: Progress, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_nobody_waits_for_is_logged(queue: OperationQueue, caplog: pytest.LogCaptureFixture) -> None:
     queue.submit(fail, WHAT)
     assert queue.drain(20)
     with caplog.at_level(logging.ERROR, logger="mpicoll"):
@@ -310,12 +317,12 @@ def test_a_failure_that_nobody_waits_for_is_logged(queue: Progress, caplog: pyte
         until(lambda: bool(gc.collect() or caplog.records))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("mpicoll", "ERROR")
-    assert record.getMessage() == "a test of the queue() on test (1 ranks) failed, and nobody waited for it"
+    assert record.getMessage() == "a test of the queue() on test (1 ranks) failed, and its error was not retrieved"
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError
 
 
-def test_a_failure_that_was_waited_for_is_not_logged(queue: Progress, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_that_was_waited_for_is_not_logged(queue: OperationQueue, caplog: pytest.LogCaptureFixture) -> None:
     job = queue.submit(fail, WHAT)
     with pytest.raises(ZeroDivisionError):
         job.wait(20)
@@ -377,7 +384,7 @@ def test_testing_runs_the_head_where_there_is_no_worker() -> None:
     assert queue._worker is None
 
 
-def test_timeout_is_prompt_and_leaves_it_pending(queue: Progress) -> None:
+def test_timeout_is_prompt_and_leaves_it_pending(queue: OperationQueue) -> None:
     gate = threading.Event()
     job = queue.submit(lambda: gate.wait(20), WHAT)
     begin = time.monotonic()
@@ -390,7 +397,7 @@ def test_timeout_is_prompt_and_leaves_it_pending(queue: Progress) -> None:
     assert job.wait(20) is True
 
 
-def test_drain(queue: Progress) -> None:
+def test_drain(queue: OperationQueue) -> None:
     assert queue.drain(0)
     gate = threading.Event()
     queue.submit(lambda: gate.wait(20), WHAT)
@@ -430,7 +437,7 @@ def test_close_goes_on_after_a_failure(caplog: pytest.LogCaptureFixture) -> None
         job.wait(None)
 
 
-def test_the_worker_ends(queue: Progress) -> None:
+def test_the_worker_ends(queue: OperationQueue) -> None:
     queue.submit(lambda: None, WHAT).wait(20)
     worker = queue._worker
     assert worker is not None
@@ -497,8 +504,8 @@ def test_a_dropped_request_does_not_stop_its_operation(several: Ranks) -> None:
 # --- ends
 
 
-def test_callbacks_are_called_once_whether_they_come_before_the_end_or_after(queue: Progress) -> None:
-    gate, seen = threading.Event(), list[Job]()
+def test_callbacks_are_called_once_whether_they_come_before_the_end_or_after(queue: OperationQueue) -> None:
+    gate, seen = threading.Event(), list[QueuedOperation]()
     job = queue.submit(lambda: gate.wait(20), WHAT)
     job.when_done(seen.append)
     assert seen == []
@@ -509,7 +516,7 @@ def test_callbacks_are_called_once_whether_they_come_before_the_end_or_after(que
     assert seen == [job, job]
 
 
-def test_callbacks_of_a_failed_job(queue: Progress) -> None:
+def test_callbacks_of_a_failed_job(queue: OperationQueue) -> None:
     job = queue.submit(fail, WHAT)
     errors: list[BaseException | None] = []
     job.when_done(lambda job: errors.append(job.error))
@@ -519,7 +526,7 @@ def test_callbacks_of_a_failed_job(queue: Progress) -> None:
     assert isinstance(errors[0], ZeroDivisionError)
 
 
-def test_an_idle_worker_ends_and_another_one_takes_over(queue: Progress, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_worker_ends_and_another_one_takes_over(queue: OperationQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "_IDLE", 0.05)
     queue.submit(lambda: None, WHAT).wait(20)
     first = queue._worker
@@ -531,7 +538,7 @@ def test_an_idle_worker_ends_and_another_one_takes_over(queue: Progress, monkeyp
     assert job.value == "again"
 
 
-def test_what_is_abandoned_fails_and_what_runs_goes_on(queue: Progress) -> None:
+def test_what_is_abandoned_fails_and_what_runs_goes_on(queue: OperationQueue) -> None:
     gate, running = threading.Event(), threading.Event()
 
     def operation() -> str:
@@ -554,7 +561,7 @@ def test_a_queue_that_refuses() -> None:
     for call in (
         lambda: queue.run(fail, WHAT),
         lambda: queue.submit(fail, WHAT),
-        lambda: queue.guarded(fail, WHAT),
+        lambda: queue.run_with_deadline(fail, WHAT),
     ):
         with pytest.raises(mpicoll.CommunicatorError, match="communicator test: this process was forked"):
             call()

@@ -13,7 +13,7 @@ import pytest
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.engine.core.queue import Progress
+from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 
@@ -29,7 +29,7 @@ class Handle:
         self.limit = 0.1
         group = Group("0.0", "world", (0,), 0, 60.0)
         call = Call("irecv", peer=0, tag=1, collective=False)
-        self.awaited = Progress(group, None, background=False, explain=lambda error: error), call
+        self.awaited = OperationQueue(group, None, background=False, explain=lambda error: error), call
 
     def test(self) -> bool:
         return self.done

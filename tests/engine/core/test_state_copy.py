@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ def test_a_state_is_put_back_in_place() -> None:
         "text": "x",
         "n": np.array(7),
     }
-    saved = state_copy.unpacked(state_copy.packed(state_copy.taken(state)))
+    saved = pickle.loads(pickle.dumps(state_copy.take_snapshot(state)))
     array += 1
     model.value += 1
     inner.append(3)
     state["text"], state["n"] = "y", np.array(8)
     state["more"] = 1
-    assert state_copy.put_back(saved, state) is state
+    assert state_copy.restore(saved, state) is state
     assert state.keys() == {"a", "model", "inner", "pair", "text", "n"}
     assert state["a"] is array
     assert array.tolist() == [0.0, 1.0, 2.0]
@@ -59,13 +60,13 @@ def test_a_state_is_put_back_in_place() -> None:
 
 def test_what_was_taken_shares_nothing() -> None:
     array, model = np.zeros(2), Model(0.0)
-    saved = state_copy.taken([array, model, (array,)])
+    saved = state_copy.take_snapshot([array, model, (array,)])
     array += 1
     model.value += 1
-    first = state_copy.put_back(saved, [np.empty(3), Model(9.0), ()])
+    first = state_copy.restore(saved, [np.empty(3), Model(9.0), ()])
     assert [first[0].tolist(), first[1].value.tolist(), first[2][0].tolist()] == [[0, 0], [0, 0], [0, 0]]
     first[0] += 5
-    assert state_copy.put_back(saved, [None, model, ()])[0].tolist() == [0, 0]
+    assert state_copy.restore(saved, [None, model, ()])[0].tolist() == [0, 0]
 
 
 def step(state: dict[str, Any], number: int, comm: mpicoll.Communicator) -> None:
@@ -192,7 +193,7 @@ small, large = np.ones(4), np.ones(100_000)
 ways = {
     "native": lambda: mpicoll.allreduce(small, algorithm="native"),
     "schedule": lambda: mpicoll.allreduce(large, algorithm="ring"),
-    "shared": lambda: mpicoll.allreduce(large, algorithm="pieces"),
+    "shared": lambda: mpicoll.allreduce(large, algorithm="shm_pipelined"),
     "background": lambda: [one.wait() for one in [mpicoll.iallreduce(small), mpicoll.iallreduce(large)]],
     "plan": mpicoll.allreduce_init(small),
     "recv": lambda: mpicoll.recv(small, other),  # of one that lives, and sends nothing
@@ -290,7 +291,7 @@ try:
 except mpicoll.RankFailed:
     pass
 for former in (old, pair):
-    former.transport.revoke()
+    former._core.transport.revoke()
 for comm in (new, inner):
     for count in (1, 100_000):
         assert (mpicoll.allreduce(np.ones(count), comm=comm) == 2).all()
@@ -312,7 +313,7 @@ def test_a_late_failure_spares_the_new_group() -> None:
     def body() -> int:
         old = mpicoll.world()
         new = old.shrink()
-        old.transport.revoke()
+        old._core.transport.revoke()
         return int(mpicoll.allreduce(1, comm=new))
 
     assert mpicoll.run_local(body, 2, timeout=10) == [2, 2]

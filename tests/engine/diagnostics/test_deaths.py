@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
 import pytest
 from support import dying
 
@@ -39,3 +43,19 @@ def test_the_matrix_has_each_kind_at_each_moment() -> None:
     missing = {(kind, moment) for kind in dying.KINDS for moment in dying.MOMENTS} - met
     inside = {(kind, moment) for kind in ("exception", "exit3") for moment in dying.INSIDE}
     assert missing == inside | {("_exit0", "import")}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job(job: Callable[..., CompletedProcess[str]]) -> None:
+    done = job(
+        3,
+        """
+import os, signal
+mpicoll.barrier()
+if mpicoll.world().rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+mpicoll.barrier()
+""",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert re.search(r"mpicoll: rank 1 of 3 .* was killed by SIGKILL", done.stdout)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpicoll.engine.core.arrays import Region
 from mpicoll.engine.diagnostics.position import Executing, Position
-from mpicoll.engine.executors.schedule import Region, bind
+from mpicoll.engine.executors.schedule import bind
 from mpicoll.schedules import Recv, Round, Schedule, Send
 from mpicoll.transport.base import Message
 
@@ -46,6 +47,6 @@ def test_rounds_of_a_schedule() -> None:
     assert [one.waits_for for one in seen] == [(9,), (7,)]
     assert not any(one.polls for one in seen)
     assert [one.where for one in seen] == [
-        "round 1 of 3 of allreduce/made_up: sends chunks 0-1 to rank 7, waits for chunk 3 from rank 9 (reduce)",
+        "round 1 of 3 of allreduce/made_up: sends chunks 0 and 1 to rank 7, waits for chunk 3 from rank 9 (reduce)",
         "round 2 of 3 of allreduce/made_up: waits for a token from rank 7",
     ]

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 import mpicoll
-from mpicoll.engine.diagnostics.flight_recorder import Site
-from mpicoll.engine.diagnostics.stacks import call_site_in, is_idle, program_site, runs_program, source_line, stacks
+from mpicoll.engine.diagnostics.flight_recorder import CallSite
+from mpicoll.engine.diagnostics.stacks import (
+    call_site_in,
+    is_idle,
+    program_site,
+    runs_program,
+    source_line,
+    take_stacks,
+)
 
 OURS = str(Path(mpicoll.__file__).parent / "engine" / "core" / "queue.py")
 INSTALLED = pytest.__file__
@@ -42,20 +49,20 @@ def test_stacks_of_threads_that_wait() -> None:
     thread.start()
     ready.wait()
     try:
-        found = stacks()
+        found = take_stacks()
     finally:
         end.set()
         thread.join()
     mine, other = found[threading.get_ident()], found[thread.ident or 0]
-    assert [frame.function for frame in mine[:2]] == ["stacks", "test_stacks_of_threads_that_wait"]
-    assert (mine[1].file, source_line(mine[1])) == (__file__, "found = stacks()")
+    assert [frame.function for frame in mine[:2]] == ["take_stacks", "test_stacks_of_threads_that_wait"]
+    assert (mine[1].file, source_line(mine[1])) == (__file__, "found = take_stacks()")
     assert [frame.function for frame in other if frame.file == __file__] == ["größe"]
     assert runs_program(other)
 
 
 BUSY = """
 import sys, threading, time
-from mpicoll.engine.diagnostics.stacks import stacks
+from mpicoll.engine.diagnostics.stacks import take_stacks
 
 class Resource:
     def __del__(self):
@@ -74,7 +81,7 @@ for _ in range(3):
 sys.setswitchinterval(1e-5)
 deadline = time.monotonic() + 1
 while time.monotonic() < deadline:
-    found = stacks()
+    found = take_stacks()
     assert len(found) == 4
 print("done")
 """
@@ -88,9 +95,13 @@ def test_threads_that_run_meanwhile() -> None:
 
 
 def test_lines_of_the_program() -> None:
-    own, library, ours = Site("/home/a/train.py", 3, "step"), Site(INSTALLED, 4, "main"), Site(OURS, 5, "run")
-    torch, standard = Site("/x/torch/distributed/c10d.py", 6, "all_reduce"), Site(STANDARD, 7, "run")
-    operator = Site("/home/a/train.py", 9, "largest")
+    own, library, ours = (
+        CallSite("/home/a/train.py", 3, "step"),
+        CallSite(INSTALLED, 4, "main"),
+        CallSite(OURS, 5, "run"),
+    )
+    torch, standard = CallSite("/x/torch/distributed/c10d.py", 6, "all_reduce"), CallSite(STANDARD, 7, "run")
+    operator = CallSite("/home/a/train.py", 9, "largest")
     assert program_site([ours, torch, library, own]) == own
     assert program_site([ours, torch, standard, library]) == library
     assert program_site([ours, standard]) is None

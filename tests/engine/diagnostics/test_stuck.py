@@ -68,7 +68,7 @@ if rank == 0:
 else:
     mpicoll.send(x, 0)
 """,
-        ["rank 0 waits in recv(float64[4], peer=1, tag=any)", "for rank 1, which has left the program"],
+        ["rank 0 waits in recv(float64[4], peer=1, tag=any)", "for rank 1, which has exited"],
     ),
     "two ways to make a communicator": (
         """
@@ -161,22 +161,22 @@ def fails(call, error, *words):
     except error as failure:
         assert type(failure) is error, repr(failure)
         assert all(word in str(failure) for word in words), failure
-        assert time.monotonic() - begin < 6, time.monotonic() - begin
+        assert time.monotonic() - begin < 10, time.monotonic() - begin
     else:
         raise AssertionError("nothing was raised")
     mpicoll.barrier()
 
 first, second, third = (world.duplicate() for _ in range(3))
 for one in (first, second, third):
-    mpicoll.allreduce(large, comm=one, algorithm="slots")
+    mpicoll.allreduce(large, comm=one, algorithm="shm_flat")
 either = first if rank == 0 else second
-fails(lambda: mpicoll.allreduce(large, comm=either, algorithm="slots"), mpicoll.CommunicationError,
+fails(lambda: mpicoll.allreduce(large, comm=either, algorithm="shm_flat"), mpicoll.CommunicationError,
       "wait for each other", "rank 0 waits in allreduce")
 
 p2p = PipeP2P(world)
 p2p.send_forward(None) if rank == 0 else p2p.recv_forward() if rank == 1 else None
 fails(lambda: p2p.recv((rank + 1) % size), mpicoll.CommunicationError, "ranks 0-2 wait for each other", "PipeP2P.recv")
-mixed = lambda: p2p.recv(2) if rank == 0 else mpicoll.allreduce(large, comm=third, algorithm="slots")
+mixed = lambda: p2p.recv(2) if rank == 0 else mpicoll.allreduce(large, comm=third, algorithm="shm_flat")
 fails(mixed, mpicoll.CommunicationError, "PipeP2P.recv from stage 2", "ranks 1 and 2 wait in allreduce")
 if rank == 0:
     pair = [mpicoll.irecv(x, 1, 1), mpicoll.irecv(x, 1, 2)]
@@ -186,10 +186,10 @@ if rank == 0:
         try:
             wait()
         except mpicoll.CommunicationError as failure:
-            assert "for rank 1, which has left the program" in str(failure), failure
+            assert "for rank 1, which has exited" in str(failure), failure
         else:
             raise AssertionError("nothing was raised")
-        assert time.monotonic() - begin < 6
+        assert time.monotonic() - begin < 10
     print("all raised")
 """
 )
@@ -204,13 +204,15 @@ mine = world if rank == 0 else other
 try:
     mpicoll.allreduce(x, comm=mine)
 except mpicoll.CommunicationError as failure:
-    assert "wait for each other: rank 0 waits in allreduce(float64[4], op=sum) number 2 on" in str(failure), failure
+    # Rank 0 may have learnt of it first, and gone on.
+    waits = ("allreduce(float64[4], op=sum) number 2 on", "duplicate(tag=0) number 3 on")
+    assert any(f"wait for each other: rank 0 waits in {one}" in str(failure) for one in waits[: 1 + rank]), failure
 else:
     raise AssertionError("nothing was raised")
 try:
     mpicoll.allreduce(x, comm=mine)
 except mpicoll.CommunicatorError as failure:
-    assert "an operation was given up" in str(failure), failure
+    assert "an earlier operation was abandoned" in str(failure), failure
 else:
     raise AssertionError("nothing was raised")
 third = world.duplicate()
@@ -225,16 +227,16 @@ if rank == 0:
 NOBODY_WAITS = """
 comms = [world.duplicate() for _ in range(4)]
 for comm in comms:
-    mpicoll.allreduce(large, comm=comm, algorithm="slots")
+    mpicoll.allreduce(large, comm=comm, algorithm="shm_flat")
 mine = comms[2 * rank : 2 * rank + 2]
-kept = [mpicoll.iallreduce(large, comm=comm, algorithm="slots") for comm in mine]
+kept = [mpicoll.iallreduce(large, comm=comm, algorithm="shm_flat") for comm in mine]
 try:
     mpicoll.waitany([mpicoll.irecv(x, 1 - rank, tag) for tag in (1, 2)])
 except mpicoll.CommunicationError:
     while not all(one.test() for one in kept):
         time.sleep(1e-3)
 try:
-    mpicoll.allreduce(large, comm=mine[0], algorithm="slots")
+    mpicoll.allreduce(large, comm=mine[0], algorithm="shm_flat")
 except mpicoll.CommunicationError as error:
     print(error, flush=True)
 """
@@ -249,7 +251,7 @@ def later(rank_, call):
     return call()
 
 later(1, lambda: mpicoll.allreduce(x))
-later(2, lambda: mpicoll.allreduce(large, algorithm="slots"))
+later(2, lambda: mpicoll.allreduce(large, algorithm="shm_flat"))
 if rank == 0:
     mpicoll.recv(x)  # from any rank
 elif rank == 2:
@@ -336,9 +338,11 @@ def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]],
 @pytest.mark.slow
 def test_an_error_that_nobody_waits_for_ends_the_job(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
     done = jobs["nobody waits"].result()
-    what = r"allreduce\(float64\[20000\], op=sum\) by slots on world/duplicate \(2 ranks\)"
+    what = r"allreduce\(float64\[20000\], op=sum\) by shm_flat on world/duplicate \(2 ranks\)"
     assert re.search(rf"Before, {what}, rank \d, failed in the background: deadlock: ranks 0 and 1", done.stdout)
-    assert re.search(rf"rank \d of 2 exits though {what} failed, and nobody waited for it: deadlock: ", done.stdout)
+    assert re.search(
+        rf"rank \d of 2 exits though {what} failed, and its error was not retrieved: deadlock: ", done.stdout
+    )
     assert done.returncode not in (0, 124)
 
 

@@ -24,8 +24,8 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, Export, view
 from mpicoll.buffers.recognise import recognise
 from mpicoll.engine.executors import cuda_ipc
-from mpicoll.engine.executors.cuda_ipc import COLLECTIVES, Peers
-from mpicoll.engine.executors.shared_memory import Spec
+from mpicoll.engine.executors.cuda_ipc import COLLECTIVES, PeerMemory
+from mpicoll.engine.executors.shared_memory import CollectiveSpec
 from mpicoll.errors import CommunicationError, DeviceError
 
 pytestmark = pytest.mark.usefixtures("cuda")
@@ -39,11 +39,11 @@ class Node:
 
     def __init__(self, coin: Any = None, devices: int = 1) -> None:
         world = mpicoll.world()
-        arena = world.arena()
+        arena = world._core.arena()
         assert arena is not None
-        self.transport, self.arena, self.rank, self.size = world.transport, arena, world.rank, world.size
+        self.transport, self.arena, self.rank, self.size = world._core.transport, arena, world.rank, world.size
         self.device: Any = Own(_device(world.rank % devices))
-        self.peers = Peers(world.transport, arena, self.device)
+        self.peers = PeerMemory(world._core.transport, arena, self.device)
         self._coin = coin
 
     def empty(self, count: int, dtype: Any) -> DeviceArray:
@@ -73,7 +73,7 @@ class Node:
             self.device.copy(values, array)
         return values
 
-    def run(self, spec: Spec, source: Any, target: Any, load: Callable[[], None] | None = None) -> None:
+    def run(self, spec: CollectiveSpec, source: Any, target: Any, load: Callable[[], None] | None = None) -> None:
         body = cuda_ipc.bind(self.arena, self.peers, spec)
         with self.device.working():
             self.arena.run(body, source, target, load, spec.signature, self.device.synchronize)
@@ -132,8 +132,8 @@ class Case:
             return np.concatenate([one[low:high] for one in given])
         return np.concatenate(given)
 
-    def spec(self, dtype: np.dtype[Any], fold: ops.Fold | None = None) -> Spec:
-        return Spec(self.collective, "ipc", dtype, self.counts, self.root, fold)
+    def spec(self, dtype: np.dtype[Any], fold: ops.Fold | None = None) -> CollectiveSpec:
+        return CollectiveSpec(self.collective, "ipc", dtype, self.counts, self.root, fold)
 
 
 def _fold(op: Any, array: np.ndarray, name: str = "", wrap: Callable[[Any], Any] = lambda array: array) -> ops.Fold:
@@ -288,7 +288,7 @@ def test_results_have_the_same_bits_on_all_ranks(several: Ranks) -> None:
             values = _stored(_operands(case, name, "sum")[node.rank])
             target = node.device.empty(values.size, values.dtype)
             node.run(case.spec(values.dtype, _fold("sum", values, name)), node.put(values), target)
-            assert len(set(node.transport.texts(node.get(target).tobytes().hex()))) == 1
+            assert len(set(node.transport.allgather_text(node.get(target).tobytes().hex()))) == 1
 
     several(body)
 
@@ -350,7 +350,7 @@ def test_memory_that_is_freed_is_not_taken_for_what_comes_after_it(several: Rank
             values = _values(node.size, 700, turn)
             node.fill(source, values[node.rank])
             _sum(node, source, target, values)
-        assert "True" in node.transport.texts(str(len(set(memory.addresses)) < len(memory.addresses)))
+        assert "True" in node.transport.allgather_text(str(len(set(memory.addresses)) < len(memory.addresses)))
         memory.free()
 
     several(body)
@@ -368,7 +368,7 @@ def test_what_another_communicator_has_opened_gives_way(several: Ranks) -> None:
             source, target = memory.make(values[node.rank]), memory.make(np.zeros(900, np.int32))
             _sum(node, source, target, values)
             memory.free()
-        assert "True" in one.transport.texts(str(len(set(memory.addresses)) < len(memory.addresses)))
+        assert "True" in one.transport.allgather_text(str(len(set(memory.addresses)) < len(memory.addresses)))
 
     several(body)
 
@@ -412,7 +412,7 @@ def test_what_cannot_be_opened_beside_something_else_is_opened_without_it(severa
             source = memory.make(values[node.rank])
             _sum(node, source, source, values)
         # Threads share what is open, so one of them may meet it for all.
-        assert "True" in node.transport.texts(str(bool(refused)))
+        assert "True" in node.transport.allgather_text(str(bool(refused)))
         memory.free()
 
     several(body)
@@ -461,7 +461,7 @@ def test_others_let_go_of_what_was_freed(several: Ranks) -> None:
             memory.free()
         # What is kept; and of what was freed the last, of which nobody has said yet that it has gone.
         assert all(len(known) <= 2 for rank, known in enumerate(node.peers._others) if rank != node.rank)
-        assert len(node.peers._announced) <= 2
+        assert len(node.peers._published) <= 2
 
     several(body)
 
@@ -476,7 +476,7 @@ def test_what_was_opened_is_closed_with_the_communicator(cuda: ModuleType) -> No
         _sum(node, node.put(values[node.rank]), node.put(values[0]), values)
     opened = fake_cuda.fakecuda.memory._opened
     assert opened
-    node.transport.texts("")
+    node.transport.allgather_text("")
     del node
     gc.collect()
     assert not opened
@@ -484,7 +484,7 @@ def test_what_was_opened_is_closed_with_the_communicator(cuda: ModuleType) -> No
 
 def test_few_allocations_are_kept_open(several: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were not used for longest give way, and are opened again when they are used again."""
-    monkeypatch.setattr(cuda_ipc, "OPEN", 2)
+    monkeypatch.setattr(cuda_ipc, "MAX_OPEN", 2)
 
     def body() -> None:
         node = Node()
@@ -508,8 +508,8 @@ def test_announced_once(several: Ranks) -> None:
     def body() -> None:
         node = Node()
         announced: list[int] = []
-        original = node.peers.announce
-        node.peers.announce = lambda: announced.append(turn) or original()  # type: ignore[method-assign]
+        original = node.peers.publish_exports
+        node.peers.publish_exports = lambda: announced.append(turn) or original()  # type: ignore[method-assign]
         whole = node.put(np.zeros(1000, np.int32))
         for turn in range(4):
             values = _values(node.size, 100, turn)
@@ -524,7 +524,7 @@ def test_announced_once(several: Ranks) -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_memory_that_others_cannot_open(several: Ranks, collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other memory stands in for it, whatever the other ranks have."""
-    monkeypatch.setattr(cuda_ipc, "STANDING", 4096)
+    monkeypatch.setattr(cuda_ipc, "MAX_SUBSTITUTE_BYTES", 4096)
 
     def body() -> None:
         node = Node(random(collective, mpicoll.world().rank))
@@ -536,8 +536,8 @@ def test_memory_that_others_cannot_open(several: Ranks, collective: str, monkeyp
             case = Case(node, collective, [n] * node.size, root)
             for op in ("sum", "user_first"):
                 _try_reduction(node, case, "int32", op, in_place=turn % 2 == 0 and collective != "reduce_scatter")
-        assert all(memory.nbytes <= 4096 for memory in node.peers._standing.values())
-        assert "True" in node.transport.texts(str(bool(node.peers._standing)))
+        assert all(memory.nbytes <= 4096 for memory in node.peers._substitutes.values())
+        assert "True" in node.transport.allgather_text(str(bool(node.peers._substitutes)))
 
     several(body)
 
@@ -551,7 +551,7 @@ def test_in_place_one_memory_stands_in_for_both(several: Ranks) -> None:
         node = Node(Tails())
         for op in ("sum", "user_first"):
             _try_reduction(node, Case(node, "allreduce", [300] * node.size), "int32", op, in_place=True)
-        assert list(node.peers._standing) == [0]
+        assert list(node.peers._substitutes) == [0]
 
     several(body)
 
@@ -563,7 +563,7 @@ def test_memory_that_nobody_can_open_any_more(several: Ranks) -> None:
         source, target = node.put(values[node.rank]), node.put(values[node.rank])
         if node.rank == 1:
             node.device.export = lambda memory: None
-        with pytest.raises(DeviceError if node.rank == 1 else CommunicationError, match=r"any more|failed in"):
+        with pytest.raises(DeviceError if node.rank == 1 else CommunicationError, match=r"can no longer|failed in"):
             _sum(node, source, target, values)
         if node.rank == 1:
             del node.device.export
@@ -690,11 +690,11 @@ def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, set
         with node.device.working():
             node.arena.run(body, source, target, load, spec.signature, settle)
             if node.rank == 0:
-                node.transport.texts("")
+                node.transport.allgather_text("")
         if node.rank != 0:
             # Rank 0's work is done only now, unless it has waited for it.
-            node.transport.texts("")
-        node.transport.texts("")
+            node.transport.allgather_text("")
+        node.transport.allgather_text("")
         assert (node.get(target) == np.sum(values, 0, np.int32)).all() == settles
 
     several(body)
@@ -806,7 +806,7 @@ def test_others_that_call_something_else_do_not_come_to_an_exchange(several: Ran
 
 def _verdict(node: Node) -> str | None:
     verdict = node.peers.check()
-    told = set(node.transport.texts(str(verdict)))
+    told = set(node.transport.allgather_text(str(verdict)))
     assert told == {str(verdict)}
     return verdict
 
@@ -838,9 +838,9 @@ def test_why_ranks_do_not_reach_each_other(several: Ranks) -> None:
             ("export", refuse, f"rank {last} .* can't use memory of cuda:0: no such thing here"),
             ("empty", refuse, f"rank {last} .* can't use memory of cuda:0: no such thing here"),
             ("reach", refuse, f"rank {last} .* can't read memory of rank 0 .*: no such thing here"),
-            ("reach", wrong, f"rank {last} .* can't read memory of rank 0 .*: it sees something else"),
+            ("reach", wrong, f"rank {last} .* can't read memory of rank 0 .*: it reads other data"),
             ("fold", refuse, f"rank {last} .* can't read memory of rank 0 .*: no such thing here"),
-            ("fold", lambda *arguments: None, f"rank {last} .* can't read memory of rank 0 .*: it sees something else"),
+            ("fold", lambda *arguments: None, f"rank {last} .* can't read memory of rank 0 .*: it reads other data"),
         )
         for name, fault, text in faults:
             if node.rank == last:

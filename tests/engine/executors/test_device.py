@@ -17,9 +17,11 @@ import mpicoll
 from mpicoll.buffers.device import Device, DeviceArray
 from mpicoll.buffers.recognise import recognise
 from mpicoll.buffers.streams import record_events
-from mpicoll.collectives.arguments import operand
+from mpicoll.collectives.arguments import recognise_operand
+from mpicoll.engine import dispatch
 from mpicoll.engine.executors import device as devices
-from mpicoll.engine.executors.device import PIECE
+from mpicoll.engine.executors import staging
+from mpicoll.engine.executors.staging import PIECE
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import TunedTable, selection_context
 from mpicoll.engine.selection.rules import parse_rules
@@ -56,7 +58,7 @@ def test_messages_pass_in_pieces(cuda: ModuleType, sizes: tuple[int, ...]) -> No
     def main() -> None:
         world = mpicoll.world()
         rank, size = world.rank, world.size
-        wire = devices._Staged(world.transport, memory(cuda, [0])[1].on)
+        wire = staging.StagedExchanger(world._core.transport, memory(cuda, [0])[1].on)
         left, right = (rank - 1) % size, (rank + 1) % size
         got = []
         for number, (first, second) in enumerate(zip(sizes, (*sizes[1:], sizes[0]), strict=True)):
@@ -88,7 +90,7 @@ def test_memory_of_the_host_passes_as_it_is(cuda: ModuleType) -> None:
         token, small = np.empty(0, np.uint8), np.full(3, world.rank, np.uint8)
         arrived = np.zeros(3, np.uint8)
         with source.on.working(after(cuda, x, y)):
-            devices._Staged(world.transport, source.on).exchange(
+            staging.StagedExchanger(world._core.transport, source.on).exchange(
                 [(other, token), (other, small), (other, source)],
                 [(other, token), (other, arrived), (other, target)],
                 1,
@@ -122,7 +124,7 @@ def wrong(body: Callable[[], None]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("algorithm", ["pieces", "slots", "ipc"])
+@pytest.mark.parametrize("algorithm", ["shm_pipelined", "shm_flat", "ipc"])
 def test_a_missing_settle_shows(cuda: ModuleType, algorithm: str) -> None:
     """The tests would notice if one were forgotten."""
 
@@ -148,7 +150,7 @@ def test_a_stream_that_nobody_waits_for_shows(cuda: ModuleType, monkeypatch: pyt
         np.testing.assert_array_equal(found, 2 * np.arange(5000.0) + 1)
 
     assert not wrong(main)
-    monkeypatch.setattr("mpicoll.engine.operation.record_events", lambda *buffers: ())
+    monkeypatch.setattr("mpicoll.engine.core.operation.record_events", lambda *buffers: ())
     assert wrong(main)
 
 
@@ -157,13 +159,13 @@ def test_a_stream_that_nobody_waits_for_shows(cuda: ModuleType, monkeypatch: pyt
 
 def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    verdict = cuda_awareness.verdict
+    verdict = cuda_awareness.find_cuda_support
 
-    def counted(program: str | None) -> cuda_awareness.Verdict:
+    def counted(program: str | None) -> cuda_awareness.CudaSupport:
         asked.append(program is not None)
         return verdict(None)
 
-    monkeypatch.setattr(cuda_awareness, "verdict", counted)
+    monkeypatch.setattr(cuda_awareness, "find_cuda_support", counted)
 
     def main() -> None:
         world = mpicoll.world()
@@ -171,7 +173,7 @@ def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch)
         for _ in range(3):
             mpicoll.allreduce(x)
             mpicoll.bcast(x)
-        assert world.devices.device.name == "cuda:0"
+        assert world._core.devices.device.name == "cuda:0"
 
     mpicoll.run_local(main, 2, timeout=60)
     # Messages leave no node, so nothing is tried.
@@ -183,12 +185,12 @@ def test_it_is_found_out_once(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_that_can_not_tell_stops_all(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(program: str | None) -> cuda_awareness.Verdict:
+    def failing(program: str | None) -> cuda_awareness.CudaSupport:
         if mpicoll.world().rank == 1:
             raise mpicoll.SetupError("no such thing")
-        return cuda_awareness.Verdict(False, False, False, {}, "test")
+        return cuda_awareness.CudaSupport(False, False, False, {}, "test")
 
-    monkeypatch.setattr(cuda_awareness, "verdict", failing)
+    monkeypatch.setattr(cuda_awareness, "find_cuda_support", failing)
 
     def main() -> None:
         kind = mpicoll.SetupError if mpicoll.world().rank == 1 else mpicoll.DeviceError
@@ -213,8 +215,10 @@ def test_reasons(cuda: ModuleType) -> None:
         with pytest.raises(mpicoll.AlgorithmError, match=r"ipc.*the data is on the host"):
             mpicoll.allreduce(np.ones(3), algorithm="ipc")
         function = mpicoll.Op(lambda a, b: a + b, commutative=True, elementwise=True)
-        with pytest.raises(mpicoll.AlgorithmError, match=r"pieces.*op user \(<lambda>\) wants arrays on the device"):
-            mpicoll.allreduce(x, function, algorithm="pieces")
+        with pytest.raises(
+            mpicoll.AlgorithmError, match=r"shm_pipelined.*op user \(<lambda>\) needs arrays on the device"
+        ):
+            mpicoll.allreduce(x, function, algorithm="shm_pipelined")
 
     mpicoll.run_local(main, 2, timeout=60)
 
@@ -234,21 +238,21 @@ def test_what_was_tuned_for_such_devices(
 ) -> None:
     """Is taken by calls, by plans and by explain; not what was tuned for the host or for devices of one rank each."""
     took = []
-    carry_out = devices._carry_out
+    carry_out = dispatch._run_on_device
 
     def carried_out(operation: Any, choice: Choice, mine: Any) -> None:
         took.append(choice.name)
         carry_out(operation, choice, mine)
 
-    monkeypatch.setattr(devices, "_carry_out", carried_out)
+    monkeypatch.setattr(dispatch, "_run_on_device", carried_out)
     models = f"{devices_of(cuda)[0]} shared by 3"
-    names = {f"{kind} on {models}": "pieces", kind: "native", f"{kind} on {devices_of(cuda)[0]}": "ipc"}
+    names = {f"{kind} on {models}": "shm_pipelined", kind: "native", f"{kind} on {devices_of(cuda)[0]}": "ipc"}
     shape = NodeLayout(3, 1, 3)
     rules = {one: parse_rules(f"{collective}:{name}") for one, name in names.items()}
 
     def main() -> None:
         world = mpicoll.world()
-        world.context = selection_context(shape, TunedTable("text", "t.json", {shape: rules}))
+        world._core.context = selection_context(shape, TunedTable("text", "t.json", {shape: rules}))
         x = cuda.asarray(np.ones(30, dtype))
         assert "tuned" not in mpicoll.explain(collective, x.nbytes, dtype=dtype, like=x).reason
         plan = getattr(mpicoll, f"{collective}_init")(x)
@@ -258,7 +262,7 @@ def test_what_was_tuned_for_such_devices(
         getattr(mpicoll, collective)(x)
 
     mpicoll.run_local(main, 3, timeout=60)
-    assert took == ["pieces"] * 3
+    assert took == ["shm_pipelined"] * 3
 
 
 def devices_of(cuda: ModuleType) -> list[str]:
@@ -280,11 +284,11 @@ def test_devices_are_told_by_model_and_how_many_ranks_share_one(cuda: ModuleType
             if comm is not None:
                 mine: Any = Some()
                 mine.model, mine.identity = told[mpicoll.world().rank]
-                one = devices.Devices(comm, mine)
+                one = devices.DeviceContext(comm._core, mine)
                 one._ipc = one._nccl = "not here"
-                assert one.reach("allreduce", None).models is None
-                one.meet()
-                found.append(one.reach("allreduce", None).models)
+                assert one.get_capabilities("allreduce", None).models is None
+                one.exchange_capabilities()
+                found.append(one.get_capabilities("allreduce", None).models)
         return found
 
     assert mpicoll.run_local(main, 5, 5, timeout=60)[4] == ["A and B shared by 3", "A", "A shared by 3"]
@@ -316,10 +320,10 @@ def test_a_communicator_has_one_device(cuda: ModuleType) -> None:
     side = world.duplicate()
     mpicoll.allreduce(cuda.asarray(np.ones(3)), comm=side)
     other: Any = Elsewhere()
-    with pytest.raises(mpicoll.DeviceError, match=r"is on cuda:7, but .* works with cuda:0 .*duplicate\(\)"):
-        devices.devices(side, other)
+    with pytest.raises(mpicoll.DeviceError, match=r"is on cuda:7, but .* uses cuda:0 .*duplicate"):
+        devices.get_device_context(side._core, other)
     side.free()
-    assert side.devices is None
+    assert side._core.devices is None
 
 
 # --- plans, requests, messages
@@ -345,16 +349,16 @@ def test_the_record_names_the_memory_and_the_way(cuda: ModuleType) -> None:
         task = devices_task(cuda)
         assert str(task.call) == "allreduce(float64[3] on cuda, op=sum)"
         task()
-        assert str(task.call) == "allreduce(float64[3] on cuda, op=sum) by slots"
+        assert str(task.call) == "allreduce(float64[3] on cuda, op=sum) by shm_flat"
 
     mpicoll.run_local(main, 2, timeout=60)
 
 
 def devices_task(cuda: ModuleType) -> Any:
     from mpicoll.collectives import allreduce
-    from mpicoll.engine.operation import task
+    from mpicoll.engine.dispatch import make_task
 
-    return task(allreduce.prepare(mpicoll.world(), cuda.asarray(np.ones(3)), "sum", None, None))
+    return make_task(allreduce.prepare(mpicoll.world()._core, cuda.asarray(np.ones(3)), "sum", None, None))
 
 
 def test_a_message_between_host_and_device(cuda: ModuleType) -> None:
@@ -442,8 +446,8 @@ def test_what_the_host_may_not_touch(cuda: ModuleType) -> None:
 )
 def test_what_is_not_left_to_nccl(op: str, dtype: str | None, why: str | None) -> None:
     x = np.zeros(3, dtype)
-    reduction = operand("allreduce", (x, np.zeros(3, int)) if dtype is None else x, op)[1]
-    assert devices._not_by_nccl("allreduce", reduction) == why
+    reduction = recognise_operand("allreduce", (x, np.zeros(3, int)) if dtype is None else x, op)[1]
+    assert devices._find_nccl_obstacle("allreduce", reduction) == why
 
 
 def test_native_reduce_is_in_place_at_rank_0_only(cuda: ModuleType) -> None:
@@ -460,7 +464,7 @@ def test_native_reduce_is_in_place_at_rank_0_only(cuda: ModuleType) -> None:
 
     kept, data = memory(cuda, np.arange(4, dtype=np.uint8))
     with data.on.working(after(cuda, kept)):
-        settled: Any = devices._Settled(Native(), data.on)
+        settled: Any = staging.SynchronizedNative(Native(), data.on)
         settled.reduce(data, data, "sum", 1)
         settled.reduce(data, data, "sum", 0)
     assert called == [[False, 0, 1, 2, 3], [True, 7, 8, 9, 10]]

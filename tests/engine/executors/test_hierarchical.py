@@ -19,7 +19,7 @@ from support.launch import ROOT
 
 import mpicoll
 from mpicoll.errors import CommunicationError
-from mpicoll.transport.local import Delay, Drop, World
+from mpicoll.transport.local import Delay, Drop, LocalJob
 
 COLLECTIVES = ("allreduce", "reduce", "bcast", "reduce_scatter", "allgather", "gather", "scatter", "alltoall")
 SHAPES = ((), (0,), (1,), (3, 0), (4, 3), (13, 2, 5), (130, 9), (2, 2), (1200,))
@@ -186,28 +186,28 @@ def _calls(comm: Any) -> dict[str, tuple[Callable[[], Any], str, float]]:
 def test_no_byte_crosses_more_often_than_it_has_to(
     monkeypatch: pytest.MonkeyPatch, collective: str, order: str
 ) -> None:
-    letters: list[tuple[bool, int]] = []
-    deliver = World.deliver
+    sent: list[tuple[bool, int]] = []
+    deliver = LocalJob.deliver
 
-    def counting(self: World, context: int, source: int, dest: int, letter: Any) -> None:
-        letters.append((source // 2 != dest // 2, len(letter.data)))
-        deliver(self, context, source, dest, letter)
+    def counting(self: LocalJob, context: int, source: int, dest: int, message: Any) -> None:
+        sent.append((source // 2 != dest // 2, len(message.data)))
+        deliver(self, context, source, dest, message)
 
-    monkeypatch.setattr(World, "deliver", counting)
+    monkeypatch.setattr(LocalJob, "deliver", counting)
 
     def body() -> float:
         comms = Orders()
         call, between, least = _calls(comms[order])[collective]
         # Shared memory is refused between nodes.
-        rules = dict.fromkeys(COLLECTIVES, "pieces") | {collective: f"0-inf:pieces,0-inf:{between}"}
+        rules = dict.fromkeys(COLLECTIVES, "shm_pipelined") | {collective: f"0-inf:shm_pipelined,0-inf:{between}"}
         with mpicoll.algorithms(**rules):
             call()
         comms.free()
         return least
 
     least = mpicoll.run_local(body, 6, ranks_per_node=2)[0]
-    assert all(crosses for crosses, _ in letters)
-    assert sum(nbytes for _, nbytes in letters) == least * NBYTES
+    assert all(crosses for crosses, _ in sent)
+    assert sum(nbytes for _, nbytes in sent) == least * NBYTES
 
 
 # --- who takes it
@@ -228,7 +228,7 @@ def test_forced_for_a_block_it_leaves_the_phases_their_own_choice() -> None:
     ("size", "local", "why"),
     [
         (4, 4, "the ranks are on one node"),
-        (4, 1, "each rank has a node of its own"),
+        (4, 1, "each node has a single rank"),
         (5, 2, "the nodes differ in their number of ranks"),
         (1, 1, "the ranks are on one node"),
     ],
@@ -268,10 +268,10 @@ def test_communicators_are_made_once_and_freed() -> None:
     def body() -> None:
         comm = mpicoll.world().duplicate()
         mpicoll.allreduce(np.ones(9), comm=comm, algorithm=BY_NODES)
-        levels = comm._levels
+        levels = comm._core._levels
         assert levels is not None
         mpicoll.bcast(np.ones(9), comm=comm, algorithm=BY_NODES)
-        assert comm._levels is levels
+        assert comm._core._levels is levels
         assert [level.size for level in levels] == [3, 2]
         comm.free()
         assert all(level.freed for level in levels)

@@ -21,7 +21,7 @@ from support.ranks import Ranks, some_more
 import mpicoll
 from mpicoll.buffers.device import DeviceArray
 from mpicoll.engine.executors import nccl
-from mpicoll.engine.executors.nccl import Nccl, refusal
+from mpicoll.engine.executors.nccl import Nccl, unsupported_reason
 from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError, DeviceError, RankFailed, Timeout
 
 __all__ = ["some_more"]
@@ -63,9 +63,9 @@ class End:
 
     def __init__(self) -> None:
         world = mpicoll.world()
-        self.transport, self.rank, self.size = world.transport, world.rank, world.size
+        self.transport, self.rank, self.size = world._core.transport, world.rank, world.size
         self.device = device_of(world.rank)
-        made = nccl.make(world.transport, self.device)
+        made = nccl.make(world._core.transport, self.device)
         assert isinstance(made, Nccl), made
         self.nccl = made
 
@@ -164,7 +164,7 @@ def _reduce(end: End, op: str, dtype: str, counts: list[int]) -> None:
 @pytest.mark.parametrize(("op", "dtype"), REDUCED)
 @pytest.mark.usefixtures("devices")
 def test_reductions(some_more: Ranks, op: str, dtype: str) -> None:
-    assert refusal("allreduce", op, np.dtype(dtype)) is None
+    assert unsupported_reason("allreduce", op, np.dtype(dtype)) is None
     some_more(_reduce, op, dtype, uneven(some_more.size))
 
 
@@ -281,9 +281,9 @@ def test_what_nccl_is_given(some_more: Ranks) -> None:
 def _again(end: End) -> None:
     memory = end.put(np.full(10, end.rank + 1, np.int64))
     total = end.size * (end.size + 1) // 2
-    end.nccl.allreduce_in_place(np.dtype(np.int64), 4, "sum")(memory.ctypes.data)
+    end.nccl.bind_allreduce_in_place(np.dtype(np.int64), 4, "sum")(memory.ctypes.data)
     assert end.get(memory).tolist() == [total] * 4 + [end.rank + 1] * 6
-    some = end.nccl.typed(np.dtype(np.int32))(memory.ctypes.data + 8, 2)
+    some = end.nccl.bind_dtype(np.dtype(np.int32))(memory.ctypes.data + 8, 2)
     assert (some.dtype, some.shape, some.on) == (np.int32, (2,), end.device)
     assert end.get(some).tolist() == [total, 0]
     again = end.nccl.bind(lambda native: native.bcast(memory, 0), persistent=False)
@@ -293,7 +293,7 @@ def _again(end: End) -> None:
         assert end.get(memory).tolist() == [10 * number] * 10
     assert end.nccl.max_count > 2**31
     for scan in (end.nccl.scan, end.nccl.exscan):
-        with pytest.raises(AlgorithmError, match=r"scan: NCCL has none"):
+        with pytest.raises(AlgorithmError, match=r"scan: not supported by NCCL"):
             scan(memory, memory, "sum")
 
 
@@ -337,7 +337,7 @@ def test_done_when_it_returns(some_more: Ranks) -> None:
 
 @pytest.mark.parametrize("collective", nccl.COLLECTIVES)
 def test_what_is_not_refused(collective: str) -> None:
-    assert refusal(collective, None, None) is None
+    assert unsupported_reason(collective, None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -357,20 +357,20 @@ def test_what_is_not_refused(collective: str) -> None:
     ids=lambda one: str(one).replace(" ", "-"),
 )
 def test_what_is_refused(collective: str, op: str | None, dtype: str | None, why: str) -> None:
-    assert refusal(collective, op, None if dtype is None else np.dtype(dtype)) == why
+    assert unsupported_reason(collective, op, None if dtype is None else np.dtype(dtype)) == why
 
 
 def _refused(make_device: Callable[[int], Any]) -> list[Any]:
     def body() -> Any:
         world = mpicoll.world()
-        return nccl.make(world.transport, make_device(world.rank))
+        return nccl.make(world._core.transport, make_device(world.rank))
 
     return mpicoll.run_local(body, 3)
 
 
 @pytest.mark.usefixtures("devices")
 def test_a_single_rank() -> None:
-    assert nccl.make(mpicoll.world().transport, device_of(0)) == "there is a single rank"
+    assert nccl.make(mpicoll.world()._core.transport, device_of(0)) == "there is a single rank"
 
 
 @pytest.mark.usefixtures("devices")
@@ -448,7 +448,7 @@ def test_a_rank_that_does_not_come() -> None:
 
 @pytest.mark.usefixtures("devices")
 def test_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_COMPLETES", 0.2)
+    monkeypatch.setattr(nccl, "_EXIT_GRACE", 0.2)
 
     def body() -> Any:
         end = End()
@@ -464,7 +464,7 @@ def test_a_rank_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("devices")
 def test_a_rank_that_has_done_its_part_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_LOOK", 0.0)
+    monkeypatch.setattr(nccl, "_CHECK_INTERVAL", 0.0)
     gone = threading.Event()
 
     def body() -> None:
@@ -626,7 +626,7 @@ def _counted() -> tuple[Counted, Nccl]:
     from mpicoll.buffers.cuda import nccl as real
 
     counted = Counted()
-    return counted, Nccl(mpicoll.world().transport, device_of(0), real.library(), counted)
+    return counted, Nccl(mpicoll.world()._core.transport, device_of(0), real.library(), counted)
 
 
 @pytest.mark.usefixtures("devices")
@@ -662,11 +662,11 @@ def test_freed_when_nobody_has_it_any_more() -> None:
 
 @pytest.mark.usefixtures("devices")
 def test_who_frees_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_FREED", 0.1)
+    monkeypatch.setattr(nccl, "_FREE_TIMEOUT", 0.1)
     counted, made = _counted()
     stuck = threading.Event()
     monkeypatch.setattr(counted, "destroy", lambda: stuck.wait(20))
-    made = Nccl(mpicoll.world().transport, made._device, made._module, counted)
+    made = Nccl(mpicoll.world()._core.transport, made._device, made._module, counted)
     begin = time.monotonic()
     made.free()
     stuck.set()
@@ -675,7 +675,7 @@ def test_who_frees_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("devices")
 def test_all_that_is_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl, "_living", WeakSet())
+    monkeypatch.setattr(nccl, "_instances", WeakSet())
     (first, one), (second, freed) = _counted(), _counted()
     freed.free()
     nccl.free_all({1})
@@ -733,7 +733,7 @@ def test_nccl_is_freed_before_the_interpreter_goes() -> None:
 
 @pytest.mark.slow
 def test_nccl_that_can_not_be_freed() -> None:
-    patience = "from mpicoll.engine.executors import nccl; nccl._FREED = 0.5"
+    patience = "from mpicoll.engine.executors import nccl; nccl._FREE_TIMEOUT = 0.5"
     status, output = _program(destroying="rank or time.sleep(1000)", ending=patience)
     assert status == 0, output
     assert sorted(output.splitlines()) == ["rank 0 frees"] * 2 + ["rank 1 frees"] * 2

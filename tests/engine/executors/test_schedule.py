@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 import mpicoll
 from mpicoll import schedules
-from mpicoll.engine.executors.schedule import Program, Region, bind, cut, extents
+from mpicoll.engine.core.arrays import Region, cut, extents
+from mpicoll.engine.executors import schedule as executor
+from mpicoll.engine.executors.schedule import BoundSchedule, bind
 from mpicoll.schedules import Copy, Recv, Reduce, Round, Schedule, Send
 from mpicoll.transport import local
 from mpicoll.transport.base import Message
@@ -31,9 +34,9 @@ def after(a: Any, b: Any, out: Any) -> None:
     out[...] = a * 10 + b
 
 
-def run(program: Program) -> None:
+def run(program: BoundSchedule) -> None:
     """On a rank that talks to itself."""
-    (alone,) = local.transports(local.World(1, timeout=5))
+    (alone,) = local.transports(local.LocalJob(1, timeout=5))
     program.run(alone, 0)
 
 
@@ -47,7 +50,7 @@ class Recorder:
         self.rounds.append(([(peer, data.copy()) for peer, data in sends], list(recvs), tag))
 
 
-def looked_at(program: Program) -> list[tuple[list[Message], list[Message], int]]:
+def looked_at(program: BoundSchedule) -> list[tuple[list[Message], list[Message], int]]:
     recorder = Recorder()
     program.run(recorder, 7)  # type: ignore[arg-type]
     return recorder.rounds
@@ -199,6 +202,30 @@ def test_a_program_reads_and_writes_its_memory_at_each_run() -> None:
         memory.array[:2] = first, first + 10
         run(program)
         assert memory.array.tolist() == [first, first + 10, first + 10, first]
+
+
+def test_a_rank_that_cannot_bind_its_memory_stays_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message of the call that has failed is not taken for that of the next one."""
+    calls = []
+
+    def failing(plan: Schedule, *args: Any) -> BoundSchedule:
+        if plan.rank == 1 and not calls:
+            calls.append(plan)
+            raise MemoryError("no room")
+        return bind(plan, *args)
+
+    def body() -> int:
+        x = np.zeros(3, np.int64)
+        for number in (1, 2):
+            if mpicoll.world().rank == 0:
+                x[:] = number
+            with contextlib.suppress(MemoryError):
+                mpicoll.bcast(x, 0, out=x, algorithm="binomial")
+        return int(x[0])
+
+    monkeypatch.setattr(executor, "bind", failing)
+    assert mpicoll.run_local(body, 2, timeout=10) == [2, 2]
+    assert calls
 
 
 def test_the_tag_is_that_of_the_run() -> None:

@@ -29,7 +29,7 @@ from support.exercise import COUNTED, FORMS, OUTS, REDUCTIONS, ROOTED, allowed, 
 from support.ranks import Comms, Ranks
 
 import mpicoll
-from mpicoll.engine.selection.catalogue import MAX_SLOTS_BYTES, SHARED_MEMORY
+from mpicoll.engine.selection.catalogue import MAX_FLAT_BYTES, SHARED_MEMORY
 
 COLLECTIVES = tuple(name for name in SHARED_MEMORY if name != "barrier")
 SHAPES = ((), (0,), (1,), (3, 0), (4, 3), (13, 2, 5), (130, 9), (2, 2), (3, 2, 2), (1200,))
@@ -41,7 +41,7 @@ def methods(collective: str, *segments: str) -> list[str]:
     return [
         f"{name}{segment}"
         for name in SHARED_MEMORY[collective]
-        for segment in (("",) if name == "slots" else segments or ("", "/4k"))
+        for segment in (("",) if name == "shm_flat" else segments or ("", "/4k"))
     ]
 
 
@@ -64,8 +64,8 @@ def _rows(collective: str, size: int) -> list[dict[str, Any]]:
 
 
 def _fits(collective: str, row: dict[str, Any]) -> bool:
-    method = str(row.get("algorithm", "slots")).partition("/")[0]
-    if row.get("op") == "user_matmul" and method != "slots":
+    method = str(row.get("algorithm", "shm_flat")).partition("/")[0]
+    if row.get("op") == "user_matmul" and method != "shm_flat":
         return False
     return allowed(collective, {**row, "algorithm": None})
 
@@ -201,7 +201,7 @@ def _sweep(collective: str, kinds: tuple[tuple[str, str], ...], make: Callable[.
     world = mpicoll.world()
     for number, (name, op) in enumerate(kinds):
         # Threads try all of them; processes that share cores, one of each three, another third for each dtype.
-        step = 3 if world.transport.native is not None else 1
+        step = 3 if world._core.transport.native is not None else 1
         for n in _lengths(world.size, dtype_of(name).itemsize)[number % step :: step]:
             uneven = collective in COUNTED and collective != "alltoall"
             for kind in ("even", "uneven") if uneven and number == 0 else ("even",):
@@ -324,7 +324,7 @@ def test_places_of_extremes(several: Ranks, values: str) -> None:
     def body() -> None:
         world = mpicoll.world()
         # Up to as many pairs as slots hold
-        for count in (0, 1, 1000, MAX_SLOTS_BYTES // (np.dtype(values).itemsize + 8)):
+        for count in (0, 1, 1000, MAX_FLAT_BYTES // (np.dtype(values).itemsize + 8)):
             every = [random(values, rank).integers(-5, 5, count).astype(values) for rank in range(world.size)]
             stacked = np.stack(every)
             for algorithm in methods("allreduce"):
@@ -434,8 +434,8 @@ def test_a_single_rank_is_refused() -> None:
 def test_several_nodes_are_refused() -> None:
     def body() -> str:
         with pytest.raises(mpicoll.AlgorithmError, match="the ranks are on several nodes"):
-            mpicoll.allreduce(np.ones(3), algorithm="pieces")
-        with mpicoll.algorithms(allreduce="pieces"):
+            mpicoll.allreduce(np.ones(3), algorithm="shm_pipelined")
+        with mpicoll.algorithms(allreduce="shm_pipelined"):
             assert "several nodes" in mpicoll.explain("allreduce", 100).reason
             return str(mpicoll.allreduce(np.ones(1))[0])
 
@@ -447,7 +447,7 @@ def test_an_operation_on_whole_arrays_is_not_split(several: Ranks) -> None:
         size = mpicoll.world().size
         buffer = mpicoll.empty((2, 2), "float64")
         buffer[:] = 1
-        got = mpicoll.allreduce(buffer, np.matmul, out=buffer, algorithm="slots")
+        got = mpicoll.allreduce(buffer, np.matmul, out=buffer, algorithm="shm_flat")
         np.testing.assert_array_equal(got, np.ones((2, 2)) * 2.0 ** (size - 1))
 
     several(body)
@@ -456,16 +456,39 @@ def test_an_operation_on_whole_arrays_is_not_split(several: Ranks) -> None:
 def test_what_methods_can_not_serve(several: Ranks) -> None:
     def body() -> None:
         x = np.ones((2, 2))
-        for name in ("pieces", "cma"):
+        for name in ("shm_pipelined", "cma"):
             with pytest.raises(mpicoll.AlgorithmError, match="not elementwise"):
                 mpicoll.allreduce(x, np.matmul, algorithm=name)
-        with pytest.raises(mpicoll.AlgorithmError, match=f"more than the {MAX_SLOTS_BYTES} of slots"):
-            mpicoll.allreduce(np.ones(MAX_SLOTS_BYTES // 8 + 1), algorithm="slots")
-        for wrong in ("pieces/2k", "pieces/4m", "slots/4k", "pieces/x", "pieces/", "piece"):
+        with pytest.raises(mpicoll.AlgorithmError, match=f"more than the {MAX_FLAT_BYTES} that shm_flat accepts"):
+            mpicoll.allreduce(np.ones(MAX_FLAT_BYTES // 8 + 1), algorithm="shm_flat")
+        for wrong in (
+            "shm_pipelined/2k",
+            "shm_pipelined/4m",
+            "shm_flat/4k",
+            "shm_pipelined/x",
+            "shm_pipelined/",
+            "piece",
+        ):
             with pytest.raises(mpicoll.AlgorithmError, match=wrong):
                 mpicoll.allreduce(x, algorithm=wrong)
-        got = mpicoll.allreduce(x, np.matmul, algorithm="slots")
+        got = mpicoll.allreduce(x, np.matmul, algorithm="shm_flat")
         np.testing.assert_array_equal(got, x * 2.0 ** (mpicoll.world().size - 1))
+
+    several(body)
+
+
+def test_former_names_are_the_same_algorithms(several: Ranks) -> None:
+    """Also where the ranks use different ones, which is no mismatch."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        first = world.rank == 0
+        with mpicoll.debug():
+            for former, name in (("slots", "shm_flat"), ("pieces/4k", "shm_pipelined/4k")):
+                got = mpicoll.allreduce(np.ones(3000), algorithm=former if first else name)
+                assert (got == world.size).all()
+            plan = mpicoll.allreduce_init(np.ones(3), algorithm="pieces" if first else "shm_pipelined")
+            assert plan.choice.name == "shm_pipelined"
 
     several(body)
 
@@ -476,9 +499,9 @@ def test_the_largest_vectors_of_slots(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         for name, op in (("float16", "premul_sum"), ("int8", "land"), ("float32", "sum"), ("complex128", "avg")):
-            count = MAX_SLOTS_BYTES // dtype_of(name).itemsize
+            count = MAX_FLAT_BYTES // dtype_of(name).itemsize
             inputs = [numbers(random(name, rank), name, (count,)) for rank in range(world.size)]
-            got = mpicoll.allreduce(inputs[world.rank], operator(op, name, world.rank), algorithm="slots")
+            got = mpicoll.allreduce(inputs[world.rank], operator(op, name, world.rank), algorithm="shm_flat")
             want = in_order(op, name)([one != 0 for one in inputs] if op == "land" else inputs)
             assert got.tobytes() == want.astype(got.dtype).tobytes(), name
 
@@ -533,7 +556,7 @@ class _Stress:
             if self.common.random() < 0.05 or len(self.pending) > 10:
                 self.drain()
             if self.common.random() < 0.1:
-                mpicoll.barrier(comm=self.comms[which], algorithm="slots")
+                mpicoll.barrier(comm=self.comms[which], algorithm="shm_flat")
         self.drain()
         for comm in self.comms[1:]:
             comm.free()
@@ -601,12 +624,12 @@ def test_operations_of_all_kinds_follow_each_other(several: Ranks, seed: int) ->
     """Nothing is written while it is still read, however far ahead or behind a rank is."""
 
     def body() -> None:
-        _Stress(seed).run(300 if mpicoll.world().transport.native is None else 120)
+        _Stress(seed).run(300 if mpicoll.world()._core.transport.native is None else 120)
 
     several(body)
 
 
-@pytest.mark.parametrize("algorithm", ["slots", "pieces/4k", "cma"])
+@pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined/4k", "cma"])
 def test_nobody_overtakes(several: Ranks, algorithm: str) -> None:
     """The same operation again and again, one rank slow and then another."""
 
@@ -631,9 +654,9 @@ def test_the_root_may_run_ahead(several: Ranks) -> None:
                 time.sleep(3e-4)
             root = turn // 20 % world.size
             x = np.full(5000, turn if world.rank == root else -1)
-            assert (mpicoll.bcast(x, root, out=x, algorithm="pieces/4k") == turn).all()
+            assert (mpicoll.bcast(x, root, out=x, algorithm="shm_pipelined/4k") == turn).all()
             x[...] = -2
-            sums = mpicoll.reduce(np.full(5000, turn), root=root, algorithm="pieces/4k")
+            sums = mpicoll.reduce(np.full(5000, turn), root=root, algorithm="shm_pipelined/4k")
             assert sums is None or (sums == turn * world.size).all()
 
     several(body)
@@ -699,13 +722,13 @@ def test_failures_end_the_operation_and_nothing_else(several: Ranks, seed: int) 
             else:
                 # Who has a result has the right one, whatever has become of others.
                 assert got is None or (got == world.size * (world.size + 1) / 2).all(), where
-            after = mpicoll.allreduce(np.full(3000, turn + world.rank), algorithm="pieces/4k")
+            after = mpicoll.allreduce(np.full(3000, turn + world.rank), algorithm="shm_pipelined/4k")
             assert (after == turn * world.size + sum(range(world.size))).all(), where
 
     several(body)
 
 
-@pytest.mark.parametrize("algorithm", ["slots", "pieces/4k", "cma"])
+@pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined/4k", "cma"])
 def test_all_ranks_fail(several: Ranks, algorithm: str) -> None:
     def refuse(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         raise _Fault
@@ -750,20 +773,20 @@ def test_a_rank_keeps_its_own_error_when_others_have_left() -> None:
         return a + b
 
     def body() -> float:
-        return mpicoll.allreduce(np.ones(3), mpicoll.Op(add, elementwise=True), algorithm="slots")[0]
+        return mpicoll.allreduce(np.ones(3), mpicoll.Op(add, elementwise=True), algorithm="shm_flat")[0]
 
     with pytest.raises(_Fault):
         mpicoll.run_local(body, 3, timeout=20)
 
 
-@pytest.mark.parametrize("algorithm", ["slots", "pieces/4k", "cma"])
+@pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined/4k", "cma"])
 def test_a_rank_that_dies(algorithm: str) -> None:
     def body() -> str:
         world = mpicoll.world()
         mpicoll.allreduce(np.ones(3000), algorithm=algorithm)
         if world.rank == 1:
             return "dead"
-        with pytest.raises(mpicoll.RankFailed, match="rank 1 is gone") as caught:
+        with pytest.raises(mpicoll.RankFailed, match="rank 1 has exited") as caught:
             mpicoll.allreduce(np.ones(3000), algorithm=algorithm)
         assert caught.value.ranks == (1,)
         with pytest.raises(mpicoll.CommunicationError):
@@ -780,11 +803,11 @@ def test_a_rank_that_dies_among_many() -> None:
 
     def body() -> str:
         world = mpicoll.world()
-        mpicoll.allreduce(np.ones(3000), algorithm="pieces")
+        mpicoll.allreduce(np.ones(3000), algorithm="shm_pipelined")
         if world.rank == 2:
             return "dead"
         with pytest.raises(mpicoll.CommunicationError) as caught:
-            mpicoll.allreduce(np.ones(3000), algorithm="pieces")
+            mpicoll.allreduce(np.ones(3000), algorithm="shm_pipelined")
         return type(caught.value).__name__
 
     begin = time.monotonic()
@@ -799,13 +822,13 @@ def test_nothing_is_mistaken_after_a_timeout() -> None:
 
     def body() -> str:
         world = mpicoll.world()
-        mpicoll.allreduce(np.ones(3), algorithm="pieces")
+        mpicoll.allreduce(np.ones(3), algorithm="shm_pipelined")
         if world.rank == 1:
             time.sleep(1.0)
         seen = []
         for value in (1.0, 10.0, 100.0):
             try:
-                seen.append(mpicoll.allreduce(np.full(3000, value), algorithm="pieces/4k")[-1] == 2 * value)
+                seen.append(mpicoll.allreduce(np.full(3000, value), algorithm="shm_pipelined/4k")[-1] == 2 * value)
             except mpicoll.MpicollError:
                 seen.append(True)
         assert all(seen)

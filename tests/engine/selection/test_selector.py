@@ -16,7 +16,7 @@ from mpicoll.engine.selection import selector
 from mpicoll.engine.selection.catalogue import SHARED_MEMORY, algorithms_of
 from mpicoll.engine.selection.cost_model import TYPICAL, Costs, Link, predict
 from mpicoll.engine.selection.defaults import DEFAULT_RULES, FALLBACK_RULES
-from mpicoll.engine.selection.layout import NodeLayout, layout_of
+from mpicoll.engine.selection.layout import NodeLayout, make_layout
 from mpicoll.engine.selection.query import (
     KINDS,
     UNTUNED,
@@ -57,7 +57,7 @@ def taken(collective: str = "allreduce", nbytes: int | None = 8, argument: str |
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A default table in which everything is native, save for an algorithm in shared memory that comes first."""
     everything = ";".join(f"{collective}:native" for collective in mpicoll.schedules.collectives())
-    monkeypatch.setattr(selector, "DEFAULT_RULES", f"allreduce:16k-64k:slots;{everything}")
+    monkeypatch.setattr(selector, "DEFAULT_RULES", f"allreduce:16k-64k:shm_flat;{everything}")
     selector._choose.cache_clear()
     yield
     selector._choose.cache_clear()
@@ -68,7 +68,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     """Set MPICOLL_ALGORITHMS for this test."""
 
     def forget() -> None:
-        for cached in (config.config, selector._environment, selector._choose):
+        for cached in (config.config, selector._parse_environment, selector._choose):
             cached.cache_clear()
 
     def put(text: str) -> None:
@@ -118,7 +118,7 @@ def test_rules(text: str, rules: Rules) -> None:
         (":ring", "rule ':ring': no collective ''"),
         ("allredcue:ring", "rule 'allredcue:ring': no collective 'allredcue'; there are allgather, allreduce"),
         ("bcast:chain;x:ring", "rule 'x:ring': no collective 'x'"),
-        ("allreduce:rong", "allreduce has no algorithm 'rong'; there are native, slots, pieces, cma, "),
+        ("allreduce:rong", "allreduce has no algorithm 'rong'; there are native, shm_flat, shm_pipelined, cma, "),
         ("allreduce:0-4k:", "allreduce has no algorithm ''"),
         ("allreduce:ring,", "allreduce has no algorithm ''"),
         ("allreduce:4k:ring", "rule '4k:ring' of allreduce: expected from-to:algorithm, such as 4k-1m:ring"),
@@ -174,10 +174,10 @@ def test_table() -> None:
 
 
 def test_a_rule_of_the_table_names_its_range() -> None:
-    shared = {"unshared": None, "unread": None}
-    assert taken(nbytes=16384, **shared) == "slots: table, 16k-64k"
+    shared = {"no_shm_reason": None, "no_cma_reason": None}
+    assert taken(nbytes=16384, **shared) == "shm_flat: table, 16k-64k"
     assert taken(nbytes=16383, **shared) == taken(nbytes=65536, **shared) == "native: table"
-    assert taken(nbytes=16384) == "native: not slots (table, 16k-64k): there is no shared memory; table"
+    assert taken(nbytes=16384) == "native: not shm_flat (table, 16k-64k): there is no shared memory; table"
 
 
 def test_the_cheapest_schedule_where_the_table_can_not_serve() -> None:
@@ -194,7 +194,7 @@ def test_fallback_where_the_size_is_not_known() -> None:
 
 
 def test_fallback_for_a_single_rank() -> None:
-    alone = problem(mpi=False, where=selection_context(layout_of((0,))))
+    alone = problem(mpi=False, where=selection_context(make_layout((0,))))
     assert str(choose(alone, None)).endswith(": not native (table): there is no MPI; fallback table")
 
 
@@ -237,10 +237,10 @@ def test_tuned_for_another_shape() -> None:
 
 
 def test_tuned_but_can_not_serve() -> None:
-    where = selection_context(NODE, tuned({"moved": "allreduce:pieces"}))
-    why = "not pieces (tuned for moved on 4 ranks on 1 node, t.json): there is no shared memory; table"
+    where = selection_context(NODE, tuned({"moved": "allreduce:shm_pipelined"}))
+    why = "not shm_pipelined (tuned for moved on 4 ranks on 1 node, t.json): there is no shared memory; table"
     assert taken(where=where) == f"native: {why}"
-    assert taken(where=where, unshared=None) == "pieces: tuned for moved on 4 ranks on 1 node, t.json"
+    assert taken(where=where, no_shm_reason=None) == "shm_pipelined: tuned for moved on 4 ranks on 1 node, t.json"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,21 +257,21 @@ def test_tuned_for_devices() -> None:
     rules = {
         "float": "allreduce:tree",
         "float on A": "allreduce:ring",
-        "half on A": "allreduce:0-1k:pieces",
+        "half on A": "allreduce:0-1k:shm_pipelined",
         "float on A shared by 2": "allreduce:double_tree",
     }
     where = selection_context(NODE, tuned(rules))
 
     def on(models: str | None, kind: str = "float", **more: object) -> str:
-        return taken(where=where, kind=kind, unshared=None, device=DeviceCapabilities(models=models), **more)
+        return taken(where=where, kind=kind, no_shm_reason=None, device=DeviceCapabilities(models=models), **more)
 
     assert on("A") == "ring: tuned for float on A on 4 ranks on 1 node, t.json"
     assert on("A", "integer") == on("A")
-    assert on("A", "half") == "pieces: tuned for half on A, 0-1k on 4 ranks on 1 node, t.json"
+    assert on("A", "half") == "shm_pipelined: tuned for half on A, 0-1k on 4 ranks on 1 node, t.json"
     assert on("A shared by 2").startswith("double_tree: tuned for float on A shared by 2 on 4 ranks")
     # Not by what the host has, nor before the ranks have told each other.
     for other in ("A and B", "A shared by 4", None):
-        assert on(other) == "slots: table, 0-4k"
+        assert on(other) == "shm_flat: table, 0-4k"
     with mpicoll.algorithms(allreduce="ipc"):
         assert on("A").startswith("ipc: forced")
 
@@ -291,9 +291,9 @@ def test_measured_costs_decide_instead_of_typical_ones() -> None:
 
 
 def test_shapes() -> None:
-    assert layout_of((0, 0, 1, 1)) == NODES
-    assert layout_of((0, 1, 0, 0)) == NodeLayout(4, 2, 3)
-    assert [str(layout_of(nodes)) for nodes in ((0,), (0, 0), (0, 1), (0, 1, 1))] == [
+    assert make_layout((0, 0, 1, 1)) == NODES
+    assert make_layout((0, 1, 0, 0)) == NodeLayout(4, 2, 3)
+    assert [str(make_layout(nodes)) for nodes in ((0,), (0, 0), (0, 1), (0, 1, 1))] == [
         "1 rank on 1 node",
         "2 ranks on 1 node",
         "2 ranks on 2 nodes, 1 on each",
@@ -302,7 +302,7 @@ def test_shapes() -> None:
 
 
 def test_equal_sites_are_one_object() -> None:
-    assert selection_context(layout_of((0, 0))) is selection_context(layout_of((0, 0)), UNTUNED)
+    assert selection_context(make_layout((0, 0))) is selection_context(make_layout((0, 0)), UNTUNED)
     assert selection_context(NODE) is not selection_context(NODES)
 
 
@@ -364,6 +364,22 @@ def test_each_source_comes_before_the_next(environment: Callable[[str], None]) -
         assert taken(argument="native") == "native: forced by the argument"
     assert taken() == "tree: forced by MPICOLL_ALGORITHMS"
     assert taken("bcast") == "native: table"
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("slots", "shm_flat"), ("pieces", "shm_pipelined"), ("pieces/256k", "shm_pipelined/256k")]
+)
+def test_former_names_are_accepted_and_the_present_ones_printed(
+    former: str, name: str, environment: Callable[[str], None]
+) -> None:
+    assert format_rules(parse_rules(f"allreduce:{former},0-4k:{former}")) == f"allreduce:0-inf:{name},0-4k:{name}"
+    assert taken(argument=former, no_shm_reason=None) == f"{name}: forced by the argument"
+    with pytest.raises(mpicoll.AlgorithmError, match=f"algorithm '{name}' can't serve this: there is no shared memory"):
+        taken(argument=former)
+    with mpicoll.algorithms(allreduce=former):
+        assert taken(no_shm_reason=None) == f"{name}: forced by `with algorithms`"
+    environment(f"allreduce:{former}")
+    assert taken(no_shm_reason=None) == f"{name}: forced by MPICOLL_ALGORITHMS"
 
 
 def test_environment_with_ranges(environment: Callable[[str], None]) -> None:
@@ -511,8 +527,16 @@ def test_something_always_serves(collective: str, nbytes: int, root: int) -> Non
     assert choice.algorithm.keeps_order(root) or not reduction
 
 
+def test_lost_memory_is_no_reason_before_the_call() -> None:
+    """Ranks find at different times that it is lost; where one raised, the others would wait for it."""
+    assert choose(problem(no_shm_reason=None, shm_failed_reason="rank 2 has died"), "shm_flat").name == "shm_flat"
+    assert (
+        choose(problem(nbytes=20_000, no_shm_reason=None, shm_failed_reason="rank 2 has died"), None).name == "native"
+    )
+
+
 def test_unknown_argument() -> None:
-    with pytest.raises(mpicoll.AlgorithmError, match="allreduce has no algorithm 'rong'; there are native, slots"):
+    with pytest.raises(mpicoll.AlgorithmError, match="allreduce has no algorithm 'rong'; there are native, shm_flat"):
         choose(problem(), "rong")
 
 
@@ -553,7 +577,7 @@ def test_segments_are_used() -> None:
 # --- explain
 
 
-NO_MPI = "there is no MPI library behind this communicator"
+NO_MPI = "this communicator does not use an MPI library"
 
 
 @pytest.mark.parametrize("collective", mpicoll.schedules.collectives())
@@ -621,7 +645,7 @@ def test_classes_of_dtypes(collective: str, dtype: str, kind: str) -> None:
     )
 
     def main() -> None:
-        mpicoll.world().context = where
+        mpicoll.world()._core.context = where
         assert mpicoll.explain(collective, 64, dtype=dtype).reason.startswith(f"tuned for {kind} on 2 ranks")
         arrays = [] if collective == "barrier" else [np.ones(64, dtype)]
         plan = getattr(mpicoll, f"{collective}_init")(*arrays)
@@ -636,7 +660,7 @@ def test_pairs_are_a_class_of_their_own() -> None:
     )
 
     def main() -> str:
-        mpicoll.world().context = where
+        mpicoll.world()._core.context = where
         plan = mpicoll.allreduce_init((np.ones(3), np.arange(3)), "minloc")
         assert plan.choice.name == mpicoll.explain("allreduce", 48, op="minloc", dtype="float64").name
         return plan.choice.name
@@ -694,7 +718,7 @@ def test_ranges_as_text(low: float, high: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "allreduce:0-inf:ring", "bcast:0-4k:native,4k-1m:chain/8,1m-inf:pieces/256k;scan:8-9:linear"],
+    ["", "allreduce:0-inf:ring", "bcast:0-4k:native,4k-1m:chain/8,1m-inf:shm_pipelined/256k;scan:8-9:linear"],
     ids=["none", "one", "several"],
 )
 def test_rules_as_text(text: str) -> None:
@@ -711,11 +735,11 @@ def test_the_tables_can_be_read() -> None:
 def test_native_is_taken_under_mpi() -> None:
     """Whatever was tuned here: a world as if nothing had been."""
     world = mpicoll.world().duplicate()
-    world.context = selection_context(world.context.layout)
+    world._core.context = selection_context(world._core.context.layout)
     for collective in mpicoll.schedules.collectives():
         choice = mpicoll.explain(collective, 64, comm=world)
         assert choice == selector.Choice("native", None, 1, "table")
-    count = world.transport.native.max_count
+    count = world._core.transport.native.max_count
     choice = mpicoll.explain("scan", 8 * (count + 1), dtype="float64", comm=world)
     assert choice.algorithm is not None
     why = "cost model with typical costs: " if world.size > 1 else "fallback table"

@@ -28,7 +28,7 @@ Job = Callable[..., "CompletedProcess[str]"]
 
 def entry(rules: dict[str, str] | None = None, shape: NodeLayout = TWO, mpi: str = "Some MPI 1.0", **more: Any) -> Any:
     parsed = {kind: parse_rules(text) for kind, text in (rules or {"float": "allreduce:ring"}).items()}
-    return tuned_table.entry_of(mpi, shape, parsed, COSTS, "2026-01-01T00:00:00+00:00") | more
+    return tuned_table.make_entry(mpi, shape, parsed, COSTS, "2026-01-01T00:00:00+00:00") | more
 
 
 def put(path: Path, *entries: Any, **more: Any) -> Path:
@@ -69,10 +69,10 @@ def shared(library: str = "Some MPI 1.0", known: Any = None) -> Any:
 
 
 def test_the_default_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuned_table.default_path() == place
+    assert tuned_table.get_default_path() == place
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", "/somewhere")
-    assert tuned_table.default_path() == Path("/somewhere/.cache/mpicoll/tuned.json")
+    assert tuned_table.get_default_path() == Path("/somewhere/.cache/mpicoll/tuned.json")
 
 
 def test_no_table(place: Path) -> None:
@@ -88,6 +88,16 @@ def test_a_table_in_the_default_place(place: Path) -> None:
     assert table.costs.network == TYPICAL.network
     assert (table.costs.gamma, table.costs.measured) == (2e-10, True)
     assert shared() is table
+
+
+def test_a_table_with_former_names(place: Path) -> None:
+    rules = {"float": "allreduce:0-4k:shm_flat,4k-inf:shm_pipelined/256k", "moved": "bcast:shm_pipelined"}
+    text = put(place, entry(rules)).read_text()
+    place.write_text(text.replace("shm_flat", "slots").replace("shm_pipelined", "pieces"))
+    assert "0-4k:slots,4k-inf:pieces/256k" in place.read_text()
+    assert shared().rules == {TWO: {kind: parse_rules(one) for kind, one in rules.items()}}
+    tuned_table.write(place, entry({"float": "scan:linear"}))
+    assert "allreduce:0-4k:shm_flat,4k-inf:shm_pipelined/256k;scan" in place.read_text()
 
 
 def test_a_named_table(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,56 +148,56 @@ def test_several_shapes(place: Path) -> None:
 
 def test_rules_for_devices(place: Path) -> None:
     """Stand beside the host's, and are merged by themselves."""
-    first = {"float": "allreduce:tree", "float on GPU 7 shared by 2": "allreduce:0-1k:slots"}
-    second = {"float on GPU 7 shared by 2": "allreduce:1k-inf:ring", "half on GPU 7": "allreduce:pieces"}
+    first = {"float": "allreduce:tree", "float on GPU 7 shared by 2": "allreduce:0-1k:shm_flat"}
+    second = {"float on GPU 7 shared by 2": "allreduce:1k-inf:ring", "half on GPU 7": "allreduce:shm_pipelined"}
     for rules in (first, second):
         tuned_table.write(place, entry(rules))
     expected = {
         "float": "allreduce:tree",
-        "float on GPU 7 shared by 2": "allreduce:0-1k:slots,1k-inf:ring",
-        "half on GPU 7": "allreduce:pieces",
+        "float on GPU 7 shared by 2": "allreduce:0-1k:shm_flat,1k-inf:ring",
+        "half on GPU 7": "allreduce:shm_pipelined",
     }
     assert shared().rules == {TWO: {kind: parse_rules(text) for kind, text in expected.items()}}
 
 
 def test_a_machine_is_told_by_processor_and_cores() -> None:
-    assert set(tuned_table.machine()) == {"cpu", "cores"}
-    assert tuned_table.machine()["cores"] == os.cpu_count()
-    assert os.uname().nodename not in json.dumps(tuned_table.machine())
+    assert set(tuned_table.describe_machine()) == {"cpu", "cores"}
+    assert tuned_table.describe_machine()["cores"] == os.cpu_count()
+    assert os.uname().nodename not in json.dumps(tuned_table.describe_machine())
 
 
 # --- what is no table
 
 BROKEN: dict[str, tuple[Any, str]] = {
-    "no JSON": ("{", "is no JSON: "),
-    "binary": (b"\xff\xfe\x00", "is no JSON: "),
-    "deep": ("[" * 100_000, "is no JSON: "),
-    "list": ([], "is no table of mpicoll's"),
-    "other": ({"version": 1}, "is no table of mpicoll's"),
-    "newer": ({"format": tuned_table.FORMAT, "version": 2}, "is of version 2, and this mpicoll reads 1"),
-    "no version": ({"format": tuned_table.FORMAT}, "is of version None, and this mpicoll reads 1"),
+    "no JSON": ("{", "is not JSON: "),
+    "binary": (b"\xff\xfe\x00", "is not JSON: "),
+    "deep": ("[" * 100_000, "is not JSON: "),
+    "list": ([], "is not a table of mpicoll"),
+    "other": ({"version": 1}, "is not a table of mpicoll"),
+    "newer": ({"format": tuned_table.FORMAT, "version": 2}, "has version 2, but this mpicoll supports version 1"),
+    "no version": ({"format": tuned_table.FORMAT}, "has version None, but this mpicoll supports version 1"),
     "no entries": (
         {"format": tuned_table.FORMAT, "version": 1},
-        "holds what this mpicoll does not understand (KeyError",
+        "has an invalid entry (KeyError",
     ),
-    "large": (" " * (5 << 20), "has more than 4 MiB, which no table has"),
+    "large": (" " * (5 << 20), "has more than 4 MiB, the limit for a table"),
 }
 ENTRIES: dict[str, tuple[Any, str]] = {
     "number": (7, "TypeError"),
     "empty": ({}, "KeyError"),
     "algorithm": (entry() | {"rules": {"float": "allreduce:rong"}}, "allreduce has no algorithm 'rong'"),
     "grammar": (entry() | {"rules": {"float": "ring"}}, "rule 'ring': expected"),
-    "class": (entry() | {"rules": {"quarter": "allreduce:ring"}}, "no class of dtypes 'quarter'"),
-    "devices": (entry() | {"rules": {"on GPU": "allreduce:ring"}}, "no class of dtypes 'on GPU'"),
+    "class": (entry() | {"rules": {"quarter": "allreduce:ring"}}, "unknown class of dtypes 'quarter'"),
+    "devices": (entry() | {"rules": {"on GPU": "allreduce:ring"}}, "unknown class of dtypes 'on GPU'"),
     "rules": (entry() | {"rules": ["allreduce:ring"]}, "AttributeError"),
     "rule": (entry() | {"rules": {"float": 3}}, "AttributeError"),
-    "ranks": (entry() | {"ranks": 0}, "no shape"),
-    "nodes": (entry() | {"nodes": "1"}, "no shape"),
-    "machine": (entry() | {"machine": "mine"}, "machine and mpi say where"),
-    "library": (entry() | {"mpi": None}, "machine and mpi say where"),
-    "cost": (entry() | {"costs": COSTS | {"gamma": "fast"}}, "'fast' is no time"),
-    "negative": (entry() | {"costs": COSTS | {"node": [-1, 0]}}, "-1 is no time"),
-    "endless": (entry() | {"costs": COSTS | {"node": [INF, 0]}}, "inf is no time"),
+    "ranks": (entry() | {"ranks": 0}, "is not a layout of ranks"),
+    "nodes": (entry() | {"nodes": "1"}, "is not a layout of ranks"),
+    "machine": (entry() | {"machine": "mine"}, "machine must be a dict and mpi a str"),
+    "library": (entry() | {"mpi": None}, "machine must be a dict and mpi a str"),
+    "cost": (entry() | {"costs": COSTS | {"gamma": "fast"}}, "'fast' is not a time"),
+    "negative": (entry() | {"costs": COSTS | {"node": [-1, 0]}}, "-1 is not a time"),
+    "endless": (entry() | {"costs": COSTS | {"node": [INF, 0]}}, "inf is not a time"),
     "link": (entry() | {"costs": COSTS | {"node": [1e-6]}}, "TypeError"),
 }
 
@@ -214,13 +224,13 @@ def test_a_broken_table(
 ) -> None:
     """In the default place it is left out, with a warning; a named one is an error; to neither can be added."""
     spoil(place, content)
-    with pytest.warns(UserWarning, match="is left out, since it ") as caught:
+    with pytest.warns(UserWarning, match="is ignored, since it ") as caught:
         assert shared() is UNTUNED
     (warning,) = caught
-    assert str(warning.message).startswith(f"{place} is left out, since it ")
+    assert str(warning.message).startswith(f"{place} is ignored, since it ")
     assert message in str(warning.message)
     before = place.read_bytes()
-    with pytest.raises(mpicoll.SetupError, match="remove it, or pass another place by --output"):
+    with pytest.raises(mpicoll.SetupError, match="remove it, or pass another path with --output"):
         tuned_table.write(place, entry())
     assert place.read_bytes() == before
 
@@ -233,7 +243,7 @@ def test_a_broken_table(
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("make", "message"), [(None, "does not exist"), ("folder", "is no file")])
+@pytest.mark.parametrize(("make", "message"), [(None, "does not exist"), ("folder", "is not a regular file")])
 def test_what_is_no_file(
     make: str | None, message: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +251,9 @@ def test_what_is_no_file(
     if make:
         named.mkdir()
     monkeypatch.setenv("MPICOLL_TUNED", str(named))
-    with pytest.raises(mpicoll.SetupError, match=f"it {message}; write it by `mpicoll tune`, or set MPICOLL_TUNED=off"):
+    with pytest.raises(
+        mpicoll.SetupError, match=f"it {message}; run `mpicoll tune` to write it, or set MPICOLL_TUNED=off"
+    ):
         shared()
 
 
@@ -301,10 +313,10 @@ def test_entries_accumulate(place: Path) -> None:
 
 def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(mpicoll.SetupError, match=r"can't be written: .*; pass another place by --output"):
+    with pytest.raises(mpicoll.SetupError, match=r"can't be written: .*; pass another path with --output"):
         tuned_table.write(tmp_path / "file" / "tuned.json", entry())
     (tmp_path / "folder").mkdir()
-    with pytest.raises(mpicoll.SetupError, match=r"is no file"):
+    with pytest.raises(mpicoll.SetupError, match=r"is not a regular file"):
         tuned_table.write(tmp_path / "folder", entry())
     assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
 
@@ -397,7 +409,7 @@ def test_a_broken_default_table_is_one_warning(job: Job, tmp_path: Path) -> None
     )
     done = job(2, program, XDG_CACHE_HOME=str(tmp_path), MPICOLL_TUNED="")
     first, second = done.stdout.splitlines()
-    assert first.count("is left out, since it is no JSON") == 1
+    assert first.count("is ignored, since it is not JSON") == 1
     assert second == "[]"
 
 
@@ -406,4 +418,5 @@ def test_a_table_is_told_to_all_ranks() -> None:
     """A text that rank 0 alone has, through the transport of the world; also one that is longer than a line."""
     world = mpicoll.world()
     for text in ("", json.dumps({"source": "x" * 100_000, "entries": [entry()]})):
-        assert tuned_table._bcast(world.transport, text if world.rank == 0 else "mine") == text
+        known = tuned_table._parse_table(text if world.rank == 0 else "")
+        assert tuned_table.share(world._core.transport, "another MPI", known).text == text

@@ -94,7 +94,9 @@ class TestArguments:
             shape = [options.pop(name) for name in ("batch", "heads", "kv_heads", "tokens")]
             q, k, v, _ = whole((*shape, 3), 1, dtype=options.pop("dtype", torch.float64))
             k.requires_grad_(options.pop("grad", False))
-            with pytest.raises(mpicoll.errors.ArgumentError, match=rf"disagree: rank 0 .*rank {odd} .*") as caught:
+            with pytest.raises(
+                mpicoll.errors.ArgumentError, match=rf"arguments differ: rank 0 .*rank {odd} .*"
+            ) as caught:
                 attention(q, k, v, **options)
             assert caught.match(message)
             # Nothing is left behind.

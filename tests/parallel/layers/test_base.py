@@ -48,7 +48,7 @@ from mpicoll.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
     split,
 )
-from mpicoll.parallel.shards import shard_of
+from mpicoll.parallel.shards import get_shard
 
 
 def test_one_rank_is_the_plain_layer() -> None:
@@ -162,7 +162,7 @@ def test_other_dtypes(several: Ranks, dtype: torch.dtype, relative: float, seque
         for name, param in parallel.named_parameters():
             assert param.grad is not None
             assert param.grad.dtype == dtype
-            shard, grad = shard_of(param), exact.get_parameter(name).grad
+            shard, grad = get_shard(param), exact.get_parameter(name).grad
             assert grad is not None
             grad = grad if shard is None else grad.chunk(comm.size, shard.dim)[comm.rank]
             _within(param.grad, grad, relative, name)
@@ -194,7 +194,7 @@ def test_autocast(ranks: Ranks, sequence_parallel: bool) -> None:
         for name, param in parallel.named_parameters():
             assert param.grad is not None
             assert param.grad.dtype == torch.float32
-            shard, grad = shard_of(param), plain.get_parameter(name).grad
+            shard, grad = get_shard(param), plain.get_parameter(name).grad
             assert grad is not None
             _within(param.grad, grad if shard is None else grad.chunk(comm.size, shard.dim)[comm.rank], 0.05, name)
 
@@ -315,7 +315,7 @@ def test_deepcopy(ranks: Ranks) -> None:
         assert twin.head.weight is not parallel.head.weight
         assert twin.head.comm is parallel.head.comm
         for name, param in parallel.named_parameters():
-            assert shard_of(twin.get_parameter(name)) == shard_of(param)
+            assert get_shard(twin.get_parameter(name)) == get_shard(param)
             param.data.zero_()
         ids = torch.arange(S).view(S, 1)
         close(twin(ids), plain(ids))
@@ -339,10 +339,10 @@ def test_a_parameter_may_be_pickled(some_more: Ranks) -> None:
         file.seek(0)
         (loaded,) = torch.load(file, weights_only=True)
         assert torch.equal(loaded, weight)
-        assert shard_of(loaded) is None
-        assert shard_of(pickle.loads(pickle.dumps(weight))) is None
-        assert shard_of(weight) is copy.deepcopy(shard_of(weight))
-        assert shard_of(copy.copy(weight)) is shard_of(weight)
+        assert get_shard(loaded) is None
+        assert get_shard(pickle.loads(pickle.dumps(weight))) is None
+        assert get_shard(weight) is copy.deepcopy(get_shard(weight))
+        assert get_shard(copy.copy(weight)) is get_shard(weight)
 
     some_more(body)
 
@@ -377,7 +377,7 @@ def test_new_parameters_are_marked(some_more: Ranks) -> None:
         dims = {"weight": 1, "bias": None}, {"weight": 0, "bias": 0}, {"weight": 0}, {"weight": 0}
         for layer, expected in zip((linear, empty, vocab, tied), dims, strict=True):
             for name, param in layer.named_parameters():
-                shard = shard_of(param)
+                shard = get_shard(param)
                 assert (None if shard is None else shard.dim) == expected[name]
                 assert shard is None or shard.comm is layer.comm
 
@@ -418,11 +418,11 @@ def test_what_does_not_divide(some_more: Ranks) -> None:
         where = rf"\(rank {rank} of {size}\)"
         uneven = 5 * size + 1
         for message, make in {
-            f"ColumnParallelLinear: out_features {uneven} does not divide among {size} ranks; {6 * size} would": (
+            f"ColumnParallelLinear: out_features {uneven} can't be divided equally among {size} ranks": (
                 lambda: ColumnParallelLinear(8, uneven)
             ),
-            f"RowParallelLinear: in_features {uneven} does not divide": lambda: RowParallelLinear(uneven, 8),
-            f"VocabParallelEmbedding: num_embeddings {uneven} does not divide": (
+            f"RowParallelLinear: in_features {uneven} can't be divided": lambda: RowParallelLinear(uneven, 8),
+            f"VocabParallelEmbedding: num_embeddings {uneven} can't be divided": (
                 lambda: VocabParallelEmbedding(uneven, 8)
             ),
         }.items():
@@ -439,16 +439,16 @@ def test_what_does_not_divide(some_more: Ranks) -> None:
             rf"RowParallelLinear: the input must be of shape \(sequence, ..., 2\), got \(3, {2 * size}\)": (
                 lambda: row(torch.zeros(3, 2 * size))
             ),
-            rf"axis 0 of an input of shape \({uneven}, 2\), does not divide among {size} ranks {where}": (
+            rf"axis 0 of an input of shape \({uneven}, 2\), can't be divided equally among {size} ranks {where}": (
                 lambda: row(torch.zeros(uneven, 2, device="meta"))
             ),
-            rf"axis 0 of ids of shape \({uneven},\), does not divide among {size} ranks {where}": (
+            rf"axis 0 of ids of shape \({uneven},\), can't be divided equally among {size} ranks {where}": (
                 lambda: vocab(torch.zeros(uneven, dtype=torch.int64))
             ),
         }.items():
             with pytest.raises(ShapeError, match=message):
                 call()
-        with pytest.raises(ArgumentError, match=rf"padding_idx {2 * size} is not a row of {2 * size}"):
+        with pytest.raises(ArgumentError, match=rf"padding_idx {2 * size} is not in \[-{2 * size}, {2 * size}\)"):
             VocabParallelEmbedding(2 * size, 8, padding_idx=2 * size)
         with pytest.raises(ArgumentError, match="sequence_parallel=True needs input_is_parallel=True"):
             RowParallelLinear(2 * size, 8, sequence_parallel=True)

@@ -20,7 +20,7 @@ from mpicoll.parallel.layers import (
     column_parallel_linear,
     shard_,
 )
-from mpicoll.parallel.layers import linear as layers
+from mpicoll.parallel.layers import functional as layers
 from mpicoll.parallel.mappings import (
     gather,
     gather_from_tensor_model_parallel_region,

@@ -132,15 +132,15 @@ def test_what_can_not_be_converted(some: Ranks) -> None:
         same = nn.ModuleDict({"a": nn.Linear(4, 4)})
         same["b"] = same["a"]
         wrong: list[tuple[nn.Module, Any, str]] = [
-            (Block(), {"fc9": "column"}, "no submodule fits 'fc9'; there are .*'fc1'"),
+            (Block(), {"fc9": "column"}, "no submodule matches 'fc9'; the submodules are .*'fc1'"),
             (Block(), {"fc1": "columns"}, "'fc1' must become one of .*'column'.*, got 'columns'"),
             (Block(), {"fc1": {"gather_output": True}}, "'fc1' must become one of"),
-            (Block(), {"ln1": "column"}, "'ln1', which 'ln1' fits, is a LayerNorm; 'column' needs a Linear"),
-            (odd, {"odd": "row"}, "'odd', which 'odd' fits, is a Odd"),
+            (Block(), {"ln1": "column"}, "'ln1', which 'ln1' matches, is a LayerNorm; 'column' needs a Linear"),
+            (odd, {"odd": "row"}, "'odd', which 'odd' matches, is a Odd"),
             (odd, {"sparse": "vocab"}, "an Embedding with sparse can't"),
             (Block(), {"fc1": {"layer": "column", "gather": 1}}, "'fc1' can't become 'column' with .*'gather'"),
-            (tied, {"embedding": "vocab"}, "'head' shares its weight with 'embedding', but no pattern fits it"),
-            (tied, {"embedding": "vocab", "head": "row"}, "embedding and head share their weight, but it would be cut"),
+            (tied, {"embedding": "vocab"}, "'head' shares weight with 'embedding', but no pattern matches it"),
+            (tied, {"embedding": "vocab", "head": "row"}, "embedding and head share weight, but it would be sharded"),
             (same, {"b": "row"}, "'b' is the same module as 'a'"),
         ]
         for model, plan, message in wrong:

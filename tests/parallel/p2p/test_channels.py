@@ -17,12 +17,10 @@ from mpicoll.parallel.p2p.channels import (
     FORWARD,
     PLAIN,
     ChannelMux,
-    Operation,
-    PendingRecv,
-    PendingSend,
     line_key,
 )
 from mpicoll.parallel.p2p.message_format import flatten
+from mpicoll.parallel.p2p.operations import PendingOperation, PendingRecv, PendingSend
 from mpicoll.transport.base import Envelope, Memory
 
 
@@ -124,14 +122,14 @@ def ends() -> Ends:
 
 
 def got(receiving: PendingRecv) -> Any:
-    assert receiving.ended()
+    assert receiving.has_ended()
     if receiving.error is not None:
         raise receiving.error
     return receiving.value
 
 
 def wants(ends: Ends) -> list[int]:
-    return [ends.here.peers[1].wants, ends.there.peers[0].wants]
+    return [ends.here.peers[1].num_needed, ends.there.peers[0].num_needed]
 
 
 def test_nothing_is_taken_that_nobody_wants(ends: Ends) -> None:
@@ -150,7 +148,7 @@ def test_what_comes_before_what_is_wanted_is_kept(ends: Ends) -> None:
     ends.send(torch.ones(1), line_key("send", PLAIN, 3))
     ends.send([torch.ones(2), torch.ones(9_000)])
     assert same(got_after_pump(ends, ends.post_recv()), [torch.ones(2), torch.ones(9_000)])
-    assert list(ends.there.peers[0].unreceived()) == ["float32 (1,), channel 3"]
+    assert list(ends.there.peers[0].describe_unreceived()) == ["float32 (1,), channel 3"]
     assert same(got(ends.post_recv(line_key("recv", PLAIN, 3))), torch.ones(1))
     assert wants(ends) == [0, 0]
 
@@ -177,16 +175,16 @@ def test_a_blocking_send_is_over_when_it_is_received(ends: Ends) -> None:
     first, second = ends.send(torch.ones(2), sync=True), ends.send(torch.ones(2), sync=True)
     other = ends.send(None, 4, sync=True)
     ends.pump()
-    assert not any(one.ended() for one in (first, second, other))
+    assert not any(one.has_ended() for one in (first, second, other))
     ends.post_recv(4)
     ends.pump()
-    assert [one.ended() for one in (first, second, other)] == [False, False, True]
+    assert [one.has_ended() for one in (first, second, other)] == [False, False, True]
     ends.post_recv()
     ends.pump()
-    assert [one.ended() for one in (first, second)] == [True, False]
+    assert [one.has_ended() for one in (first, second)] == [True, False]
     ends.post_recv(shape=(3,))
     ends.pump()
-    assert second.ended()
+    assert second.has_ended()
     assert str(second.error) == (
         "stage 0: send of float32 (2,) to stage 1: stage 0 sent float32 (2,),"
         " but stage 1 expected a tensor of shape (3,)"
@@ -201,7 +199,7 @@ def test_slow_messages_hold_up_nobody(ends: Ends) -> None:
     first, second = ends.post_recv(), ends.post_recv()
     ends.pump()
     assert len(ends.right.incoming) == 4  # the header comes first
-    assert not first.ended()
+    assert not first.has_ended()
     ends.right.held = False
     ends.pump()
     assert same(got(second), torch.zeros(4))
@@ -217,19 +215,19 @@ def test_data_under_way_does_not_keep_later_values_back(ends: Ends) -> None:
     both = [ends.post_recv(), ends.post_recv()]
     ends.pump()
     assert not ends.right.incoming
-    assert not any(one.ended() for one in both)
+    assert not any(one.has_ended() for one in both)
     ends.right.held = False
     assert [got(one)[0] for one in both] == [2, 3]
 
 
 def test_a_receive_may_be_withdrawn(ends: Ends) -> None:
     first, second = ends.post_recv(), ends.post_recv()
-    ends.there.withdraw(first)
-    ends.there.withdraw(first)
+    ends.there.cancel(first)
+    ends.there.cancel(first)
     assert wants(ends) == [0, 1]
     ends.send(torch.ones(2))
     assert same(got_after_pump(ends, second), torch.ones(2))
-    assert not first.ended()
+    assert not first.has_ended()
 
 
 # The program of these: header, data, data, header, two messages of one value
@@ -251,9 +249,9 @@ def test_a_lost_message_is_noticed(ends: Ends, lost: int) -> None:
     ends.post_recv(6)
     ends.pump()
     for receiving in receivings[whole:]:
-        with pytest.raises(CommunicationError, match="stage 1: recv from stage 0: a message from it was lost;"):
+        with pytest.raises(CommunicationError, match="stage 1: recv from stage 0: a message was lost;"):
             got(receiving)
-    with pytest.raises(CommunicationError, match="the line can't be used any more"):
+    with pytest.raises(CommunicationError, match="the line is no longer usable"):
         got(ends.post_recv())
     assert wants(ends) == [0, 1]
 
@@ -262,7 +260,7 @@ def test_a_message_of_a_wrong_size_is_noticed(ends: Ends) -> None:
     ends.send(torch.ones(2))
     got_after_pump(ends, ends.post_recv())
     ends.left.isend(np.zeros(5, np.uint8), 1, 2 << 3 | 1)
-    with pytest.raises(CommunicationError, match="a message of 5 bytes that it can't mean came"):
+    with pytest.raises(CommunicationError, match="received a message of unexpected size, 5 bytes"):
         got_after_pump(ends, ends.post_recv())
     assert wants(ends) == [0, 0]
 
@@ -272,7 +270,7 @@ def test_a_message_of_a_wrong_size_is_noticed(ends: Ends) -> None:
 def test_errors_of_the_transport_name_the_operation(ends: Ends, error: CommunicationError, way: str) -> None:
     ends.send([torch.ones(2), torch.ones(9_000)])
     ends.right.incoming.pop()
-    operations: list[Operation] = [ends.post_recv(), ends.post_recv(4), ends.send(None, 8, sync=True, back=True)]
+    operations: list[PendingOperation] = [ends.post_recv(), ends.post_recv(4), ends.send(None, 8, sync=True, back=True)]
     ends.there.pump()
     ends.right.error = error
     if way == "pump":
@@ -281,7 +279,7 @@ def test_errors_of_the_transport_name_the_operation(ends: Ends, error: Communica
         ends.there.check_peer(ends.there.peers[0])
     texts = ["recv from stage 0", "recv from stage 0, channel 1", "send of None to stage 0, channel 2"]
     for operation, text in zip(operations, texts, strict=True):
-        assert operation.ended()
+        assert operation.has_ended()
         assert type(operation.error) is type(error)
         assert str(operation.error) == f"stage 1: {text}: {error}"
         assert operation.error.__cause__ is error
@@ -292,7 +290,10 @@ def test_errors_of_the_transport_name_the_operation(ends: Ends, error: Communica
 def test_an_object_that_can_t_be_unpickled(ends: Ends) -> None:
     sending = PendingSend("send_obj", ends.here.peers[1], 0, 3, sync=False)
     ends.here.post_send(sending, np.frombuffer(b"bad", np.uint8))
-    with pytest.raises(CommunicationError, match=r"recv from stage 0: what came can't be unpickled \(UnpicklingError"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"recv from stage 0: the received value can't be unpickled \(UnpicklingError",
+    ):
         got_after_pump(ends, ends.post_recv(objects=True))
 
 
@@ -317,19 +318,24 @@ def test_leaving(ends: Ends) -> None:
     ends.pump()
     assert ends.there.peers[0].closed
     assert not ends.here.peers[1].closed
-    with pytest.raises(CommunicationError, match=r"send of .* to stage 0: stage 0 has closed without receiving it"):
+    with pytest.raises(
+        CommunicationError,
+        match=r"send of .* to stage 0: stage 0 has closed its pipe",
+    ):
         raise waiting[0].error or AssertionError
-    assert waiting[1].ended()
-    with pytest.raises(CommunicationError, match="recv from stage 0: nothing more comes, stage 0 has closed its end"):
+    assert waiting[1].has_ended()
+    with pytest.raises(
+        CommunicationError, match="recv from stage 0: stage 0 has closed its pipe and sends no more values"
+    ):
         got(waiting[2])  # type: ignore[arg-type]
-    with pytest.raises(CommunicationError, match="nothing more comes"):
+    with pytest.raises(CommunicationError, match="sends no more values"):
         got(ends.post_recv())
     later = ends.send(torch.ones(3), back=True)
-    assert "closed without receiving it" in str(later.error)
+    assert "closed its pipe without receiving the value" in str(later.error)
     ends.there.send_close()
     ends.pump()
     assert ends.here.peers[1].closed
-    assert list(ends.here.peers[1].unreceived()) == ["float32 (3,)"]
+    assert list(ends.here.peers[1].describe_unreceived()) == ["float32 (3,)"]
 
 
 def test_what_nobody_receives_names_its_line(ends: Ends) -> None:
@@ -338,7 +344,7 @@ def test_what_nobody_receives_names_its_line(ends: Ends) -> None:
     ends.send(torch.ones(2), BACKWARD | 3 << 2)
     plain = ends.post_recv(PLAIN)
     ends.pump()
-    assert list(ends.there.peers[0].unreceived()) == [
+    assert list(ends.there.peers[0].describe_unreceived()) == [
         "float32 (1,) by a send_forward form",
         "float32 (2,) by a send_backward form, channel 3",
     ]

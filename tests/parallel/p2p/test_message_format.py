@@ -15,7 +15,7 @@ from support.stage_values import DTYPES, Pair, same, value
 from torch.distributed.tensor import DTensor
 
 from mpicoll.errors import DeviceError, DTypeError
-from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, describe, flatten, memory, unflatten
+from mpicoll.parallel.p2p.message_format import MessageLayout, TensorSpec, as_bytes, describe_spec, flatten, unflatten
 
 shapes = st.lists(st.integers(0, 3), max_size=3)
 tensors = st.builds(lambda dtype, shape: torch.ones(shape, dtype=dtype), st.sampled_from(DTYPES), shapes)
@@ -43,7 +43,7 @@ def test_a_value_is_its_structure_and_its_tensors(what: Any) -> None:
     found: list[torch.Tensor] = []
     spec = flatten("send", what, found)
     assert same(unflatten(pickle.loads(pickle.dumps(spec)), iter(found)), what)
-    assert describe(spec)
+    assert describe_spec(spec)
 
 
 @pytest.mark.slow
@@ -83,14 +83,14 @@ def test_messages_carry_the_bytes(seed: int) -> None:
     flatten("send", value(random.Random(seed), 3), found)
     found += [torch.arange(n, dtype=torch.int16) for n in (3, 40_000, 1)]
     layout = MessageLayout(structure(found))
-    messages = [bytes(one) for one in layout.outgoing(found)]
+    messages = [bytes(one) for one in layout.pack(found)]
     assert [len(one) for one in messages] == [nbytes for nbytes, _ in layout.messages]
     seen = {
         index: messages[number][start:stop]
         for number, (_, parts) in enumerate(layout.messages)
         for index, start, stop in parts
     }
-    assert seen == {index: memory(one).tobytes() for index, one in enumerate(found)}
+    assert seen == {index: as_bytes(one).tobytes() for index, one in enumerate(found)}
 
 
 def test_small_tensors_share_a_message_and_large_ones_go_alone() -> None:
@@ -105,26 +105,26 @@ def test_small_tensors_share_a_message_and_large_ones_go_alone() -> None:
 
 def test_a_contiguous_tensor_is_not_copied() -> None:
     x = torch.zeros(4, 5)
-    memory(x)[:] = np.frombuffer(np.arange(20, dtype=np.float32).tobytes(), np.uint8)
+    as_bytes(x)[:] = np.frombuffer(np.arange(20, dtype=np.float32).tobytes(), np.uint8)
     assert torch.equal(x, torch.arange(20.0).view(4, 5))
 
 
 def test_lazy_views_are_resolved() -> None:
     x = torch.tensor([1 + 2j, 3 - 1j])
-    assert memory(x.conj()).tobytes() == x.numpy().conj().tobytes()
-    assert memory(x.conj().imag).tobytes() == x.numpy().conj().imag.tobytes()
+    assert as_bytes(x.conj()).tobytes() == x.numpy().conj().tobytes()
+    assert as_bytes(x.conj().imag).tobytes() == x.numpy().conj().imag.tobytes()
 
 
 def test_descriptions() -> None:
     what = {"x": [torch.ones(2, 3, requires_grad=True), None], "y": (1, Pair(torch.ones(()).bool(), "a" * 90))}
-    assert describe(structure(what)) == (
+    assert describe_spec(structure(what)) == (
         "{'x': [float32 (2, 3) that requires grad, None], 'y': (1, Pair(bool (), '" + "a" * 36 + "...))}"
     )
     assert str(TensorSpec(torch.bfloat16, (4,), False)) == "bfloat16 (4,)"
 
 
 def test_what_can_t_be_sent() -> None:
-    with pytest.raises(DTypeError, match=r"isend: takes dense tensors.*to_dense"):
+    with pytest.raises(DTypeError, match=r"isend: pass dense tensors.*to_dense"):
         flatten("isend", [torch.ones(2).to_sparse()], [])
     with pytest.raises(DeviceError, match="meta"):
         flatten("send", torch.ones(2, device="meta"), [])
@@ -143,6 +143,7 @@ class Unreadable:
 
 
 def test_what_can_t_be_unpickled_can_be_described() -> None:
-    assert describe(structure(Unreadable())) == "what can't be unpickled or shown"
-    assert describe(structure((torch.ones(2), Unreadable()))) == "(float32 (2,), what can't be unpickled or shown)"
-    assert describe(structure({Unreadable(): torch.ones(2)})) == "what can't be unpickled or shown"
+    text = "a value that can't be unpickled or shown"
+    assert describe_spec(structure(Unreadable())) == text
+    assert describe_spec(structure((torch.ones(2), Unreadable()))) == f"(float32 (2,), {text})"
+    assert describe_spec(structure({Unreadable(): torch.ones(2)})) == text

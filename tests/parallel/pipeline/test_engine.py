@@ -346,8 +346,8 @@ def test_a_stage_that_fails_leaves_nobody_waiting() -> None:
 @pytest.mark.parametrize(
     ("batch", "error", "message"),
     [
-        ((None, torch.zeros(4, WIDTH)), mpicoll.ArgumentError, "train_batch: this stage needs inputs, got None"),
-        ((torch.zeros(4, WIDTH), None), mpicoll.ArgumentError, "train_batch: this stage needs targets, got None"),
+        ((None, torch.zeros(4, WIDTH)), mpicoll.ArgumentError, "train_batch: this stage must pass inputs, got None"),
+        ((torch.zeros(4, WIDTH), None), mpicoll.ArgumentError, "train_batch: this stage must pass targets, got None"),
         ((torch.zeros(3, WIDTH), torch.zeros(4, WIDTH)), mpicoll.ShapeError, r"inputs .* 4 micro-batches.*\(3, 5\)"),
         ((torch.zeros(4, WIDTH), torch.zeros(())), mpicoll.ShapeError, r"targets .* 4 micro-batches.*\(\)"),
         (([torch.zeros(4, 1), torch.zeros(5, 1)], torch.zeros(4, 1)), mpicoll.ShapeError, r"\(4, 1\), \(5, 1\)"),
@@ -375,9 +375,11 @@ def test_wrong_losses() -> None:
 
 def test_wrong_schedules() -> None:
     def body() -> None:
-        with pytest.raises(mpicoll.AlgorithmError, match=r"'forward_only' has no backward.* take one of gpipe, 1f1b"):
+        with pytest.raises(mpicoll.AlgorithmError, match=r"'forward_only' has no backward.* use one of gpipe, 1f1b"):
             PipelineEngine(Plain(0), loss_fn, micro_batches=4, schedule="forward_only")
-        with pytest.raises(mpicoll.AlgorithmError, match="no pipeline schedule 'fast'; there are gpipe"):
+        with pytest.raises(
+            mpicoll.AlgorithmError, match="unknown pipeline schedule 'fast'; the registered schedules are gpipe"
+        ):
             PipelineEngine(Plain(0), loss_fn, micro_batches=4, schedule="fast")
         with pytest.raises(mpicoll.AlgorithmError, match="1f1b has one chunk per stage, got chunks=2"):
             PipelineEngine([Plain(0), Plain(1)], loss_fn, micro_batches=4)
@@ -413,7 +415,7 @@ def test_a_backward_that_cannot_be_split_is_refused() -> None:
     mpicoll.run_local(body, 3, "1f1b")
     assert isinstance(model[1], Apart)
     assert model[1].weight.grad is not None
-    with pytest.raises(mpicoll.ArgumentError, match=r"can't be split.*choose a schedule with whole backwards"):
+    with pytest.raises(mpicoll.ArgumentError, match=r"can't be split.*use a schedule with whole backwards"):
         mpicoll.run_local(body, 3, "zero_bubble", timeout=10)
 
 
@@ -501,7 +503,7 @@ def test_schedules_of_one_name_must_be_the_same(own_schedules: None) -> None:
         order = list(range(microbatches)) if world.rank else list(reversed(range(microbatches)))
         yield from (Action(kind, one) for kind in ("F", "B") for one in order)
 
-    with pytest.raises(mpicoll.ArgumentError, match=r"but another schedule of that name$"):
+    with pytest.raises(mpicoll.ArgumentError, match=r"but another schedule with the same name$"):
         PipelineEngine(Plain(0), loss_fn, micro_batches=2, schedule="differs", timeout=20)
 
 
@@ -510,8 +512,8 @@ def test_a_stage_that_cannot_be_made_is_named(several: Ranks) -> None:
         world = mpicoll.world()
         options: dict[str, Any] = {"schedule": "fast"} if world.rank == 1 else {}
         kind = mpicoll.AlgorithmError if world.rank == 1 else mpicoll.ArgumentError
-        told = "" if world.rank == 1 else "PipelineEngine: stage 1 can't be made: AlgorithmError: "
-        with pytest.raises(kind, match=f"^{told}no pipeline schedule 'fast'"):
+        told = "" if world.rank == 1 else "PipelineEngine: creating the engine failed on stage 1: AlgorithmError: "
+        with pytest.raises(kind, match=f"^{told}unknown pipeline schedule 'fast'"):
             PipelineEngine(Plain(0), loss_fn, micro_batches=2, group=world, timeout=20, **options)
 
     several(body)
@@ -538,11 +540,11 @@ def test_other_methods_are_noticed(several: Ranks, first: str) -> None:
             calls[others if world.rank else first]()
         if world.rank == 1:
             assert re.search(
-                r"F0 waits for .*: stage 1 runs \w+ of \d micro-batches, but stage 0 sent it a value of \w+ of \d",
+                r"F0 needs .*: stage 1 runs \w+ of \d micro-batches, but stage 0 sent it a value of \w+ of \d",
                 str(caught.value),
             )
         for call in calls.values():
-            with pytest.raises(mpicoll.CommunicatorError, match="out of step; make a new one"):
+            with pytest.raises(mpicoll.CommunicatorError, match="no longer synchronized; create a new one"):
                 call()
         engine._p2p.timeout = 20
         mpicoll.barrier()
@@ -571,7 +573,7 @@ def test_after_a_failure_no_batch_is_mixed_with_another(several: Ranks, failing:
         part = Once(number) if number == failing else Plain(number)
         engine = PipelineEngine(part, loss_fn, micro_batches=4, group=world, timeout=20)
         engine._p2p.timeout = 0.4
-        waits = r"train_batch of 4 micro-batches: [FB]\d waits for .*: stage \d .* from"
+        waits = r"train_batch of 4 micro-batches: [FB]\d needs .*: stage \d .* from"
         raises = (ValueError, "fails") if number == failing else (mpicoll.CommunicationError, waits)
         with pytest.raises(raises[0], match=raises[1]):
             engine.train_batch(*data(4))
@@ -634,7 +636,7 @@ def test_what_hides_tensors_is_refused() -> None:
         world = mpicoll.world()
         engine = PipelineEngine(Hides(0), loss_fn, micro_batches=2, timeout=0.5)
         kind = mpicoll.CommunicationError if world.rank else mpicoll.DTypeError
-        with pytest.raises(kind, match="F0 waits" if world.rank else "part 0 of the model returned a Opaque, through"):
+        with pytest.raises(kind, match="F0 needs" if world.rank else "part 0 of the model returned a Opaque, through"):
             engine.train_batch(*data(2))
 
     mpicoll.run_local(body, 2, timeout=10)

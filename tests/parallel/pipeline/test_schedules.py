@@ -13,8 +13,8 @@ from mpicoll.parallel.pipeline import schedules
 from mpicoll.parallel.pipeline.schedules import (
     Action,
     actions,
-    closed_form,
     dest,
+    evaluate_closed_form,
     find,
     peak_activations,
     register,
@@ -142,7 +142,7 @@ def test_gradients_are_summed_in_the_order_of_micro_batches(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_one_stage_has_no_bubble_and_works_in_any_case(name: str) -> None:
-    assert closed_form(name, 1, 3)[0] == 0
+    assert evaluate_closed_form(name, 1, 3)[0] == 0
     assert len(actions(name, 0, 1, 1)) == {"zero_bubble": 3, "forward_only": 1}.get(name, 2)
 
 
@@ -204,7 +204,7 @@ def test_peak_of_activations(name: str) -> None:
         for m in range(p, 17, p) if name == "interleaved" else range(1, 17):
             for v in range(1, 5 if find(name).chunked else 2):
                 want = tuple(PEAKS[name](s, p, m, v) for s in range(p))
-                assert peak_activations(name, p, m, v) == closed_form(name, p, m, v)[1] == want
+                assert peak_activations(name, p, m, v) == evaluate_closed_form(name, p, m, v)[1] == want
 
 
 def test_zero_bubble_needs_no_more_memory_than_1f1b() -> None:
@@ -229,10 +229,13 @@ def test_all_are_there() -> None:
     assert tuple(schedules.schedules()) == BUILT_IN
 
 
-@pytest.mark.parametrize("call", [lambda *a: actions(a[0], 0, *a[1:]), schedule, peak_activations, closed_form])
+@pytest.mark.parametrize(
+    "call", [lambda *a: actions(a[0], 0, *a[1:]), schedule, peak_activations, evaluate_closed_form]
+)
 def test_wrong_arguments(call) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(
-        AlgorithmError, match=r"no pipeline schedule '2f2b'; there are gpipe, 1f1b, interleaved, zero_b"
+        AlgorithmError,
+        match=r"unknown pipeline schedule '2f2b'; the registered schedules are gpipe, 1f1b",
     ):
         call("2f2b", 4, 8)
     with pytest.raises(AlgorithmError, match="pipeline schedule 1f1b: stages must be at least 1, got 0"):
@@ -243,7 +246,7 @@ def test_wrong_arguments(call) -> None:  # type: ignore[no-untyped-def]
         call("looped_bfs", 4, 8, -1)
     with pytest.raises(
         AlgorithmError,
-        match="1f1b has one chunk per stage, got chunks=2; more chunks take interleaved, looped_bfs, forward_only",
+        match="1f1b has one chunk per stage, got chunks=2; use one of interleaved, looped_bfs, forward_only",
     ):
         call("1f1b", 4, 8, 2)
     with pytest.raises(
@@ -274,9 +277,9 @@ def test_registering() -> None:
     assert (one.name, one.generate, one.chunked, one.backward, one.splits) == ("eager", eager, False, True, False)
     assert (one.bubble, one.peak, one.source, one.doc) == ("(p-1) / m", None, "this test", eager.__doc__)
     assert actions("eager", 1, 2, 2) == actions("gpipe", 1, 2, 2)
-    assert closed_form("eager", 3, 4) == (Fraction(1, 2), None)
+    assert evaluate_closed_form("eager", 3, 4) == (Fraction(1, 2), None)
     register(name="eager2", peak="s + p")(eager)
-    assert closed_form("eager2", 2, 4) == (None, (2, 3))
+    assert evaluate_closed_form("eager2", 2, 4) == (None, (2, 3))
 
 
 @pytest.mark.usefixtures("registry")

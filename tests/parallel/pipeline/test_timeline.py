@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from mpicoll.errors import AlgorithmError, ArgumentError, RankError, ScheduleError, ShapeError
-from mpicoll.parallel.pipeline.schedules import Action, Schedule, actions, closed_form, find
+from mpicoll.parallel.pipeline.schedules import Action, PipelineSchedule, actions, evaluate_closed_form, find
 from mpicoll.parallel.pipeline.timeline import Span, Time, Timeline, timeline, timeline_from_events
 
 ONE, TWO, NONE = Fraction(1), Fraction(2), Fraction(0)
@@ -167,7 +167,11 @@ BUBBLES = {
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_bubble_is_that_of_the_closed_form(name: str) -> None:
     for p, m, v in sizes(name):
-        assert exact(name, p, m, v).bubble == closed_form(name, p, m, v)[0] == BUBBLES[name](p, m, v), (p, m, v)
+        assert exact(name, p, m, v).bubble == evaluate_closed_form(name, p, m, v)[0] == BUBBLES[name](p, m, v), (
+            p,
+            m,
+            v,
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "zero_bubble"])
@@ -219,7 +223,7 @@ def test_whole_numbers_are_exact_too(costs: dict[str, Time]) -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(AlgorithmError, match="no pipeline schedule 'ring'"):
+    with pytest.raises(AlgorithmError, match="unknown pipeline schedule 'ring'"):
         timeline("ring", 4, 8)
     with pytest.raises(AlgorithmError, match="stages must be at least 1, got 0"):
         timeline("1f1b", 0, 8)
@@ -240,10 +244,8 @@ def test_a_deadlock_has_no_times() -> None:
         order = (Action("F", 0), Action("F", 1), Action("B", 0), Action("B", 1))
         yield from order if stage else (order[0], order[2], order[1], order[3])
 
-    broken = Schedule("broken", generate, False, True, False, None, None, "", "")
-    with pytest.raises(
-        ScheduleError, match="broken, stages 2, microbatches 2: stage 0 waits for ever at position 1, B0"
-    ):
+    broken = PipelineSchedule("broken", generate, False, True, False, None, None, "", "")
+    with pytest.raises(ScheduleError, match="broken, stages 2, microbatches 2: deadlock of stage 0 at position 1, B0"):
         timeline(broken, 2, 2)
 
 
@@ -292,7 +294,7 @@ def test_a_clock_that_stands_still() -> None:
 
 
 def test_wrong_events() -> None:
-    with pytest.raises(ArgumentError, match="a timeline needs events, got none"):
+    with pytest.raises(ArgumentError, match="pass at least one event, got none"):
         timeline_from_events([])
     with pytest.raises(RankError, match="a stage must be at least 0, got -1 for F3"):
         timeline_from_events([(-1, Action("F", 3), 0.0, 1.0)])

@@ -13,14 +13,14 @@ import pytest
 from mpicoll.errors import AlgorithmError, ScheduleError
 from mpicoll.parallel.pipeline.schedules import (
     Action,
-    Schedule,
-    closed_form,
+    PipelineSchedule,
     dest,
+    evaluate_closed_form,
     find,
     schedule,
     source,
 )
-from mpicoll.parallel.pipeline.verify import Report, execute, verify
+from mpicoll.parallel.pipeline.verify import PipelineReport, execute, verify
 
 BUILT_IN = ("gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs", "forward_only")
 Script = list[list[Action]]
@@ -30,7 +30,7 @@ def script_of(name: str, stages: int, microbatches: int, chunks: int = 1) -> Scr
     return [list(actions) for actions in schedule(name, stages, microbatches, chunks)]
 
 
-def with_script(name: str, script: Script) -> Schedule:
+def with_script(name: str, script: Script) -> PipelineSchedule:
     """A schedule that claims what `name` does, and does `script`."""
 
     def generate(stage: int, *_: int) -> Iterator[Action]:
@@ -49,7 +49,9 @@ def at(script: Script, stage: int, text: str) -> int:
 
 def test_report() -> None:
     report = verify("1f1b", 4, 8)
-    assert report == Report(name="1f1b", stages=4, microbatches=8, chunks=1, messages=48, peak=(4, 3, 2, 1), window=1)
+    assert report == PipelineReport(
+        name="1f1b", stages=4, microbatches=8, chunks=1, messages=48, peak=(4, 3, 2, 1), window=1
+    )
     with pytest.raises(FrozenInstanceError):
         report.window = 0  # type: ignore[misc]
 
@@ -63,7 +65,7 @@ def test_built_in(name: str) -> None:
             for chunks in range(1, 5 if find(name).chunked else 2):
                 report = verify(name, stages, microbatches, chunks)
                 assert report.messages == (ways * microbatches * (stages * chunks - 1) if stages > 1 else 0)
-                assert report.peak == closed_form(name, stages, microbatches, chunks)[1]
+                assert report.peak == evaluate_closed_form(name, stages, microbatches, chunks)[1]
                 if name == "gpipe":
                     assert report.window == 0
                 elif name != "looped_bfs":
@@ -133,7 +135,7 @@ def test_a_schedule_without_claims() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(AlgorithmError, match="no pipeline schedule 'ring'"):
+    with pytest.raises(AlgorithmError, match="unknown pipeline schedule 'ring'"):
         verify("ring", 4, 8)
     with pytest.raises(AlgorithmError, match="stages must be at least 1, got 0"):
         verify("1f1b", 0, 8)
@@ -206,25 +208,25 @@ ODD = Action("X", 0)  # type: ignore[arg-type]
 
 # What is broken: the schedule with its stages, micro-batches and chunks, how, and what the verifier must say.
 BROKEN: dict[str, tuple[str, Edit, str]] = {
-    "a stage does nothing": ("1f1b 4 4", nothing(1), "stage 1, position 0, the end: F0 never comes"),
-    "no forward": ("1f1b 4 4", drop(2, "F3", "B3"), "stage 2, position 6, the end: F3 never comes"),
-    "no backward": ("1f1b 4 4", drop(2, "B3"), "stage 2, position 7, the end: B3 never comes"),
+    "a stage does nothing": ("1f1b 4 4", nothing(1), "stage 1, position 0, the end: F0 is missing"),
+    "no forward": ("1f1b 4 4", drop(2, "F3", "B3"), "stage 2, position 6, the end: F3 is missing"),
+    "no backward": ("1f1b 4 4", drop(2, "B3"), "stage 2, position 7, the end: B3 is missing"),
     "no backward of a chunk": (
         "interleaved 2 4 2",
         drop(1, "B2 of chunk 1"),
-        "stage 1, position 15, the end: B2 of chunk 1 never comes",
+        "stage 1, position 15, the end: B2 of chunk 1 is missing",
     ),
-    "backward without forward": ("1f1b 4 4", drop(2, "F3"), "stage 2, position 6, B3: comes without F3 before it"),
-    "backward too early": ("1f1b 4 4", swap(3, "F2", "B2"), "stage 3, position 4, B2: comes without F2 before it"),
+    "backward without forward": ("1f1b 4 4", drop(2, "F3"), "stage 2, position 6, B3: is not preceded by F3"),
+    "backward too early": ("1f1b 4 4", swap(3, "F2", "B2"), "stage 3, position 4, B2: is not preceded by F2"),
     "forward twice": (
         "1f1b 4 4",
         insert(1, 2, Action("F", 0)),
-        "stage 1, position 2, F0: comes twice, first at position 0",
+        "stage 1, position 2, F0: occurs twice, first at position 0",
     ),
     "backward twice": (
         "1f1b 4 4",
         insert(3, 8, Action("B", 1)),
-        "stage 3, position 8, B1: comes twice, first at position 3",
+        "stage 3, position 8, B1: occurs twice, first at position 3",
     ),
     "no such micro-batch": (
         "1f1b 4 4",
@@ -249,57 +251,57 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
     "half a backward where none is claimed": (
         "1f1b 4 4",
         put(2, "B1", Action("I", 1)),
-        "stage 2, position 4, I1: the schedule claims to have no kinds but F, B",
+        "stage 2, position 4, I1: the schedule claims only the kinds F, B",
     ),
     "a backward where none is claimed": (
         "forward_only 2 2",
         insert(0, 1, Action("B", 0)),
-        "stage 0, position 1, B0: the schedule claims to have no kinds but F",
+        "stage 0, position 1, B0: the schedule claims only the kinds F",
     ),
     "no such kind": (
         "zero_bubble 2 2",
         insert(0, 1, ODD),
-        "stage 0, position 1, X0: the schedule claims to have no kinds but F, B, I, W",
+        "stage 0, position 1, X0: the schedule claims only the kinds F, B, I, W",
     ),
-    "no half for the weights": ("zero_bubble 4 4", drop(1, "W3"), "stage 1, position 11, the end: W3 never comes"),
-    "no half for the input": ("zero_bubble 4 4", drop(1, "I2"), "stage 1, position 9, W2: comes without I2 before it"),
-    "no half at all": ("zero_bubble 4 4", drop(1, "I3", "W3"), "stage 1, position 10, the end: B3 or I3 never comes"),
-    "weights before input": ("zero_bubble 4 4", swap(0, "I2", "W2"), "stage 0, position 8, W2: comes without I2"),
-    "input before forward": ("zero_bubble 4 4", swap(3, "F1", "I1"), "stage 3, position 2, I1: comes without F1"),
+    "no half for the weights": ("zero_bubble 4 4", drop(1, "W3"), "stage 1, position 11, the end: W3 is missing"),
+    "no half for the input": ("zero_bubble 4 4", drop(1, "I2"), "stage 1, position 9, W2: is not preceded by I2"),
+    "no half at all": ("zero_bubble 4 4", drop(1, "I3", "W3"), "stage 1, position 10, the end: B3 or I3 is missing"),
+    "weights before input": ("zero_bubble 4 4", swap(0, "I2", "W2"), "stage 0, position 8, W2: is not preceded by I2"),
+    "input before forward": ("zero_bubble 4 4", swap(3, "F1", "I1"), "stage 3, position 2, I1: is not preceded by F1"),
     "whole backward after a half": (
         "zero_bubble 4 4",
         insert(0, 5, Action("B", 0)),
-        "stage 0, position 5, B0: goes back twice, for there is I0 at position 4",
+        "stage 0, position 5, B0: is a second backward: I0 is at position 4",
     ),
     "input after whole backward": (
         "zero_bubble 4 4",
         insert(0, 4, Action("B", 0)),
-        "stage 0, position 5, I0: goes back twice, for there is B0 at position 4",
+        "stage 0, position 5, I0: is a second backward: B0 is at position 4",
     ),
     "weights after whole backward": (
         "zero_bubble 4 4",
         put(0, "I1", Action("B", 1)),
-        "stage 0, position 7, W1: goes back twice, for there is B1 at position 6",
+        "stage 0, position 7, W1: is a second backward: B1 is at position 6",
     ),
     "forwards in another order": (
         "gpipe 3 4",
         swap(1, "F0", "F1"),
-        "stage 1, position 0, F1: what comes next from stage 0 is that of F0, position 0 there",
+        "stage 1, position 0, F1: the next message from stage 0 is that of F0, position 0 there",
     ),
     "backwards in another order": (
         "gpipe 3 4",
         reverse(2, "B"),
-        "stage 1, position 4, B0: what comes next from stage 2 is that of B3, position 4 there",
+        "stage 1, position 4, B0: the next message from stage 2 is that of B3, position 4 there",
     ),
     "another order from the last stage to the first": (
         "interleaved 2 4 2",
         swap(0, "F0 of chunk 1", "F1 of chunk 1"),
-        "stage 0, position 2, F1 of chunk 1: what comes next from stage 1 is that of F0, position 0 there",
+        "stage 0, position 2, F1 of chunk 1: the next message from stage 1 is that of F0, position 0 there",
     ),
     "whole and half backwards in another order": (
         "zero_bubble 2 2",
         all_of(put(1, "I1", Action("B", 0)), put(1, "I0", Action("B", 1)), drop(1, "W0", "W1"), move(1, "F1", 1)),
-        "stage 0, position 2, I0: what comes next from stage 1 is that of B1, position 2 there",
+        "stage 0, position 2, I0: the next message from stage 1 is that of B1, position 2 there",
     ),
     "two wait for each other": (
         "1f1b 2 2",
@@ -443,7 +445,7 @@ def fault(script: Script, name: str, microbatches: int, chunks: int) -> bool:
             before = node
             order.setdefault((kind, virtual), []).append(action.microbatch)
             kept.append(kept[-1] + {"F": 1, "I": 0}.get(action.kind, -1))
-        claim = closed_form(name, stages, microbatches, chunks)[1]
+        claim = evaluate_closed_form(name, stages, microbatches, chunks)[1]
         if claim is not None and find(name).backward and max(kept) != claim[stage]:
             return True
     try:

@@ -135,7 +135,7 @@ def test_axes_of_one_s_own(ranks: Ranks) -> None:
             assert members(grid.communicator("expert"), world.rank) == list(range(world.size))
             assert grid.communicator("data").size == grid.communicator("cp").size == 1
             for axes in (("experts",), ("data", "x"), ()):
-                with pytest.raises(ArgumentError, match=r"axes are those of .*expert=.*got \["):
+                with pytest.raises(ArgumentError, match=r"axes must be of .*expert=.*got \["):
                     grid.communicator(*axes)
 
     ranks(body)
@@ -171,13 +171,13 @@ def test_a_freed_grid(some: Ranks) -> None:
             whole, alone = grid.communicator("data"), grid.communicator("pipe")
             grid.free()
             grid.free()
-            assert groups.current_grid() is None
+            assert groups.get_current_grid() is None
             assert whole is world
-            assert not whole.freed
-            assert alone.freed or world.size == 1
-            with pytest.raises(CommunicatorError, match="freed> can't be used any more"):
+            assert not whole._core.freed
+            assert alone._core.freed or world.size == 1
+            with pytest.raises(CommunicatorError, match="freed> can't be used"):
                 grid.communicator("data")
-            with pytest.raises(CommunicatorError, match="freed> can't be used any more"):
+            with pytest.raises(CommunicatorError, match="freed> can't be used"):
                 grid.get_data_parallel_group()
             assert grid.get_data_parallel_rank() == world.rank
 
@@ -213,10 +213,10 @@ def test_initialize_model_parallel(ranks: Ranks) -> None:
         for pipe, data, context, model in layouts(world.size):
             with initialize_model_parallel(model, pipe, context, group=world) as grid:
                 assert grid.topology() == ProcessTopology(AXES, [pipe, data, context, model])
-                assert groups.current_grid() is grid
+                assert groups.get_current_grid() is grid
                 for axis in AXES:
                     assert groups.communicator(None, axis) is grid.communicator(axis)
-            assert groups.current_grid() is None
+            assert groups.get_current_grid() is None
 
     ranks(body)
 
@@ -225,19 +225,19 @@ def test_what_was_in_use_before_comes_back(some: Ranks) -> None:
     def body() -> None:
         with initialize_model_parallel() as outer:
             with initialize_model_parallel() as inner:
-                assert groups.current_grid() is inner
-            assert groups.current_grid() is outer
+                assert groups.get_current_grid() is inner
+            assert groups.get_current_grid() is outer
             with pytest.raises(KeyError), initialize_model_parallel() as failed:
                 raise KeyError
-            assert groups.current_grid() is outer
+            assert groups.get_current_grid() is outer
             failed.free()
             first = initialize_model_parallel()
             last = initialize_model_parallel()
             first.free()
-            assert groups.current_grid() is last
+            assert groups.get_current_grid() is last
             last.free()
-            assert groups.current_grid() is outer, "not a grid that was freed"
-        assert groups.current_grid() is None
+            assert groups.get_current_grid() is outer, "not a grid that was freed"
+        assert groups.get_current_grid() is None
 
     some(body)
 
@@ -249,7 +249,7 @@ def test_sizes_that_do_not_fit(some: Ranks, sizes: tuple[int, int, int]) -> None
         named = "tensor_model_parallel_size={} x pipeline_model_parallel_size={} x context_parallel_size={}"
         with pytest.raises(ShapeError, match=f"divide the {size} ranks, got {named.format(*sizes)}"):
             initialize_model_parallel(*sizes)
-        assert groups.current_grid() is None
+        assert groups.get_current_grid() is None
 
     some(body)
 
@@ -417,7 +417,7 @@ class TestTorch:
         with pytest.raises(ArgumentError, match=r"needs dimension names such as \('dp', 'tp'\)"):
             PipelineParallelGrid.from_device_mesh(init_device_mesh("cpu", (size,)))
         theirs = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu", mesh_dim_names=("dp",))
-        with pytest.raises(CommunicatorError, match=r"a group of DeviceMesh.* is one of gloo"):
+        with pytest.raises(CommunicatorError, match=r"a group of DeviceMesh.* has the backend gloo"):
             PipelineParallelGrid.from_device_mesh(theirs)
         first = DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
         if dist.get_rank() == 0:

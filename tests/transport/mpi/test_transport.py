@@ -74,8 +74,8 @@ def test_tags_up_to_the_largest(end: Any) -> None:
 def test_parts_have_the_same_largest_tag() -> None:
     world = mpicoll.world()
     with world.split(0) as part, world.group(range(world.size)) as group:
-        assert world.transport.max_tag == part.transport.max_tag == group.transport.max_tag
-        largest = world.transport.max_tag
+        assert world._core.transport.max_tag == part._core.transport.max_tag == group._core.transport.max_tag
+        largest = world._core.transport.max_tag
         for comm in (part, group, world):
             pending = mpicoll.irecv(np.zeros(1), world.rank, largest, comm=comm)
             mpicoll.send(np.ones(1), world.rank, largest, comm=comm)
@@ -232,7 +232,7 @@ def test_a_failed_receive_is_no_other_calls_failure() -> None:
             assert str(caught.value) == (
                 f"irecv(float64[2], peer={left}, tag=1) on {part.name}, rank {part.rank} of {part.size}: rank"
                 f" {part.rank}: a message of 24 bytes from rank {left} (tag 1) does not fit the 16 bytes that receive"
-                " it; sender and receiver must agree on the size; mpicoll.probe says how large a message is before it"
+                " it; sender and receiver must agree on the size; mpicoll.probe returns the size of a message before it"
                 " is received"
             )
 
@@ -256,7 +256,7 @@ def test_a_message_that_is_too_small() -> None:
     assert str(caught.value) == (
         f"irecv: a message of 24 bytes from rank {left} (tag 4) arrived where 32 bytes, shape (2, 2) of dtype float64,"
         f" were expected (rank {world.rank} of {world.size}); sender and receiver must agree on the size; mpicoll.probe"
-        " says how large a message is before it is received"
+        " returns the size of a message before it is received"
     )
 
 
@@ -326,11 +326,11 @@ def test_many_messages_leave_nothing_behind() -> None:
 def test_errors_are_explained(end: Any) -> None:
     from mpi4py import MPI
 
-    assert type(end.explain(MPI.Exception(MPI.ERR_TRUNCATE))) is mpicoll.TruncationError
-    assert type(end.explain(MPI.Exception(MPI.ERR_OTHER))) is mpicoll.CommunicationError
-    assert str(end.explain(MPI.Exception(MPI.ERR_OTHER))).startswith(f"rank {end.rank}: ")
+    assert type(end.translate_error(MPI.Exception(MPI.ERR_TRUNCATE))) is mpicoll.TruncationError
+    assert type(end.translate_error(MPI.Exception(MPI.ERR_OTHER))) is mpicoll.CommunicationError
+    assert str(end.translate_error(MPI.Exception(MPI.ERR_OTHER))).startswith(f"rank {end.rank}: ")
     other = ValueError("another")
-    assert end.explain(other) is other
+    assert end.translate_error(other) is other
 
 
 def test_background_needs_threads_in_mpi(end: Any) -> None:
@@ -369,7 +369,7 @@ def test_errors_are_returned_whatever_the_original_says() -> None:
 def _under_way() -> list[Any]:
     from mpicoll.transport import mpi
 
-    return mpi.active_transfers.posted_receives()
+    return mpi.active_transfers.list_posted_receives()
 
 
 def test_memory_outlives_the_communicator_that_was_dropped() -> None:
@@ -442,13 +442,13 @@ def test_blocks_of_two_ranks(end: Any) -> None:
 def test_messages_move_while_their_rank_waits_in_shared_memory(end: Any) -> None:
     """The other one comes to the collective when it has the message, whose sender waits there already."""
     world = mpicoll.world()
-    if world.size < 2 or world.unshared is not None:
+    if world.size < 2 or world._core.no_shm_reason is not None:
         pytest.skip("needs two ranks that share memory")
     large, x = np.ones(1 << 20), np.ones(4096)
     if world.rank == 0:
         mpicoll.isend(large, 1).wait()
     if world.rank == 1:
         request = mpicoll.irecv(large, 0)
-    assert mpicoll.allreduce(x, algorithm="pieces")[0] == world.size
+    assert mpicoll.allreduce(x, algorithm="shm_pipelined")[0] == world.size
     if world.rank == 1:
         assert request.wait().sum() == large.size

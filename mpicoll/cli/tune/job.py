@@ -1,0 +1,200 @@
+"""Main function of each rank of a tuning job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from math import exp, log
+from typing import Any
+
+import mpicoll
+from mpicoll.cli import formatting
+from mpicoll.cli.bench import device_arrays
+from mpicoll.cli.bench.cases import REDUCTIONS, Task
+from mpicoll.cli.bench.device_arrays import Library
+from mpicoll.cli.bench.team import Team
+from mpicoll.cli.tune.measure import measure_costs, measure_point
+from mpicoll.cli.tune.settings import TuneSettings
+from mpicoll.cli.tune.winners import TunedPoint, choose_winner, is_hopeless, list_candidates, make_rules
+from mpicoll.collectives.explain import make_call_query
+from mpicoll.engine.selection import tuned_table
+from mpicoll.engine.selection.catalogue import NCCL
+from mpicoll.engine.selection.query import TunedTable, selection_context
+from mpicoll.engine.selection.selector import choose
+from mpicoll.engine.world import resolve, world
+from mpicoll.errors import AlgorithmError, ArgumentError, SetupError
+
+_LARGE = 64 << 10
+"""Bytes of the smallest vector whose ratios predict those of larger vectors."""
+
+
+def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> int:
+    """Tune as one rank of the job. `rank` is passed by :func:`mpicoll.spawn` and not used. Collective."""
+    # Importing it initialises MPI, which the process that starts the ranks must not do.
+    from mpicoll.transport import mpi
+
+    comm = world()
+    if ranks not in ((), (comm.size,)):
+        raise ArgumentError(f"tune: -np {ranks[0]}, but the launcher has started {comm.size} ranks; leave -np out")
+    if comm.size == 1:
+        raise ArgumentError("tune: a single rank has nothing to choose; start 2 or more")
+    team = Team(comm)
+    try:
+        device_arrays.give(team, asked.array)
+    except SetupError as error:
+        team.tell(error)
+        # Ranks that exit with a nonzero status end the job, possibly before rank 0 has written the error.
+        team.barrier()
+        return 2
+    groups, library, layout = plan_points(team, asked), mpi.library(), resolve(comm).context.layout
+    entries: list[dict[str, Any]] = []
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with formatting.steps(team.rank == 0 and asked.progress, sum(map(len, groups))) as step:
+        costs = measure_costs(team)
+        for points in groups:
+            _tune_points(team, points, asked, step)
+            rules = ((points[0].task.collective, tuple(make_rules(points))),)
+            entry = tuned_table.make_entry(library, layout, {points[0].tuned_class: rules}, costs, now)
+            entries = tuned_table.merge_entry(entries, entry)
+            if team.rank == 0 and asked.output is not None:
+                tuned_table.write(asked.output, entry)  # at once, so that an interrupted run keeps its results
+    if team.rank == 0:
+        _print_results(asked, groups, [f"{kind}: {text}" for kind, text in entries[0]["rules"].items()])
+        _print_costs(asked, costs)
+        if asked.output is not None:
+            formatting.console(asked.width).print(f"written to {asked.output}")
+    if asked.check:
+        _print_check(team, groups, asked, tuned_table.make_table(entries, "what was just tuned"))
+    return 0
+
+
+def plan_points(team: Team, asked: TuneSettings) -> list[list[TunedPoint]]:
+    """Return the points to be measured, in ascending order of size, for each collective and class of dtypes."""
+    like = None if asked.array is None else _exchange_capabilities(asked.array)
+    groups: dict[tuple[str, str], dict[int, TunedPoint]] = {}
+    for collective in asked.collectives:
+        for dtype in asked.dtypes if collective in REDUCTIONS else asked.dtypes[:1]:
+            # numpy may lack bfloat16, and both half-precision dtypes belong to one class.
+            known = "float16" if dtype == "bfloat16" else dtype
+            for size in asked.sizes:
+                task = Task(collective, size, dtype, "sum", team.size)
+                problem = make_call_query(collective, task.nbytes, "sum", known, 0, None, resolve(team.comm), like)
+                points = groups.setdefault((collective, problem.kind), {})
+                points.setdefault(task.nbytes, TunedPoint(task, problem, choose(problem, None).name))
+    return [list(points.values()) for points in groups.values()]
+
+
+def _exchange_capabilities(library: Library) -> Any:
+    """Return an array on this rank's device after the ranks have exchanged the capabilities of their devices.
+
+    Collective.
+    """
+    x = device_arrays.arrays(library).zeros(1, "float32")
+    mpicoll.allreduce(x)
+    # The first use of NCCL determines on all ranks alike if it is available.
+    with suppress(AlgorithmError):
+        mpicoll.allreduce(x, algorithm=NCCL)
+    return x
+
+
+def _tune_points(
+    team: Team, points: Sequence[TunedPoint], asked: TuneSettings, step: Callable[[str, int], None]
+) -> None:
+    """Measure the points of one collective and class, and choose their winners."""
+    ratios: dict[str, list[float]] = {}
+    previous = ""
+    for point in points:
+        label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
+        step(label, 0)
+        names = [
+            name
+            for name in list_candidates(point, team.size)
+            if name == point.untuned or not is_hopeless(ratios.get(name, ()))
+        ]
+        looks, point.medians = measure_point(team, point.task, names, point.untuned, asked)
+        if point.task.nbytes >= _LARGE:
+            best = min(looks.values())
+            for name, look in looks.items():
+                ratios.setdefault(name, []).append(look / best)
+        point.winner = previous = choose_winner(point.medians, point.untuned, previous)
+        step(label, 1)
+
+
+def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: TuneSettings, table: TunedTable) -> None:
+    """Measure again, and print the efficiency of the choices by `table` and of the untuned choices."""
+    here = selection_context(resolve(team.comm).context.layout, table)
+    rows = []
+    goods: tuple[list[float], list[float]] = ([], [])
+    with formatting.steps(team.rank == 0 and asked.progress, sum(map(len, groups))) as step:
+        for point in (point for points in groups for point in points):
+            label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
+            step(f"checking {label}", 0)
+            taken = choose(replace(point.problem, context=here), None).name
+            names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
+            anew = TunedPoint(point.task, point.problem, point.untuned)
+            looks, anew.medians = measure_point(team, point.task, names, taken, asked)
+            # An untuned choice that the first look excluded from the blocks keeps the time of that look.
+            anew.medians.setdefault(point.untuned, looks[point.untuned])
+            best = min(anew.medians, key=lambda name: anew.medians[name])
+            for good, name in zip(goods, (taken, point.untuned), strict=True):
+                good.append(anew.good(name))
+            rows.append(
+                [label, best, taken, _format_percent(goods[0][-1]), point.untuned, _format_percent(goods[1][-1])]
+            )
+            step(label, 1)
+    if team.rank == 0:
+        tuned_good, untuned_good = goods
+        caption = (
+            f"geometric means: tuned {_format_mean(tuned_good)}, untuned {_format_mean(untuned_good)};"
+            f" below 95 % tuned: {sum(good < 0.95 for good in tuned_good)} of {len(rows)};"
+            f" below 85 % untuned: {sum(good < 0.85 for good in untuned_good)}"
+        )
+        columns = ("measured anew", "best", "tuned", "good", "untuned", "good")
+        formatting.console(asked.width).print(
+            formatting.table(f"check, {groups[0][0].where}", columns, rows, caption=caption)
+        )
+
+
+def _print_results(asked: TuneSettings, groups: Sequence[Sequence[TunedPoint]], rules: Sequence[str]) -> None:
+    console = formatting.console(asked.width)
+    for points in groups:
+        names = list(dict.fromkeys(name for point in points for name in point.medians))
+        rows = [
+            [
+                formatting.nbytes(point.task.nbytes),
+                *(formatting.seconds(point.medians[name]) if name in point.medians else "-" for name in names),
+                point.winner,
+                point.untuned,
+                _format_percent(point.good(point.untuned)),
+            ]
+            for point in points
+        ]
+        first = points[0]
+        what = first.task.dtype if first.problem.kind != "moved" else "any dtype"
+        caption = f"untuned, geometric mean: {_format_mean([point.good(point.untuned) for point in points])} good"
+        title = f"{first.task.collective}, {what}, {first.where}: median time per call"
+        console.print(formatting.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
+    for line in rules:
+        console.print(line)
+
+
+def _print_costs(asked: TuneSettings, costs: Mapping[str, Any]) -> None:
+    links = [
+        f"{name}: {formatting.seconds(costs[which][0])} a message,"
+        f" {formatting.rate(1 / max(costs[which][1], 1e-15))} GB/s"
+        for which, name in (("node", "in a node"), ("network", "between nodes"))
+        if costs[which] is not None
+    ]
+    line = "; ".join([*links, f"sums: {formatting.rate(1 / costs['gamma'])} GB/s"])
+    formatting.console(asked.width).print(line)
+
+
+def _format_percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def _format_mean(goods: Sequence[float]) -> str:
+    """Return the geometric mean as text."""
+    return _format_percent(exp(sum(map(log, goods)) / len(goods)))

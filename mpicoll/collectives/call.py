@@ -1,0 +1,260 @@
+"""Blocking calls, and the cache of what was bound for the first ones, for later calls on arrays of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers.buffer import Wrap
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.recognise import numpy_views
+from mpicoll.collectives.arguments import check_timeout
+from mpicoll.engine import dispatch
+from mpicoll.engine.core.arrays import CollectiveArrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.dispatch import Task
+from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
+from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
+from mpicoll.engine.selection.selector import choose, get_forced_rules
+
+BoundCall: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
+"""Function that carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is
+given."""
+
+CachedCall: TypeAlias = "tuple[BoundCall, Call, np.dtype[Any] | None, tuple[int, ...] | None]"
+"""The function that carries out a call, its description, and the dtype and the shape of its result; None if it has no
+result on this rank."""
+
+_CacheEntry: TypeAlias = "tuple[tuple[Any, ...], CachedCall | bool | None, Any, Any, Wrap]"
+"""Key of a call (empty: not cacheable), the cached value (None: none yet; True: it has been called; False: it is
+prepared at each call), numpy's views of ``x`` and ``out``, and the function that converts a numpy result to the
+caller's."""
+
+_UNKNOWN: _CacheEntry = ((), None, None, None, None)
+
+Prepare: TypeAlias = "Callable[[Any, Any], Operation]"
+"""Function that checks a call on ``x`` and ``out`` and describes it."""
+
+UNCACHED: list[Any] = []
+"""Part of the key of calls that are not cached: it can't be hashed."""
+
+_MAX_COPIED_BYTES = 16 * 1024
+"""Bytes up to which two copies cost less than preparing an operation again."""
+
+MAX_CACHED_CALLS = 1024
+"""Maximum number of cached calls per communicator."""
+
+_IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
+"""Collectives whose output may be their input."""
+
+
+def call(
+    comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, timeout: float | None, prepare: Prepare
+) -> Any:
+    """Carry out ``prepare(x, out)`` and return its result; with a `timeout`, in the background, waiting for at most as
+    many seconds.
+
+    What was bound to the algorithm is cached for later calls on arrays of the same kind. `key`, which begins with the
+    name of the call, must contain all other inputs that `prepare` depends on, or UNCACHED.
+    """
+    if timeout is not None:
+        bound = check_timeout(comm, key[0], timeout)
+        return dispatch.start(prepare(x, out)).wait(bound)
+    full_key, cached, array, into, finish = _find_entry(comm, key, x, out)
+    if type(cached) is not tuple:
+        operation = prepare(x, out)
+        cached = _cache(operation, key[0], full_key, cached, x, out, prepare)
+        if type(cached) is not tuple:
+            return dispatch.run(operation)
+    bound_call, description, _, _ = cached
+    try:
+        value = comm.queue.run(bound_call, description, array, into)
+    except BaseException:
+        # Late messages may still be written to its memory.
+        comm.call_cache.pop(full_key, None)
+        raise
+    if value is None or out is not None:
+        return out
+    return value if finish is None else finish(value)
+
+
+def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> Task:
+    """Return a task that carries out the call, for calls whose result is written to `out`, or that have none on this
+    rank. It is cached as in :func:`call`."""
+    full_key, cached, array, into, _ = _find_entry(comm, key, x, out)
+    if type(cached) is not tuple:
+        operation = prepare(x, out)
+        cached = _cache(operation, key[0], full_key, cached, x, out, prepare)
+        if type(cached) is not tuple:
+            task = dispatch.make_task(operation)
+            task.call.name = key[0]
+            return task
+    bound_call = cached[0]
+
+    def run() -> None:
+        try:
+            bound_call(array, into)
+        except BaseException:
+            comm.call_cache.pop(full_key, None)
+            raise
+
+    return Task(run, cached[1])
+
+
+def _find_entry(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any) -> _CacheEntry:
+    """Return the cache entry of a call and numpy's views of its arrays."""
+    array, into, wrap, finish = x, out, None, None
+    if type(x) is not np.ndarray or (out is not None and type(out) is not np.ndarray):
+        views = numpy_views(x, out)
+        if views is None:
+            return _UNKNOWN
+        array, into, wrap, finish = views
+    observer = comm.queue.observer
+    if observer is not None and observer.needs_every_operation:
+        return _UNKNOWN
+    key = (*key, wrap, into.dtype, into.shape, None) if array is None else (*key, wrap, array.dtype, array.shape)
+    rules = get_forced_rules()
+    if rules:
+        key = (*key, rules)
+    try:
+        cached = comm.call_cache.get(key)
+    except TypeError:
+        # Not to be cached; or an invalid argument, for which `prepare` raises the error.
+        return _UNKNOWN
+    if into is not None and type(cached) is tuple:
+        _, _, dtype, shape = cached
+        if into.dtype != dtype or into.shape != shape or (not into.flags.carray and not _is_writable(into)):
+            # Preparing the call raises the error for an invalid `out`.
+            cached = False
+    return key, cached, array, into, finish
+
+
+def _is_writable(out: Array) -> bool:
+    """Return True if the elements of `out`, which is not C-contiguous, can be written to individually."""
+    return out.flags.writeable and 0 not in out.strides
+
+
+def _cache(
+    operation: Operation, name: str, key: tuple[Any, ...], cached: Any, x: Any, out: Any, prepare: Prepare
+) -> CachedCall | bool:
+    """Bind the call that is described by `operation`, and cache it, from the second call on: calls whose sizes always
+    differ are not prepared twice. Return the cached value."""
+    if not key or cached is False:
+        return False
+    if len(operation.comm.call_cache) >= MAX_CACHED_CALLS:
+        operation.comm.call_cache.clear()
+    value = True if cached is None else _bind(operation, name, x, out, prepare)
+    operation.comm.call_cache[key] = value
+    return value
+
+
+def _bind(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -> CachedCall | bool:
+    """Return the value to cache for a call like `operation`: False if preparing it again is better, True if that is not
+    known yet."""
+    choice, native = choose(operation.query, operation.algorithm), operation.comm.transport.native
+    description = operation.describe(choice.name)
+    small = all(one is None or one.array.nbytes <= _MAX_COPIED_BYTES for one in operation.buffers)
+    views = numpy_views(operation.result(), None)
+    value = None if views is None else views[0]
+    bound_call: BoundCall | None = None
+    if isinstance(choice.algorithm, SharedMemoryAlgorithm):
+        if not operation.comm.has_arena:
+            return True  # the availability of shared memory is known after its first use
+        arrays = operation.arrays.for_shared_memory()
+        if _is_movable(arrays, x):
+            collective = SharedMemoryCollective.of(operation, choice, arrays, call=description)
+            bound_call = _bind_without_copies(arrays, x, value, collective)
+    elif choice.name == NATIVE and native is not None and not small and _is_movable(operation.arrays, x):
+        bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
+    if bound_call is None:
+        if not small:
+            return False
+        bound_call = _bind_with_copies(x, out, prepare, description)
+    description.name = name
+    return bound_call, description, None if value is None else value.dtype, None if value is None else value.shape
+
+
+def _is_movable(arrays: CollectiveArrays, x: Any) -> bool:
+    """Return True if the collective may be carried out on other arrays of the caller like `arrays`."""
+    return arrays.unconverted and (arrays.source is None or x is not None)
+
+
+def _bind_without_copies(
+    arrays: CollectiveArrays, x: Any, value: Array | None, carry_out: Callable[[Any, Any], None]
+) -> BoundCall:
+    """Return a function that calls `carry_out` on the caller's arrays, flat and of the dtype of `arrays`."""
+    read, write = _make_flattener(arrays.source, x), _make_flattener(arrays.target, value)
+    in_place = arrays.collective in _IN_PLACE
+    # Do not keep references to large arrays.
+    shape, dtype = (None, None) if value is None else (value.shape, value.dtype)
+
+    def bound_call(x: Array | None, out: Array | None) -> Array | None:
+        source = read(x)
+        if shape is None:
+            carry_out(source, None)
+            return None
+        if out is None:
+            out = np.empty(shape, dtype)
+            carry_out(source, write(out))
+            return out
+        contiguous = out.flags.carray
+        if out is x and in_place and contiguous:
+            carry_out(source, write(out) if source is None else source)
+            return out
+        if source is not None and np.may_share_memory(source, out):
+            source = source.copy()
+        if contiguous:
+            carry_out(source, write(out))
+        else:
+            contiguous_out = np.empty(shape, dtype)
+            carry_out(source, write(contiguous_out))
+            out[...] = contiguous_out
+        return out
+
+    return bound_call
+
+
+def _make_flattener(flat: Array | None, like: Any) -> Callable[[Any], Any]:
+    """Return a function that converts an array like `like` to one like `flat`, by a copy if it is not contiguous."""
+    views = None if flat is None else numpy_views(like, None)
+    if flat is None or views is None:
+        return lambda array: None
+    assert views[0] is not None
+    if flat.dtype == views[0].dtype:
+        return lambda array: array.ravel()
+    dtype = flat.dtype
+    return lambda array: array.ravel().view(dtype)
+
+
+def _bind_with_copies(x: Any, out: Any, prepare: Prepare, description: Call) -> BoundCall:
+    """Return a function that carries out the call on private arrays, and copies between them and the caller's."""
+    views = numpy_views(x, out)
+    assert views is not None
+    private, into, wrap, _ = views
+    private = None if private is None else np.empty(private.shape, private.dtype)
+    value = None if private is not None or into is None else np.empty(into.shape, into.dtype)
+    operation = prepare(*(one if one is None or wrap is None else wrap(one) for one in (private, value)))
+    if value is None:
+        result = numpy_views(operation.result(), None)
+        value = None if result is None else result[0]
+    run = dispatch.bind(operation, dispatch.select_algorithm(operation), call=description, fixed=True)
+
+    # A closure: this is the innermost function of the fast path, and attribute access is slower.
+    def bound_call(x: Array | None, out: Array | None) -> Array | None:
+        if private is not None:
+            private[...] = x
+        elif value is not None:
+            value[...] = out  # in a bcast also the root's input
+        run()
+        if value is None:
+            return None
+        if out is None:
+            return value.copy()
+        out[...] = value
+        return out
+
+    return bound_call

@@ -1,0 +1,323 @@
+"""Arrays of one collective on this rank, in the form that every executor takes.
+
+A collective is described by flat arrays, the sizes of the ranks' blocks in them, and the root. What the MPI library is
+called with, and where the chunks of a schedule lie, follow from that, for all collectives here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpicoll.buffers.device import empty_beside
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.ops import Fold, Reduction
+from mpicoll.schedules import Schedule
+from mpicoll.transport.base import Native
+
+NativeCall: TypeAlias = Callable[[Any, Any], None]
+"""Function of `source` and `target` that calls one of the MPI library's collectives."""
+
+
+@dataclass(slots=True)
+class Region:
+    """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``."""
+
+    array: Array
+    offsets: Sequence[int]
+
+
+def cut(count: int, pieces: int) -> list[int]:
+    """Return the offsets of `pieces` consecutive parts of `count` elements; the first parts are larger by one element
+    if `pieces` does not divide `count`."""
+    size, extra = divmod(count, pieces)
+    return [i * size + min(i, extra) for i in range(pieces + 1)]
+
+
+def extents(counts: Iterable[int]) -> list[int]:
+    """Return the offsets of consecutive blocks of `counts` elements."""
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + count)
+    return offsets
+
+
+def do_nothing() -> None:
+    """Default of :attr:`CollectiveArrays.load` and :attr:`CollectiveArrays.store`."""
+
+
+@dataclass(slots=True)
+class CollectiveArrays:
+    """Flat contiguous arrays of a collective on this rank, of one dtype, which are identical or do not overlap.
+
+    `source` is this rank's input and `target` its output; each is None where the collective has none on this rank.
+    `counts` are the elements of all ranks' blocks, or of the vector alone; for alltoall these are the blocks that this
+    rank sends, and `arrivals` those that it receives. `spare` is memory of the size of `source`, in which schedules
+    reduce; without it they write to `source`, or to `target` if that has the same size.
+
+    `load` copies the caller's data to `source` before the collective, `store` copies `target` to the caller's array
+    after it. `persistent` states that both do nothing, and that the arrays are the same in each run. `unconverted`
+    states that the arrays hold the elements, or the bytes, of the caller's arrays as they are, so that the collective
+    may as well be carried out on the caller's arrays.
+
+    `reduction` combines elements of `source`. Through shared memory, `fold` combines the operands of all ranks at once,
+    perhaps in another dtype: `in_callers_dtype` returns the arrays for that (None: these arrays). `identity` is the
+    result of exscan on rank 0, if the reduction has one.
+    """
+
+    collective: str
+    rank: int
+    source: Array | None = None
+    target: Array | None = None
+    counts: tuple[int, ...] = ()
+    root: int = 0
+    reduction: Reduction | None = None
+    spare: Array | None = None
+    arrivals: tuple[int, ...] = ()
+    identity: Any = None
+    load: Callable[[], None] = do_nothing
+    store: Callable[[], None] = do_nothing
+    persistent: bool = False
+    unconverted: bool = True
+    fold: Fold | None = None
+    in_callers_dtype: Callable[[CollectiveArrays], CollectiveArrays] | None = None
+    # Where the input is placed in the memory of a schedule and the output is taken from; None: it lies there already.
+    _place: Array | None = field(default=None, init=False)
+    _result: Array | None = field(default=None, init=False)
+
+    def for_shared_memory(self) -> CollectiveArrays:
+        """Return the arrays for the collective through shared memory."""
+        if self.in_callers_dtype is not None:
+            return self.in_callers_dtype(self)
+        return self if self.reduction is None else replace(self, fold=Fold(self.reduction))
+
+    def native_call(self, mpi: Native) -> NativeCall:
+        """Return the MPI library's own collective for arrays like these."""
+        return _NATIVE_CALLS[self.collective](self, mpi)
+
+    def run_native(self, mpi: Native) -> None:
+        """Carry out the MPI library's own collective, between `load` and `store`."""
+        self.load()
+        source, target = self.source, self.target
+        if self.collective in _DISJOINT and source is not None and target is not None:
+            source = _apart(source, target)
+        self.native_call(mpi)(source, target)
+        self.store()
+
+    def regions(self, schedule: Schedule) -> list[Region]:
+        """Return the memory of the chunks of `schedule` on this rank."""
+        return _REGIONS.get(self.collective, _vector_regions)(self, schedule)
+
+    def place(self) -> None:
+        """Copy the input to the memory of the schedule, before a run."""
+        if self._place is not None:
+            self._place[...] = self.source
+
+    def take(self) -> None:
+        """Copy the output from the memory of the schedule, after a run."""
+        if self._result is not None:
+            assert self.target is not None
+            self.target[...] = self._result
+        elif self.identity is not None and self.rank == 0:
+            assert self.target is not None
+            self.target[...] = self.identity
+
+    def bind_blocks(self, placed: Array | None, result: Array | None) -> None:
+        """Set the memory of a schedule in which the input is placed and from which the output is taken."""
+        self._place = None if placed is None or _same(placed, self.source) else placed
+        self._result = None if result is None or _same(result, self.target) else result
+
+
+def _same(block: Array, array: Array | None) -> bool:
+    return array is None or not block.size or np.may_share_memory(block, array)
+
+
+def _apart(source: Array, target: Array) -> Array:
+    """Return `source`, copied if it shares memory with `target`."""
+    if not np.may_share_memory(source, target):
+        return source
+    copy = empty_beside(source, source.size)
+    np.copyto(copy, source)
+    return copy
+
+
+_DISJOINT = ("reduce_scatter", "allgather", "gather", "scatter")
+"""Collectives of MPI whose input and output must not overlap, without its in-place form."""
+
+
+def _vector_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    vector = next(one for one in (arrays.spare, arrays.target, arrays.source) if one is not None)
+    arrays.bind_blocks(vector, None)
+    return vector_regions(schedule, vector)
+
+
+def _exscan_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    assert arrays.spare is not None
+    assert arrays.target is not None
+    arrays.bind_blocks(arrays.spare, None)
+    return vector_regions(schedule, arrays.spare, arrays.target)
+
+
+def vector_regions(schedule: Schedule, array: Array, *scratch: Array) -> list[Region]:
+    """Return the regions of a vector collective: the chunks of `array`, then scratch chunks of the same sizes.
+
+    The first scratch chunks are in the arrays `scratch`, each as large as `array`; the others are in new memory.
+    """
+    offsets = cut(array.size, schedule.chunks)
+    regions = [Region(part, offsets) for part in (array, *scratch)]
+    left = schedule.scratch - len(scratch) * schedule.chunks
+    if left > 0:
+        sizes = [offsets[i % schedule.chunks + 1] - offsets[i % schedule.chunks] for i in range(left)]
+        ends = extents(sizes)
+        regions.append(Region(empty_beside(array, ends[-1]), ends))
+    return regions
+
+
+def _allgather_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    offsets, rank, whole = extents(arrays.counts), arrays.rank, arrays.target
+    assert whole is not None
+    arrays.bind_blocks(whole[offsets[rank] : offsets[rank + 1]], None)
+    return [Region(whole, offsets)]
+
+
+def _reduce_scatter_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    offsets, rank = extents(arrays.counts), arrays.rank
+    whole = arrays.source if arrays.spare is None else arrays.spare
+    assert whole is not None
+    arrays.bind_blocks(whole, whole[offsets[rank] : offsets[rank + 1]])
+    return [Region(whole, offsets)]
+
+
+def _rooted_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    """Return the region of the blocks of a gather or a scatter.
+
+    On the root all blocks are in its array. On any other rank they are scratch memory for its own block and for those
+    that it forwards; if it forwards none, its array itself.
+    """
+    gather, rank = arrays.collective == "gather", arrays.rank
+    own, whole = (arrays.source, arrays.target) if gather else (arrays.target, arrays.source)
+    if whole is not None:
+        offsets = extents(arrays.counts)
+    else:
+        assert own is not None
+        used = {rank}
+        for one in schedule.rounds:
+            used.update(*(send.chunks for send in one.sends), *(recv.chunks for recv in one.recvs))
+        offsets = extents(count if chunk in used else 0 for chunk, count in enumerate(arrays.counts))
+        whole = own if len(used) == 1 else empty_beside(own, offsets[-1])
+    block = whole[offsets[rank] : offsets[rank + 1]]
+    arrays.bind_blocks(block if gather else None, None if gather else block)
+    return [Region(whole, offsets)]
+
+
+def _alltoall_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
+    assert arrays.source is not None
+    assert arrays.target is not None
+    leave = extents(arrays.counts)
+    regions = [Region(arrays.source, leave), Region(arrays.target, extents(arrays.arrivals))]
+    if schedule.scratch:
+        # Only algorithms for equal blocks use scratch memory.
+        ends = extents([leave[1]] * schedule.scratch)
+        regions.append(Region(empty_beside(arrays.source, ends[-1]), ends))
+    return regions
+
+
+_REGIONS: dict[str, Callable[[CollectiveArrays, Schedule], list[Region]]] = {
+    "exscan": _exscan_regions,
+    "allgather": _allgather_regions,
+    "reduce_scatter": _reduce_scatter_regions,
+    "gather": _rooted_regions,
+    "scatter": _rooted_regions,
+    "alltoall": _alltoall_regions,
+    "barrier": lambda arrays, schedule: [],
+}
+
+
+def _op(arrays: CollectiveArrays) -> str:
+    return "" if arrays.reduction is None else arrays.reduction.native or ""
+
+
+def _sizes(arrays: CollectiveArrays) -> tuple[int, ...] | None:
+    """Return the elements of the ranks' blocks; None if they are equal."""
+    return arrays.counts if len(set(arrays.counts)) > 1 else None
+
+
+def _native_allreduce(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    op = _op(arrays)
+    return lambda source, target: mpi.allreduce(source, target, op)
+
+
+def _native_reduce(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    op, root = _op(arrays), arrays.root
+    return lambda source, target: mpi.reduce(source, target, op, root)
+
+
+def _native_scan(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    op = _op(arrays)
+    return lambda source, target: mpi.scan(source, target, op)
+
+
+def _native_exscan(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    op, identity = _op(arrays), arrays.identity
+    if arrays.rank > 0 or identity is None:
+        return lambda source, target: mpi.exscan(source, target, op)
+
+    def call(source: Array, target: Array) -> None:
+        mpi.exscan(source, target, op)
+        target[...] = identity
+
+    return call
+
+
+def _native_reduce_scatter(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    op, sizes = _op(arrays), _sizes(arrays)
+    return lambda source, target: mpi.reduce_scatter(source, target, sizes, op)
+
+
+def _native_bcast(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    root = arrays.root
+    if arrays.rank != root:
+        return lambda source, target: mpi.bcast(target, root)
+
+    def call(source: Array | None, target: Array) -> None:
+        if source is None or source is target:
+            mpi.bcast(target, root)
+            return
+        # In this order: the caches of the other ranks do not hold the memory that is written then.
+        mpi.bcast(source, root)
+        target[...] = source
+
+    return call
+
+
+def _native_allgather(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    sizes = _sizes(arrays)
+    return lambda source, target: mpi.allgather(source, target, sizes)
+
+
+def _native_gather(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    sizes, root = _sizes(arrays), arrays.root
+    return lambda source, target: mpi.gather(source, target, sizes, root)
+
+
+def _native_scatter(arrays: CollectiveArrays, mpi: Native) -> NativeCall:
+    sizes, root = _sizes(arrays), arrays.root
+    return lambda source, target: mpi.scatter(source, target, sizes, root)
+
+
+_NATIVE_CALLS: dict[str, Callable[[CollectiveArrays, Native], NativeCall]] = {
+    "allreduce": _native_allreduce,
+    "reduce": _native_reduce,
+    "scan": _native_scan,
+    "exscan": _native_exscan,
+    "reduce_scatter": _native_reduce_scatter,
+    "bcast": _native_bcast,
+    "allgather": _native_allgather,
+    "gather": _native_gather,
+    "scatter": _native_scatter,
+    "alltoall": lambda arrays, mpi: mpi.alltoall,
+    "barrier": lambda arrays, mpi: lambda source, target: mpi.barrier(),
+}

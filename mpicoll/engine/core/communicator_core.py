@@ -1,0 +1,345 @@
+"""The resources of a communicator, and their lifetime."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+from weakref import finalize
+
+import numpy as np
+
+from mpicoll.engine.core.arena import Arena
+from mpicoll.engine.core.call_comparison import BatchedComparison, row_mismatch_error
+from mpicoll.engine.core.call_mismatch import decode_mismatch_error, encode_call
+from mpicoll.engine.core.message_check import warn_of_unmatched_messages
+from mpicoll.engine.core.queue import OperationQueue, accept_any_call
+from mpicoll.engine.core.registry import Options, Registry
+from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call, Group
+from mpicoll.engine.diagnostics.position import Position
+from mpicoll.engine.diagnostics.watchdog import Watchdog
+from mpicoll.engine.selection.layout import make_layout
+from mpicoll.engine.selection.query import UNTUNED, TunedTable, selection_context
+from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankFailed, Timeout
+from mpicoll.transport.base import Memory, Transport
+
+T = TypeVar("T")
+
+_TAGS = 1 << 15
+"""Number of tags of collectives, which wrap at the smallest range that MPI guarantees."""
+
+
+_SHARING = Position("the making of shared memory")
+_SPLITTING = Position("the making of communicators for the nodes")
+
+
+class DeviceResources(Protocol):
+    """State of a communicator on device memory, which belongs to its executors."""
+
+    def free(self) -> None:
+        """Release the resources. Not collective."""
+
+
+class CommunicatorCore:
+    """The resources of a communicator: transport, queue of operations, shared memory, state on devices; and the data by
+    which operations are chosen and checked.
+
+    The package's code works with this class; users have a :class:`~mpicoll.Communicator`, which holds one.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watchdog | None,
+        *,
+        name: str,
+        world: bool = True,
+        table: TunedTable = UNTUNED,
+        checks: Options,
+        registry: Registry,
+    ) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.nodes = transport.nodes
+        self.context = selection_context(make_layout(transport.nodes), table)
+        group = Group(transport.key, name, transport.members, transport.rank, transport.timeout, transport.traffic)
+        self.queue = OperationQueue(group, watch, background=transport.background, explain=transport.translate_error)
+        # Prepared operations by their keys, including those of torch.
+        self.call_cache: dict[tuple[Any, ...], Any] = {}
+        # True if the ranks have allocated or adopted shared memory.
+        self.has_user_segments = False
+        self.watch = watch
+        # Reasons why memory can't be shared, or read directly, among all ranks; the same on all ranks.
+        self.no_shm_reason, self.no_cma_reason = _apart(transport)
+        # Reason why the first use of shared memory failed.
+        self.shm_failed_reason: str | None = None
+        self._arena: Arena | None = None
+        # Set by the first operation on device memory.
+        self.devices: DeviceResources | None = None
+        self._levels: tuple[CommunicatorCore, CommunicatorCore] | None = None
+        self._tags = itertools.count()
+        self.freed = False
+        self.is_world = world
+        # The communicator on behalf of which this one runs operations, if it is one of its levels.
+        self.on_behalf_of: CommunicatorCore | None = None
+        # The checks that the environment requests, and the checks in effect.
+        self.requested = checks
+        self.checks = checks
+        if self.no_shm_reason is None:
+            self.queue.match = self._match_first
+        elif self.size > 1:
+            self.queue.match = self._message_matcher()
+        self.registry = registry
+        registry.add(self)
+        # A communicator that is dropped without being freed must not leave its worker behind.
+        finalize(self, self.queue.on_dropped).atexit = False
+
+    def __repr__(self) -> str:
+        return f"<mpicoll.Communicator {self.name}: rank {self.rank} of {self.size}{', freed' if self.freed else ''}>"
+
+    @property
+    def name(self) -> str:
+        """Name of the communicator in messages."""
+        return self.queue.group.name
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this communicator, as ranks of the MPI job."""
+        return self.queue.group.members
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that an operation may take, past which the job is ended with a report of each rank's position.
+        Defaults to ``MPICOLL_TIMEOUT``; communicators derived from this one inherit the value."""
+        return self.queue.group.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        if not 0 < seconds < float("inf"):
+            raise ArgumentError(f"timeout of {self!r} must be a positive number of seconds, got {seconds!r}")
+        self.queue.group.timeout = self.transport.timeout = float(seconds)
+        for level in self._levels or ():
+            level.timeout = seconds
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node."""
+        return self.nodes[self.rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the ranks."""
+        return len(set(self.nodes))
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its node."""
+        return self.nodes[: self.rank].count(self.node)
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return self.nodes.count(self.node)
+
+    def check(self) -> None:
+        """Raise CommunicatorError if the communicator was freed."""
+        if self.freed:
+            raise CommunicatorError(f"{self!r} can't be used any more: it was freed")
+
+    def next_tag(self) -> int:
+        """Return the tag of the next collective. It is the same on all ranks, because all ranks call the same
+        collectives in the same order."""
+        return next(self._tags) % _TAGS
+
+    @property
+    def has_arena(self) -> bool:
+        """True if :meth:`arena` has created the shared memory."""
+        return self._arena is not None and self._arena.has_slots
+
+    def arena(self) -> Arena | None:
+        """Return the shared memory of the ranks, or None if it is not available.
+
+        Then ``no_shm_reason`` or, from this call on, ``shm_failed_reason`` holds the reason. Collective at first use;
+        called by operations.
+        """
+        arena = self._flags()
+        if arena is None or self.shm_failed_reason is not None:
+            return None
+        if not arena.has_slots:
+            self._match_now()
+            return self._try_sharing(arena.allocate_slots)
+        return arena
+
+    def _flags(self) -> Arena | None:
+        """Return the arena, which may have only its flags, or None if shared memory is not available. Collective at
+        first use."""
+        if self._arena is None and self.no_shm_reason is None and self.shm_failed_reason is None:
+            self._arena = self._try_sharing(
+                lambda: Arena(
+                    self.transport,
+                    self._describe_call,
+                    self._mismatch_error,
+                    self._check_wait,
+                    self.queue.executing,
+                    self._row_mismatch_error,
+                )
+            )
+        return self._arena
+
+    def _try_sharing(self, make: Callable[[], T]) -> T | None:
+        """Return the result of `make`, or None if there is no shared memory. Collective.
+
+        ``shm_failed_reason`` holds the reason.
+        """
+        executing = self.queue.executing
+        outer, executing.executor = executing.executor, _SHARING
+        try:
+            return make()
+        except (RankFailed, Timeout):
+            raise  # not all ranks have taken part
+        except CommunicationError as error:
+            self.shm_failed_reason = str(error)
+            return None
+        finally:
+            executing.executor = outer
+
+    def _match_first(self, call: Call) -> None:
+        """Begin the first collective, which all ranks have to enter, regardless of the operation that they call."""
+        flags = self._flags()
+        self.queue.match = self._message_matcher() if flags is None else flags.matcher()
+        self.queue.match(call)
+
+    def _message_matcher(self) -> Callable[[Call], None]:
+        """Return the function that begins a collective where there is no shared memory."""
+        return BatchedComparison(self.transport, self.queue).match if self.requested.batched else accept_any_call
+
+    def _match_now(self) -> None:
+        """Compare the running collective now, if it would be compared in shared memory that is not allocated yet."""
+        call = None if self.queue.current is None else self.queue.current[2]
+        if call is not None and call.signature == COMPARED_BY_EXECUTOR:
+            call.signature = call.sign()
+            try:
+                self.queue.match(call)
+            finally:
+                call.signature = COMPARED_BY_EXECUTOR
+
+    def _describe_call(self) -> str:
+        """Return a description of the running collective, for ranks that have called a different one."""
+        return encode_call((self.on_behalf_of or self).queue.current)
+
+    def _check_wait(self) -> None:
+        """Raise CommunicationError if the running collective can never complete."""
+        if self.watch is not None:
+            self.watch.check((self.on_behalf_of or self).queue.current)
+
+    def _row_mismatch_error(self) -> Exception:
+        """Return the error for blocks that differ from what their receivers expect. Collective."""
+        return row_mismatch_error(self.transport, self.queue, (self.on_behalf_of or self).queue.current)
+
+    def _mismatch_error(self, texts: list[str]) -> Exception | None:
+        return decode_mismatch_error(self.queue.group, texts)
+
+    def levels(self) -> tuple[CommunicatorCore, CommunicatorCore]:
+        """Return private communicators of the ranks of this node, and of the ranks of equal local rank on all nodes, in
+        the order of nodes. Collective at first use; called by operations."""
+        if self._levels is None:
+            executing = self.queue.executing
+            outer, executing.executor = executing.executor, _SPLITTING
+            try:
+                node = self.transport.split(self.node, self.rank)
+                lane = self.transport.split(self.local_rank, self.node)
+            finally:
+                executing.executor = outer
+            assert node is not None
+            assert lane is not None
+            self._levels = self.derive(node, "node"), self.derive(lane, "lane")
+            for level in self._levels:
+                level.on_behalf_of = self
+        return self._levels
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Return memory of `nbytes` that all ranks can access, if shared memory is available, otherwise private memory.
+        Collective; called by operations. Shared memory lasts as long as an array that views it. The first allocation
+        discards the choices of algorithms that were cached for earlier calls."""
+        arena = self.arena()
+        if arena is None:
+            return np.empty(nbytes, np.uint8)
+        memory = arena.allocate(nbytes)[:nbytes]
+        self._discard_cached_choices()
+        return memory
+
+    def adopt(self, memory: Memory, fd: int) -> int:
+        """Give all ranks access to `memory`; see :meth:`Arena.adopt`. Collective; called by operations where there is
+        an arena."""
+        assert self._arena is not None
+        number = self._arena.adopt(memory, fd)
+        self._discard_cached_choices()
+        return number
+
+    def unregister(self, number: int) -> None:
+        """Unregister adopted memory before it is released."""
+        if self._arena is not None:
+            self._arena.unregister(number)
+
+    def _discard_cached_choices(self) -> None:
+        if not self.has_user_segments:
+            self.has_user_segments = True
+            self.call_cache.clear()
+
+    def derive(self, transport: Transport, name: str, *, world: bool = False) -> CommunicatorCore:
+        """Return the communicator on a transport that was derived from this communicator's transport."""
+        transport.timeout = self.timeout
+        return CommunicatorCore(
+            transport,
+            self.watch,
+            name=f"{self.name}/{name}",
+            world=world,
+            table=self.context.table,
+            checks=self.requested,
+            registry=self.registry,
+        )
+
+    def free_locally(self) -> None:
+        """Free a revoked communicator, without a message."""
+        self.queue.close()
+        self.queue.retire()
+        self.freed = True
+        self._release_resources()
+        for level in self._levels or ():
+            level.free_locally()
+        self._levels = None
+
+    def _release_resources(self) -> None:
+        """Release the resources other than those of MPI."""
+        self.call_cache.clear()
+        self._arena = None
+        if self.devices is not None:
+            self.devices.free()
+            self.devices = None
+
+    def free(self) -> None:
+        """Free the communicator after its pending operations have completed. Collective. Freeing it twice has no
+        effect."""
+        if not self.freed:
+            self.queue.close()
+            self.freed = True
+            # A communicator that was abandoned, or whose ranks have died, can be freed as well.
+            self.queue.match = accept_any_call
+            self._release_resources()
+            for level in self._levels or ():
+                level.free()
+            self._levels = None
+            warn_of_unmatched_messages([(self.transport, self.name)])
+            self.queue.run(self.transport.free, Call("free"))
+            self.queue.retire()
+
+
+def _apart(transport: Transport) -> tuple[str | None, str | None]:
+    """Return the reasons why the ranks of `transport` can't share memory, and can't read each other's memory; None
+    where they can."""
+    if transport.size == 1:
+        return ("there is a single rank",) * 2
+    if len(set(transport.nodes)) > 1:
+        return ("the ranks are on several nodes",) * 2
+    return transport.no_shm_reason, transport.no_cma_reason

@@ -1,0 +1,70 @@
+"""One collective call, validated and described by data. :mod:`mpicoll.engine.dispatch` carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.device import Device, StreamEvent, device_of
+from mpicoll.buffers.pair import parts_of
+from mpicoll.buffers.streams import record_events
+from mpicoll.engine.core.arrays import CollectiveArrays
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.selection.query import SelectionQuery
+from mpicoll.schedules.model import ROOTED
+
+
+@dataclass(slots=True)
+class Operation:
+    """Description of a collective call on this rank, which can be carried out any number of times.
+
+    `query` states what its algorithm must support; `algorithm` is the one that the caller demands, if any. `arrays` are
+    the memory that the algorithm works on. `block` is this rank's array that is alike on all ranks, except for its rows
+    where the caller passed counts: `counts` are then the rows of all ranks' blocks. For alltoall these are the rows
+    that are sent, and `arrivals` the rows that are received. `buffers` are all arrays of the caller that are accessed,
+    `output` the one that is returned, None if the call has no result on this rank. `on` is the device on which the
+    buffers lie, if any; `after` holds the events that must complete before they may be accessed.
+    """
+
+    comm: CommunicatorCore
+    query: SelectionQuery
+    algorithm: str | None
+    arrays: CollectiveArrays
+    block: Buffer | None = None
+    counts: tuple[int, ...] = ()
+    arrivals: tuple[int, ...] = ()
+    buffers: tuple[Buffer | None, ...] = ()
+    output: Buffer | None = None
+    on: Device | None = None
+    after: tuple[StreamEvent, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.on is None:
+            self.on = device_of(*(part.array for one in self.buffers if one is not None for part in parts_of(one)))
+
+    def record_events(self) -> None:
+        """Record the events of the buffers' streams. The caller's thread must call it before each run."""
+        if self.on is not None:
+            self.after = record_events(*self.buffers)
+
+    def result(self) -> Any:
+        """Return the result of the call on this rank, after a run."""
+        return None if self.output is None else self.output.result()
+
+    def describe(self, algorithm: str) -> Call:
+        """Return the description of a run by `algorithm` for the flight recorder and for the other ranks."""
+        query, block, reduction = self.query, self.block, self.arrays.reduction
+        return Call(
+            query.collective,
+            query.nbytes,
+            "" if block is None else block.dtype.name,
+            None if block is None else block.array.shape,
+            op="" if reduction is None else reduction.name,
+            root=query.root if query.collective in ROOTED else None,
+            counts=self.counts,
+            arrivals=self.arrivals,
+            algorithm=algorithm,
+            memory="" if self.on is None else self.on.kind,
+        )

@@ -1,0 +1,126 @@
+"""The communicators of one rank, and the checks of calls that are enabled on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+from weakref import ref
+
+from mpicoll.config import UNCHECKED
+from mpicoll.engine.core.queue import Observer, OperationQueue
+from mpicoll.transport.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Enabled checks: `calls` before each collective (and messages), `numerics`: NaN and infinity in inputs and
+    outputs, `checksum`: equality of the results that must be equal on all ranks. Without `calls`, `batched` still
+    compares the first collectives, and later ones in batches, of ranks that share no memory."""
+
+    calls: bool = False
+    numerics: bool = False
+    checksum: bool = False
+    batched: bool = True
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Options:
+        """Return the options that `words` name."""
+        named = set(words) - {UNCHECKED}
+        return cls(bool(named), "numerics" in named, "checksum" in named, UNCHECKED not in words)
+
+    def apply(self, change: Change) -> Options:
+        """Return the options with `change` applied."""
+        check, numerics, checksum = change
+        if check is False:
+            return Options(batched=self.batched)
+        numerics = self.numerics if numerics is None else numerics
+        checksum = self.checksum if checksum is None else checksum
+        return Options(check or self.calls or numerics or checksum, numerics, checksum, self.batched)
+
+
+Change: TypeAlias = "tuple[bool | None, bool | None, bool | None]"
+"""New values of `calls`, `numerics` and `checksum`; None leaves a value unchanged."""
+
+
+def agree_on_options(transport: Transport, words: Sequence[str]) -> Options:
+    """Return the union of the checks that the ranks request with their `words`; no default checks if one rank disables
+    them. Collective."""
+    if transport.size == 1:
+        return Options.parse(words)
+    requested = transport.allgather_text(",".join(words))
+    return Options.parse([word for text in requested for word in text.split(",") if word])
+
+
+class Member(Protocol):
+    """A communicator, as the registry needs it: `requested` are the checks that the environment requests, `checks` are
+    the checks in effect."""
+
+    transport: Transport
+    queue: OperationQueue
+    requested: Options
+    checks: Options
+    freed: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the communicator in messages."""
+
+
+class Registry:
+    """Communicators of one rank, and the changes that :func:`mpicoll.debug` has made to their checks.
+
+    `make_observer` returns the observer that performs the checks of a communicator.
+    """
+
+    def __init__(self, make_observer: Callable[[Transport, OperationQueue, Options], Observer]) -> None:
+        self._make_observer = make_observer
+        self._lock = threading.Lock()
+        self._members: list[ref[Member]] = []
+        self._changes: list[Change] = []
+
+    def add(self, comm: Member) -> None:
+        """Register a new communicator."""
+        with self._lock:
+            self._members.append(ref(comm, self._members.remove))
+        self._update(comm)
+
+    def members(self) -> list[Member]:
+        """Return the communicators that are alive and not freed, in the order of creation."""
+        with self._lock:
+            known = [one() for one in self._members.copy()]
+        return [comm for comm in known if comm is not None and not comm.freed]
+
+    def change(self, check: bool | None, numerics: bool | None, checksum: bool | None) -> Change:
+        """Change the checks from now on."""
+        change = (check, numerics, checksum)
+        self._changes.append(change)
+        self._update_all(wait=True)
+        return change
+
+    def undo(self, change: Change, *, wait: bool) -> None:
+        """Undo the `change` that :meth:`change` has returned."""
+        for index in reversed(range(len(self._changes))):
+            if self._changes[index] is change:
+                del self._changes[index]
+                break
+        self._update_all(wait=wait)
+
+    def _update_all(self, *, wait: bool) -> None:
+        # In the same order on all ranks, since earlier operations are completed first, and may need the other ranks.
+        for comm in self.members():
+            if wait:
+                with comm.queue.lock:
+                    while comm.queue.pending:
+                        comm.queue.pending.popleft().run()
+                    self._update(comm)
+            else:
+                self._update(comm)
+
+    def _update(self, comm: Member) -> None:
+        options = comm.requested
+        for change in self._changes:
+            options = options.apply(change)
+        comm.checks = options
+        comm.queue.observer = self._make_observer(comm.transport, comm.queue, options) if options.calls else None

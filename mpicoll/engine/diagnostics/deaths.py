@@ -1,0 +1,96 @@
+"""Deaths of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from mpicoll.engine.diagnostics.abort import JobAbort
+from mpicoll.engine.diagnostics.peers import Peers
+from mpicoll.engine.diagnostics.process_exit import log_to_stderr
+from mpicoll.engine.diagnostics.reporter import BRIEF_QUERY_TIMEOUT, Reporter
+from mpicoll.transport.control.events import PeerExit
+from mpicoll.transport.control.process_status import Process, signal_name
+from mpicoll.wording import rank_list
+
+GRACE = 1.0
+"""Seconds that a rank has to raise Timeout after it has the report, and the coordinator to abort after a death."""
+
+
+class DeathHandler:
+    """Handler of ranks that end unannounced: they end the job, unless ranks may die (ULFM).
+
+    ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason; ``mark_dead`` with
+    a rank that has died in a job in which ranks may die. ``suspicion`` is the reason why the launcher may be about to
+    end the job.
+    """
+
+    def __init__(self, peers: Peers, reporter: Reporter, abort: JobAbort) -> None:
+        self.report: Callable[[int, str], None] = lambda rank, why: None
+        self.mark_dead: Callable[[int], None] = lambda rank: None
+        self.suspicion = ""
+        self._peers = peers
+        self._reporter = reporter
+        self._abort = abort
+        self._processes: dict[int, Process] = {}
+
+    def observe_processes(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Observe the processes of the ranks on this host. `addresses` are the addresses of all ranks."""
+        for rank, one in enumerate(addresses):
+            if rank != self._peers.rank and one["place"] == addresses[self._peers.rank]["place"]:
+                with suppress(OSError):  # of another namespace of processes, or just gone
+                    self._processes[rank] = Process(one["pid"])
+
+    def handle(self, gone: PeerExit) -> None:
+        """Handle the exit of a rank."""
+        peers = self._peers
+        if gone.why == "left":
+            return
+        if peers.fault_tolerant:
+            self.mark_dead(gone.rank)
+            return
+        if gone.rank in peers.announced or gone.rank in peers.left:
+            return
+        process = self._processes.pop(gone.rank, None)
+        status = None if process is None else process.status()
+        if process is not None:
+            process.close()
+        where = f" (process {gone.pid} on {gone.host})" if gone.pid else ""
+        why = f"rank {gone.rank} of {peers.size}{where} {describe_exit(gone, status)}"
+        if peers.coordinator() == peers.rank:
+            self.report(gone.rank, why)
+        if status == 0:
+            # If its farewell was lost, this is a normal exit; if it did not finalize MPI, the launcher ends the job.
+            self.suspicion = self.suspicion or f"{why}; the job is ended"
+            return
+        lost = [gone.rank]
+        if gone.why == "unreachable":  # and so are all ranks on its host
+            self._abort.host_lost = True
+            places = self._abort.places
+            lost = [rank for rank, place in enumerate(places) if place == places[gone.rank]]
+            why = f"{rank_list(lost)} of {peers.size} can no longer be reached: {gone.host} does not respond"
+        peers.announced.update(dict.fromkeys(lost, why))
+        if peers.coordinator() != peers.rank:
+            self._abort.expect(why, GRACE)
+            return
+        log_to_stderr(
+            f"{why}; the job is ended" + (f". Its stacks:\n{gone.crash_output}" if gone.crash_output else ""),
+            separate=True,
+        )
+        self._reporter.examine(why, BRIEF_QUERY_TIMEOUT)[1]()
+        self._abort.notify("ends the job")
+        self._abort.abort_all(1 if status is None else status if status > 0 else 128 - status)
+
+
+def describe_exit(gone: PeerExit, status: int | None) -> str:
+    """Return a description of how a rank ended. `status` is its exit status, negative for a signal, None if unknown."""
+    if status is None and gone.crash_output:
+        return f"has crashed ({gone.crash_output.splitlines()[0]})"
+    if status is None:
+        return "ended without notice: killed, or ended by os._exit"
+    if status >= 0:
+        return f"ended with exit status {status} without notice (os._exit?)"
+    name = signal_name(-status)
+    hint = " (kill -9, or the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}" if not gone.crash_output else f"died of {name}"

@@ -1,0 +1,92 @@
+"""Reports on the states of all ranks, which the watchdog makes at the end of a job or at another thread's request."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from mpicoll.engine.diagnostics import report_file
+from mpicoll.engine.diagnostics.analysis import analyse
+from mpicoll.engine.diagnostics.deadlock import open_questions
+from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
+
+BRIEF_QUERY_TIMEOUT = 0.15
+"""Seconds in which the other ranks reply after a rank has died: the launcher leaves them a quarter of a second."""
+
+
+class _Request:
+    """A request of another thread for a report, because of ``why``."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.served = threading.Event()
+        self.text = ""
+
+
+class Reporter:
+    """Writer of reports to `folder` (None: no files), as part of the job that is named `job`."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.job = ""
+        self.folder: Path | None = None
+        self.last_served = 0.0  # time of the last reply to a thread, which is about to raise Timeout
+        self._peers = peers
+        self._requests: deque[_Request] = deque()
+
+    def request(self, why: str) -> str:
+        """Collect the states of all ranks because of `why`, write the report, and return its summary.
+
+        It takes at most ``2 * QUERY_TIMEOUT`` seconds. It must not be called on the watchdog's own thread.
+        """
+        network = self._peers.network
+        if network is None:
+            return ""
+        request = _Request(why)
+        self._requests.append(request)
+        network.wake()
+        request.served.wait(2 * QUERY_TIMEOUT)
+        return request.text
+
+    def serve_requests(self) -> None:
+        """Make the requested reports, on the watchdog's thread."""
+        while self._requests:
+            request = self._requests.popleft()
+            try:
+                request.text, write = self.examine(request.why)
+                request.text = "\n".join(filter(None, (request.text, write())))
+            finally:
+                self.last_served = time.monotonic()
+                request.served.set()
+
+    def examine(self, why: str, seconds: float = QUERY_TIMEOUT) -> tuple[str, Callable[[], str]]:
+        """Collect the states of all ranks and analyse them.
+
+        Returns the summary, and a function that writes the report and returns its path as a sentence, or the
+        reason why there is none. The function may block for as long as the file system does.
+        """
+        try:
+            states = self._peers.collect_states(seconds, full=True)
+            questions = open_questions({rank: one for rank, one in states.items() if one is not None})
+            if questions and seconds > BRIEF_QUERY_TIMEOUT:
+                states = self._peers.collect_states(seconds, full=True, calls=questions)
+            analysis = analyse(states, self._peers.size)
+        except Exception as error:  # noqa: BLE001  a failing analysis must not keep the job from being ended
+            return f"There is no report, because of {error!r}", str
+        summary = "\n".join(one for one in analysis.words if one != why)
+
+        def write() -> str:
+            if self.folder is None:
+                return ""
+            try:
+                path, _ = report_file.write(self.folder, self.job, why, states, analysis)
+            except Exception as error:  # noqa: BLE001  as above
+                return (
+                    f"The report can't be written to {self.folder} ({error!r}); set MPICOLL_REPORT to a folder that"
+                    " can be written to"
+                )
+            return f"Where each rank stands, its stacks and its last operations: {path}"
+
+        return summary, write

@@ -1,0 +1,168 @@
+"""SIGINT and SIGTERM, which reach the watchdog even while the main thread is blocked inside MPI."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from mpicoll.engine.diagnostics import stacks
+from mpicoll.engine.diagnostics.abort import JobAbort
+from mpicoll.engine.diagnostics.deaths import DeathHandler
+from mpicoll.engine.diagnostics.flight_recorder import Entry
+from mpicoll.engine.diagnostics.local_waits import WaitKey, describe_wait, wait_key
+from mpicoll.engine.diagnostics.peers import Peers
+from mpicoll.engine.diagnostics.process_exit import log_to_stderr
+from mpicoll.transport.control.events import Message, PeerExit
+from mpicoll.wording import rank_list
+
+_INTERRUPT_TIMEOUT = 2.0
+"""Seconds that an interrupted call has to return to Python."""
+
+_SIGTERM_SPREAD = 0.1
+"""Seconds in which a launcher's SIGTERM reaches all ranks that it ends."""
+
+_ENDED_BY_SIGTERM = "was ended by SIGTERM"
+
+_wakeup_fds: list[int] = []
+"""The descriptor to which signal numbers for the watchdog are written, if it listens."""
+
+_forking = threading.local()
+
+
+def listen_for_signals() -> int | None:
+    """Return a descriptor from which signal numbers can be read as the signals arrive.
+
+    They arrive even while the main thread is blocked outside Python. Returns None if another library has set a
+    wakeup descriptor, or if this is not the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if previous == -1:
+        _wakeup_fds[:] = [writer]
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, handle_sigterm)
+        return reader
+    signal.set_wakeup_fd(previous)
+    os.close(reader)
+    os.close(writer)
+    return None
+
+
+def handle_sigterm(number: int, frame: Any) -> None:
+    """Pass the number of SIGTERM to the watchdog (the handler of SIGTERM).
+
+    While the main thread is blocked in MPI, this handler never runs, and the number reaches the watchdog through
+    the wakeup descriptor. If the handler does run, another library (such as asyncio) may have replaced that
+    descriptor.
+    """
+    with suppress(OSError):
+        for descriptor in _wakeup_fds:
+            os.write(descriptor, bytes([number]))
+
+
+def block_sigterm() -> None:
+    """Block SIGTERM before a fork.
+
+    Until the child has reset its signal handling, a signal to the child alone would be reported to the watchdog of
+    the parent.
+    """
+    # A handler of the program might raise during the fork, where the exception would be lost.
+    ours = signal.getsignal(signal.SIGTERM) is handle_sigterm
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
+
+
+def restore_signal_mask() -> None:
+    """Restore the signal mask after a fork, in the parent and in the child."""
+    if _forking.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def reset_signal_handling() -> None:
+    """Reset the signal handling at the end of the program and in a forked child."""
+    with suppress(ValueError):  # if this is not the main thread, or none is left
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is handle_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class SignalMonitor:
+    """Handling of signals on the watchdog's thread.
+
+    `descriptor` is that of :func:`listen_for_signals`. `handle` handles events of other ranks that arrive meanwhile.
+    """
+
+    def __init__(
+        self,
+        descriptor: int | None,
+        peers: Peers,
+        deaths: DeathHandler,
+        abort: JobAbort,
+        handle: Callable[[Message | PeerExit], None],
+    ) -> None:
+        self._descriptor = descriptor
+        self._peers = peers
+        self._deaths = deaths
+        self._abort = abort
+        self._handle = handle
+        self._interrupted: tuple[float, set[WaitKey]] | None = None
+
+    def check(self, waiting: list[Entry], now: float) -> None:
+        """Handle the signals that have arrived. `waiting` are the operations in which this rank waits."""
+        if self._descriptor is None:
+            return
+        with suppress(BlockingIOError):
+            numbers = os.read(self._descriptor, 4096)
+            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is handle_sigterm:
+                self._terminate()
+            if signal.SIGINT in numbers:
+                self._interrupted = now, self._waits_of_main_thread()
+        self._abort_if_uninterruptible(waiting, now)
+
+    def _waits_of_main_thread(self) -> set[WaitKey]:
+        """Return the operations in which the main thread waits: an interrupt concerns these."""
+        pending = self._peers.own_state().get("pending", [])
+        return {(one["key"], one["number"], one["begin"]) for one in pending if one["program"]}
+
+    def _terminate(self) -> None:
+        """Handle SIGTERM, which was sent to this rank alone, or by the launcher to all ranks that it ends."""
+        peers, announced, network = self._peers, self._peers.announced, self._peers.network
+        if peers.fault_tolerant:
+            log_to_stderr(f"rank {peers.rank} of {peers.size} died of SIGTERM")
+            os._exit(128 + signal.SIGTERM)  # the other ranks continue
+        if network is not None and not self._deaths.suspicion:
+            peers.send("sigterm")
+            deadline = time.monotonic() + _SIGTERM_SPREAD
+            while (left := deadline - time.monotonic()) > 0:
+                for event in network.poll(left):
+                    if isinstance(event, Message) and event.body.get("kind") == "sigterm":
+                        announced.setdefault(event.source, _ENDED_BY_SIGTERM)
+                    else:
+                        self._handle(event)
+        if self._deaths.suspicion:
+            if peers.coordinator() == peers.rank:
+                log_to_stderr(self._deaths.suspicion, separate=True)
+        elif not announced:
+            self._abort.announce(f"died of SIGTERM; the job is ended. Its stack:\n{stacks.traceback_of_main_thread()}")
+        elif set(announced.values()) == {_ENDED_BY_SIGTERM} and peers.rank < min(announced):
+            log_to_stderr(f"{rank_list([peers.rank, *announced])} of {peers.size} were ended by SIGTERM", separate=True)
+        self._abort.abort_all(128 + signal.SIGTERM)
+
+    def _abort_if_uninterruptible(self, waiting: list[Entry], now: float) -> None:
+        """Abort the job if an operation outlasts an interrupt: Python can't interrupt a call that blocks inside MPI."""
+        if self._interrupted is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        when, interrupted = self._interrupted
+        stuck = [entry for entry in waiting if wait_key(entry) in interrupted]
+        if not stuck:
+            self._interrupted = None
+        elif now - when >= _INTERRUPT_TIMEOUT:
+            self._abort.abort(f"interrupted, but {describe_wait(stuck[0], self._peers.own_state())} still waits")

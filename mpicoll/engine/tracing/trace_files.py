@@ -1,0 +1,44 @@
+"""The traces in a folder: merged files, and the parts of jobs that ended before the file was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpicoll import atomic_files
+from mpicoll.engine.tracing import chrome_format, parts
+from mpicoll.engine.tracing.table import TraceTable
+from mpicoll.errors import SetupError
+
+
+def merge(folder: Path) -> Path:
+    """Make one file of the parts in `folder`, beside it, and return its path.
+
+    Raises SetupError if there is no part, or one that is damaged elsewhere than at its end.
+    """
+    table = parts.load_parts(folder)
+    target = folder.with_name(f"{table.job}.json")
+    atomic_files.write(target, chrome_format.format_events(table))
+    return target
+
+
+def load(path: Path) -> TraceTable:
+    """Return the operations of a file, of a folder of parts, or of the newest trace in a folder of traces.
+
+    Raises SetupError if there is none.
+    """
+    found = find_traces(path)
+    if not found:
+        raise SetupError(f"{path}: there is no trace")
+    newest = found[-1]
+    return parts.load_parts(newest) if newest.is_dir() else chrome_format.load_file(newest)
+
+
+def find_traces(path: Path) -> list[Path]:
+    """Return the traces in `path`, oldest first: files, and folders of parts without a file."""
+    if not path.is_dir() or parts.find_parts(path):
+        return [path]
+    found = {one.stem: one for one in path.glob("*.json")}
+    for one in path.iterdir():
+        if one.is_dir() and parts.find_parts(one):
+            found.setdefault(one.name, one)
+    return sorted(found.values(), key=lambda one: one.stat().st_mtime)

@@ -1,0 +1,108 @@
+"""Differentiable point-to-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpicoll.collectives import p2p
+from mpicoll.engine.core.communicator import Communicator
+from mpicoll.torch.autograd.arguments import resolve_rank
+from mpicoll.torch.autograd.linear_map import apply_linear, as_tensor
+from mpicoll.torch.groups import communicator
+
+
+def sendrecv(
+    tensor: Tensor,
+    dst: int | None,
+    src: int | None,
+    tag: int = 0,
+    group: Any = None,
+    *,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    """Send `tensor` to rank `dst`, and receive a tensor of the same dtype from rank `src`, without deadlock.
+
+    The gradient of the result is sent to `src`, and that of `tensor` is received from `dst`, with the same `tag`.
+
+    Args:
+        tensor: the tensor to send.
+        dst: the receiver; None sends nothing, for the end of an open chain.
+        src: the sender; None receives nothing, and the result is zeros.
+        tag: the tag of the messages, also of the gradients.
+        group: the ranks (see the module).
+        shape: the shape of the result, by default that of `tensor`.
+
+    Returns:
+        The received tensor.
+
+    Raises:
+        RankError: a rank or `tag` is out of range.
+    """
+    comm = communicator(group)
+    to = None if dst is None else resolve_rank("sendrecv", dst, group, comm)
+    origin = None if src is None else resolve_rank("sendrecv", src, group, comm)
+    return _exchange(tensor, to, origin, tag, tensor.shape if shape is None else shape, comm)
+
+
+def send(tensor: Tensor, dst: int, tag: int = 0, group: Any = None) -> Tensor:
+    """Send `tensor` to rank `dst`, which calls :func:`recv`.
+
+    The gradient is received from `dst`, with the same `tag`. Forward and backward may wait for the other rank; where
+    two ranks send to each other use :func:`sendrecv`.
+
+    Args:
+        tensor: the tensor to send.
+        dst: the receiver.
+        tag: the tag of the messages.
+        group: the ranks (see the module).
+
+    Returns:
+        A zero, of shape (), which represents the use of `tensor` on rank `dst`: **add it to this rank's loss**, or call
+        ``backward()`` on it if there is no other loss.
+
+    Raises:
+        RankError: `dst` or `tag` is out of range.
+    """
+    comm = communicator(group)
+    return _exchange(tensor, resolve_rank("send", dst, group, comm), None, tag, (), comm)
+
+
+def recv(like: Tensor, src: int, tag: int = 0, group: Any = None) -> Tensor:
+    """Receive a tensor of the shape and dtype of `like` from rank `src`, which calls :func:`send`.
+
+    The gradient of the result is sent to `src`, with the same `tag`, and `like` gets zeros.
+
+    Args:
+        like: a tensor, whose contents don't matter, and which must require grad if the sent tensor does.
+        src: the sender.
+        tag: the tag of the messages.
+        group: the ranks (see the module).
+
+    Returns:
+        The received tensor.
+
+    Raises:
+        RankError: `src` or `tag` is out of range.
+    """
+    comm = communicator(group)
+    return _exchange(like, None, resolve_rank("recv", src, group, comm), tag, like.shape, comm)
+
+
+def _exchange(
+    tensor: Tensor, dst: int | None, src: int | None, tag: int, shape: Sequence[int], comm: Communicator
+) -> Tensor:
+    def move(x: Tensor, to: int | None, origin: int | None, shape: Sequence[int]) -> Tensor:
+        if origin is None:
+            if to is not None:
+                p2p.send(x, to, tag, comm=comm)
+            return x.new_zeros(shape)
+        like = x.new_empty(shape)
+        if to is None:
+            return as_tensor(p2p.recv(like, origin, tag, comm=comm))
+        return as_tensor(p2p.sendrecv(x, to, origin, tag, tag, like=like, comm=comm))
+
+    own_shape = tensor.shape
+    return apply_linear(tensor, lambda x: move(x, dst, src, shape), lambda grad: move(grad, src, dst, own_shape))

@@ -1,0 +1,119 @@
+"""The connections that a rank makes: attempts to connect to the hub, and probes of the ports of other ranks."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable
+
+from mpicoll.transport.control import timing
+from mpicoll.transport.control.addresses import AddressBook
+from mpicoll.transport.control.attempts import Attempts
+from mpicoll.transport.control.connection import Connection
+from mpicoll.transport.control.links import Links
+from mpicoll.transport.control.sockets import connecting_error, start_connecting
+
+_log = logging.getLogger("mpicoll")
+
+
+class Dialer:
+    """The attempts of rank `rank` to connect to the hub, and its probes of ranks that have not connected to it."""
+
+    def __init__(self, rank: int, addresses: AddressBook, links: Links) -> None:
+        self._rank = rank
+        self._addresses = addresses
+        self._links = links
+        self._hub = -1
+        self._attempts: Attempts | None = None
+        self._probes: dict[int, Attempts] = {}
+
+    @property
+    def next_time(self) -> float:
+        """The time at which an attempt or a probe is due."""
+        attempts = [self._attempts] if self._attempts is not None else []
+        return min((one.next_time for one in (*attempts, *self._probes.values())), default=float("inf"))
+
+    def seek_hub(self, rank: int) -> None:
+        """Attempt to connect to `rank`."""
+        self._hub = rank
+        self._attempts = Attempts(self._addresses.addresses_of(rank), due=0.0, pause=0.1, longest=2.0)
+
+    def stop_seeking(self) -> None:
+        """Begin no more attempts to connect to a hub."""
+        self._attempts = None
+
+    def probe(self, ranks: Iterable[int], now: float) -> None:
+        """Probe the ports of `ranks`, and of no others, if they have not connected after a while."""
+        due, pause = now + timing.PROBE_AFTER, timing.PROBE_AFTER
+        self._probes = {rank: Attempts(self._addresses.addresses_of(rank), due, pause, longest=10.0) for rank in ranks}
+
+    def stop_probing(self, rank: int) -> None:
+        """Probe the port of `rank` no more."""
+        self._probes.pop(rank, None)
+
+    def begin_due(self, now: float, outage: float, *, all_have_started: bool) -> list[Connection]:
+        """Begin the attempts and probes that are due. Returns those that have failed at once.
+
+        `all_have_started` is True if all ranks have had time to start. Otherwise only ranks of this host are probed:
+        for others a missing answer would prove nothing.
+        """
+        begun: list[Connection] = []
+        for address in () if self._attempts is None else self._attempts.take_due(now):
+            begun += self._begin(self._hub, address, "attempt", now, outage)
+        for rank, probes in self._probes.items():
+            due = probes.take_due(now)
+            for address in due:
+                probes.postpone(address, now)
+            if due and (self._addresses.is_local(rank) or all_have_started):
+                probes.discard_failures()
+                for address in due:
+                    begun += self._begin(rank, address, "probe", now, outage)
+        return [one for one in begun if one.error is not None]
+
+    def _begin(self, rank: int, address: str, role: str, now: float, outage: float) -> list[Connection]:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            one = Connection(socket.socket(family, socket.SOCK_STREAM), role, rank, address)
+        except OSError as error:
+            _log.debug("rank %d has no socket: %s", self._rank, error)
+            if role == "attempt" and self._attempts is not None:
+                self._attempts.postpone(address, now)
+            return []
+        self._links.unproven.add(one)
+        one.error = start_connecting(one.sock, address, self._addresses.port(rank), outage) or None
+        one.deadline = now + timing.CONNECT_WITHIN
+        one.connecting = True
+        return [one]
+
+    def finish(self, one: Connection) -> bool:
+        """Handle the end of connecting. Returns True if there is a connection, otherwise sets its error."""
+        one.error = connecting_error(one.sock) or None
+        if one.error is not None:
+            return False
+        one.connecting = False
+        one.deadline = float("inf")  # a stopped process may be silent for long
+        attempts = self._attempts_of(one)
+        if attempts is not None:
+            attempts.record_success(one.address)
+        return True
+
+    def retry(self, one: Connection, now: float) -> None:
+        """Attempt again to connect to the hub at the address of `one`."""
+        if self._attempts is not None:
+            self._attempts.postpone(one.address, now)
+
+    def record_end(self, one: Connection, now: float) -> str | None:
+        """Record the end of an attempt or a probe. Returns how all addresses of the rank have failed, or None."""
+        attempts = self._attempts_of(one)
+        if attempts is None:
+            return None
+        if one.role == "attempt":
+            attempts.postpone(one.address, now)
+        attempts.record_failure(one.address, one.error, connecting=one.connecting)
+        return attempts.outcome
+
+    def _attempts_of(self, one: Connection) -> Attempts | None:
+        """Return the attempts to which `one` belongs, if they still matter."""
+        if one.role == "probe":
+            return self._probes.get(one.rank)
+        return self._attempts if one.role == "attempt" and one.rank == self._hub else None

@@ -1,0 +1,485 @@
+"""The protocol of the control network: how a rank reacts to packets, to connections that fail, and to time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import selectors
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpicoll.transport.control import timing
+from mpicoll.transport.control.addresses import AddressBook
+from mpicoll.transport.control.connection import (
+    ALL,
+    CHALLENGE,
+    EXITED,
+    FAREWELL,
+    FORWARDED,
+    HELLO,
+    JOINED,
+    MESSAGE,
+    REJECTED,
+    REPORTED,
+    WELCOME,
+    Connection,
+    Packet,
+    ProtocolViolation,
+    encode,
+)
+from mpicoll.transport.control.crash_descriptor import CrashDescriptor
+from mpicoll.transport.control.dialer import Dialer
+from mpicoll.transport.control.events import Event, Message, PeerExit
+from mpicoll.transport.control.farewells import Farewells
+from mpicoll.transport.control.handshake import Handshake
+from mpicoll.transport.control.links import Links, is_delivered
+from mpicoll.transport.control.listener import Listener
+from mpicoll.transport.control.membership import Membership
+from mpicoll.transport.control.sockets import (
+    allow_descriptors,
+    is_connected,
+    lost_after,
+    silence,
+    unacknowledged_bytes,
+)
+from mpicoll.wording import rank_list
+
+_log = logging.getLogger("mpicoll")
+
+_LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+
+
+class Endpoint:
+    """One rank of the control network. It never blocks, starts no thread, and is not thread-safe.
+
+    Its owner waits with `selector` until :attr:`next_time`, passes what is ready to :meth:`serve`, and then calls
+    :meth:`act_on_time` and :meth:`transmit`. Events for the owner are appended to :attr:`events`. Other threads may
+    append to :attr:`outbox`. `clock` returns the time with which all deadlines are compared.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        token: bytes,
+        outage: float,
+        selector: selectors.BaseSelector,
+        crash_descriptor: CrashDescriptor | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.outage = outage
+        self.outbox: deque[Packet] = deque()
+        self.events: deque[Event] = deque()
+        self.members = Membership(rank, size)
+        self.farewells = Farewells(rank)
+        self.listener = Listener(rank, size, selector)
+        self._links = Links(selector)
+        self._handshake = Handshake(rank, size, token)
+        self._addresses = AddressBook(rank)
+        self._crash_descriptor = crash_descriptor
+        self._now = clock
+        self._dialer = Dialer(rank, self._addresses, self._links)
+        self._log_missing_at = float("inf")
+        self._check_silence_at = float("inf")
+
+    def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Set the addresses of all ranks, and begin to connect."""
+        self._addresses.set(addresses)
+        self.outage = float(addresses[0]["outage"])
+        self._log_missing_at = self._now() + timing.LOG_MISSING_AFTER
+        self._elect()
+
+    def close(self) -> None:
+        """Close all connections and the port."""
+        self._links.close()
+        if self._crash_descriptor is not None:
+            self._crash_descriptor.use_stderr()
+        self.listener.close()
+
+    # --- sending
+
+    def transmit(self) -> None:
+        """Queue the packets of the outbox, and hand the kernel as much as it accepts."""
+        while self.outbox:
+            packet = self.outbox.popleft()
+            if packet[0] == FAREWELL:
+                self._leave(packet)
+            elif self.members.is_hub:
+                self._forward(packet)
+            else:
+                self._links.send_to_hub(packet)
+        for one in self._links.all():
+            one.write()
+        self.farewells.confirm(self._has_reached_all)
+
+    def needs_turn(self) -> bool:
+        """Return True if the thread that waits with the selector has to take account of what was sent."""
+        return self._check_silence_at == float("inf") or any(one.blocked for one in self._links.all())
+
+    def is_delivered(self) -> bool:
+        """Return True if everything that was sent is in the kernels of the next hops, so that this process may end."""
+        if self.members.is_alone:
+            return True
+        if self.members.leaving:
+            return self.farewells.is_certain and all(is_delivered(one) for one in self._links.established())
+        if self.outbox or self._links.has_waiting_packets():
+            return False
+        return all(is_delivered(one) for one in self._links.all())
+
+    def _leave(self, farewell: Packet) -> None:
+        """Send the farewell to the hub, or as the hub to its clients.
+
+        One receiver is enough: it forwards the farewell to ranks that connect to it, or to the next hub if it
+        leaves as well. A hub without clients connects to the next rank, also to a higher one: that one may
+        leave as well, and each then sends the other its farewell; the higher one continues.
+        """
+        self.members.leaving = True
+        for one in self._links.established():
+            one.queue.append(farewell)
+        self.farewells.reached_higher_rank = any(
+            rank > self.rank and rank not in self.members.exits for rank in self._links.clients
+        )
+        if self.members.is_hub and not self.farewells.reached_higher_rank:
+            self._elect()
+
+    def _forward(self, packet: Packet) -> None:
+        """Send `packet` to all its destinations except its source."""
+        _, source, dest, _ = packet
+        for rank in range(self.size) if dest == ALL else (dest,):
+            if rank not in (self.rank, source) and rank not in self.members.exits:
+                self._links.send_to_client(rank, packet)
+
+    def _has_reached_all(self, farewell: Packet) -> bool:
+        """Return True if all others have the farewell.
+
+        Otherwise, if this process died, the leaving rank would seem to have died as well.
+        """
+        clients = self._links.clients
+        if (
+            self.members.is_hub
+            and not self.members.leaving
+            and any(rank not in clients for rank in self.members.others())
+        ):
+            return False  # a rank has not connected yet
+        return not any(client.blocked or farewell in client.queue for client in clients.values())
+
+    # --- time
+
+    def prepare_wait(self) -> float:
+        """Set the events for which the selector waits, and return the time until which it may wait."""
+        self.listener.resume(self._now())
+        self._links.update_selector()
+        if self._check_silence_at == float("inf") and any(one.unacknowledged for one in self._links.established()):
+            self._check_silence_at = self._now() + timing.SILENCE_CHECK_INTERVAL
+        times = [self._log_missing_at, self._check_silence_at, self.listener.next_time, self._dialer.next_time]
+        times += [self.members.expiry(one) for one in self.members.suspects.values()]
+        times += [one.deadline for one in self._links.unproven]
+        return min(times)
+
+    def act_on_time(self) -> None:
+        """Do what has become due."""
+        now = self._now()
+        for one in [one for one in self._links.unproven if one.deadline <= now]:
+            if one.connecting and is_connected(one.sock):
+                self._finish_connecting(one)  # in time, but this process was late to handle it
+            else:
+                one.error = errno.ETIMEDOUT
+                self._handle_end(one)
+        for suspect in list(self.members.suspects.values()):
+            if self.members.expiry(suspect) <= now:
+                self._declare(suspect.exit)
+        for one in self._dialer.begin_due(now, self.outage, all_have_started=self.members.had_another_hub):
+            self._handle_end(one)
+        if self._check_silence_at <= now:
+            self._check_silence_at = float("inf")
+            self._check_silence()
+        if self._log_missing_at <= now:
+            self._log_missing_at = float("inf")
+            self._log_missing()
+        reporters = [rank for rank, client in self._links.clients.items() if client.has_reported]
+        for gone in self.members.unannounced(reporters, now):
+            self._declare(gone)
+
+    def _check_silence(self) -> None:
+        """Find hosts that have been silent for too long and owe an acknowledgement.
+
+        TCP restarts its own timeout when data is sent: it sends no more keepalive probes, and measures from
+        there.
+        """
+        for one in self._links.established():
+            if one.unacknowledged and one.sock.fileno() >= 0:
+                one.unacknowledged = unacknowledged_bytes(one.sock) > 0
+                if one.unacknowledged and silence(one.sock) >= lost_after(self.outage):
+                    one.error = errno.ETIMEDOUT
+                    self._handle_end(one)
+
+    def _log_missing(self) -> None:
+        if self.farewells.own is not None:
+            return
+        if self.members.is_hub:
+            missing = [rank for rank in self.members.others() if rank not in self._links.clients]
+        else:
+            missing = [] if self._links.hub else [self.members.hub]
+        if missing:
+            _log.info(
+                "rank %d is not connected with %s yet; a death there would not be detected at once",
+                self.rank,
+                rank_list(missing),
+            )
+
+    # --- connections
+
+    def serve(self, key: selectors.SelectorKey, mask: int) -> None:
+        """Handle a socket that the selector has found to be ready."""
+        if key.fileobj is self.listener.sock:
+            self._accept()
+        elif isinstance(key.data, Connection):
+            self._serve_connection(key.data, mask)
+
+    def _accept(self) -> None:
+        for sock in self.listener.accept(self.outage, self._now()):
+            stranger = Connection(sock, "stranger")
+            stranger.deadline = self._now() + timing.PROVE_WITHIN
+            self._handshake.challenge(stranger)
+            self._links.unproven.add(stranger)
+
+    def _serve_connection(self, one: Connection, mask: int) -> None:
+        if one.sock.fileno() < 0:
+            return  # closed in this turn
+        if one.connecting:
+            self._finish_connecting(one)
+            return
+        if mask & selectors.EVENT_WRITE:
+            one.write()
+        try:
+            for packet in one.read():
+                self._handle(one, packet)
+                if one.sock.fileno() < 0:
+                    return
+        except EOFError:
+            self._handle_end(one)
+        except ProtocolViolation as violation:
+            level = logging.WARNING if one.role in ("client", "hub") else logging.DEBUG
+            _log.log(level, "rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
+            one.error = errno.EPROTO
+            self._handle_end(one)
+
+    def _finish_connecting(self, one: Connection) -> None:
+        if not self._dialer.finish(one):
+            self._handle_end(one)
+        elif one.role == "probe":
+            self._drop(one)  # the port is open
+
+    def _drop(self, one: Connection) -> None:
+        """Close a connection."""
+        self.farewells.drop(one)
+        self._links.drop(one)
+        self._redirect_crash_output()
+
+    def _drop_other_attempts(self, one: Connection) -> list[Connection]:
+        others = [other for other in self._links.attempts() if other is not one]
+        for other in others:
+            self._drop(other)
+        return others
+
+    def _handle_end(self, one: Connection) -> None:
+        """Handle the end of a connection."""
+        why = "unreachable" if one.error in _LOST_HOST else "closed"
+        established = self._links.is_established(one)
+        self._drop(one)
+        outcome = self._dialer.record_end(one, self._now())
+        # Before all ranks have had time to start, only a closed port of this host is evidence of a death.
+        if outcome is not None and (
+            self.members.had_another_hub or (outcome == "closed" and self._addresses.is_local(one.rank))
+        ):
+            self._suspect(self._addresses.exit_of(one.rank, outcome), certain=False)
+        elif one.role == "hub" and established:
+            self._handle_hub_end(one, why)
+        elif one.role == "client" and established and one.rank not in self.members.exits and not self.members.leaving:
+            self._declare(self._addresses.exit_of(one.rank, why, one.crash_text()))
+
+    def _handle_hub_end(self, one: Connection, why: str) -> None:
+        self._links.recover_messages(one)
+        if self.farewells.is_forwarded:
+            return
+        if one.rank in self.members.exits:
+            self._elect()
+        else:
+            # A hub that had reported its exits to this rank would not have ended before its farewell had arrived.
+            self._suspect(self._addresses.exit_of(one.rank, why, one.crash_text()), certain=one.has_reported)
+
+    def _redirect_crash_output(self) -> None:
+        """Let the crash descriptor refer to the hub, or on the hub to the rank that would be the next hub."""
+        if self._crash_descriptor is not None:
+            clients = self._links.clients
+            living = [rank for rank in clients if rank not in self.members.exits]
+            self._crash_descriptor.redirect(self._links.hub or (clients[min(living)] if living else None))
+
+    # --- exits and the election of the hub
+
+    def _suspect(self, gone: PeerExit, *, certain: bool) -> None:
+        """Handle a rank that seems to have died. Other ranks may have its farewell unless its death is `certain`."""
+        if self.members.suspect(gone, self._now(), certain=certain):
+            self._declare(gone)
+        else:
+            self._elect()
+
+    def _declare(self, gone: PeerExit, reporter: Connection | None = None) -> None:
+        """Report once that a rank is gone, here and to the other ranks."""
+        if not self.members.record(gone):
+            return
+        if not self.members.leaving:
+            self.events.append(gone)
+        self._links.take_for_client(gone.rank)
+        self._dialer.stop_probing(gone.rank)
+        for one in self._links.established():
+            if one is not reporter and one.rank != gone.rank:
+                one.queue.append(self._report_of(gone))
+        if gone.why != "left" and gone.rank in self._links.clients:
+            self._drop(self._links.clients[gone.rank])
+        hub = self._links.hub
+        if hub is not None and hub.rank == gone.rank:
+            self._drop(hub)
+            self._handle_hub_end(hub, gone.why)
+        self._elect()
+
+    def _report_of(self, gone: PeerExit) -> Packet:
+        """Return the packet by which other ranks learn of an exit: the farewell if there was one."""
+        if gone.rank in self.farewells.received:
+            return self.farewells.received[gone.rank]
+        content = {
+            "rank": gone.rank,
+            "why": gone.why,
+            "crash_output": gone.crash_output,
+            "pid": gone.pid,
+            "host": gone.host,
+        }
+        return EXITED, self.rank, -1, encode(content)
+
+    def _elect(self) -> None:
+        """Determine the hub. If it is another one, connect to it, or take over as the hub."""
+        if not self._addresses or self.farewells.is_forwarded or not self.members.elect(self._now()):
+            return
+        for one in self._links.attempts():
+            self._drop(one)
+        if not self.members.is_hub:
+            self._dialer.seek_hub(self.members.hub)
+            return
+        self._dialer.stop_seeking()
+        for suspect in list(self.members.suspects.values()):
+            if suspect.certain:
+                self._declare(suspect.exit)
+        for packet in self._links.take_for_hub():
+            self._forward(packet)
+        allow_descriptors(self.size)
+        self._dialer.probe((rank for rank in self.members.others() if rank not in self._links.clients), self._now())
+
+    # --- packets
+
+    def _handle(self, one: Connection, packet: Packet) -> None:
+        kind, _, _, payload = packet
+        try:
+            content = json.loads(payload)
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            one.salvage(payload)
+            if one.role in ("stranger", "attempt"):
+                raise ProtocolViolation("the payload is not a JSON object")
+            return
+        try:
+            steps: dict[tuple[str, bytes], Callable[[], None]] = {
+                ("stranger", HELLO): lambda: self._handshake.welcome(one, content, self.members.has_died),
+                ("stranger", JOINED): lambda: self._add_client(one),
+                ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
+                ("attempt", WELCOME): lambda: self._add_hub(one, content),
+                ("attempt", REJECTED): lambda: self._handle_rejection(one),
+            }
+            if one.role not in ("client", "hub"):
+                steps[one.role, kind]()
+            elif kind == EXITED:
+                self._handle_report(one, PeerExit(**content))
+            elif kind == FORWARDED:
+                self.farewells.is_forwarded = True
+            elif kind == REPORTED:
+                one.has_reported = True
+            elif kind in (MESSAGE, FAREWELL):
+                self._deliver(one, packet, content)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise ProtocolViolation(f"{kind!r}: {error!r}") from error
+
+    def _answer_challenge(self, one: Connection, content: dict[str, Any]) -> None:
+        self._handshake.answer(one, content)
+        for other in self._drop_other_attempts(one):
+            self._dialer.retry(other, self._now())
+
+    def _add_hub(self, one: Connection, content: dict[str, Any]) -> None:
+        self._handshake.verify_welcome(one, content)
+        self._drop_other_attempts(one)
+        self._dialer.stop_seeking()
+        self._links.add_hub(one)
+        # From now on the other side takes the end of this connection for the end of this process.
+        one.queue.append((JOINED, self.rank, one.rank, b"{}"))
+        one.queue.extend(self._report_of(gone) for gone in self.members.exits.values())
+        one.queue.append((REPORTED, self.rank, one.rank, b"{}"))
+        one.queue.extend(packet for packet in self._links.take_for_hub() if packet[2] not in self.members.exits)
+        if self.members.leaving and self.farewells.own is not None:
+            one.queue.extend(self._links.take_for_client(one.rank))
+            one.queue.append(self.farewells.own)
+        self._redirect_crash_output()
+
+    def _handle_rejection(self, one: Connection) -> None:
+        """Handle a rejection: this rank counts as dead for the other one, since the network was interrupted."""
+        self._drop(one)
+        self._suspect(self._addresses.exit_of(one.rank, "unreachable"), certain=not self.members.leaving)
+
+    def _add_client(self, one: Connection) -> None:
+        rank = one.rank
+        if rank < 0 or self.members.has_died(rank):
+            raise ProtocolViolation("connection refused: this rank counts as dead, or has not proved the job token")
+        old = self._links.clients.get(rank)
+        if old is not None:
+            self._drop(old)
+        self._links.add_client(one)
+        self._dialer.stop_probing(rank)
+        self.members.suspects.pop(rank, None)
+        one.queue.extend(self._links.take_for_client(rank))
+        one.queue.extend(self._report_of(gone) for gone in self.members.exits.values())
+        if self.members.leaving and self.farewells.own is not None:
+            one.queue.append(self.farewells.own)
+            if rank > self.rank and rank not in self.members.exits:
+                self.farewells.reached_higher_rank = True
+        one.queue.append((REPORTED, self.rank, rank, b"{}"))
+        self._redirect_crash_output()
+
+    def _deliver(self, one: Connection, packet: Packet, body: dict[str, Any]) -> None:
+        kind, source, dest, _ = packet
+        if kind == FAREWELL and source == one.rank:
+            self.farewells.confirm_later(one, packet)
+        elif kind != FAREWELL and one.role == "client" and source != one.rank:
+            raise ProtocolViolation("a message with the source of another rank")
+        if source in self.members.exits or not 0 <= source < self.size or source == self.rank:
+            return
+        if not self.members.leaving and dest in (ALL, self.rank):
+            self.events.append(Message(source, body))
+        if kind == MESSAGE:
+            if one.role == "client":
+                self._forward(packet)
+        else:
+            if source != one.rank:
+                self.members.relayed_at = self._now()
+            self.farewells.received[source] = packet
+            self._declare(self._addresses.exit_of(source, "left"), one)
+
+    def _handle_report(self, one: Connection, gone: PeerExit) -> None:
+        """Handle another rank's report of an exit. A rank with its own connection to that rank ignores the report."""
+        hub = self._links.hub
+        if not 0 <= gone.rank < self.size or (hub is not None and hub.rank == gone.rank):
+            return
+        if one.role == "client" and gone.rank in self._links.clients:
+            return
+        self._declare(gone, one)

@@ -1,0 +1,81 @@
+"""The listening socket of a rank."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+from collections.abc import Iterator
+
+from mpicoll.transport.control.sockets import RESERVED_DESCRIPTORS, allow_descriptors, listen, tune
+
+_log = logging.getLogger("mpicoll")
+
+_AT_ONCE = 64
+"""Connections that are accepted before the other connections are served."""
+
+_PAUSE = 1.0
+"""Seconds for which no connection is accepted when the process has too few descriptors."""
+
+
+class Listener:
+    """The socket at which rank `rank` of `size` accepts connections."""
+
+    def __init__(self, rank: int, size: int, selector: selectors.BaseSelector) -> None:
+        self._rank = rank
+        self._selector = selector
+        self._resume_at = float("inf")
+        self._has_logged = False
+        self.sock = listen(size)
+        selector.register(self.sock, selectors.EVENT_READ)
+
+    @property
+    def port(self) -> int:
+        """The port at which this rank listens."""
+        return int(self.sock.getsockname()[1])
+
+    @property
+    def next_time(self) -> float:
+        """The time at which :meth:`resume` is due."""
+        return self._resume_at
+
+    def accept(self, outage: float, now: float) -> Iterator[socket.socket]:
+        """Yield new connections, tuned for an outage of `outage` seconds."""
+        for _ in range(_AT_ONCE):
+            try:
+                sock, _ = self.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                self._pause(f"{error}", now)
+                return
+            limit = allow_descriptors(sock.fileno())
+            if sock.fileno() > limit - RESERVED_DESCRIPTORS:
+                sock.close()
+                self._pause(f"the limit of {limit} descriptors is near", now)
+                return
+            try:
+                tune(sock, outage)
+            except OSError:  # the connection has ended already
+                sock.close()
+                continue
+            yield sock
+
+    def _pause(self, why: str, now: float) -> None:
+        self._selector.unregister(self.sock)
+        self._resume_at = now + _PAUSE
+        if not self._has_logged:
+            self._has_logged = True
+            _log.info(
+                "rank %d can't accept all connections of its job: %s; it works without the others", self._rank, why
+            )
+
+    def resume(self, now: float) -> None:
+        """Accept connections again if the pause is over."""
+        if now >= self._resume_at:
+            self._selector.register(self.sock, selectors.EVENT_READ)
+            self._resume_at = float("inf")
+
+    def close(self) -> None:
+        """Close the port."""
+        self.sock.close()

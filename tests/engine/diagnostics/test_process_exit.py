@@ -1,0 +1,142 @@
+"""Uncaught exceptions and sys.exit."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicoll
+from mpicoll.engine.diagnostics.process_exit import _fold, abort_on_failure, log_to_stderr
+
+Starter = Callable[..., "CompletedProcess[str]"]
+
+
+class RecordedAbort:
+    """An abort that only records its causes and exit statuses."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def announce(self, of: str, alike: str = "") -> None:
+        self._calls.append(of)
+
+    def abort_all(self, status: int) -> None:
+        self._calls.append(status)
+
+
+def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    abort_on_failure(RecordedAbort(calls))
+    error = ValueError("uncaught\nand more")
+    sys.excepthook(ValueError, error, None)
+    assert calls == ["died of ValueError: uncaught; the job is ended", (ValueError, error, None), 1]
+    with pytest.raises(SystemExit) as leaving:
+        sys.exit(3)
+    assert leaving.value.code == 3
+
+
+def _raised(function: Callable[[], Any]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  each is looked at
+        function()
+    return caught.value
+
+
+def _frames(error: Exception) -> list[str]:
+    return [one.name for one in traceback.extract_tb(_fold(error, error.__traceback__))]
+
+
+def test_frames_of_the_package_are_folded() -> None:
+    """But not those of the program between and below them, and none where an error is a mistake of the package."""
+
+    def step(state: int, number: int, comm: Any) -> None:
+        raise ValueError("in the program")
+
+    refused = _raised(lambda: mpicoll.allreduce(np.ones(3, "M8[s]")))
+    assert _frames(refused) == ["_raised", "<lambda>"]
+    below = _raised(lambda: mpicoll.resilient(step, 0, 1))
+    assert _frames(below) == ["_raised", "<lambda>", "step"]
+    if sys.version_info >= (3, 11):
+        for error in (refused, below):
+            (note,) = error.__notes__
+            assert re.fullmatch(r"\[\d+ frames of mpicoll are not shown; python -X dev shows them\]", note)
+    mistake = _raised(lambda: mpicoll.resilient(None, 0, 1))  # type: ignore[arg-type]
+    assert _frames(mistake)[-1] == "_run_steps"
+
+
+def test_an_exception_that_takes_no_note_ends_the_job_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed(mpicoll.ArgumentError):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AttributeError(name)
+
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    abort_on_failure(RecordedAbort(calls))
+
+    def step(state: int, number: int, comm: Any) -> None:
+        raise Fixed("x")
+
+    error = _raised(lambda: mpicoll.resilient(step, 0, 1))
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert calls == ["died of Fixed: x; the job is ended", 1]
+
+
+def test_what_a_hook_of_others_swallows_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch.distributed lets the hooks before its own write to a string."""
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", shown)
+    monkeypatch.setattr(sys, "excepthook", lambda *error: sys.stderr.write("the traceback"))
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    abort_on_failure(RecordedAbort([]))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    sys.excepthook(ValueError, ValueError(), None)
+    assert shown.getvalue() == "the traceback"
+
+
+def test_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """mpirun ends texts with a zero byte and no newline, and may write one just before."""
+    sys.stderr.write("a text of mpirun\n\0")
+    log_to_stderr("rank 1 of 2 died", separate=True)
+    assert capsys.readouterr().err.splitlines() == ["a text of mpirun", "\0", "mpicoll: rank 1 of 2 died"]
+
+
+@pytest.mark.slow
+def test_an_uncaught_exception_ends_the_job(job: Starter) -> None:
+    begin = time.monotonic()
+    done = job(
+        3,
+        """
+def breaks():
+    raise ZeroDivisionError("on rank 1 alone")
+if mpicoll.world().rank == 1:
+    breaks()
+mpicoll.allreduce(np.ones(2))
+""",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert time.monotonic() - begin < 10
+    assert "mpicoll: rank 1 of 3 died of ZeroDivisionError: on rank 1 alone" in done.stdout
+    assert "in breaks" in done.stdout
+    assert "ZeroDivisionError: on rank 1 alone" in done.stdout
+
+
+@pytest.mark.slow
+def test_an_exception_on_all_ranks_is_shown_once(job: Starter) -> None:
+    done = job(3, "def breaks():\n    mpicoll.allreduce(np.ones(3, 'M8[s]'))\nbreaks()\n")
+    assert done.returncode not in (0, 124), done.stdout
+    assert re.findall("^mpicoll: .* died of", done.stdout, re.MULTILINE) == ["mpicoll: ranks 0-2 of 3 died of"]
+    assert done.stdout.count("Traceback") == done.stdout.count("in breaks") == 1, done.stdout
+    assert "mpicoll/collectives" not in done.stdout

@@ -1,0 +1,63 @@
+"""Waiting by polling: bounds, and what happens between polls."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mpicoll.errors import Timeout
+from mpicoll.transport import waiting
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The pauses between polls, which take no time."""
+    made: list[str] = []
+    monkeypatch.setattr(waiting, "yield_core", lambda: made.append("yield"))
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: made.append(f"sleep {seconds}"))
+    return made
+
+
+def test_a_wait_spins_then_yields_then_sleeps(pauses: list[str]) -> None:
+    polls = iter([0] * (waiting.YIELDS + 2) + [7])
+    assert waiting.poll(lambda: next(polls), None, "test", lambda: pauses.append("check")) == 7
+    yields = waiting.YIELDS - waiting.SPINS
+    assert pauses == ["yield"] * yields + ["check", f"sleep {waiting.NAP}"] * 2
+
+
+def test_what_is_ready_is_not_waited_for(pauses: list[str]) -> None:
+    assert waiting.poll(lambda: 3, 0.0, "test") == 3
+    assert waiting.wait_for(lambda: 0, 0.0) == 0
+    assert pauses == []
+
+
+def test_a_poll_ends_by_its_timeout_or_by_its_check() -> None:
+    with pytest.raises(Timeout, match=r"^test: not complete within the timeout of 0\.01 s$"):
+        waiting.poll(lambda: 0, 0.01, "test")
+
+    def fail() -> None:
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        waiting.poll(lambda: 0, None, "test", fail)
+
+
+def test_wait_for() -> None:
+    values = iter([None, None, 0, 1])
+    assert waiting.wait_for(lambda: next(values), 10.0) == 0
+    begin = time.monotonic()
+    assert waiting.wait_for(lambda: None, 0.01) is None
+    assert 0.01 <= time.monotonic() - begin < 5
+
+
+def test_yielding_lets_other_threads_run() -> None:
+    seen: list[int] = []
+    thread = threading.Thread(target=seen.append, args=(1,))
+    begin = time.monotonic()
+    thread.start()
+    while not seen:
+        waiting.yield_core()
+        assert time.monotonic() - begin < 10
+    thread.join()
