@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -53,6 +53,8 @@ class LocalWaits:
         self.timed_out: deque[Call] = deque(maxlen=100)
         # Operations for which a thread waits with its own bound now, after which it gets Timeout.
         self.bounded: list[Call] = []
+        # Operations that can never complete: each raises as soon as its thread finds out.
+        self.failing: Collection[WaitKey] = ()
         # Returns the messages that this process has started and that may be in transit: "send" or "recv", and the tag.
         self.started: Callable[[], list[tuple[str, int | None]]] = list
         self._queues: WeakSet[WatchedQueue] = WeakSet()
@@ -115,7 +117,7 @@ class LocalWaits:
 
     def state(self, rank: int, size: int, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
         """Return the present state of this rank (see :func:`~mpicoll.engine.diagnostics.rank_state.snapshot`)."""
-        return snapshot(
+        found = snapshot(
             rank,
             size,
             self.queues(),
@@ -126,6 +128,9 @@ class LocalWaits:
             met=self._meetings.copy(),
             retired={key: number for key, (_, number) in self._retired.copy().items()},
         )
+        for one in found.get("pending", []):
+            one["failing"] = (one["key"], one["number"], one["begin"]) in self.failing
+        return found
 
 
 def wait_key(entry: Entry) -> WaitKey:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import JobAbort
+from mpicoll.engine.diagnostics.call_facts import State
 from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
 from mpicoll.engine.diagnostics.flight_recorder import Entry, EntryTuple
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, WaitKey, wait_key
@@ -24,8 +25,13 @@ _MAX_INTERVAL = 60.0
 AFTER_LEAVE = 0.2
 """Seconds that a rank waits before it compares its waits with the final states of ranks that have left."""
 
-_RAISE_TIMEOUT = 5.0
+_RAISE_TIMEOUT = 15.0
 """Seconds that an operation that can never complete has to raise, if it polls, before the job is aborted."""
+
+_BLOCKED = 0.5
+"""Seconds without polling after which such an operation is assumed to block. One that is about to raise has stopped
+polling too, and its thread may not get a core at once.
+"""
 
 
 class Cause(NamedTuple):
@@ -49,7 +55,8 @@ class UnsatisfiableWaits:
         self._peers = peers
         self._abort = abort
         self._causes: dict[WaitKey, Cause] = {}
-        self._since: dict[WaitKey, float] = {}
+        self._since: dict[WaitKey, float] = {}  # when each of them was marked
+        self._polled: dict[WaitKey, float] = {}  # when each of them was seen to poll, or marked
         self._found: tuple[Any, ...] = ()  # the waits that the last examination has found to be stuck
         self._examined = 0.0  # time of the last examination
         self._requested = False  # True if a rank has requested an examination from the coordinator
@@ -67,7 +74,8 @@ class UnsatisfiableWaits:
         bounded = [*self._waits.timed_out, *self._waits.bounded]
         for entry in self._waits.entries():
             if wait_key(entry) in own and not any(entry.call is one for one in bounded):
-                self._causes[wait_key(entry)] = cause
+                self._causes.setdefault(wait_key(entry), cause)
+        self._waits.failing = self._causes.keys()
 
     def request_examination(self) -> None:
         """Examine all ranks at the next opportunity, because another rank has requested it from the coordinator."""
@@ -108,14 +116,16 @@ class UnsatisfiableWaits:
     def _abort_if_blocked(self, waiting: list[Entry], now: float) -> None:
         """Abort the job if an operation that can never complete has not raised: one that blocks inside MPI can't."""
         self._causes = {key: self._causes[key] for key in map(wait_key, waiting) if key in self._causes}
+        self._waits.failing = self._causes.keys()
         self._since = {key: self._since.get(key, now) for key in self._causes}
         if not self._causes:
             return
         pending = self._peers.own_state().get("pending", [])
         polling = {(one["key"], one["number"], one["begin"]) for one in pending if one.get("polls")}
-        for key, since in self._since.items():
-            if now - since > (_RAISE_TIMEOUT if key in polling else 0):
-                self._abort.request(self._causes[key].why)
+        self._polled = {key: now if key in polling else self._polled.get(key, now) for key in self._causes}
+        for key, cause in self._causes.items():
+            if now - self._polled[key] > _BLOCKED or now - self._since[key] > _RAISE_TIMEOUT:
+                self._abort.request(cause.why)
 
     @staticmethod
     def _interval() -> float:
@@ -159,10 +169,20 @@ class UnsatisfiableWaits:
 
     def _find_deadlock(self) -> Deadlock | None:
         """Return the deadlock that the states of all ranks prove if they don't change, or None."""
-        collected = self._peers.collect_states(QUERY_TIMEOUT, full=False)
-        states = {rank: one for rank, one in collected.items() if one is not None}
+        states = self._collect_states()
         questions = open_questions(states)
         if questions:
-            collected = self._peers.collect_states(QUERY_TIMEOUT, full=False, calls=questions)
-            states = {rank: one for rank, one in collected.items() if one is not None}
+            states = self._collect_states(questions)
         return find_deadlock(states, self._peers.size)
+
+    def _collect_states(self, calls: Sequence[Sequence[Any]] = ()) -> dict[int, State]:
+        """Return the states of the ranks that reply, without operations that are about to raise.
+
+        Their ranks continue, so that another operation that waits for these ranks may complete.
+        """
+        states = self._peers.collect_states(QUERY_TIMEOUT, full=False, calls=calls)
+        return {
+            rank: state | {"pending": [one for one in state.get("pending", []) if not one.get("failing")]}
+            for rank, state in states.items()
+            if state is not None
+        }
