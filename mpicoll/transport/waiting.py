@@ -22,6 +22,14 @@ SPINS = 20
 YIELDS = 1000
 """Polls before the waiting thread sleeps between polls."""
 
+YIELD_SECONDS = 0.02
+"""Seconds after which the waiting thread sleeps between polls, after however few: each yield takes tens of milliseconds
+where other processes use the cores.
+"""
+
+YIELDS_PER_LOOK = 16
+"""Yields between two looks at the clock."""
+
 NAP = 50e-6
 """Seconds between two polls of a sleeping thread."""
 
@@ -48,7 +56,7 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callab
     before each sleep. Raises Timeout, with `what` in its text, after `timeout` seconds (None: never).
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    polls = 0
+    polls, sleep_at = 0, 0.0
     while not (value := ready()):
         if deadline is not None and time.monotonic() > deadline:
             raise Timeout(f"{what}: not complete within the timeout of {timeout:g} s")
@@ -59,6 +67,10 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callab
             time.sleep(NAP)
         elif polls > SPINS:
             yield_core()
+            if polls % YIELDS_PER_LOOK == 0 and time.monotonic() > sleep_at:
+                polls = YIELDS
+        elif polls == SPINS:
+            sleep_at = time.monotonic() + YIELD_SECONDS
     return value
 
 

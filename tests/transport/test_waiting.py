@@ -20,11 +20,21 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-def test_a_wait_spins_then_yields_then_sleeps(pauses: list[str]) -> None:
+def test_a_wait_spins_then_yields_then_sleeps(pauses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: 0.0)
     polls = iter([0] * (waiting.YIELDS + 2) + [7])
     assert waiting.poll(lambda: next(polls), None, "test", lambda: pauses.append("check")) == 7
     yields = waiting.YIELDS - waiting.SPINS
     assert pauses == ["yield"] * yields + ["check", f"sleep {waiting.NAP}"] * 2
+
+
+def test_a_wait_yields_for_a_limited_time(pauses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where other processes use the cores, a yield may take 20 ms, and 1,000 of them 20 s."""
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: 0.02 * pauses.count("yield"))
+    polls = iter([0] * 100 + [7])
+    assert waiting.poll(lambda: next(polls), None, "test") == 7
+    assert pauses.count("yield") <= waiting.YIELDS_PER_LOOK
+    assert f"sleep {waiting.NAP}" in pauses
 
 
 def test_what_is_ready_is_not_waited_for(pauses: list[str]) -> None:

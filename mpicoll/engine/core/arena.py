@@ -16,7 +16,7 @@ from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
-from mpicoll.transport.waiting import NAP, yield_core
+from mpicoll.transport.waiting import NAP, YIELD_SECONDS, YIELDS_PER_LOOK, yield_core
 from mpicoll.wording import rank_list
 
 _WORDS = 32
@@ -34,7 +34,7 @@ down where ranks share cores; fewer reads yield the core to unrelated processes 
 _LATE_AFTER = 3000
 """Reads of a flag after which a late rank is treated as possibly failed."""
 
-_READS_PER_CHECK = 64
+_READS_PER_CHECK = 4 * YIELDS_PER_LOOK
 """Reads of a flag between two checks of the peers, which also let MPI make progress. The reads take long where the
 cores are busy."""
 
@@ -520,6 +520,7 @@ class _Pause:
         self._transport = transport
         self._check_wait = check_wait
         self._turns = 0
+        self._begin = time.monotonic()  # later the time when the peers became late
 
     def __call__(self, peers: Sequence[int]) -> None:
         self._turns += 1
@@ -527,6 +528,8 @@ class _Pause:
         if self._turns < _LATE_AFTER:
             if self._turns % _READS_PER_CHECK == 0:
                 self._transport.check_peers(0.0, peers)
+            if self._turns % YIELDS_PER_LOOK == 0 and time.monotonic() - self._begin > YIELD_SECONDS:
+                self._turns = _LATE_AFTER - 1
             return
         if self._turns == _LATE_AFTER:
             self._begin = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,10 @@ from mpicoll.errors import CommunicationError, Timeout
 from mpicoll.parallel.p2p.channels import ChannelMux
 from mpicoll.parallel.p2p.operations import Peer, PendingOperation, PendingRecv, PendingSend, pop_completed
 from mpicoll.transport.base import Memory
+from mpicoll.transport.waiting import SPINS, YIELD_SECONDS, yield_core
 
-_SPINS = 1000
-"""Number of polls of a wait before it begins to sleep between polls."""
+_POLLS = 1000
+"""Maximum number of polls of a wait before it begins to sleep between polls."""
 
 _SLEEPS_PER_CHECK = 20
 """Number of sleeps of a wait between two checks that the other stage is alive."""
@@ -190,15 +190,19 @@ class PipeProgress:
         passed the bound.
         """
         deadline = time.monotonic() + bound
-        for turn in range(_SPINS):
+        sleep_at = time.monotonic() + YIELD_SECONDS
+        for turn in range(_POLLS):
             with self.lock:
                 self.mux.pump()
                 if ready():
                     return True
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 return False
-            if turn > 20:
-                os.sched_yield()
+            if now > sleep_at:
+                break
+            if turn > SPINS:
+                yield_core()
         ended = None
         while ended is None:
             with self.lock:

@@ -161,7 +161,7 @@ def fails(call, error, *words):
     except error as failure:
         assert type(failure) is error, repr(failure)
         assert all(word in str(failure) for word in words), failure
-        assert time.monotonic() - begin < 10, time.monotonic() - begin
+        assert time.monotonic() - begin < 30, time.monotonic() - begin
     else:
         raise AssertionError("nothing was raised")
     mpicoll.barrier()
@@ -189,7 +189,7 @@ if rank == 0:
             assert "for rank 1, which has exited" in str(failure), failure
         else:
             raise AssertionError("nothing was raised")
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30
     print("all raised")
 """
 )
