@@ -20,7 +20,7 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.collectives import allgather, arguments, bcast, gather, scatter
 from mpicoll.collectives.arguments import adds_rank_to_errors, call_with_timeout
 from mpicoll.engine import dispatch
-from mpicoll.engine.core.arrays import extents
+from mpicoll.engine.core.arrays import displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
@@ -228,7 +228,7 @@ def _gather_objects(
             _run(allgather.prepare(comm, outgoing.message, counts, whole, None))
         else:
             _run(gather.prepare(comm, outgoing.message, root, counts, whole if comm.rank == root else None, None))
-        return np.split(whole, extents(counts)[1:-1])
+        return np.split(whole, displacements(counts)[1:-1])
 
     messages = _run_exchange(comm, operation, root, exchange, timeout)
     if root not in (None, comm.rank):
@@ -377,7 +377,7 @@ def _pickle(obj: Any) -> Array:
     views = [memoryview(data), *(one.raw() for one in memory)]
     parts = [np.frombuffer(one, np.uint8) for one in views]
     head = np.array([len(parts), *(one.size for one in parts)], np.int64).view(np.uint8)
-    offsets = extents(_align(one.size) for one in (head, *parts))
+    offsets = displacements(_align(one.size) for one in (head, *parts))
     message = np.empty(offsets[-1], np.uint8)
     for offset, one in zip(offsets, (head, *parts), strict=False):
         message[offset : offset + one.size] = one
@@ -391,7 +391,7 @@ def _unpickle(comm: CommunicatorCore, operation: str, source: int, message: Arra
     """
     number = int(message[:8].view(np.int64)[0])
     sizes = message[8 : 8 * (number + 1)].view(np.int64).tolist()
-    offsets = extents(_align(size) for size in (8 * (number + 1), *sizes))
+    offsets = displacements(_align(size) for size in (8 * (number + 1), *sizes))
     whole = message.data
     data, *memory = [whole[offset : offset + size] for offset, size in zip(offsets[1:], sizes, strict=False)]
     try:

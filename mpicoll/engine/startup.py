@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mpicoll.config import config
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.core.queue import Waiting
+from mpicoll.engine.core.queue import RegisteredWait
 from mpicoll.engine.core.registry import Registry, agree_on_options
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
 from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure
@@ -147,7 +147,7 @@ def run_within_deadline(watch: Watchdog | None, what: str, function: Callable[[]
     if watch is None:
         return function()
     group = Group("", "world", (), 0, config().timeout)
-    with Waiting(watch, (group, 0, Call(what, collective=False), time.monotonic(), None), polls=False):
+    with RegisteredWait(watch, (group, 0, Call(what, collective=False), time.monotonic(), None), polls=False):
         return function()
 
 

@@ -44,7 +44,7 @@ def binomial_subtree(vrank: int, size: int) -> range:
     return range(vrank, min(vrank + (vrank & -vrank), size) if vrank else size)
 
 
-class Fold(NamedTuple):
+class FoldedRank(NamedTuple):
     """The role of a rank when the first 2r ranks form pairs, so that the number of active ranks is a power of two.
 
     Odd ranks below 2r are guests of the rank before them, their host; partners differ in the last bit. Only neighbours
@@ -56,12 +56,12 @@ class Fold(NamedTuple):
     guest: bool
 
 
-def fold(rank: int, size: int) -> Fold:
+def fold(rank: int, size: int) -> FoldedRank:
     """Return the role of `rank` in a fold of `size` ranks."""
     paired = 2 * (size - power_below(size))
     if rank >= paired:
-        return Fold(rank - paired // 2, host=False, guest=False)
-    return Fold(rank // 2, host=rank % 2 == 0, guest=rank % 2 == 1)
+        return FoldedRank(rank - paired // 2, host=False, guest=False)
+    return FoldedRank(rank // 2, host=rank % 2 == 0, guest=rank % 2 == 1)
 
 
 def unfold(virtual: int, size: int) -> int:

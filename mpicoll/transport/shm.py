@@ -28,7 +28,7 @@ _ALWAYS_FREE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class MemoryHandle:
     """The handle by which another process of this node maps memory.
 
     It is a file; a page that begins with `cookie` lies before the memory in it, or nothing if `cookie` is None.
@@ -39,7 +39,7 @@ class Handle:
     cookie: int | None
 
 
-_NOTHING = Handle("", 0, None)
+_NOTHING = MemoryHandle("", 0, None)
 """The handle of no bytes, for which there is no file."""
 
 
@@ -72,7 +72,7 @@ class SharedBlock:
         cookie = secrets.randbits(63)
         whole[:8].view(np.int64)[0] = cookie
         path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.handle = Handle(path, nbytes, cookie)
+        self.handle = MemoryHandle(path, nbytes, cookie)
         self.memory: Memory = whole[_PAGE:]
 
     def seal(self) -> None:
@@ -113,7 +113,7 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def attach(handle: Handle) -> Memory:
+def attach(handle: MemoryHandle) -> Memory:
     """Map the memory of another process of this node. Raises OSError if it can't be reached."""
     if handle == _NOTHING:
         return np.empty(0, np.uint8)
@@ -190,7 +190,7 @@ def share(
     rank. If it fails on one rank, all get None and the same reason.
     """
     own: SharedBlock | None = None
-    own_handle: Handle | str = _NOTHING
+    own_handle: MemoryHandle | str = _NOTHING
     try:
         if nbytes:
             own = SharedBlock(nbytes, named=named)
@@ -209,12 +209,12 @@ def adopt(
     memory: Memory, fd: int, exchange: Callable[[object], Sequence[object]], rank: int
 ) -> tuple[list[Memory] | None, str]:
     """Share existing memory, the beginning of the file behind `fd`, as :func:`share` does."""
-    own_handle = Handle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None)
+    own_handle = MemoryHandle(f"/proc/{os.getpid()}/fd/{fd}", memory.nbytes, None)
     return _map_all(own_handle, memory, exchange, rank, is_allocated=True)
 
 
 def _map_all(
-    own_handle: Handle | str,
+    own_handle: MemoryHandle | str,
     own: Memory | None,
     exchange: Callable[[object], Sequence[object]],
     rank: int,
@@ -227,13 +227,13 @@ def _map_all(
     if failure:
         return None, failure
     try:
-        total = sum(one.nbytes for one in handles if isinstance(one, Handle))
+        total = sum(one.nbytes for one in handles if isinstance(one, MemoryHandle))
         if not is_allocated and total > _ALWAYS_FREE:
             _check_free(total)
         memories = [
             own if peer == rank and own is not None else attach(one)
             for peer, one in enumerate(handles)
-            if isinstance(one, Handle)
+            if isinstance(one, MemoryHandle)
         ]
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         failure = f"rank {rank} can't map the memory of all ranks: {error}"

@@ -19,7 +19,7 @@ from support.scripts import run_scripts
 import mpicoll
 from mpicoll.cli import main
 from mpicoll.cli.bench import job, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Task, bus_factor, wide
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Workload, bus_factor, wide
 from mpicoll.cli.bench.measure import Point, Result, Wrong, verified
 from mpicoll.cli.bench.overlap import Overlap
 from mpicoll.errors import SetupError
@@ -44,7 +44,7 @@ RANKS = 3
 )
 def test_bus_factor_of_four_ranks(collective: str, factor: float) -> None:
     assert bus_factor(collective, 4) == factor
-    assert Task(collective, 4000, "float32", "sum", 4).busbw(2e-6) == pytest.approx(factor * 2e9)
+    assert Workload(collective, 4000, "float32", "sum", 4).busbw(2e-6) == pytest.approx(factor * 2e9)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_bus_factor_of_four_ranks(collective: str, factor: float) -> None:
     ],
 )
 def test_extents(collective: str, given: list[int], got: list[int]) -> None:
-    task = Task(collective, 36, "float32", "sum", RANKS)
-    assert task.nbytes == 36
-    assert [task.given(rank) for rank in range(RANKS)] == given
-    assert [task.got(rank) for rank in range(RANKS)] == got
+    workload = Workload(collective, 36, "float32", "sum", RANKS)
+    assert workload.nbytes == 36
+    assert [workload.given(rank) for rank in range(RANKS)] == given
+    assert [workload.got(rank) for rank in range(RANKS)] == got
 
 
 def test_former_names_of_algorithms() -> None:
@@ -73,40 +73,40 @@ def test_former_names_of_algorithms() -> None:
 
 
 def test_sizes_are_rounded_to_elements_and_equal_blocks() -> None:
-    assert Task("allreduce", 11, "float32", "sum", 3).nbytes == 8
-    assert Task("allreduce", 1, "float64", "sum", 3).nbytes == 8
-    assert Task("allgather", 8, "float32", "sum", 3).nbytes == 12
-    assert Task("allgather", 1 << 20, "bfloat16", "sum", 3).nbytes == (1 << 20) - 4
-    assert Task("barrier", 8, "float32", "sum", 3).nbytes == 0
+    assert Workload("allreduce", 11, "float32", "sum", 3).nbytes == 8
+    assert Workload("allreduce", 1, "float64", "sum", 3).nbytes == 8
+    assert Workload("allgather", 8, "float32", "sum", 3).nbytes == 12
+    assert Workload("allgather", 1 << 20, "bfloat16", "sum", 3).nbytes == (1 << 20) - 4
+    assert Workload("barrier", 8, "float32", "sum", 3).nbytes == 0
 
 
-def results(task: Task, kind: Kind, form: str = "", out: bool = True) -> list[tuple[Case, Any]]:
+def results(workload: Workload, kind: Kind, form: str = "", out: bool = True) -> list[tuple[Case, Any]]:
     """Each rank's case and result, with the library's own algorithms on ranks that are threads."""
 
     def rank() -> tuple[Case, Any]:
-        case = Case(task, mpicoll.world().rank, kind)
+        case = Case(workload, mpicoll.world().rank, kind)
         ready = peers.candidate("mpicoll", kind=kind, form=form, out=out).prepare(case)
         value = ready.call()
         if form == "i":
             value = value.wait()
         return case, value
 
-    return mpicoll.run_local(rank, task.ranks)
+    return mpicoll.run_local(rank, workload.ranks)
 
 
 @pytest.mark.parametrize("collective", [one for one in COLLECTIVES if one != "barrier"])
 def test_the_oracle_agrees_with_right_results_and_no_others(collective: str) -> None:
     for size in (8, 1_000_000):
-        found = results(Task(collective, size, "float32", "sum", RANKS), "numpy")
+        found = results(Workload(collective, size, "float32", "sum", RANKS), "numpy")
         for rank, (case, value) in enumerate(found):
-            if not case.task.got(rank):
+            if not case.workload.got(rank):
                 assert value is None
                 continue
-            assert case.task.check(rank, value) is None
+            assert case.workload.check(rank, value) is None
             for place in {0, value.size // 2, value.size - 1}:
                 spoiled = value.copy()
                 spoiled[place] += 1
-                fault = case.task.check(rank, spoiled)
+                fault = case.workload.check(rank, spoiled)
                 assert fault is not None
                 assert fault.startswith(f"1 of {value.size} elements are wrong; element {place} is ")
                 assert "off by 1," in fault
@@ -114,23 +114,23 @@ def test_the_oracle_agrees_with_right_results_and_no_others(collective: str) -> 
 
 def test_blocks_in_a_wrong_place_are_found() -> None:
     for collective in ("allgather", "alltoall", "gather"):
-        case, value = results(Task(collective, 1_000_000, "float32", "sum", RANKS), "numpy")[0]
-        assert case.task.check(0, np.roll(value, case.task.rows)) is not None
+        case, value = results(Workload(collective, 1_000_000, "float32", "sum", RANKS), "numpy")[0]
+        assert case.workload.check(0, np.roll(value, case.workload.rows)) is not None
 
 
 def test_a_changed_input_is_found() -> None:
-    for rank, (case, _) in enumerate(results(Task("reduce_scatter", 600, "float32", "sum", RANKS), "numpy")):
-        assert case.task.changed(rank, case.x) is None
+    for rank, (case, _) in enumerate(results(Workload("reduce_scatter", 600, "float32", "sum", RANKS), "numpy")):
+        assert case.workload.changed(rank, case.x) is None
         case.x[7] -= 2
         assert "its input has changed: 1 of 150 elements are wrong; element 7 is" in str(
-            case.task.changed(rank, case.x)
+            case.workload.changed(rank, case.x)
         )
 
 
 def test_no_number_is_wrong() -> None:
-    case, value = results(Task("allreduce", 64, "float32", "sum", RANKS), "numpy")[0]
+    case, value = results(Workload("allreduce", 64, "float32", "sum", RANKS), "numpy")[0]
     value[3] = np.nan
-    assert "element 3 is nan" in str(case.task.check(0, value))
+    assert "element 3 is nan" in str(case.workload.check(0, value))
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -142,25 +142,27 @@ def test_every_dtype(kind: Kind, dtype: str) -> None:
         for collective in REDUCTIONS if dtype in ("float32", "int8") else ("allreduce",):
             if op == "avg" and "scan" in collective:
                 continue
-            for rank, (case, value) in enumerate(results(Task(collective, 600, dtype, op, RANKS), kind)):
+            for rank, (case, value) in enumerate(results(Workload(collective, 600, dtype, op, RANKS), kind)):
                 if value is not None:
-                    assert case.task.check(rank, value) is None, (collective, op)
-    for rank, (case, value) in enumerate(results(Task("alltoall", 600, dtype, "sum", RANKS), kind)):
-        assert case.task.check(rank, value) is None
+                    assert case.workload.check(rank, value) is None, (collective, op)
+    for rank, (case, value) in enumerate(results(Workload("alltoall", 600, dtype, "sum", RANKS), kind)):
+        assert case.workload.check(rank, value) is None
 
 
 @pytest.mark.parametrize(("form", "out"), [("", False), ("i", True)])
 def test_forms_of_the_call(form: str, out: bool) -> None:
-    for rank, (case, value) in enumerate(results(Task("allreduce", 600, "float32", "sum", RANKS), "numpy", form, out)):
-        assert case.task.check(rank, value) is None
+    for rank, (case, value) in enumerate(
+        results(Workload("allreduce", 600, "float32", "sum", RANKS), "numpy", form, out)
+    ):
+        assert case.workload.check(rank, value) is None
         assert (value is case.out) is out
 
 
 def test_inputs_differ_from_rank_to_rank_and_come_again() -> None:
-    task = Task("allreduce", 4000, "float32", "sum", 2)
-    first, second = (wide(Case(task, rank, "numpy").x) for rank in (0, 1))
+    workload = Workload("allreduce", 4000, "float32", "sum", 2)
+    first, second = (wide(Case(workload, rank, "numpy").x) for rank in (0, 1))
     assert (first != second).all()
-    case = Case(task, 0, "numpy")
+    case = Case(workload, 0, "numpy")
     case.x[:] = 0
     case.reset()
     np.testing.assert_array_equal(wide(case.x), first)
@@ -175,7 +177,7 @@ def test_an_input_that_a_call_has_changed_is_an_error_of_mpicoll() -> None:
         return result
 
     ours = peers.Contestant("mpicoll", lambda case: peers.Ready(lambda: spoil(case)), ours=True)
-    case = Case(Task("allreduce", 4000, "float32", "sum", 1), 0, "numpy")
+    case = Case(Workload("allreduce", 4000, "float32", "sum", 1), 0, "numpy")
     with pytest.raises(Wrong, match="its input has changed: 1 of 1000 elements"):
         verified(team, ours, case)
 
@@ -190,10 +192,10 @@ def timed(*blocks: float, takes: str = "") -> Result:
 def points() -> list[Point]:
     made = []
     for size in (1024, 1 << 20):
-        task = Task("allreduce", size, "float32", "sum", 2)
+        workload = Workload("allreduce", size, "float32", "sum", 2)
         wrong = Result("wrong", "theirs is wrong: by far")
         ours, peer = timed(3e-6, 1e-6, 2e-6, takes="ring"), timed(4e-6)
-        made.append(Point(task, {"mpicoll": ours, "peer": peer, "theirs": wrong, "none": Result("absent", "why")}))
+        made.append(Point(workload, {"mpicoll": ours, "peer": peer, "theirs": wrong, "none": Result("absent", "why")}))
     return made
 
 
@@ -239,11 +241,11 @@ def test_plot(tmp_path: Path, against: str) -> None:
 
 
 def test_overlap_is_what_osu_iallreduce_means_by_it() -> None:
-    task = Task("allreduce", 8, "float32", "sum", 2)
-    assert Overlap(task, pure=4.0, compute=4.0, total=8.0, rounds=1).percent == 0
-    assert Overlap(task, pure=4.0, compute=4.0, total=4.0, rounds=1).percent == 100
-    assert Overlap(task, pure=4.0, compute=4.5, total=5.5, rounds=1).percent == 75
-    assert Overlap(task, pure=4.0, compute=4.0, total=9.0, rounds=1).percent == 0
+    workload = Workload("allreduce", 8, "float32", "sum", 2)
+    assert Overlap(workload, pure=4.0, compute=4.0, total=8.0, rounds=1).percent == 0
+    assert Overlap(workload, pure=4.0, compute=4.0, total=4.0, rounds=1).percent == 100
+    assert Overlap(workload, pure=4.0, compute=4.5, total=5.5, rounds=1).percent == 75
+    assert Overlap(workload, pure=4.0, compute=4.0, total=9.0, rounds=1).percent == 0
 
 
 # --- what can't be measured

@@ -14,7 +14,7 @@ from support.launch import ROOT, mpirun
 
 from mpicoll.cli import main
 from mpicoll.cli.bench import device_arrays, report
-from mpicoll.cli.bench.cases import Case, Task, wide
+from mpicoll.cli.bench.cases import Case, Workload, wide
 from mpicoll.cli.bench.measure import Point, Result
 
 
@@ -33,16 +33,16 @@ def bench(size: int, file: Path, *arguments: str | Path, **variables: str) -> tu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "complex128", "int8"])
 def test_arrays_of_a_case(cuda: ModuleType, dtype: str) -> None:
     """The same values as on the host, on the device; the oracle reads them there."""
-    task = Task("allreduce", 4000, dtype, "sum", 1)
-    on_host, on_device = Case(task, 0, "numpy"), Case(task, 0, "cuda cupy")
+    workload = Workload("allreduce", 4000, dtype, "sum", 1)
+    on_host, on_device = Case(workload, 0, "numpy"), Case(workload, 0, "cuda cupy")
     assert type(on_device.x) is cuda.ndarray
     np.testing.assert_array_equal(wide(on_device.x), wide(on_host.x))
     assert not wide(on_device.out).any()
     device_arrays.arrays("cupy").copy(on_device.out, on_device.x)
-    assert task.check(0, on_device.out) is None
-    assert task.changed(0, on_device.x) is None
+    assert workload.check(0, on_device.out) is None
+    assert workload.changed(0, on_device.x) is None
     on_device.reset()
-    assert "elements are wrong" in str(task.check(0, on_device.out))
+    assert "elements are wrong" in str(workload.check(0, on_device.out))
 
 
 def test_a_copy_is_done_when_the_call_returns(cuda: ModuleType) -> None:
@@ -126,7 +126,7 @@ def test_table_has_the_bound_once(capsys: pytest.CaptureFixture[str]) -> None:
         name: Result("timed", phase="mpi", calls=1, blocks=[time], takes="ipc" if name == "mpicoll" else "")
         for name, time in (("mpicoll", 4e-6), ("ring", 8e-6), ("gloo", 40e-6), ("copy", 2e-6))
     }
-    points = [Point(Task("allreduce", 1 << 20, "float32", "sum", 2), results)]
+    points = [Point(Workload("allreduce", 1 << 20, "float32", "sum", 2), results)]
     formatting.console().print(report.table(points, first_peer="gloo", bound="copy", settings="float32"))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[1] == "size mpicoll / gloo / copy GB/s takes ring / gloo GB/s gloo GB/s copy / gloo GB/s"

@@ -75,7 +75,7 @@ def test_borders_lie_between_sizes(low: int, high: int, border: int) -> None:
 
 
 def measured(*winners: tuple[int, str]) -> Any:
-    return [SimpleNamespace(task=SimpleNamespace(nbytes=nbytes), winner=name) for nbytes, name in winners]
+    return [SimpleNamespace(workload=SimpleNamespace(nbytes=nbytes), winner=name) for nbytes, name in winners]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_rules(winners: list[tuple[int, str]], rules: str) -> None:
 def test_candidates(nbytes: int) -> None:
     """All that can serve, and pieces of several sizes, none of which is longer than the vector."""
     problem = SelectionQuery("allreduce", nbytes, selection_context(NodeLayout(2, 1, 2)), "float", no_shm_reason=None)
-    point: Any = SimpleNamespace(problem=problem, untuned="shm_pipelined", task=SimpleNamespace(nbytes=nbytes))
+    point: Any = SimpleNamespace(problem=problem, untuned="shm_pipelined", workload=SimpleNamespace(nbytes=nbytes))
     names = winners.list_candidates(point, 2)
     assert names[0] == "shm_pipelined"
     assert len(set(names)) == len(names)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from support.launch import ROOT, mpirun
 
-from mpicoll.transport.shm import Handle, SharedBlock, attach, open_reader, share
+from mpicoll.transport.shm import MemoryHandle, SharedBlock, attach, open_reader, share
 
 SHM = Path("/dev/shm")
 
@@ -189,7 +189,7 @@ def test_share_fails_alike_where_one_can_not_allocate() -> None:
 
 
 def test_share_fails_alike_where_one_can_not_map() -> None:
-    gone = Handle(path="/proc/self/fd/987654", nbytes=10, cookie=1)
+    gone = MemoryHandle(path="/proc/self/fd/987654", nbytes=10, cookie=1)
     answers = iter([[gone], [""]])
     memories, failure = share(100, lambda value: [value, *next(answers)], 0, named=False)
     assert memories is None

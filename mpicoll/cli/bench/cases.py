@@ -64,7 +64,7 @@ _PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Workload:
     """`size` bytes, rounded to whole elements and equal blocks, of a collective among `ranks`."""
 
     collective: str
@@ -232,25 +232,25 @@ def _wide_dtype(name: str) -> str:
 
 
 class Case:
-    """The arrays of one rank for a task. `out` is None where the rank receives nothing. Registered arrays are created
-    collectively; CUDA arrays lie on this process' device."""
+    """The arrays of one rank for a workload. `out` is None where the rank receives nothing. Registered arrays are
+    created collectively; CUDA arrays lie on the device of this process."""
 
-    def __init__(self, task: Task, rank: int, kind: Kind) -> None:
-        self.task = task
+    def __init__(self, workload: Workload, rank: int, kind: Kind) -> None:
+        self.workload = workload
         self.rank = rank
         self.kind = kind
-        self.x = self._array(task.given(rank))
+        self.x = self._array(workload.given(rank))
         # The creation of registered memory is collective, so a rank that receives nothing takes part as well.
-        made = self.x if task.in_place else self._array(task.got(rank))
-        self.out = made if task.got(rank) else None
+        made = self.x if workload.in_place else self._array(workload.got(rank))
+        self.out = made if workload.got(rank) else None
         self.reset()
 
     def reset(self) -> None:
         """Fill the input with its pattern and the output with zeros."""
         if self.out is not None:
-            self._fill(self.out, np.zeros(self.task.got(self.rank)))
-        if not self.task.in_place or self.rank == 0:
-            self._fill(self.x, tiled(self.task.pattern(self.rank), 0, self.task.given(self.rank)))
+            self._fill(self.out, np.zeros(self.workload.got(self.rank)))
+        if not self.workload.in_place or self.rank == 0:
+            self._fill(self.x, tiled(self.workload.pattern(self.rank), 0, self.workload.given(self.rank)))
 
     @property
     def on_device(self) -> device_arrays.Library | None:
@@ -260,15 +260,15 @@ class Case:
 
     def _array(self, count: int) -> Any:
         if self.on_device is not None:
-            return device_arrays.arrays(self.on_device).zeros(count, self.task.dtype)
+            return device_arrays.arrays(self.on_device).zeros(count, self.workload.dtype)
         like: Literal["numpy", "torch"] = "torch" if self.kind.endswith("torch") else "numpy"
         dtype: Any
         if like == "torch":
             import torch
 
-            dtype = getattr(torch, self.task.dtype)
+            dtype = getattr(torch, self.workload.dtype)
         else:
-            dtype = np.dtype(_bfloat16() if self.task.dtype == "bfloat16" else self.task.dtype)
+            dtype = np.dtype(_bfloat16() if self.workload.dtype == "bfloat16" else self.workload.dtype)
         if self.kind != like:
             return mpicoll.empty((count,), dtype, like=like)
         return import_module(like).zeros(count, dtype=dtype)

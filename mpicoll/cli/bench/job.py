@@ -14,7 +14,7 @@ import mpicoll
 from mpicoll import schedules
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Task
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Workload
 from mpicoll.cli.bench.measure import Point, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
@@ -239,15 +239,15 @@ def _overhead(team: Team, asked: Settings) -> None:
 
 
 def _measured(team: Team, asked: Settings, entered: Sequence[Contestant]) -> list[Point]:
-    tasks = _tasks(team, asked)
+    workloads = _workloads(team, asked)
     points = []
-    with formatting.steps(team.rank == 0 and asked.progress, len(tasks)) as step:
-        for task in tasks:
-            label = f"{task.collective} {formatting.nbytes(task.nbytes)}"
+    with formatting.steps(team.rank == 0 and asked.progress, len(workloads)) as step:
+        for workload in workloads:
+            label = f"{workload.collective} {formatting.nbytes(workload.nbytes)}"
             points.append(
                 measure(
                     team,
-                    task,
+                    workload,
                     entered,
                     seconds=asked.seconds,
                     blocks=asked.blocks,
@@ -265,17 +265,17 @@ def _overlaps(team: Team, asked: Settings) -> None:
     else:
         entered = peers.candidate("mpicoll", kind="numpy", form="i")
         form = "the i-form"
-    tasks = _tasks(team, asked)
+    workloads = _workloads(team, asked)
     found: list[Overlap] = []
-    with formatting.steps(team.rank == 0 and asked.progress, len(tasks)) as step:
-        for task in tasks:
-            found.append(overlap(team, task, entered, asked.compute, asked.seconds))
-            step(f"{task.collective} {formatting.nbytes(task.nbytes)}", 1)
+    with formatting.steps(team.rank == 0 and asked.progress, len(workloads)) as step:
+        for workload in workloads:
+            found.append(overlap(team, workload, entered, asked.compute, asked.seconds))
+            step(f"{workload.collective} {formatting.nbytes(workload.nbytes)}", 1)
     if team.rank != 0:
         return
     rows = [
         [
-            f"{one.task.collective} {formatting.nbytes(one.task.nbytes)}",
+            f"{one.workload.collective} {formatting.nbytes(one.workload.nbytes)}",
             *map(formatting.seconds, (one.pure, one.compute, one.total)),
             f"{one.percent:.0f} %",
         ]
@@ -286,23 +286,23 @@ def _overlaps(team: Team, asked: Settings) -> None:
     formatting.console(asked.width).print(formatting.table(title, columns, rows))
     overlaps = []
     for one in found:
-        task = one.task
+        workload = one.workload
         overlaps.append(
             {
-                **{name: getattr(task, name) for name in ("collective", "nbytes", "dtype", "op", "ranks")},
+                **{name: getattr(workload, name) for name in ("collective", "nbytes", "dtype", "op", "ranks")},
                 **{name: getattr(one, name) for name in ("pure", "compute", "total", "percent", "rounds")},
             }
         )
     _write(team, asked, {"overlaps": overlaps})
 
 
-def _tasks(team: Team, asked: Settings) -> list[Task]:
-    """Return the tasks by collective, in ascending order of size; sizes that are equal after rounding occur once."""
-    found: dict[tuple[str, int], Task] = {}
+def _workloads(team: Team, asked: Settings) -> list[Workload]:
+    """Return the workloads by collective, in ascending order of size. Sizes equal after rounding occur once."""
+    found: dict[tuple[str, int], Workload] = {}
     for collective in asked.collectives:
         for size in asked.sizes:
-            task = Task(collective, size, asked.dtype, asked.op, team.size)
-            found.setdefault((collective, task.nbytes), task)
+            workload = Workload(collective, size, asked.dtype, asked.op, team.size)
+            found.setdefault((collective, workload.nbytes), workload)
     return list(found.values())
 
 
@@ -310,8 +310,8 @@ def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: st
     if team.rank != 0:
         return
     console = formatting.console(asked.width)
-    for collective in dict.fromkeys(point.task.collective for point in points):
-        chosen = [point for point in points if point.task.collective == collective]
+    for collective in dict.fromkeys(point.workload.collective for point in points):
+        chosen = [point for point in points if point.workload.collective == collective]
         bound = "copy" if asked.array is not None else None
         console.print(report.table(chosen, first_peer=first_peer, bound=bound, settings=_label(asked)))
     _write(team, asked, {"points": report.as_json(points)})

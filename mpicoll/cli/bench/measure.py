@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench.cases import Case, Kind, Task
+from mpicoll.cli.bench.cases import Case, Kind, Workload
 from mpicoll.cli.bench.peers import Call, Contestant, Ready, Unavailable
 from mpicoll.cli.bench.team import Team
 from mpicoll.errors import AlgorithmError, MpicollError
@@ -60,9 +60,9 @@ class Result:
 
 @dataclass(slots=True)
 class Point:
-    """A task and the result of each contestant, by name."""
+    """A workload and the result of each contestant, by name."""
 
-    task: Task
+    workload: Workload
     results: dict[str, Result]
 
 
@@ -79,21 +79,21 @@ def timed(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> 
 
 def measure(
     team: Team,
-    task: Task,
+    workload: Workload,
     contestants: Sequence[Contestant],
     *,
     seconds: float,
     blocks: int | None = None,
     step: Callable[[str], None] = lambda name: None,
 ) -> Point:
-    """Measure all `contestants` at `task`, in about `seconds` or in exactly `blocks` blocks. Collective.
+    """Measure all `contestants` at `workload`, in about `seconds` or in exactly `blocks` blocks. Collective.
 
     Raises Wrong on all ranks if a candidate of mpicoll returns a wrong result. A wrong result of a peer, or a missing
     operation, is recorded in its Result.
     """
     cases: dict[Kind, Case] = {}
     for kind in dict.fromkeys(one.kind for one in contestants):
-        cases[kind] = Case(task, team.rank, kind)
+        cases[kind] = Case(workload, team.rank, kind)
     results: dict[str, Result] = {}
     phases: defaultdict[str, list[tuple[Contestant, Ready]]] = defaultdict(list)
     for one in contestants:
@@ -105,7 +105,7 @@ def measure(
             case.reset()  # some peers overwrite their input
         share = seconds * len(phase) / len(contestants)
         _time(team, phase, results, share, blocks, step)
-    return Point(task, results)
+    return Point(workload, results)
 
 
 def _checked(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Ready | None]:
@@ -134,7 +134,7 @@ def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
         got = _first_run(contestant, ready)
         wrong = None if got is None else contestant.check(case, got)
         if wrong is None and contestant.ours:
-            wrong = case.task.changed(case.rank, case.x)
+            wrong = case.workload.changed(case.rank, case.x)
     except (Unavailable, AlgorithmError) as error:
         absent = str(error)
     except Exception as error:
@@ -142,14 +142,14 @@ def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
         if contestant.ours:
             raise
         absent = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    task = case.task
+    workload = case.workload
     for rank, (bad, missing) in enumerate(team.all((wrong, absent))):
         if missing is not None:
             raise Unavailable(missing)
         if bad is not None:
             raise Wrong(
-                f"{contestant.name} is wrong: {task.collective} of {task.nbytes} B, {task.dtype}, {task.op}, on rank"
-                f" {rank} of {team.size}: {bad}"
+                f"{contestant.name} is wrong: {workload.collective} of {workload.nbytes} B, {workload.dtype},"
+                f" {workload.op}, on rank {rank} of {team.size}: {bad}"
             )
     assert ready is not None
     return ready
@@ -170,11 +170,11 @@ def _takes(contestant: Contestant, case: Case) -> str:
     """Return the algorithm that mpicoll chooses by itself."""
     if contestant.name != "mpicoll":
         return ""
-    task = case.task
+    workload = case.workload
     # numpy may lack bfloat16; both half-precision dtypes have the same choices.
-    dtype = "float16" if task.dtype == "bfloat16" else task.dtype
+    dtype = "float16" if workload.dtype == "bfloat16" else workload.dtype
     like = None if case.on_device is None else case.x
-    return str(mpicoll.explain(task.collective, task.nbytes, op=task.op, dtype=dtype, like=like).name)
+    return str(mpicoll.explain(workload.collective, workload.nbytes, op=workload.op, dtype=dtype, like=like).name)
 
 
 def _time(

@@ -13,7 +13,7 @@ from math import ceil
 
 import numpy as np
 
-from mpicoll.cli.bench.cases import Case, Task
+from mpicoll.cli.bench.cases import Case, Workload
 from mpicoll.cli.bench.measure import timed, verified
 from mpicoll.cli.bench.peers import Call, Contestant
 from mpicoll.cli.bench.team import Team
@@ -32,7 +32,7 @@ _BLOCK = 2e-3
 class Overlap:
     """Medians in seconds over measurements of the slowest rank, and the percentage that was hidden."""
 
-    task: Task
+    workload: Workload
     pure: float
     compute: float
     total: float
@@ -43,12 +43,12 @@ class Overlap:
         return max(0.0, 100 * (1 - (self.total - self.compute) / self.pure))
 
 
-def overlap(team: Team, task: Task, contestant: Contestant, computation: str, seconds: float) -> Overlap:
+def overlap(team: Team, workload: Workload, contestant: Contestant, computation: str, seconds: float) -> Overlap:
     """Measure the overlap in about `seconds`. The contestant's call returns a request to wait for. Collective.
 
     Raises Wrong on all ranks if the result is wrong.
     """
-    begin = verified(team, contestant, Case(task, team.rank, contestant.kind)).call
+    begin = verified(team, contestant, Case(workload, team.rank, contestant.kind)).call
 
     def pure() -> None:
         begin().wait()
@@ -71,7 +71,7 @@ def overlap(team: Team, task: Task, contestant: Contestant, computation: str, se
     rounds = int(min(max(seconds // (4 * calls * expected), _ROUNDS[0]), _ROUNDS[1]))
     times = np.array([team.slowest([block(one, calls) for one in (pure, compute, total)]) for _ in range(rounds)])
     medians = [float(one) for one in np.median(times, axis=0)]
-    return Overlap(task, medians[0], medians[1], medians[2], rounds)
+    return Overlap(workload, medians[0], medians[1], medians[2], rounds)
 
 
 def _calibrated(team: Team, computation: str, seconds: float) -> Call:

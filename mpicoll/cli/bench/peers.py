@@ -34,7 +34,7 @@ class Ready(NamedTuple):
 
 
 def _by_oracle(case: Case, got: Any) -> str | None:
-    return case.task.check(case.rank, got)
+    return case.workload.check(case.rank, got)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def candidate(
     input."""
 
     def prepare(case: Case) -> Ready:
-        collective = case.task.collective
+        collective = case.workload.collective
         function = getattr(mpicoll, f"i{collective}" if form == "i" else f"{collective}{form}")
         keywords: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
         arguments: tuple[Any, ...] = ()
@@ -87,15 +87,15 @@ def candidate(
                 raise Unavailable("for bcast and scatter only")
             if absent and case.rank != 0:
                 x = None
-            arguments = (x, case.task.op) if collective in REDUCTIONS else (x,)
-            if out or case.task.in_place:
+            arguments = (x, case.workload.op) if collective in REDUCTIONS else (x,)
+            if out or case.workload.in_place:
                 keywords["out"] = case.out
         elif absent or strided:
             raise Unavailable("a barrier takes no arrays")
         if counts:
             if collective not in _COUNTED:
                 raise Unavailable(f"not for {', '.join(one for one in COLLECTIVES if one not in _COUNTED)}")
-            each = (case.task.rows,) * case.task.ranks
+            each = (case.workload.rows,) * case.workload.ranks
             keywords["counts"] = (each, each) if collective == "alltoall" else each
         if form == "_init":
             return Ready(function(*arguments, **keywords))
@@ -113,25 +113,25 @@ def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestan
     ops = {"sum": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}
 
     def prepare(case: Case) -> Ready:
-        collective, x, out = case.task.collective, case.x, case.out
+        collective, x, out = case.workload.collective, case.x, case.out
         method = getattr(own, "Reduce_scatter_block" if collective == "reduce_scatter" else collective.capitalize())
         if collective == "barrier":
             return Ready(method)
         if collective == "bcast":
             return Ready(partial(method, x), x)
         if collective in REDUCTIONS:
-            if case.task.op not in ops:
-                raise Unavailable(f"MPI has no {case.task.op}")
-            if case.task.dtype == "float16":
+            if case.workload.op not in ops:
+                raise Unavailable(f"MPI has no {case.workload.op}")
+            if case.workload.dtype == "float16":
                 raise Unavailable("some MPI libraries end the process when they are to reduce float16")
-            return Ready(partial(method, x, out, ops[case.task.op]), out)
+            return Ready(partial(method, x, out, ops[case.workload.op]), out)
         if collective == "scatter" and case.rank != 0:
             return Ready(partial(method, None, out), out)
         return Ready(partial(method, x, out), out)
 
     def check(case: Case, got: Any) -> str | None:
         # MPI does not define rank 0's result of an exscan.
-        return None if case.task.collective == "exscan" and case.rank == 0 else _by_oracle(case, got)
+        return None if case.workload.collective == "exscan" and case.rank == 0 else _by_oracle(case, got)
 
     return Contestant(name, prepare, kind, check=check)
 
@@ -141,12 +141,12 @@ def copy(kind: Kind = "numpy") -> Contestant:
     device, an allreduce has to read and write at least as much of its memory."""
 
     def prepare(case: Case) -> Ready:
-        if case.task.collective == "barrier":
+        if case.workload.collective == "barrier":
             raise Unavailable("a barrier moves nothing")
         if case.on_device is not None:
-            return Ready(*device_arrays.copying(case.on_device, case.task.nbytes))
+            return Ready(*device_arrays.copying(case.on_device, case.workload.nbytes))
         # Pages that were never written map the same physical page.
-        source, target = np.full(case.task.nbytes, 1, np.uint8), np.full(case.task.nbytes, 2, np.uint8)
+        source, target = np.full(case.workload.nbytes, 1, np.uint8), np.full(case.workload.nbytes, 2, np.uint8)
         return Ready(partial(np.copyto, target, source), target)
 
     return Contestant("copy", prepare, kind, check=lambda case, got: _not_copied(got))
@@ -262,19 +262,19 @@ def _group(dist: Any, backend: str) -> Any:
 
 def _torch_call(dist: Any, case: Case, x: Any, out: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
     """Return the function, its arguments, and its result."""
-    task, root = case.task, case.rank == 0
-    op = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(task.op, task.op.upper()))
-    if task.collective == "allreduce":
+    workload, root = case.workload, case.rank == 0
+    op = getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(workload.op, workload.op.upper()))
+    if workload.collective == "allreduce":
         out.copy_(x)  # it works in place only, as does reduce
         return dist.all_reduce, (out, op), out
-    if task.collective == "reduce":
+    if workload.collective == "reduce":
         target = out.copy_(x) if root else x.clone()
         return dist.reduce, (target, 0, op), target
-    if task.collective == "gather":
-        return dist.gather, (x, list(out.chunk(task.ranks)) if root else None, 0), out
-    if task.collective == "scatter":
-        return dist.scatter, (out, list(x.chunk(task.ranks)) if root else None, 0), out
-    if task.collective == "reduce_scatter":
+    if workload.collective == "gather":
+        return dist.gather, (x, list(out.chunk(workload.ranks)) if root else None, 0), out
+    if workload.collective == "scatter":
+        return dist.scatter, (out, list(x.chunk(workload.ranks)) if root else None, 0), out
+    if workload.collective == "reduce_scatter":
         # The names before torch 2.13 come second.
         return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, (out, x, op), out
     others: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any]] = {
@@ -283,6 +283,6 @@ def _torch_call(dist: Any, case: Case, x: Any, out: Any) -> tuple[Callable[..., 
         "alltoall": (dist.all_to_all_single, (out, x), out),
         "barrier": (dist.barrier, (), None),
     }
-    if task.collective not in others:
-        raise Unavailable(f"torch.distributed has no {task.collective}")
-    return others[task.collective]
+    if workload.collective not in others:
+        raise Unavailable(f"torch.distributed has no {workload.collective}")
+    return others[workload.collective]

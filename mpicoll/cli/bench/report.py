@@ -32,7 +32,7 @@ def table(
 ) -> formatting.Table:
     """Return the table of one collective: a row for each size, a column for each contestant. Ratios are relative to
     `first_peer`, and those of mpicoll's own choice also to `bound`."""
-    task = points[0].task
+    workload = points[0].workload
     # Contestants that lack the operation at every size are listed in the caption.
     names = [name for name in points[0].results if any(point.results[name].state != "absent" for point in points)]
     if first_peer not in names:
@@ -46,21 +46,21 @@ def table(
             columns.append(f"/ {first_peer}")
         if bound is not None and name == "mpicoll":
             columns.append(f"/ {bound}")
-        if task.nbytes:
+        if workload.nbytes:
             columns.append("GB/s")
         if any(point.results[name].takes for point in points):
             columns.append("takes")
     rows = []
     for point in points:
-        row = [formatting.nbytes(point.task.nbytes)]
+        row = [formatting.nbytes(point.workload.nbytes)]
         for name in names:
             others = [one for one in (first_peer, bound if name == "mpicoll" else None) if one not in (None, name)]
             row += _cells(point, name, [point.results[one] for one in others])
             if "takes" in columns and any(one.results[name].takes for one in points):
                 row.append(point.results[name].takes)
         rows.append(row)
-    what = f"{task.collective}, {task.ranks} ranks, {settings}: median time per call"
-    what += ", and busbw" if task.nbytes else ""
+    what = f"{workload.collective}, {workload.ranks} ranks, {settings}: median time per call"
+    what += ", and busbw" if workload.nbytes else ""
     return formatting.table(what, columns, rows, caption="\n".join(_notes(points)) or None)
 
 
@@ -70,11 +70,11 @@ def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[formatti
     reference: dict[str, str] = {}
     for name, kind in kinds.items():
         reference.setdefault(kind, name)
-    task = points[0].task
-    settings = f"{task.ranks} ranks, {task.dtype} {task.op}"
+    workload = points[0].workload
+    settings = f"{workload.ranks} ranks, {workload.dtype} {workload.op}"
     tables, found = [], []
-    for collective in dict.fromkeys(point.task.collective for point in points):
-        chosen = [point for point in points if point.task.collective == collective]
+    for collective in dict.fromkeys(point.workload.collective for point in points):
+        chosen = [point for point in points if point.workload.collective == collective]
         rows = []
         for name, kind in kinds.items():
             row = [name]
@@ -84,12 +84,12 @@ def overhead(points: Sequence[Point], kinds: Mapping[str, str]) -> list[formatti
                 if base is not result and result.state == base.state == "timed":
                     ratio = result.median / base.median
                     cell += f" {ratio:5.2f}"
-                    found.append((ratio, f"{collective} {formatting.nbytes(point.task.nbytes)}", name))
+                    found.append((ratio, f"{collective} {formatting.nbytes(point.workload.nbytes)}", name))
                 row.append(cell)
             if set(row[1:]) != {_STATES["absent"]}:
                 rows.append(row)
         what = f"{collective}, {settings}: median time, and its ratio to mpi4py's on such arrays"
-        sizes = [formatting.nbytes(point.task.nbytes) for point in chosen]
+        sizes = [formatting.nbytes(point.workload.nbytes) for point in chosen]
         wrong = [note for note in _notes(chosen) if "is wrong" in note]
         tables.append(formatting.table(what, ["", *sizes], rows, caption="\n".join(wrong) or None))
     slowest = [[name, where, f"{ratio:.2f}"] for ratio, where, name in sorted(found, reverse=True)[:_SLOWEST]]
@@ -105,8 +105,8 @@ def _cells(point: Point, name: str, references: Sequence[Result]) -> list[str]:
     for reference in references:
         both = done and reference.state == "timed"
         cells.append(f"{result.median / reference.median:.2f}" if both else "")
-    if point.task.nbytes:
-        cells.append(formatting.rate(point.task.busbw(result.median)) if done else "")
+    if point.workload.nbytes:
+        cells.append(formatting.rate(point.workload.busbw(result.median)) if done else "")
     return cells
 
 
@@ -127,12 +127,12 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Return all measurements. Times are in seconds per call, rates in bytes per second."""
     return [
         {
-            "collective": point.task.collective,
-            "size": point.task.size,
-            "nbytes": point.task.nbytes,
-            "dtype": point.task.dtype,
-            "op": point.task.op,
-            "ranks": point.task.ranks,
+            "collective": point.workload.collective,
+            "size": point.workload.size,
+            "nbytes": point.workload.nbytes,
+            "dtype": point.workload.dtype,
+            "op": point.workload.op,
+            "ranks": point.workload.ranks,
             "contestants": {name: _as_json(point, result) for name, result in point.results.items()},
         }
         for point in points
@@ -148,8 +148,8 @@ def _as_json(point: Point, result: Result) -> dict[str, Any]:
         made |= {
             "median": result.median,
             "p99": result.p99,
-            "algbw": point.task.nbytes / result.median,
-            "busbw": point.task.busbw(result.median),
+            "algbw": point.workload.nbytes / result.median,
+            "busbw": point.workload.busbw(result.median),
             "phase": result.phase,
             "calls_per_block": result.calls,
             "blocks": result.blocks,
@@ -214,14 +214,14 @@ def plot(path: Path, points: Sequence[Point], *, against: str, title: str) -> No
     formatting.require_matplotlib()
     from matplotlib.figure import Figure
 
-    collectives = list(dict.fromkeys(point.task.collective for point in points if point.task.nbytes))
+    collectives = list(dict.fromkeys(point.workload.collective for point in points if point.workload.nbytes))
     across = min(3, len(collectives))
     down = -(-len(collectives) // across)
     figure = Figure(figsize=(max(7.0, 5.5 * across), 4.6 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False)
     for place in range(down * across):
         if place < len(collectives):
-            chosen = [point for point in points if point.task.collective == collectives[place]]
+            chosen = [point for point in points if point.workload.collective == collectives[place]]
             _draw(axes.flat[place], chosen, against)
         else:
             axes.flat[place].set_axis_off()
@@ -244,9 +244,9 @@ def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
         times = [point.results[name].median for point in done]
         values = times
         if against == "busbw":
-            values = [point.task.busbw(time) / 1e9 for point, time in zip(done, times, strict=True)]
+            values = [point.workload.busbw(time) / 1e9 for point, time in zip(done, times, strict=True)]
         axes.plot(
-            [point.task.nbytes for point in done],
+            [point.workload.nbytes for point in done],
             values,
             marker="osD^v<>pX*"[number % 10],
             markersize=4,
@@ -264,6 +264,6 @@ def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
     else:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda rate, _: _plain(rate)))
         axes.set_ylabel("busbw in GB/s")
-    axes.set_title(points[0].task.collective)
+    axes.set_title(points[0].workload.collective)
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend()

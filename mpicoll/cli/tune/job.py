@@ -12,7 +12,7 @@ from typing import Any
 import mpicoll
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays
-from mpicoll.cli.bench.cases import REDUCTIONS, Task
+from mpicoll.cli.bench.cases import REDUCTIONS, Workload
 from mpicoll.cli.bench.device_arrays import Library
 from mpicoll.cli.bench.team import Team
 from mpicoll.cli.tune.measure import measure_costs, measure_point
@@ -55,7 +55,7 @@ def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> int:
         costs = measure_costs(team)
         for points in groups:
             _tune_points(team, points, asked, step)
-            rules = ((points[0].task.collective, tuple(make_rules(points))),)
+            rules = ((points[0].workload.collective, tuple(make_rules(points))),)
             entry = tuned_table.make_entry(library, layout, {points[0].tuned_class: rules}, costs, now)
             entries = tuned_table.merge_entry(entries, entry)
             if team.rank == 0 and asked.output is not None:
@@ -79,10 +79,10 @@ def plan_points(team: Team, asked: TuneSettings) -> list[list[TunedPoint]]:
             # numpy may lack bfloat16, and both half-precision dtypes belong to one class.
             known = "float16" if dtype == "bfloat16" else dtype
             for size in asked.sizes:
-                task = Task(collective, size, dtype, "sum", team.size)
-                problem = make_call_query(collective, task.nbytes, "sum", known, 0, None, resolve(team.comm), like)
+                workload = Workload(collective, size, dtype, "sum", team.size)
+                problem = make_call_query(collective, workload.nbytes, "sum", known, 0, None, resolve(team.comm), like)
                 points = groups.setdefault((collective, problem.kind), {})
-                points.setdefault(task.nbytes, TunedPoint(task, problem, choose(problem, None).name))
+                points.setdefault(workload.nbytes, TunedPoint(workload, problem, choose(problem, None).name))
     return [list(points.values()) for points in groups.values()]
 
 
@@ -106,15 +106,15 @@ def _tune_points(
     ratios: dict[str, list[float]] = {}
     previous = ""
     for point in points:
-        label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
+        label = f"{point.workload.collective} {point.workload.dtype} {formatting.nbytes(point.workload.nbytes)}"
         step(label, 0)
         names = [
             name
             for name in list_candidates(point, team.size)
             if name == point.untuned or not is_hopeless(ratios.get(name, ()))
         ]
-        looks, point.medians = measure_point(team, point.task, names, point.untuned, asked)
-        if point.task.nbytes >= _LARGE:
+        looks, point.medians = measure_point(team, point.workload, names, point.untuned, asked)
+        if point.workload.nbytes >= _LARGE:
             best = min(looks.values())
             for name, look in looks.items():
                 ratios.setdefault(name, []).append(look / best)
@@ -129,12 +129,12 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
     goods: tuple[list[float], list[float]] = ([], [])
     with formatting.steps(team.rank == 0 and asked.progress, sum(map(len, groups))) as step:
         for point in (point for points in groups for point in points):
-            label = f"{point.task.collective} {point.task.dtype} {formatting.nbytes(point.task.nbytes)}"
+            label = f"{point.workload.collective} {point.workload.dtype} {formatting.nbytes(point.workload.nbytes)}"
             step(f"checking {label}", 0)
             taken = choose(replace(point.problem, context=here), None).name
             names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
-            anew = TunedPoint(point.task, point.problem, point.untuned)
-            looks, anew.medians = measure_point(team, point.task, names, taken, asked)
+            anew = TunedPoint(point.workload, point.problem, point.untuned)
+            looks, anew.medians = measure_point(team, point.workload, names, taken, asked)
             # An untuned choice that the first look excluded from the blocks keeps the time of that look.
             anew.medians.setdefault(point.untuned, looks[point.untuned])
             best = min(anew.medians, key=lambda name: anew.medians[name])
@@ -163,7 +163,7 @@ def _print_results(asked: TuneSettings, groups: Sequence[Sequence[TunedPoint]], 
         names = list(dict.fromkeys(name for point in points for name in point.medians))
         rows = [
             [
-                formatting.nbytes(point.task.nbytes),
+                formatting.nbytes(point.workload.nbytes),
                 *(formatting.seconds(point.medians[name]) if name in point.medians else "-" for name in names),
                 point.winner,
                 point.untuned,
@@ -172,9 +172,9 @@ def _print_results(asked: TuneSettings, groups: Sequence[Sequence[TunedPoint]], 
             for point in points
         ]
         first = points[0]
-        what = first.task.dtype if first.problem.kind != "moved" else "any dtype"
+        what = first.workload.dtype if first.problem.kind != "moved" else "any dtype"
         caption = f"untuned, geometric mean: {_format_mean([point.good(point.untuned) for point in points])} good"
-        title = f"{first.task.collective}, {what}, {first.where}: median time per call"
+        title = f"{first.workload.collective}, {what}, {first.where}: median time per call"
         console.print(formatting.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
     for line in rules:
         console.print(line)

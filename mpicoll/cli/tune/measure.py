@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.cli.bench.cases import Case, Kind, Task
+from mpicoll.cli.bench.cases import Case, Kind, Workload
 from mpicoll.cli.bench.device_arrays import Library
 from mpicoll.cli.bench.measure import timed
 from mpicoll.cli.bench.peers import candidate
@@ -35,11 +35,11 @@ _MESSAGE = 4 << 20
 
 
 def measure_point(
-    team: Team, task: Task, names: Sequence[str], kept: str, asked: TuneSettings
+    team: Team, workload: Workload, names: Sequence[str], kept: str, asked: TuneSettings
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return seconds per call: of a first look at all `names`, and the median over blocks of the algorithms that the
     look did not exclude. `kept` is never excluded. All ranks return the same values."""
-    case = Case(task, team.rank, _kind(task, asked.array))
+    case = Case(workload, team.rank, _kind(workload, asked.array))
     calls = {name: candidate(name, kind=case.kind, algorithm=name).prepare(case).call for name in names}
     looks = {name: _measure_briefly(team, call) for name, call in calls.items()}
     limit = HOPELESS * min(looks.values())
@@ -62,11 +62,11 @@ def measure_point(
     return looks, {name: float(np.median(team.slowest(times))) for name, times in own.items()}
 
 
-def _kind(task: Task, array: Library | None) -> Kind:
-    """Return the kind of arrays on which `task` is measured."""
+def _kind(workload: Workload, array: Library | None) -> Kind:
+    """Return the kind of arrays on which `workload` is measured."""
     if array is not None:
         return "cuda torch" if array == "torch" else "cuda cupy"
-    return "torch" if task.dtype == "bfloat16" and find_spec("torch") is not None else "numpy"
+    return "torch" if workload.dtype == "bfloat16" and find_spec("torch") is not None else "numpy"
 
 
 def _measure_briefly(team: Team, call: Callable[[], Any]) -> float:

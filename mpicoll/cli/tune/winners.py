@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from mpicoll.cli.bench.cases import Task
+from mpicoll.cli.bench.cases import Workload
 from mpicoll.cli.tune.measure import HOPELESS
 from mpicoll.engine.executors.shared_memory import get_piece_bytes
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
@@ -29,9 +29,9 @@ second on extends its rule to all larger sizes."""
 
 @dataclass(slots=True)
 class TunedPoint:
-    """A task with the untuned choice, the medians that were measured, and the winner."""
+    """A workload with the untuned choice, the medians that were measured, and the winner."""
 
-    task: Task
+    workload: Workload
     problem: SelectionQuery
     untuned: str
     medians: dict[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def list_candidates(point: TunedPoint, size: int) -> list[str]:
         names += [
             f"shm_pipelined/{format_range(0, one).removeprefix('0-')}"
             for one in _SEGMENTS
-            if own != one <= point.task.nbytes
+            if own != one <= point.workload.nbytes
         ]
     return list(dict.fromkeys([point.untuned, *names]))
 
@@ -83,7 +83,7 @@ def choose_winner(medians: Mapping[str, float], untuned: str, previous: str) -> 
 
 def make_rules(points: Sequence[TunedPoint]) -> list[tuple[float, float, str]]:
     """Return the rules for the winners of points of ascending sizes."""
-    sizes = [point.task.nbytes for point in points]
+    sizes = [point.workload.nbytes for point in points]
     borders = [
         0.0 if sizes[0] <= _OPEN_BELOW else float(sizes[0]),
         *(_round_between(low, high) for low, high in pairwise(sizes)),

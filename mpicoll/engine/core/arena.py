@@ -113,7 +113,7 @@ class Arena:
         self.results: tuple[Memory, ...] = ()
         self.parity = 0
         # Waits for asynchronous copies to and from shared memory in the running operation.
-        self.settle: Callable[[], None] | None = None
+        self.synchronize: Callable[[], None] | None = None
         self.segments: dict[int, Segment] = {}
         self.allocated = 0
         self._scratch: list[Array] = []
@@ -253,8 +253,8 @@ class Arena:
     def sync(self) -> None:
         """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
         another rank has failed in this operation."""
-        if self.settle is not None:
-            self.settle()
+        if self.synchronize is not None:
+            self.synchronize()
         self._step = step = self._step + 2
         self.parity = step >> 1 & 1
         words = self._words
@@ -337,10 +337,10 @@ class Arena:
         target: Array | None,
         load: Callable[[], None] | None = None,
         signature: int = 0,
-        settle: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out an operation: ``body(source, target)``, after `load`. Each :meth:`sync` first calls `settle`, if
-        given.
+        """Carry out an operation: ``body(source, target)``, after `load`. Each :meth:`sync` first calls
+        `synchronize`, if given.
 
         Raises CommunicationError if ranks carry out operations of different `signature`, a number of 32 bits. If one
         rank fails here, the other ranks are released from the operation and get CommunicationError, unless they already
@@ -351,7 +351,7 @@ class Arena:
         begin = self._step
         self._operation = operation = self._operation + 1 & _OPERATIONS
         self._words[self._mine + _SIGNATURES[operation & 1]] = operation << 32 | signature
-        self.settle = settle
+        self.synchronize = synchronize
         try:
             if load is not None:
                 load()
@@ -363,7 +363,7 @@ class Arena:
                 raise found from None
             raise
         finally:
-            self.settle = None
+            self.synchronize = None
         self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
 
     def _recover(self, failure: BaseException, begin: int) -> Exception | None:

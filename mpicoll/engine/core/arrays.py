@@ -30,14 +30,14 @@ class Region:
     offsets: Sequence[int]
 
 
-def cut(count: int, pieces: int) -> list[int]:
+def even_displacements(count: int, pieces: int) -> list[int]:
     """Return the offsets of `pieces` consecutive parts of `count` elements; the first parts are larger by one element
     if `pieces` does not divide `count`."""
     size, extra = divmod(count, pieces)
     return [i * size + min(i, extra) for i in range(pieces + 1)]
 
 
-def extents(counts: Iterable[int]) -> list[int]:
+def displacements(counts: Iterable[int]) -> list[int]:
     """Return the offsets of consecutive blocks of `counts` elements."""
     offsets = [0]
     for count in counts:
@@ -166,25 +166,25 @@ def vector_regions(schedule: Schedule, array: Array, *scratch: Array) -> list[Re
 
     The first scratch chunks are in the arrays `scratch`, each as large as `array`; the others are in new memory.
     """
-    offsets = cut(array.size, schedule.chunks)
+    offsets = even_displacements(array.size, schedule.chunks)
     regions = [Region(part, offsets) for part in (array, *scratch)]
     left = schedule.scratch - len(scratch) * schedule.chunks
     if left > 0:
         sizes = [offsets[i % schedule.chunks + 1] - offsets[i % schedule.chunks] for i in range(left)]
-        ends = extents(sizes)
+        ends = displacements(sizes)
         regions.append(Region(empty_beside(array, ends[-1]), ends))
     return regions
 
 
 def _allgather_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
-    offsets, rank, whole = extents(arrays.counts), arrays.rank, arrays.target
+    offsets, rank, whole = displacements(arrays.counts), arrays.rank, arrays.target
     assert whole is not None
     arrays.bind_blocks(whole[offsets[rank] : offsets[rank + 1]], None)
     return [Region(whole, offsets)]
 
 
 def _reduce_scatter_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
-    offsets, rank = extents(arrays.counts), arrays.rank
+    offsets, rank = displacements(arrays.counts), arrays.rank
     whole = arrays.source if arrays.spare is None else arrays.spare
     assert whole is not None
     arrays.bind_blocks(whole, whole[offsets[rank] : offsets[rank + 1]])
@@ -200,13 +200,13 @@ def _rooted_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region
     gather, rank = arrays.collective == "gather", arrays.rank
     own, whole = (arrays.source, arrays.target) if gather else (arrays.target, arrays.source)
     if whole is not None:
-        offsets = extents(arrays.counts)
+        offsets = displacements(arrays.counts)
     else:
         assert own is not None
         used = {rank}
         for one in schedule.rounds:
             used.update(*(send.chunks for send in one.sends), *(recv.chunks for recv in one.recvs))
-        offsets = extents(count if chunk in used else 0 for chunk, count in enumerate(arrays.counts))
+        offsets = displacements(count if chunk in used else 0 for chunk, count in enumerate(arrays.counts))
         whole = own if len(used) == 1 else empty_beside(own, offsets[-1])
     block = whole[offsets[rank] : offsets[rank + 1]]
     arrays.bind_blocks(block if gather else None, None if gather else block)
@@ -216,11 +216,11 @@ def _rooted_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region
 def _alltoall_regions(arrays: CollectiveArrays, schedule: Schedule) -> list[Region]:
     assert arrays.source is not None
     assert arrays.target is not None
-    leave = extents(arrays.counts)
-    regions = [Region(arrays.source, leave), Region(arrays.target, extents(arrays.arrivals))]
+    leave = displacements(arrays.counts)
+    regions = [Region(arrays.source, leave), Region(arrays.target, displacements(arrays.arrivals))]
     if schedule.scratch:
         # Only algorithms for equal blocks use scratch memory.
-        ends = extents([leave[1]] * schedule.scratch)
+        ends = displacements([leave[1]] * schedule.scratch)
         regions.append(Region(empty_beside(arrays.source, ends[-1]), ends))
     return regions
 

@@ -190,7 +190,7 @@ class QueuedOperation:
             _log.error("%s failed, and its error was not retrieved", self, exc_info=self.error)
 
 
-class Waiting:
+class RegisteredWait:
     """Wait of this thread, registered with the watch while the context is entered. A wait that `polls` calls
     :meth:`check` periodically."""
 
@@ -300,13 +300,13 @@ class OperationQueue:
         group = Group(f"{whole.key} {call.name}", whole.name, members, ranks.index(whole.rank), whole.timeout)
         site = find_call_site() if self.observer is not None and self.observer.needs_call_sites else None
         entry = (group, watch.waits.begin_meeting(group.key), call, monotonic(), site)
-        with Waiting(watch, entry, polls=False):
+        with RegisteredWait(watch, entry, polls=False):
             return self._run_recorded(entry, function, ())
 
-    def waiting(self, call: Call, timeout: float) -> Waiting:
+    def waiting(self, call: Call, timeout: float) -> RegisteredWait:
         """Return a wait that polls for at most `timeout` seconds and bypasses the queue."""
         group = self.group if timeout <= self.group.timeout else replace(self.group, timeout=timeout)
-        return Waiting(self.watch, (group, 0, call, monotonic(), None))
+        return RegisteredWait(self.watch, (group, 0, call, monotonic(), None))
 
     def _run_recorded(self, entry: EntryTuple, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function` and record the outcome."""

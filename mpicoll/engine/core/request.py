@@ -9,7 +9,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.core.queue import OperationQueue, Waiting
+from mpicoll.engine.core.queue import OperationQueue, RegisteredWait
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.waiting import poll
@@ -143,7 +143,7 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
     return found[0], found[1].wait()
 
 
-def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Waiting:
+def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> RegisteredWait:
     """Return the wait for one of several requests; `bounded` states that the caller has given a timeout. The awaited
     calls are known only if the wait is not `bounded` and all requests are messages of one communicator."""
     queues, calls = zip(*(one.awaited for one in requests), strict=True)
@@ -153,6 +153,6 @@ def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Wai
     return queue.waiting(call, bound)
 
 
-def _checked(waiting: Waiting, look: Callable[[], Any]) -> Any:
+def _checked(waiting: RegisteredWait, look: Callable[[], Any]) -> Any:
     waiting.check()
     return look()

@@ -27,7 +27,7 @@ from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arena import Arena, Body
-from mpicoll.engine.core.arrays import extents
+from mpicoll.engine.core.arrays import displacements
 from mpicoll.engine.executors.shared_memory import CollectiveSpec, Move, get_share_offsets, make_moves, make_own_copy
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
@@ -337,7 +337,7 @@ class _PeerCollective:
         self._share_range = shares[rank], shares[rank + 1]
         everywhere = spec.collective == "allreduce"
         if spec.collective == "reduce_scatter":
-            ends = extents(spec.counts)
+            ends = displacements(spec.counts)
             self._share_range = ends[rank], ends[rank + 1]
         elif self._fused is None and not everywhere:
             self._share_range = 0, spec.counts[0] if rank == spec.root else 0

@@ -133,7 +133,7 @@ class DeviceContext:
     def nccl(self) -> nccl.Nccl | None:
         """Return NCCL on this communicator; None if it is not available. Collective at first use."""
         if self._native is None and self._nccl is None:
-            created = nccl.make(self._transport, self.device)
+            created = nccl.create(self._transport, self.device)
             if isinstance(created, str):
                 self._nccl = created
             else:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from mpicoll.buffers.device import device_of, empty_beside
 from mpicoll.buffers.dtypes import Array
-from mpicoll.engine.core.arrays import CollectiveArrays, cut, extents
+from mpicoll.engine.core.arrays import CollectiveArrays, displacements, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.position import Position
@@ -159,8 +159,8 @@ class _PackedBlocks:
     def __init__(self, phases: _Phases, counts: Sequence[int]) -> None:
         ranks, nodes = phases.ranks, len(phases.ranks)
         order = [node[local] for local in range(len(ranks[0])) for node in ranks]
-        offsets = extents(counts)
-        ends = extents(counts[rank] for rank in order)
+        offsets = displacements(counts)
+        ends = displacements(counts[rank] for rank in order)
         self._unpacked = [slice(offsets[rank], offsets[rank + 1]) for rank in order]
         self._packed = [slice(*extent) for extent in pairwise(ends)]
         # With ranks placed round-robin on the nodes, the blocks are in this order already.
@@ -191,7 +191,7 @@ class _PackedBlocks:
 
 def _get_shares(phases: _Phases, array: Array) -> tuple[list[int], Array]:
     """Return the elements of each local rank's share of a vector, and this rank's own share."""
-    offsets = cut(array.size, phases.comm.local_size)
+    offsets = even_displacements(array.size, phases.comm.local_size)
     local = phases.comm.local_rank
     counts = [stop - start for start, stop in pairwise(offsets)]
     return counts, array[offsets[local] : offsets[local + 1]]

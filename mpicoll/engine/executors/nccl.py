@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 from weakref import WeakSet, finalize
@@ -77,7 +77,7 @@ def unsupported_reason(collective: str, op: str | None, dtype: np.dtype[Any] | N
     return None
 
 
-def make(transport: Transport, device: Device) -> Nccl | str:
+def create(transport: Transport, device: Device) -> Nccl | str:
     """Return NCCL among the ranks of `transport`, each with its `device`; or the reason why it is not available, the
     same on all ranks. Collective. Raises what `transport` raises if a rank dies meanwhile. NCCL takes some tenths of a
     second, and memory of the device."""
@@ -168,7 +168,7 @@ class Nccl:
         self._failure: str | None = None
         self._end: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._keeper = threading.Thread(
-            target=_keep, args=(communicator, device, self._end), name="mpicoll-nccl", daemon=True
+            target=_hold_communicator, args=(communicator, device, self._end), name="mpicoll-nccl", daemon=True
         )
         self._keeper.start()
         # For communicators that the program does not free.
@@ -183,13 +183,15 @@ class Nccl:
         self._run(
             "allreduce",
             count,
-            lambda nccl, stream: nccl.allReduce(_at(source), _at(target), count, kind, how, stream),
+            lambda nccl, stream: nccl.allReduce(_address(source), _address(target), count, kind, how, stream),
         )
 
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
         count, kind, how = self._reduction(source, op)
-        to = 0 if target is None else _at(target)
-        self._run("reduce", count, lambda nccl, stream: nccl.reduce(_at(source), to, count, kind, how, root, stream))
+        to = 0 if target is None else _address(target)
+        self._run(
+            "reduce", count, lambda nccl, stream: nccl.reduce(_address(source), to, count, kind, how, root, stream)
+        )
 
     def reduce_scatter(self, source: Memory, target: Memory, counts: Sequence[int] | None, op: str) -> None:
         count, kind, how = self._reduction(source, op)
@@ -198,20 +200,20 @@ class Nccl:
             self._run(
                 "reduce_scatter",
                 count,
-                lambda nccl, stream: nccl.reduceScatter(_at(source), _at(target), part, kind, how, stream),
+                lambda nccl, stream: nccl.reduceScatter(_address(source), _address(target), part, kind, how, stream),
             )
             return
         numbers = count // max(1, source.size)  # of each element
 
         def call_nccl(nccl: Any, stream: int) -> None:
             for rank, at, elements in _iter_blocks(counts, source):
-                to = _at(target) if rank == self._rank else 0
+                to = _address(target) if rank == self._rank else 0
                 nccl.reduce(at, to, elements * numbers, kind, how, rank, stream)
 
         self._run("reduce_scatter", count, call_nccl, grouped=True)
 
     def bcast(self, data: Memory, root: int) -> None:
-        at, nbytes = _at(data), data.nbytes
+        at, nbytes = _address(data), data.nbytes
         self._run("bcast", nbytes, lambda nccl, stream: nccl.broadcast(at, at, nbytes, self._bytes, root, stream))
 
     def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
@@ -219,7 +221,7 @@ class Nccl:
         assert target is not None or not is_root
         if is_root and target is not None:
             blocks = list(_iter_blocks(counts or [source.size] * self._size, target))
-            self._keep(source, target, counts)
+            self._copy_own_block(source, target, counts)
 
         def call_nccl(nccl: Any, stream: int) -> None:
             if is_root:
@@ -227,7 +229,7 @@ class Nccl:
                     if rank != root:
                         nccl.recv(at, elements * source.itemsize, self._bytes, rank, stream)
             elif source.size:
-                nccl.send(_at(source), source.nbytes, self._bytes, root, stream)
+                nccl.send(_address(source), source.nbytes, self._bytes, root, stream)
 
         self._run("gather", 1, call_nccl, grouped=True)
 
@@ -246,7 +248,7 @@ class Nccl:
                     if rank != root:
                         nccl.send(at, elements * target.itemsize, self._bytes, rank, stream)
             elif target.size:
-                nccl.recv(_at(target), target.nbytes, self._bytes, root, stream)
+                nccl.recv(_address(target), target.nbytes, self._bytes, root, stream)
 
         self._run("scatter", 1, call_nccl, grouped=True)
 
@@ -256,13 +258,13 @@ class Nccl:
             self._run(
                 "allgather",
                 nbytes,
-                lambda nccl, stream: nccl.allGather(_at(source), _at(target), nbytes, self._bytes, stream),
+                lambda nccl, stream: nccl.allGather(_address(source), _address(target), nbytes, self._bytes, stream),
             )
             return
 
         def call_nccl(nccl: Any, stream: int) -> None:
             for rank, at, elements in _iter_blocks(counts, target):
-                of = _at(source) if rank == self._rank else at
+                of = _address(source) if rank == self._rank else at
                 nccl.broadcast(of, at, elements * target.itemsize, self._bytes, rank, stream)
 
         self._run("allgather", sum(counts), call_nccl, grouped=True)
@@ -278,8 +280,8 @@ class Nccl:
 
         def call_nccl(nccl: Any, stream: int) -> None:
             for peer in self._peers:
-                nccl.send(_at(source) + peer * nbytes, nbytes, self._bytes, peer, stream)
-                nccl.recv(_at(target) + peer * nbytes, nbytes, self._bytes, peer, stream)
+                nccl.send(_address(source) + peer * nbytes, nbytes, self._bytes, peer, stream)
+                nccl.recv(_address(target) + peer * nbytes, nbytes, self._bytes, peer, stream)
 
         self._run("alltoall", nbytes, call_nccl, grouped=True)
 
@@ -314,14 +316,14 @@ class Nccl:
     def free(self) -> None:
         """Release the resources of NCCL. Waits briefly for the ranks that free it too, because some versions of NCCL
         do."""
-        self.leave().join(_FREE_TIMEOUT)
+        self.begin_free().join(_FREE_TIMEOUT)
 
     def abort(self, why: str) -> None:
         """End the running operations, and release the resources of NCCL. Waits for no rank."""
         self._finish(self._communicator.abort, why)
         self._keeper.join(_FREE_TIMEOUT)
 
-    def leave(self, dead: AbstractSet[int] = frozenset()) -> threading.Thread:
+    def begin_free(self, dead: AbstractSet[int] = frozenset()) -> threading.Thread:
         """Free NCCL, or abort it if one of its ranks is among the `dead` (ranks of the world), in the thread that is
         returned."""
         if dead.isdisjoint(self._transport.members):
@@ -344,7 +346,7 @@ class Nccl:
         kind, how = (getattr(self._module, name) for name in (_DTYPES[source.dtype.name], _OPS[op]))
         return source.size * width, kind, how
 
-    def _keep(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
+    def _copy_own_block(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
         """Copy this rank's block to its position in `target`."""
         begin = sum(counts[: self._rank]) if counts else source.size * self._rank
         _copy(target[begin : begin + source.size], source)
@@ -359,7 +361,7 @@ class Nccl:
         if not count:
             return
         try:
-            with self._group() if grouped else _alone():
+            with self._group() if grouped else nullcontext():
                 call_nccl(self._communicator, self._device.stream)
             self._wait(what)
         except BaseException as error:
@@ -414,12 +416,7 @@ class Nccl:
         poll(ready, None, what)
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    yield
-
-
-def _keep(communicator: Any, device: Device, end: SimpleQueue[Callable[[], object]]) -> None:
+def _hold_communicator(communicator: Any, device: Device, end: SimpleQueue[Callable[[], object]]) -> None:
     """Hold NCCL's communicator until `end` delivers a function that ends it, and call that.
 
     This runs in a separate thread, since NCCL may wait for the other ranks of the node. The thread is started early,
@@ -435,19 +432,19 @@ def _keep(communicator: Any, device: Device, end: SimpleQueue[Callable[[], objec
 def free_all(dead: AbstractSet[int]) -> None:
     """Free all remaining communicators of NCCL at the end of the program; abort those with a rank among the `dead`
     (ranks of the world). Not collective; takes seconds at most."""
-    keepers = [one.leave(dead) for one in list(_instances)]
+    keepers = [one.begin_free(dead) for one in list(_instances)]
     deadline = time.monotonic() + _FREE_TIMEOUT
     for keeper in keepers:
         keeper.join(max(0.0, deadline - time.monotonic()))
 
 
-def _at(memory: Memory) -> int:
+def _address(memory: Memory) -> int:
     return memory.ctypes.data
 
 
 def _iter_blocks(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, int, int]]:
     """Return rank, address and elements of each block of `memory` that is not empty."""
-    at = _at(memory)
+    at = _address(memory)
     for rank, elements in enumerate(counts):
         if elements:
             yield rank, at, elements
@@ -456,5 +453,5 @@ def _iter_blocks(counts: Sequence[int], memory: Memory) -> Iterator[tuple[int, i
 
 def _copy(target: Memory, source: Memory) -> None:
     """Queue the copy of a block on the device, unless it is in its place."""
-    if target.size and _at(target) != _at(source):
+    if target.size and _address(target) != _address(source):
         np.copyto(target, source)

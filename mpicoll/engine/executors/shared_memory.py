@@ -27,7 +27,7 @@ from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arena import Arena, Body, Segment
-from mpicoll.engine.core.arrays import CollectiveArrays, cut, extents
+from mpicoll.engine.core.arrays import CollectiveArrays, displacements, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
@@ -142,10 +142,10 @@ class SharedMemoryCollective:
         source: Array | None,
         target: Array | None,
         load: Callable[[], None] | None = None,
-        settle: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out the collective, in queue order, after `load`. `settle` waits for asynchronous work of this rank to
-        complete before the other ranks read its results. Raises SharedMemoryLost before any data has been
+        """Carry out the collective, in queue order, after `load`. `synchronize` waits for asynchronous work of this
+        rank to complete before the other ranks read its results. Raises SharedMemoryLost before any data has been
         exchanged."""
         arena = self._arena
         if arena is None:
@@ -154,7 +154,7 @@ class SharedMemoryCollective:
                 raise SharedMemoryLost("shared memory is not available; another algorithm is used")
             self._body = (self._bind or bind)(arena, self._spec)
         assert self._body is not None
-        arena.run(self._body, source, target, load, self._signature, settle)
+        arena.run(self._body, source, target, load, self._signature, synchronize)
 
 
 class _Pieces:
@@ -215,7 +215,7 @@ def _allreduce_flat(arena: Arena, spec: CollectiveSpec) -> Body:
 def get_share_offsets(count: int, size: int, itemsize: int) -> list[int]:
     """Return the offsets of each rank's share of a piece, aligned to cache lines."""
     line = max(1, _LINE // itemsize)
-    lines = cut(-(-count // line), size)
+    lines = even_displacements(-(-count // line), size)
     return [min(count, at * line) for at in lines]
 
 
@@ -275,7 +275,7 @@ def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
     rank n(P-1)/P bytes written to slots, and n read in reducing; one synchronisation a piece."""
     counts, fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
     assert fold is not None
-    offsets = extents(counts)
+    offsets = displacements(counts)
     pieces = _Pieces(arena, spec, max(counts), size)
     width, slots = pieces.width, _get_slots(arena, spec)
 
@@ -324,7 +324,7 @@ class Move:
 
 def make_moves(spec: CollectiveSpec, rank: int, size: int) -> list[Move]:
     """Return the transfers from all ranks to `rank`, including its own."""
-    counts, offsets = spec.counts, extents(spec.counts)
+    counts, offsets = spec.counts, displacements(spec.counts)
     if spec.collective == "bcast":
         return [Move(spec.root, 0, 0, counts[0])]
     if spec.collective == "allgather":

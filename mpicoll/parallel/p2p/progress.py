@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from mpicoll.engine.core.poller import poller
-from mpicoll.engine.core.queue import OperationQueue, Waiting
+from mpicoll.engine.core.queue import OperationQueue, RegisteredWait
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError, Timeout
@@ -217,7 +217,7 @@ class PipeProgress:
         peers: Callable[[], list[Peer]],
         deadline: float,
         call: Call,
-        waiting: Waiting,
+        waiting: RegisteredWait,
     ) -> bool | None:
         """Do the same, sleeping between polls. Return None when `call` no longer describes the wait."""
         turns = 0

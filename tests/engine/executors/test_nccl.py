@@ -65,7 +65,7 @@ class End:
         world = mpicoll.world()
         self.transport, self.rank, self.size = world._core.transport, world.rank, world.size
         self.device = device_of(world.rank)
-        made = nccl.make(world._core.transport, self.device)
+        made = nccl.create(world._core.transport, self.device)
         assert isinstance(made, Nccl), made
         self.nccl = made
 
@@ -363,14 +363,14 @@ def test_what_is_refused(collective: str, op: str | None, dtype: str | None, why
 def _refused(make_device: Callable[[int], Any]) -> list[Any]:
     def body() -> Any:
         world = mpicoll.world()
-        return nccl.make(world._core.transport, make_device(world.rank))
+        return nccl.create(world._core.transport, make_device(world.rank))
 
     return mpicoll.run_local(body, 3)
 
 
 @pytest.mark.usefixtures("devices")
 def test_a_single_rank() -> None:
-    assert nccl.make(mpicoll.world()._core.transport, device_of(0)) == "there is a single rank"
+    assert nccl.create(mpicoll.world()._core.transport, device_of(0)) == "there is a single rank"
 
 
 @pytest.mark.usefixtures("devices")
