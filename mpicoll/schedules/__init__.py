@@ -18,6 +18,7 @@ from mpicoll.schedules import (  # noqa: F401
 )
 from mpicoll.schedules.cost import Cost, closed_form, cost, price
 from mpicoll.schedules.draw import draw
+from mpicoll.schedules.load_profile import Cluster, Profile
 from mpicoll.schedules.model import (
     Algorithm,
     Chunks,
@@ -34,7 +35,7 @@ from mpicoll.schedules.model import (
     find,
     get,
 )
-from mpicoll.schedules.simulate import Cluster, Forecast, Profile, profile, simulate
+from mpicoll.schedules.simulate import Forecast, profile, simulate
 from mpicoll.schedules.verify import Report, verify
 
 __all__ = [

@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from importlib import import_module
 
 import pytest
 
@@ -26,8 +25,8 @@ from mpicoll.schedules import (
 )
 from mpicoll.schedules.cost import _Simulation, chunks_in_n
 from mpicoll.schedules.matching import Exchange, Match
-
-module = import_module("mpicoll.schedules.simulate")  # the package has a function of that name
+from mpicoll.schedules.placement import Placement
+from mpicoll.schedules.rank_walk import RankWalk, sample_ranks
 
 EVERYTHING = [algorithm for collective in collectives() for algorithm in algorithms_of(collective).values()]
 EXACT = pytest.approx(1, rel=1e-9)
@@ -146,7 +145,7 @@ def test_one_rank_speaks_for_all(algorithm: Algorithm, nodes: int, per_node: int
     found = profile(algorithm, nodes, per_node)
     if found.seen == "one":
         cluster = Cluster(nodes, per_node)
-        every = module._follow(module._RankLayout(algorithm, nodes, per_node, 1, 1), range(cluster.size), 10**6)
+        every = RankWalk(Placement(algorithm, nodes, per_node, 1, 1), range(cluster.size), 10**6).profile()
         assert priced(found, cluster) == pytest.approx(priced(every, cluster), rel=1e-12)
         assert (found.rounds, found.sent, found.crossing) == (every.rounds, every.sent, every.crossing)
 
@@ -189,11 +188,11 @@ def test_messages_that_are_not_met_in_step_are_no_symmetry() -> None:
 def test_a_sample_is_near_every_rank(name: str) -> None:
     for nodes, per_node in ((64, 32), (1025, 1), (37, 40)):
         algorithm = get(*name.split("/"))
-        place = module._RankLayout(algorithm, nodes, per_node, 1, 4 if algorithm.segmented else 1)
-        every = module._follow(place, range(place.size), 10**6)
-        some = module._follow(place, module._sample(place), 10**6)
+        placement = Placement(algorithm, nodes, per_node, 1, 4 if algorithm.segmented else 1)
+        every = RankWalk(placement, range(placement.size), 10**6).profile()
+        some = RankWalk(placement, sample_ranks(placement), 10**6).profile()
         assert (every.seen, some.seen) == ("all", "sample")
-        assert place.agrees(some)
+        assert placement.agrees(some)
         cluster = Cluster(nodes, per_node)
         for exact, found in zip(priced(every, cluster), priced(some, cluster), strict=True):
             if (nodes, per_node) == (64, 32) and not algorithm.segmented:
