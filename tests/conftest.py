@@ -11,7 +11,7 @@ from types import ModuleType
 
 import hypothesis
 import pytest
-from support import tiers
+from support import tiers, warm
 
 from mpicoll.config import config
 
@@ -40,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from support.agree import Agreement
 
         config.pluginmanager.register(Agreement(config), "agreement")
+    else:
+        server = contextlib.ExitStack()
+        server.enter_context(warm.serving())
+        config.add_cleanup(server.close)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

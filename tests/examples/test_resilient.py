@@ -24,7 +24,7 @@ def run(script: Path, path: Path, deaths: dict[int, int], *arguments: str, size:
     """The accuracy, after the ledger was found to be right."""
     kill = ["--kill", *map(str, deaths), "--at", *map(str, deaths.values())] if deaths else []
     command = ("--epochs", str(EPOCHS), "--save", path, *kill, *arguments)
-    done = mpirun(size, script, *command, seconds=120, options=ULFM if deaths else ())
+    done = mpirun(size, script, *command, seconds=120, options=ULFM if deaths else (), warm=bool(deaths))
     assert done.returncode == 0, done.stdout
     steps = EPOCHS * -(-SAMPLES // 64)
     left = size - len(deaths)

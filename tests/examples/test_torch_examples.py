@@ -32,7 +32,7 @@ def by_itself(size: int, script: Path, *arguments: str | Path) -> str:
     """What `script` prints on `size` ranks that run nothing else; 0 stands for plain Python, without mpirun."""
     strict = ("-W", "error", script, *arguments)
     if size:
-        done = mpirun(size, *strict)
+        done = mpirun(size, *strict, warm=size > 1)
     else:
         done = subprocess.run(
             [sys.executable, *strict],

@@ -57,7 +57,7 @@ def run_scripts(
     search = [str(ROOT / "tests"), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
     variables["PYTHONPATH"] = os.pathsep.join(search)
     if size:
-        done = mpirun(size, *program, seconds=seconds, **variables)
+        done = mpirun(size, *program, seconds=seconds, warm=True, **variables)
     else:
         done = subprocess.run(
             [sys.executable, *program],

@@ -26,8 +26,9 @@ for _ in range(100):
 print("reached the end")
 """
 
-LIMIT = 15.0
-"""Seconds to the end of a job: those 10 that an ending may take, and some in which the job does what it is to do."""
+LIMIT = 45.0
+"""Seconds to the end of a job: an ending may take 10, and a loaded machine several times that; the jobs could wait for
+longer. """
 
 
 def stamps(text: str, output: str) -> list[float]:
@@ -35,11 +36,11 @@ def stamps(text: str, output: str) -> list[float]:
     return [float(time) for time in re.findall(rf"{text} (\d+\.\d+)", output)]
 
 
-def end(tmp_path: Path, program: str, size: int = 3) -> tuple[int, str]:
+def end(tmp_path: Path, program: str, size: int = 3, *, warm: bool = False) -> tuple[int, str]:
     """Exit status and output of a job that runs `program` behind BEGIN."""
     script = tmp_path / "program.py"
     script.write_text(BEGIN + program)
-    done = mpirun(size, script, seconds=60)
+    done = mpirun(size, script, seconds=90, warm=warm)
     begins = stamps("all are there at", done.stdout)
     assert len(begins) == size, done.stdout
     assert time.time() - max(begins) < LIMIT, done.stdout
@@ -66,7 +67,7 @@ def test_sys_exit_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sys_exit_with_a_text(tmp_path: Path) -> None:
-    status, output = end(tmp_path, "if rank == 1: sys.exit('bad luck')\n" + GO_ON, size=2)
+    status, output = end(tmp_path, "if rank == 1: sys.exit('bad luck')\n" + GO_ON, size=2, warm=True)
     assert status == 1
     assert "bad luck" in output
 
@@ -95,7 +96,7 @@ if rank == 1:
 
 @pytest.mark.slow
 def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> None:
-    status, output = end(tmp_path, "if rank == 0: dist.all_reduce(t, async_op=True)\n", size=2)
+    status, output = end(tmp_path, "if rank == 0: dist.all_reduce(t, async_op=True)\n", size=2, warm=True)
     assert status != 0
     # Whoever is first: this rank's end, or the news that the others have come to theirs.
     assert re.search("holds operations that the other ranks did not join|which has exited", output)
@@ -103,7 +104,7 @@ def test_the_end_with_an_operation_that_others_did_not_join(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_end_of_a_single_rank_with_a_receive_pending(tmp_path: Path) -> None:
-    status, output = end(tmp_path, "dist.irecv(torch.zeros(3), 0)\nprint('reached the end')\n", size=1)
+    status, output = end(tmp_path, "dist.irecv(torch.zeros(3), 0)\nprint('reached the end')\n", size=1, warm=True)
     assert status == 0, output
     assert "reached the end" in output
 
@@ -112,7 +113,7 @@ def test_the_end_of_a_single_rank_with_a_receive_pending(tmp_path: Path) -> None
 def test_without_threads_in_mpi(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import mpi4py; mpi4py.rc.thread_level = 'serialized'\n" + BEGIN)
-    done = mpirun(2, script, seconds=40)
+    done = mpirun(2, script, seconds=40, warm=True)
     assert done.returncode != 0
     assert "SetupError: a process group of mpicoll needs MPI_THREAD_MULTIPLE" in done.stdout
 
@@ -219,7 +220,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, float]
     # A worker that is spawned imports the program.
     imports = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
     script.write_text(f"{imports}if __name__ == '__main__':\n{textwrap.indent(program, '    ')}")
-    done = mpirun(3, script, seconds=100)
+    done = mpirun(3, script, seconds=100, warm=True)
     return done.returncode, done.stdout, time.time()
 
 

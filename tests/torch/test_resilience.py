@@ -94,7 +94,7 @@ print("fine\\n", end="", flush=True)
 def test_the_process_group_is_made_anew(where: str, victim: int, tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(PROGRAM)
-    done = mpirun(3, script, where, str(victim), options=ULFM, seconds=90)
+    done = mpirun(3, script, where, str(victim), options=ULFM, seconds=90, warm=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("fine\n") == 2, done.stdout
 
@@ -109,5 +109,5 @@ def test_a_process_group_has_to_be_there(tmp_path: Path) -> None:
         "except dist_error() as error:\n"
         "    print(error)\n".replace("dist_error()", "__import__('mpicoll').ArgumentError")
     )
-    done = mpirun(1, script)
+    done = mpirun(1, script, warm=True)
     assert "call init_process_group()" in done.stdout

@@ -44,6 +44,6 @@ def test_blocking_and_asynchronous_calls_meet(tmp_path: Path) -> None:
     rules = (
         "barrier:shm_flat;allreduce:shm_flat;bcast:shm_pipelined;allgather:shm_pipelined;reduce_scatter:shm_pipelined"
     )
-    done = mpirun(2, script, seconds=40, MPICOLL_ALGORITHMS=rules)
+    done = mpirun(2, script, seconds=40, warm=True, MPICOLL_ALGORITHMS=rules)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("all here") == 2

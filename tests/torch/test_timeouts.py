@@ -212,7 +212,7 @@ def test_over_its_timeout_a_group_ends_the_job(tmp_path: Path, setup: str, opera
     script = tmp_path / "program.py"
     script.write_text(BEGIN.replace("SETUP", setup).replace("OPERATION", operation))
     # A rank that waits in shared memory raises Timeout itself.
-    done = mpirun(2, script, seconds=40, MPICOLL_REPORT="off", MPICOLL_SHARED_MEMORY="off")
+    done = mpirun(2, script, seconds=40, warm=True, MPICOLL_REPORT="off", MPICOLL_SHARED_MEMORY="off")
     assert done.returncode == 1, done.stdout
     assert f"mpicoll: {words}" in done.stdout
     assert "has been waiting for more than 0.7 s" in done.stdout

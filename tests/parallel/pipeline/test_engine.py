@@ -681,7 +681,7 @@ except mpicoll.CommunicationError as error:
 def test_a_process_that_leaves_in_the_middle_of_a_batch(tmp_path: Path) -> None:
     program = tmp_path / "leaves.py"
     program.write_text(LEAVES)
-    done = mpirun(2, program, seconds=40)
+    done = mpirun(2, program, seconds=40, warm=True)
     assert "rank 0: train_batch of 6 micro-batches: B" in done.stdout
     assert re.search(r"stage 0 \(global rank 0\): irecv from stage 1 \(global rank 1\)", done.stdout)
     assert done.returncode != 124
