@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def write(path: Path, content: str | bytes | Iterable[str]) -> None:
-    """Write a file, replacing one of that name. Texts are written in UTF-8, an iterable of texts piece by piece.
+def write(path: Path, content: str | bytes | Iterable[str] | Iterable[bytes]) -> None:
+    """Write a file, replacing one of that name. Texts are written in UTF-8, an iterable piece by piece.
 
     Raises OSError, and leaves no temporary file behind, if it can't be written.
     """
@@ -18,7 +18,7 @@ def write(path: Path, content: str | bytes | Iterable[str]) -> None:
         draft.replace(path)
 
 
-def create(path: Path, content: str | bytes | Iterable[str]) -> bool:
+def create(path: Path, content: str | bytes | Iterable[str] | Iterable[bytes]) -> bool:
     """Write a new file and return True, or return False if there is a file of that name. Raises OSError."""
     with _draft(path, content) as draft:
         try:
@@ -35,16 +35,14 @@ def create(path: Path, content: str | bytes | Iterable[str]) -> bool:
 
 
 @contextmanager
-def _draft(path: Path, content: str | bytes | Iterable[str]) -> Iterator[Path]:
+def _draft(path: Path, content: str | bytes | Iterable[str] | Iterable[bytes]) -> Iterator[Path]:
     """Write a temporary file in the folder of `path`, and remove it in the end if it still exists."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         # Unlike tempfile, open applies the user's umask.
         with draft.open("xb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                file.writelines(text.encode() for text in ([content] if isinstance(content, str) else content))
+            pieces = [content] if isinstance(content, (str, bytes)) else content
+            file.writelines(one.encode() if isinstance(one, str) else one for one in pieces)
         yield draft
     finally:
         draft.unlink(missing_ok=True)

@@ -39,20 +39,20 @@ def run_local(
     """
     if size < 1:
         raise RankError(f"run_local: size must be at least 1, got {size}")
+    checks = Options.parse(config().check)
     job = local.LocalJob(size, faults, timeout)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
     worlds: list[CommunicatorCore] = []
 
     def rank_main(transport: local.LocalTransport) -> None:
-        # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
-        core = CommunicatorCore(
-            transport, None, name="world", checks=Options.parse(config().check), registry=Registry(CallCheck)
-        )
-        worlds.append(core)
-        local_world.set(Communicator(core, _replace_world))
+        core: CommunicatorCore | None = None
         completed = False
         try:
+            # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
+            core = CommunicatorCore(transport, None, name="world", checks=checks, registry=Registry(CallCheck))
+            worlds.append(core)
+            local_world.set(Communicator(core, _replace_world))
             results[transport.rank] = function(*args)
             completed = True
         except local.Killed:
@@ -62,12 +62,13 @@ def run_local(
         finally:
             last = local_world.get()
             core = core if last is None else core_of(last)
-            if completed:
+            if completed and core is not None:
                 core.queue.close()
             # A worker that waits for other ranks fails when they detect that this rank has exited, and can be closed
             # only then.
             job.mark_dead(transport.rank)
-            core.queue.close(abandon=True)
+            if core is not None:
+                core.queue.close(abandon=True)
 
     threads = [
         threading.Thread(target=rank_main, args=(one,), name=f"mpicoll-rank-{one.rank}", daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 
@@ -23,7 +24,7 @@ def is_started_by_mpi(environ: Mapping[str, str]) -> bool:
     multiprocessing. Variables of Slurm alone are no evidence: they are set in every allocation.
     """
     size, other = launched_size(environ), environ.get("WORLD_SIZE", "")
-    nested = "TORCHELASTIC_RUN_ID" in environ or (size is not None and other.isdigit() and int(other) != size)
+    nested = "TORCHELASTIC_RUN_ID" in environ or (size is not None and _parse_number(other) not in (None, size))
     return any(name in environ for name in _SIGNS) and not nested and not is_child()
 
 
@@ -35,15 +36,16 @@ def is_child() -> bool:
 
 def launched_size(environ: Mapping[str, str]) -> int | None:
     """Return the number of ranks that the launcher specifies, or None."""
-    for name in _SIZES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return None
+    numbers = (_parse_number(environ.get(name, "")) for name in _SIZES)
+    return next((number for number in numbers if number is not None), None)
 
 
 def local_ranks(environ: Mapping[str, str], size: int) -> int:
     """Return the number of the job's ranks on this node if the launcher specifies it, else `size`."""
-    for name in _LOCAL_SIZES:
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return size
+    numbers = (_parse_number(environ.get(name, "")) for name in _LOCAL_SIZES)
+    return next((number for number in numbers if number is not None), size)
+
+
+def _parse_number(text: str) -> int | None:
+    """Return the number of ranks that a variable holds, or None if it holds none."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll.config import config
 from mpicoll.transport.local import Delay, Drop, Kill
 
 
@@ -26,6 +27,26 @@ def test_arguments() -> None:
 def test_size(size: int) -> None:
     with pytest.raises(mpicoll.RankError, match=rf"run_local: size must be at least 1, got {size}"):
         mpicoll.run_local(lambda: None, size)
+
+
+def test_an_invalid_setting_is_an_error_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOLL_CHECK", "bogus")
+    config.cache_clear()
+    try:
+        with pytest.raises(mpicoll.SetupError, match="bogus"):
+            mpicoll.run_local(lambda: 1, 2)
+    finally:
+        monkeypatch.undo()
+        config.cache_clear()
+
+
+def test_a_failure_to_make_the_world_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise MemoryError("no memory for a communicator")
+
+    monkeypatch.setattr("mpicoll.engine.run_local.CommunicatorCore", fail)
+    with pytest.raises(MemoryError, match="no memory for a communicator"):
+        mpicoll.run_local(lambda: 1, 2)
 
 
 def test_a_run_inside_a_run() -> None:

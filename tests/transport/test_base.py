@@ -26,6 +26,8 @@ def test_renumber(nodes: list[int], numbers: tuple[int, ...]) -> None:
         ({"OMPI_COMM_WORLD_SIZE": "4", "PMI_SIZE": "1"}, 4),
         ({"PMI_SIZE": "many"}, None),
         ({"PMI_SIZE": ""}, None),
+        ({"PMI_SIZE": "²"}, None),
+        ({"PMI_SIZE": "9" * 5000}, None),
         ({"PMI_RANK": "1"}, None),
         ({"SLURM_NTASKS": "8"}, None),
     ],

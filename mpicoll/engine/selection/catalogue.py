@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -53,6 +54,10 @@ MAX_FLAT_BYTES = 256 * 1024
 
 SLOT_BYTES = 1 << 21
 """Size of a slot of shared memory, and so of the largest piece."""
+
+
+MAX_SEGMENTS = 4096
+"""Largest number of segments of a schedule: each rank has as many rounds, which are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +114,14 @@ def resolve_name(collective: str, text: str) -> tuple[AnyAlgorithm, int | None]:
     algorithm = schedules.get(collective, name)
     if not slash:
         return algorithm, None
-    if not detail.isdigit() or int(detail) < 1 or not algorithm.segmented:
+    if not algorithm.segmented:
+        raise AlgorithmError(f"{collective} algorithm {text!r}: {name} has no segments")
+    segments = int(detail) if re.fullmatch("[0-9]{1,9}", detail) else 0
+    if not 1 <= segments <= MAX_SEGMENTS:
         raise AlgorithmError(
-            f"{collective} algorithm {text!r}: "
-            + ("the part behind / must be a number of segments" if algorithm.segmented else f"{name} has no segments")
+            f"{collective} algorithm {text!r}: the part behind / must be a number of segments, from 1 to {MAX_SEGMENTS}"
         )
-    return algorithm, int(detail)
+    return algorithm, segments
 
 
 def _piece_bytes(collective: str, name: str, text: str) -> int:

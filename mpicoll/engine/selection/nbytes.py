@@ -11,7 +11,7 @@ def parse_bytes(text: str) -> float:
     """Return the number of bytes that `text` names; infinity for ``inf``. Raises AlgorithmError if it names none."""
     if text == "inf":
         return float("inf")
-    match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    match = re.fullmatch(r"([0-9]{1,18})([kmg]?)", text.lower())
     if match is None:
         raise AlgorithmError(f"{text!r} is not a number of bytes; write for example 0, 512, 64k, 1m, 2g or inf")
     return float(int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]])

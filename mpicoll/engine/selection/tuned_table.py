@@ -112,13 +112,13 @@ def load(path: Path) -> list[dict[str, Any]]:
         entries = list(content["entries"])
         for entry in entries:
             _check_entry(entry)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InvalidTable(f"has an invalid entry ({type(error).__name__}: {error})") from error
     return entries
 
 
 def _check_entry(entry: dict[str, Any]) -> None:
-    """Raise KeyError, TypeError, ValueError or AttributeError if `entry` is invalid."""
+    """Raise KeyError, TypeError, ValueError, AttributeError or ArithmeticError if `entry` is invalid."""
     _parse_layout(entry)
     _parse_costs(entry["costs"])
     if not isinstance(entry["machine"], dict) or not isinstance(entry["mpi"], str):

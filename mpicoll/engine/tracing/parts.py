@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from mpicoll import atomic_files
 from mpicoll.engine.tracing.table import VERSION, Floats, Interned, TracedComm, TracedRank, TraceTable
 from mpicoll.engine.tracing.wait_analysis import add_wait_times
 from mpicoll.errors import SetupError
@@ -53,7 +54,7 @@ def find_parts(folder: Path) -> list[Path]:
 
 def write_job_file(folder: Path, job: dict[str, Any]) -> None:
     """Write rank 0's data on the job: its name (`job`), the node of each rank (`nodes`), and `clocks` by node."""
-    (folder / _JOB_FILE).write_text(json.dumps(job))
+    atomic_files.write(folder / _JOB_FILE, json.dumps(job))
 
 
 def encode_rows(rows: Rows) -> str:

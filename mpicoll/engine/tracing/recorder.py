@@ -50,7 +50,7 @@ class Recorder:
         self._rank = rank
         self._local = _is_local(key)
         self._base = time.monotonic()
-        self._file = path.open("wb")
+        self._file = path.open("xb")  # another user may be able to place a link in the folder
         self._lines: list[str] = []
         self._add_line(job=job, rank=rank, host=socket.gethostname(), pid=os.getpid(), base=self._base, version=VERSION)
         self._write_lines()

@@ -11,11 +11,13 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
+from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.process_exit import exit_hooks, log_to_stderr
 from mpicoll.engine.tracing import parts, trace_files
 from mpicoll.engine.tracing.recorder import Recorder
@@ -59,7 +61,8 @@ class TraceSession:
         else:
             self._run_commands()
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(0o700, exist_ok=True)  # other users can't place links in it
             if link.rank == 0:
                 self._write_job_file()
             self._part = self._folder / parts.part_name(self._members[link.rank])
@@ -188,12 +191,14 @@ class TraceSession:
 
     def _fetch(self, rank: int, part: Path, size: int) -> None:
         self._send_command(rank, b"s")
-        with part.open("wb") as file:
-            while size > 0:
-                chunk = np.empty(min(size, _CHUNK), np.uint8)
-                self._link.irecv(chunk, rank, 3).wait(_REPLY_TIMEOUT)
-                file.write(chunk.tobytes())
-                size -= chunk.size
+        atomic_files.write(part, self._receive_chunks(rank, size))
+
+    def _receive_chunks(self, rank: int, size: int) -> Iterator[bytes]:
+        while size > 0:
+            chunk = np.empty(min(size, _CHUNK), np.uint8)
+            self._link.irecv(chunk, rank, 3).wait(_REPLY_TIMEOUT)
+            yield chunk.tobytes()
+            size -= chunk.size
 
     def _send_part(self) -> None:
         with self._part.open("rb") as file:

@@ -198,6 +198,9 @@ ENTRIES: dict[str, tuple[Any, str]] = {
     "cost": (entry() | {"costs": COSTS | {"gamma": "fast"}}, "'fast' is not a time"),
     "negative": (entry() | {"costs": COSTS | {"node": [-1, 0]}}, "-1 is not a time"),
     "endless": (entry() | {"costs": COSTS | {"node": [INF, 0]}}, "inf is not a time"),
+    "huge": (entry() | {"costs": COSTS | {"gamma": 10**400}}, "OverflowError"),
+    "huge range": (entry() | {"rules": {"float": f"allreduce:0-{'9' * 400}:ring"}}, "is not a number of bytes"),
+    "segments": (entry() | {"rules": {"float": "bcast:chain/1000000"}}, "from 1 to 4096"),
     "link": (entry() | {"costs": COSTS | {"node": [1e-6]}}, "TypeError"),
 }
 

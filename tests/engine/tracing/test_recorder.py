@@ -36,6 +36,16 @@ def keep(call: Call, *, number: int = 1, group: Group = GROUP, site: CallSite | 
     sinks.emit(((group, number, call, now, site), time.monotonic(), error))
 
 
+def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    part = tmp_path / parts.part_name(0)
+    part.symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        Recorder(part, "job", 0, "0.0")
+    assert precious.read_text() == "data"
+
+
 def test_everything_is_taken_down(tmp_path: Path, recorder: Recorder) -> None:
     call = Call("allreduce", 1024, "float32", (256,), op="sum", algorithm="ring")
     site = CallSite("train.py", 7, "step")
@@ -114,11 +124,11 @@ def test_written_as_time_goes_by(tmp_path: Path, recorder: Recorder) -> None:
     assert recorder._new == []
 
 
-def test_a_disk_that_is_full(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_is_full(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The program goes on, and what it does is not kept in memory either."""
     before = sinks.emit
     with Path("/dev/full").open("wb") as full:
-        made = Recorder(Path(os.devnull), "job", 0, "0.0")
+        made = Recorder(tmp_path / "part", "job", 0, "0.0")
         made._file, null = full, made._file
         keep(Call("barrier"))
         made.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -34,6 +36,30 @@ def test_written_before_the_end(tmp_path: Path) -> None:
     (folder,) = mpicoll.run_local(body, 1)
     assert len(parts.load_parts(folder)) == 1
     assert process_exit.exit_hooks == before
+
+
+def test_no_other_user_can_write_to_the_folder_of_the_parts(tmp_path: Path) -> None:
+    """They could place links there, whatever the permissions of the folder of the traces are."""
+    tmp_path.chmod(0o777)
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+
+    def body() -> tuple[int, Path]:
+        under_way = TraceSession(tmp_path, mpicoll.world()._core.transport, 10.0)
+        (tmp_path / f"{under_way.job}.json").symlink_to(precious)
+        mode = under_way._folder.stat().st_mode
+        under_way.finish()
+        return mode, under_way.path
+
+    before = os.umask(0)
+    try:
+        [(mode, path)] = mpicoll.run_local(body, 1)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(mode) == 0o700
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert precious.read_text() == "data"
 
 
 def test_a_rank_that_is_gone_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
