@@ -19,7 +19,7 @@ BLOCKING = {
 }
 """Names of what may wait, whatever it is called on."""
 
-JOINED = ("thread", "keeper", "leave()")
+JOINED = ("thread", "keeper", "begin_free()")
 """What is joined, where it is a thread."""
 
 ELSEWHERE = ("cli", "launch", "schedules", "transport/launcher.py", "engine/cuda_probes.py")
@@ -29,13 +29,14 @@ schedules, whose Send and Recv are data."""
 WAITS = {
     "registered: an entry of the watch's `active`, or the operation of a queue": {
         "collectives/p2p.py::_Transfer._wait_pending",
-        "engine/core/arena.py::_Pause.__call__",
+        "engine/core/arena_wait.py::ArenaWait.pause",
         "engine/executors/staging.py::StagedExchanger.exchange",
         "engine/executors/nccl.py::Nccl._wait",
         "engine/core/request.py::waitany",
         "parallel/p2p/progress.py::PipeProgress._sleep_until",
         "torch/barrier_monitor.py::_wait_for_ranks",
         "torch/barrier_monitor.py::barrier",
+        "transport/waiting.py::Backoff.yield_core",
         "transport/waiting.py::poll",
         "transport/mpi/pending.py::MpiPending.wait",
         "transport/mpi/fault_tolerance.py::FailureState.wait_all",

@@ -17,10 +17,10 @@ from mpicoll.errors import Timeout
 T = TypeVar("T")
 
 SPINS = 20
-"""Polls before the waiting thread yields its core."""
+"""Polls without a pause before the waiting thread yields its core."""
 
 YIELDS = 1000
-"""Polls before the waiting thread sleeps between polls."""
+"""Yields before the waiting thread sleeps between polls."""
 
 YIELD_SECONDS = 0.02
 """Seconds after which the waiting thread sleeps between polls, after however few: each yield takes tens of milliseconds
@@ -33,8 +33,8 @@ YIELDS_PER_LOOK = 16
 NAP = 50e-6
 """Seconds between two polls of a sleeping thread."""
 
-_INTERVAL = 1e-3
-"""Seconds between two polls for an event that is not urgent."""
+_NAPS = 20e-6, 1e-3
+"""Seconds between two polls for an event that is not urgent: at first and at most."""
 
 
 def _find_yield_core() -> Callable[[], object]:
@@ -49,6 +49,28 @@ yield_core = _find_yield_core()
 """Yield the core to other processes and threads."""
 
 
+class Backoff:
+    """The yields of a wait that has polled without a pause: as many, and for as long, as it is to yield the core
+    between its polls before it sleeps."""
+
+    __slots__ = ("_max_yields", "begin", "yields")
+
+    def __init__(self, max_yields: int = YIELDS) -> None:
+        self.yields = 0
+        self.begin = time.monotonic()
+        self._max_yields = max_yields
+
+    def yield_core(self) -> bool:
+        """Yield the core and return True. Return False, without a pause, if the wait is to sleep from now on."""
+        if self.yields >= self._max_yields:
+            return False
+        yield_core()
+        self.yields += 1
+        if self.yields % YIELDS_PER_LOOK == 0 and time.monotonic() - self.begin > YIELD_SECONDS:
+            self._max_yields = 0
+        return True
+
+
 def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callable[[], object] | None = None) -> T:
     """Call `ready` until it returns a true value, and return that value.
 
@@ -56,30 +78,32 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callab
     before each sleep. Raises Timeout, with `what` in its text, after `timeout` seconds (None: never).
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    polls, sleep_at = 0, 0.0
+    spins, backoff = SPINS, None
     while not (value := ready()):
         if deadline is not None and time.monotonic() > deadline:
             raise Timeout(f"{what}: not complete within the timeout of {timeout:g} s")
-        polls += 1
-        if polls > YIELDS:
+        if spins:
+            spins -= 1
+            continue
+        if backoff is None:
+            backoff = Backoff()
+        if not backoff.yield_core():
             if check is not None:
                 check()
             time.sleep(NAP)
-        elif polls > SPINS:
-            yield_core()
-            if polls % YIELDS_PER_LOOK == 0 and time.monotonic() > sleep_at:
-                polls = YIELDS
-        elif polls == SPINS:
-            sleep_at = time.monotonic() + YIELD_SECONDS
     return value
 
 
-def wait_for(ready: Callable[[], T | None], seconds: float) -> T | None:
-    """Call `ready` each millisecond until it returns a value other than None, and return that value.
+def wait_for(ready: Callable[[], T | None], seconds: float, check: Callable[[], object] | None = None) -> T | None:
+    """Call `ready` until it returns a value other than None, and return that value. Return None after `seconds`.
 
-    Returns None after `seconds`.
+    Sleeps between the calls, up to a millisecond. `check` is called before each sleep.
     """
     deadline = time.monotonic() + seconds
+    nap = _NAPS[0]
     while (value := ready()) is None and time.monotonic() < deadline:
-        time.sleep(_INTERVAL)
+        if check is not None:
+            check()
+        time.sleep(nap)
+        nap = min(1.1 * nap, _NAPS[1])
     return value

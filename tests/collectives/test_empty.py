@@ -23,7 +23,7 @@ def _mappings() -> int:
 
 def _segments(comm: mpicoll.Communicator | None = None) -> int:
     arena = (comm or mpicoll.world())._core.arena()
-    return 0 if arena is None else len(arena.segments)
+    return 0 if arena is None else len(arena.segments.by_number)
 
 
 # --- what is made

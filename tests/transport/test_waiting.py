@@ -22,10 +22,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_wait_spins_then_yields_then_sleeps(pauses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting.time, "monotonic", lambda: 0.0)
-    polls = iter([0] * (waiting.YIELDS + 2) + [7])
+    polls = iter([0] * (waiting.SPINS + waiting.YIELDS + 2) + [7])
     assert waiting.poll(lambda: next(polls), None, "test", lambda: pauses.append("check")) == 7
-    yields = waiting.YIELDS - waiting.SPINS
-    assert pauses == ["yield"] * yields + ["check", f"sleep {waiting.NAP}"] * 2
+    assert pauses == ["yield"] * waiting.YIELDS + ["check", f"sleep {waiting.NAP}"] * 2
 
 
 def test_a_wait_yields_for_a_limited_time(pauses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

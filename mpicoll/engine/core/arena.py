@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
-from weakref import finalize
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.core.arena_layout import (
+    ENDED,
+    FAILED,
+    FAILED_END,
+    OPERATIONS,
+    POSTED,
+    ROWS,
+    SIGNATURES,
+    TEXT,
+    UNUSABLE,
+    WORDS,
+    UnusableFlags,
+)
+from mpicoll.engine.core.arena_wait import SPINS, ArenaWait, CheckWait
+from mpicoll.engine.core.segments import SegmentTable
 from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
-from mpicoll.engine.diagnostics.position import Executing, Position
+from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
-from mpicoll.transport.waiting import NAP, YIELD_SECONDS, YIELDS_PER_LOOK, yield_core
-from mpicoll.wording import rank_list
-
-_WORDS = 32
-"""Words of 8 bytes per rank in the header: more than two cache lines, because processors fetch cache lines in pairs."""
-
-_ENDED, _SIGNATURES, _ROWS, _POSTED = (1, 2), (3, 4), (5, 6), (8, 16)
-"""Indices within a rank's words: the ends of its last two operations, the signatures of these, the row signatures of
-these, and the numbers that it sends to the other ranks at even and odd steps. Word 0 holds the rank's step. A rank can
-be ahead of another rank by at most one operation."""
-
-_SPINS = {True: 1000, False: 20}
-"""Reads of a flag before the core is yielded, by whether each rank has its own cores. More reads slow the other ranks
-down where ranks share cores; fewer reads yield the core to unrelated processes where they do not."""
-
-_LATE_AFTER = 3000
-"""Reads of a flag after which a late rank is treated as possibly failed."""
-
-_READS_PER_CHECK = 4 * YIELDS_PER_LOOK
-"""Reads of a flag between two checks of the peers, which also let MPI make progress. The reads take long where the
-cores are busy."""
-
-_FAILED = 1
-"""Bit of a step that marks the rank as failed. Steps advance by two."""
-
-_UNUSABLE = 1 << 62
-"""Step of a rank that can never be synchronised again."""
-
-_FAILED_END = 1 << 31
-"""Bit of an operation's end that marks the operation as failed."""
-
-_OPERATIONS = (1 << 31) - 1
-"""Mask of the operation counter, which wraps modulo one more than this number."""
-
-_TEXT = 1024
-"""Bytes, per rank and for even and odd operations each, for the text that describes a rank's call: the number of the
-operation, the length of the text, and the text."""
 
 DescribeCall: TypeAlias = "Callable[[], str]"
 """Function that returns a description of this rank's current call, in less than 1000 bytes."""
@@ -61,22 +36,9 @@ MismatchErrorOf: TypeAlias = "Callable[[list[str]], Exception | None]"
 """Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
 ranks."""
 
-CheckWait: TypeAlias = "Callable[[], None]"
-"""Function that raises CommunicationError if the running operation can never complete."""
-
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
 has none on this rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Memory that each rank contributes and all ranks of the node can access: the address and size of this rank's part,
-    and the parts of the other ranks."""
-
-    address: int
-    nbytes: int
-    others: dict[int, Memory]
 
 
 class Arena:
@@ -105,8 +67,8 @@ class Arena:
         row_mismatch_error: Callable[[], Exception] | None = None,
     ) -> None:
         rank, size = transport.rank, transport.size
-        words = size * _WORDS * 8
-        first = transport.share(words + 2 * size * _TEXT if rank == 0 else 0)[0]
+        words = size * WORDS * 8
+        first = transport.share(words + 2 * size * TEXT if rank == 0 else 0)[0]
         self.rank, self.size = rank, size
         self.has_slots = False
         self.slots: tuple[tuple[Memory, ...], ...] = ()
@@ -114,28 +76,26 @@ class Arena:
         self.parity = 0
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
-        self.segments: dict[int, Segment] = {}
-        self.allocated = 0
+        self.segments = SegmentTable(transport)
         self._scratch: list[Array] = []
         self.readers: Sequence[Read] = ()
         self._transport = transport
         self._flags = memoryview(first[:words].data).cast("B").cast("q")
-        # Replaced by _UnusableFlags when an operation is abandoned.
-        self._words: memoryview[int] | _UnusableFlags = self._flags
-        self._texts = first[words : words + 2 * size * _TEXT].reshape(2, size, _TEXT)
+        # Replaced by UnusableFlags when an operation is abandoned.
+        self._words: memoryview[int] | UnusableFlags = self._flags
+        self._texts = first[words : words + 2 * size * TEXT].reshape(2, size, TEXT)
         self._describe_call = describe_call
         self._mismatch_error = mismatch_error
         self._row_mismatch_error = row_mismatch_error
         self._check_wait = check_wait
         self._executing = executing or Executing()
-        self._awaited: Sequence[int] | None = None  # None: wait for the current step
         self._step = 0
         self._operation = 0
         self._abandoned = False  # the wait was abandoned because other ranks did not enter the operation
-        self._mine = rank * _WORDS
-        self._others = tuple(peer * _WORDS for peer in range(size) if peer != rank)
+        self._mine = rank * WORDS
+        self._others = tuple(peer * WORDS for peer in range(size) if peer != rank)
         self._fence = transport.memory_fence
-        self._spins = range(_SPINS[transport.has_own_cores])
+        self._spins = range(SPINS[transport.has_own_cores])
 
     def allocate_slots(self) -> Arena:
         """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
@@ -157,8 +117,8 @@ class Arena:
         """
         spins = self._spins
         # Positions of the signatures of even and odd operations: of this rank, and of the other ranks.
-        mine = tuple(self._mine + which for which in _SIGNATURES)
-        others = tuple(tuple(at + which for at in self._others) for which in _SIGNATURES)
+        mine = tuple(self._mine + which for which in SIGNATURES)
+        others = tuple(tuple(at + which for at in self._others) for which in SIGNATURES)
 
         # A closure, because it precedes the shortest operations and attribute access is slower.
 
@@ -171,7 +131,7 @@ class Arena:
                     self._match_rows(call)
                     return
                 signature = call.sign()
-            self._operation = operation = self._operation + 1 & _OPERATIONS
+            self._operation = operation = self._operation + 1 & OPERATIONS
             words, odd = self._words, operation & 1
             words[mine[odd]] = word = operation << 32 | signature
             for at in others[odd]:
@@ -180,7 +140,7 @@ class Arena:
                         if words[at] == word:
                             break
                     else:
-                        self._match_late(_SIGNATURES[odd])
+                        self._match_late(SIGNATURES[odd])
                         return
 
         return match
@@ -189,8 +149,8 @@ class Arena:
         """Match an operation whose block sizes are known only to the sender and the receiver of each block. Raises
         MismatchError on all ranks if these sizes differ."""
         signature, mine = call.row_signature(self.rank)
-        self._operation = operation = self._operation + 1 & _OPERATIONS
-        words, asked, rows = self._words, _SIGNATURES[operation & 1], _ROWS[operation & 1]
+        self._operation = operation = self._operation + 1 & OPERATIONS
+        words, asked, rows = self._words, SIGNATURES[operation & 1], ROWS[operation & 1]
         words[self._mine + rows] = mine
         if self._fence is not None:
             self._fence()
@@ -202,7 +162,7 @@ class Arena:
         if self._fence is not None:
             self._fence()
         if (
-            sum(words[peer * _WORDS + rows] for peer in range(self.size)) % ROW_MODULUS
+            sum(words[peer * WORDS + rows] for peer in range(self.size)) % ROW_MODULUS
             and self._row_mismatch_error is not None
         ):
             raise self._row_mismatch_error()
@@ -226,29 +186,24 @@ class Arena:
 
     def _await(self, which: int) -> None:
         """Return when all ranks have begun this operation, or a different one in its place."""
-        operation, words, pause = self._operation, self._words, _Pause(self._transport, self._check_wait)
+        operation, words = self._operation, self._words
         late = list(range(self.size))
-        executing = self._executing
-        outer, executing.executor = executing.executor, self
-        try:
-            while late := [peer for peer in late if words[peer * _WORDS + which] >> 32 != operation]:
-                self._awaited = late
+        with self._wait_for(lambda: late) as wait:
+            while late := [peer for peer in late if words[peer * WORDS + which] >> 32 != operation]:
                 try:
                     for peer in late:
-                        if words[peer * _WORDS] >= _UNUSABLE:
+                        if words[peer * WORDS] >= UNUSABLE:
                             raise CommunicationError(
                                 f"rank {self.rank} of {self.size} (of this node): rank {peer} has abandoned an"
                                 " operation, as its own error explains; create another communicator"
                             )
-                    pause(late)
+                    wait.pause(late)
                 except RankFailed:
-                    if any(words[peer * _WORDS + which] >> 32 != operation for peer in late):
+                    if any(words[peer * WORDS + which] >> 32 != operation for peer in late):
                         raise  # otherwise the ranks have entered the operation and exited since
                 except CommunicationError:
                     self._abandoned = True
                     raise
-        finally:
-            executing.executor, self._awaited = outer, None
 
     def sync(self) -> None:
         """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
@@ -265,9 +220,9 @@ class Arena:
             seen = words[at]
             if seen < step:
                 seen = self._wait(at, step)
-            if seen & _FAILED and self._failed_here(at):
+            if seen & FAILED and self._failed_here(at):
                 raise CommunicationError(
-                    f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} failed in this operation, as"
+                    f"rank {self.rank} of {self.size} (of this node): rank {at // WORDS} failed in this operation, as"
                     " its own error explains"
                 )
         if self._fence is not None:
@@ -276,8 +231,8 @@ class Arena:
     def _failed_here(self, at: int) -> bool:
         """Return True if another rank has failed in this operation, not at the beginning of the next one."""
         self._barrier()
-        ended = self._words[at + _ENDED[self._operation & 1]]
-        return ended >> 32 != self._operation or bool(ended & _FAILED_END)
+        ended = self._words[at + ENDED[self._operation & 1]]
+        return ended >> 32 != self._operation or bool(ended & FAILED_END)
 
     def _wait(self, at: int, step: int) -> int:
         words = self._words
@@ -285,17 +240,15 @@ class Arena:
             seen = words[at]
             if seen >= step:
                 return seen
-        which = _SIGNATURES[self._operation & 1]
-        mine, pause = words[self._mine + which], _Pause(self._transport, self._check_wait)
-        executing = self._executing
-        outer, executing.executor = executing.executor, self
-        try:
+        which = SIGNATURES[self._operation & 1]
+        mine = words[self._mine + which]
+        with self._wait_for(self._late_ranks) as wait:
             while (seen := words[at]) < step:
                 asked = words[at + which]
                 if asked >> 32 == self._operation and asked != mine:
                     self.check_same_operation()  # a different operation may have fewer steps and never reach this one
                 try:
-                    pause([at // _WORDS])
+                    wait.pause([at // WORDS])
                 except RankFailed:
                     if words[at] < step:  # otherwise the rank has reached the step and exited since
                         raise
@@ -304,31 +257,27 @@ class Arena:
                     # operation.
                     self._abandoned = True
                     raise
-        finally:
-            executing.executor = outer
         return seen
 
-    def position(self, members: Sequence[int]) -> Position:
-        """Return the position of this rank and the ranks that it waits for."""
-        awaited = self._awaited
-        late = tuple(sorted(members[peer] for peer in (self.late_ranks() if awaited is None else awaited)))
-        return Position(f"shared memory{(late and f': waits for {rank_list(late)}') or ''}", late, polls=True)
+    def _wait_for(self, late: Callable[[], Sequence[int]]) -> ArenaWait:
+        """Return a wait for the ranks that `late` returns."""
+        return ArenaWait(self._transport, self._executing, self._check_wait, late)
 
-    def late_ranks(self) -> list[int]:
+    def _late_ranks(self) -> list[int]:
         """Return the ranks that have not reached the current step of this rank."""
-        return [at // _WORDS for at in self._others if self._flags[at] < self._step]
+        return [at // WORDS for at in self._others if self._flags[at] < self._step]
 
     def post(self, *values: int) -> None:
         """Publish up to 8 numbers, which the other ranks read with :meth:`read_posted` after the next ``sync``."""
-        at = self._mine + _POSTED[self.parity]
+        at = self._mine + POSTED[self.parity]
         for i, value in enumerate(values):
             self._words[at + i] = value
 
     def read_posted(self, count: int) -> list[tuple[int, ...]]:
         """Return the first `count` numbers that each rank published in the step that has just ended."""
-        first = _POSTED[1 - self.parity]
+        first = POSTED[1 - self.parity]
         words = self._words
-        return [tuple(words[peer * _WORDS + first + i] for i in range(count)) for peer in range(self.size)]
+        return [tuple(words[peer * WORDS + first + i] for i in range(count)) for peer in range(self.size)]
 
     def run(
         self,
@@ -349,8 +298,8 @@ class Arena:
         CommunicationError.
         """
         begin = self._step
-        self._operation = operation = self._operation + 1 & _OPERATIONS
-        self._words[self._mine + _SIGNATURES[operation & 1]] = operation << 32 | signature
+        self._operation = operation = self._operation + 1 & OPERATIONS
+        self._words[self._mine + SIGNATURES[operation & 1]] = operation << 32 | signature
         self.synchronize = synchronize
         try:
             if load is not None:
@@ -364,7 +313,7 @@ class Arena:
             raise
         finally:
             self.synchronize = None
-        self._words[self._mine + _ENDED[operation & 1]] = operation << 32 | self._step - begin
+        self._words[self._mine + ENDED[operation & 1]] = operation << 32 | self._step - begin
 
     def _recover(self, failure: BaseException, begin: int) -> Exception | None:
         """Synchronise with the other ranks after a failure. Raises if that is impossible. Return the error for ranks
@@ -375,14 +324,14 @@ class Arena:
                 raise failure  # do not wait a second time for ranks that exceeded the timeout
             self._release_waiters(begin)
         except BaseException:
-            self._step = self._words[self._mine] = _UNUSABLE | _FAILED
-            self._words = _UnusableFlags(self.rank, self.size)
+            self._step = self._words[self._mine] = UNUSABLE | FAILED
+            self._words = UnusableFlags(self.rank, self.size)
             raise
         return self._find_mismatch() if isinstance(failure, CommunicationError) else None
 
     def check_same_operation(self) -> None:
         """Raise CommunicationError if another rank carries out a different operation. Valid after a first step."""
-        words, which = self._words, _SIGNATURES[self._operation & 1]
+        words, which = self._words, SIGNATURES[self._operation & 1]
         mine = words[self._mine + which]
         for at in self._others:
             if (other := words[at + which]) != mine:
@@ -391,11 +340,11 @@ class Arena:
                     if other & (1 << 32) - 1
                     else "has abandoned this operation, as its own error explains"
                 )
-                raise CommunicationError(f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} {what}")
+                raise CommunicationError(f"rank {self.rank} of {self.size} (of this node): rank {at // WORDS} {what}")
 
     def _operations_differ(self) -> bool:
         """Return True if another rank carries out a different operation. Valid after a first step."""
-        words, which = self._words, _SIGNATURES[self._operation & 1]
+        words, which = self._words, SIGNATURES[self._operation & 1]
         mine = words[self._mine + which]
         return any(words[at + which] != mine for at in self._others)
 
@@ -423,26 +372,22 @@ class Arena:
     def _release_waiters(self, begin: int) -> None:
         """Release the other ranks after a failure: block none of them until all have ended this operation, successfully
         or not, then synchronise with them."""
-        words, pause = self._words, _Pause(self._transport, self._check_wait)
-        words[self._mine + _ENDED[self._operation & 1]] = self._operation << 32 | _FAILED_END | self._step - begin
-        executing = self._executing
-        outer, executing.executor = executing.executor, self
-        try:
+        words = self._words
+        words[self._mine + ENDED[self._operation & 1]] = self._operation << 32 | FAILED_END | self._step - begin
+        late: list[int] = []
+        with self._wait_for(lambda: late) as wait:
             while True:
                 reached = [self._reached(at, begin) for at in self._others]
                 self._barrier()
-                words[self._mine] = max(self._step, *(step for step, _ in reached)) | _FAILED
-                late = [at // _WORDS for at, (_, ended) in zip(self._others, reached, strict=True) if not ended]
+                words[self._mine] = max(self._step, *(step for step, _ in reached)) | FAILED
+                late = [at // WORDS for at, (_, ended) in zip(self._others, reached, strict=True) if not ended]
                 if not late:
                     break
-                self._awaited = late
                 try:
-                    pause(late)
+                    wait.pause(late)
                 except RankFailed:
-                    if not all(self._reached(peer * _WORDS, begin)[1] for peer in late):
+                    if not all(self._reached(peer * WORDS, begin)[1] for peer in late):
                         raise
-        finally:
-            executing.executor, self._awaited = outer, None
         self._step = max(self._step, *(step for step, _ in reached))
         self.parity = self._step >> 1 & 1
         # A rank that waits for this one in the next operation must not attribute this failure to that operation.
@@ -452,15 +397,15 @@ class Arena:
         """Return the step of this operation that another rank has reached, and True if that rank has ended the
         operation."""
         # Read in this order: the step belongs to the next operation only if the end of this operation is visible.
-        step = self._words[at] & ~_FAILED
+        step = self._words[at] & ~FAILED
         self._barrier()
-        ended = self._words[at + _ENDED[self._operation & 1]]
-        if step >= _UNUSABLE:
+        ended = self._words[at + ENDED[self._operation & 1]]
+        if step >= UNUSABLE:
             raise CommunicationError(
-                f"rank {self.rank} of {self.size} (of this node): rank {at // _WORDS} has abandoned an operation"
+                f"rank {self.rank} of {self.size} (of this node): rank {at // WORDS} has abandoned an operation"
             )
         if ended >> 32 == self._operation:
-            return begin + (ended & _FAILED_END - 1), True
+            return begin + (ended & FAILED_END - 1), True
         return step, False
 
     def _barrier(self) -> None:
@@ -473,82 +418,3 @@ class Arena:
         if not self._scratch:
             self._scratch = [np.empty(SLOT_BYTES, np.uint8) for _ in range(self.size)]
         return self._scratch
-
-    def allocate(self, nbytes: int) -> Memory:
-        """Return memory of `nbytes` that all ranks of the node can access. Collective. The memory stays registered as
-        long as the memory that the returned array views."""
-        memories = self._transport.share(max(nbytes, 1))
-        number, own = self._register(memories), memories[self.rank]
-        # The caller's arrays keep the base of the memory alive, not the array that is returned here.
-        finalize(own if own.base is None else own.base, self.segments.pop, number, None).atexit = False
-        return own
-
-    def adopt(self, memory: Memory, fd: int) -> int:
-        """Give all ranks of the node access to `memory`, the beginning of the file behind `fd`, until
-        :meth:`unregister` is called with the returned number. Collective."""
-        return self._register(self._transport.adopt(memory, fd))
-
-    def unregister(self, number: int) -> None:
-        """Unregister adopted memory before it is released."""
-        self.segments.pop(number, None)
-
-    def _register(self, memories: Sequence[Memory]) -> int:
-        self.allocated += 1
-        own = memories[self.rank]
-        others = {peer: memory for peer, memory in enumerate(memories) if peer != self.rank}
-        self.segments[self.allocated] = Segment(own.__array_interface__["data"][0], own.nbytes, others)
-        return self.allocated
-
-    def find(self, array: Array | None) -> tuple[int, int]:
-        """Return the number of the segment that contains `array`, and the offset in it; (0, 0) if no segment contains
-        it."""
-        if array is not None:
-            address = array.__array_interface__["data"][0]
-            for number, segment in self.segments.copy().items():  # a finalizer may remove an entry meanwhile
-                offset = address - segment.address
-                if 0 <= offset < segment.nbytes:
-                    return number, offset
-        return 0, 0
-
-
-class _Pause:
-    """Actions between two reads of a flag."""
-
-    __slots__ = ("_begin", "_check_wait", "_transport", "_turns")
-
-    def __init__(self, transport: Transport, check_wait: CheckWait | None) -> None:
-        self._transport = transport
-        self._check_wait = check_wait
-        self._turns = 0
-        self._begin = time.monotonic()  # later the time when the peers became late
-
-    def __call__(self, peers: Sequence[int]) -> None:
-        self._turns += 1
-        yield_core()
-        if self._turns < _LATE_AFTER:
-            if self._turns % _READS_PER_CHECK == 0:
-                self._transport.check_peers(0.0, peers)
-            if self._turns % YIELDS_PER_LOOK == 0 and time.monotonic() - self._begin > YIELD_SECONDS:
-                self._turns = _LATE_AFTER - 1
-            return
-        if self._turns == _LATE_AFTER:
-            self._begin = time.monotonic()
-        self._transport.check_peers(time.monotonic() - self._begin, peers)
-        if self._check_wait is not None:
-            self._check_wait()
-        time.sleep(NAP)
-
-
-class _UnusableFlags:
-    """Replacement for the flags of a rank that can never be synchronised again."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self._who = f"rank {rank} of {size} (of this node)"
-
-    def _raise(self, *args: Any) -> NoReturn:
-        raise CommunicationError(
-            f"{self._who}: an operation was abandoned, and the ranks are not synchronised any more; create another"
-            " communicator"
-        )
-
-    __getitem__ = __setitem__ = _raise

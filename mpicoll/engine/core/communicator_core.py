@@ -265,22 +265,22 @@ class CommunicatorCore:
         arena = self.arena()
         if arena is None:
             return np.empty(nbytes, np.uint8)
-        memory = arena.allocate(nbytes)[:nbytes]
+        memory = arena.segments.allocate(nbytes)[:nbytes]
         self._discard_cached_choices()
         return memory
 
     def adopt(self, memory: Memory, fd: int) -> int:
-        """Give all ranks access to `memory`; see :meth:`Arena.adopt`. Collective; called by operations where there is
+        """Give all ranks access to `memory`; see `SegmentTable.adopt`. Collective; called by operations where there is
         an arena."""
         assert self._arena is not None
-        number = self._arena.adopt(memory, fd)
+        number = self._arena.segments.adopt(memory, fd)
         self._discard_cached_choices()
         return number
 
     def unregister(self, number: int) -> None:
         """Unregister adopted memory before it is released."""
         if self._arena is not None:
-            self._arena.unregister(number)
+            self._arena.segments.unregister(number)
 
     def _discard_cached_choices(self) -> None:
         if not self.has_user_segments:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.stacks import thread_names
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
+from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,9 +37,6 @@ _log = logging.getLogger("mpicoll")
 
 _ENDING = threading.Lock()
 """Lock held briefly while an operation ends or a callback for its end is registered."""
-
-_NAPS = 20e-6, 1e-3
-"""Seconds between two polls of a wait with a bound: first and maximum."""
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
@@ -471,17 +468,12 @@ class OperationQueue:
             self.watch.waits.bounded.remove(operation.call)
 
     def _wait_within(self, operation: QueuedOperation, timeout: float, bound: float | None) -> None:
-        deadline = time.monotonic() + timeout
-        nap = _NAPS[0]
-        while not operation.done:
-            if time.monotonic() > deadline:
-                whole = timeout if bound is None else bound
-                if self.watch is not None:
-                    self.watch.waits.timed_out.append(operation.call)
-                raise self.timeout_error(self._describe_progress(operation, whole), whole)
-            self.make_progress()
-            time.sleep(nap)
-            nap = min(1.1 * nap, _NAPS[1])
+        if wait_for(lambda: operation.done or None, timeout, self.make_progress):
+            return
+        whole = timeout if bound is None else bound
+        if self.watch is not None:
+            self.watch.waits.timed_out.append(operation.call)
+        raise self.timeout_error(self._describe_progress(operation, whole), whole)
 
     def _describe_progress(self, operation: QueuedOperation, seconds: float) -> str:
         """Describe the collective of `operation` and its progress after `seconds`."""
@@ -543,13 +535,7 @@ class OperationQueue:
 
     def drain(self, timeout: float) -> bool:
         """Wait for all submitted operations. Return False if they have not completed within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self.pending or self.lock.locked():
-            if time.monotonic() > deadline:
-                return False
-            self.make_progress()
-            time.sleep(1e-4)
-        return True
+        return bool(wait_for(lambda: not (self.pending or self.lock.locked()) or None, timeout, self.make_progress))
 
     def close(self, *, abandon: bool = False) -> None:
         """End the worker, after the queued operations have run or, with `abandon`, without running them."""

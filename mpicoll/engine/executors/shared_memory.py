@@ -26,10 +26,11 @@ import numpy as np
 from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.core.arena import Arena, Body, Segment
+from mpicoll.engine.core.arena import Arena, Body
 from mpicoll.engine.core.arrays import CollectiveArrays, displacements, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
+from mpicoll.engine.core.segments import Segment
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
 from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
@@ -74,13 +75,13 @@ def bind(arena: Arena, spec: CollectiveSpec) -> Body:
     if spec.collective == "barrier":
         return lambda source, target: arena.sync()
     staged = None if spec.method == "cma" else _STAGED[spec.collective](arena, spec)
-    direct = _DirectAccess(arena, spec)
+    direct, segments = _DirectAccess(arena, spec), arena.segments
     # Ranks reduce their shares of each other's buffers.
     splits = spec.fold is None or spec.fold.elementwise
 
     def body(source: Any, target: Any) -> None:
         # Shared memory is allocated collectively, so all ranks take the same branch.
-        if (staged is None or (arena.allocated and splits)) and direct.run(source, target):
+        if (staged is None or (segments.allocated and splits)) and direct.run(source, target):
             return
         if staged is not None:
             staged(source, target)
@@ -421,12 +422,12 @@ class _DirectAccess:
 
     def run(self, source: Any, target: Any) -> bool:
         """Carry out the operation if possible. Return True if it was carried out."""
-        arena = self._arena
+        arena, table = self._arena, self._arena.segments
         if self._reads and target is None and self._spec.fold is not None:
             target = self._allocate_share()
         # The memory that is still in use may differ from rank to rank; the number of allocations does not.
-        allocated = arena.allocated > 0
-        where = (*arena.find(source), *arena.find(target)) if allocated else (0, 0, 0, 0)
+        allocated = table.allocated > 0
+        where = (*table.find(source), *table.find(target)) if allocated else (0, 0, 0, 0)
         arena.post(*where, _address(source), _address(target))
         arena.sync()
         locations = arena.read_posted(6)
@@ -434,7 +435,7 @@ class _DirectAccess:
         arena.check_same_operation()
         if allocated:
             # Copied for this run, because another thread may release memory.
-            self._segments = arena.segments.copy()
+            self._segments = table.by_number.copy()
             try:
                 if self._run_in_segments(locations, source, target):
                     arena.sync()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 
 import torch
 
@@ -16,10 +17,7 @@ from mpicoll.errors import CommunicationError, Timeout
 from mpicoll.parallel.p2p.channels import ChannelMux
 from mpicoll.parallel.p2p.operations import Peer, PendingOperation, PendingRecv, PendingSend, pop_completed
 from mpicoll.transport.base import Memory
-from mpicoll.transport.waiting import SPINS, YIELD_SECONDS, yield_core
-
-_POLLS = 1000
-"""Maximum number of polls of a wait before it begins to sleep between polls."""
+from mpicoll.transport.waiting import NAP, SPINS, Backoff
 
 _SLEEPS_PER_CHECK = 20
 """Number of sleeps of a wait between two checks that the other stage is alive."""
@@ -190,19 +188,16 @@ class PipeProgress:
         passed the bound.
         """
         deadline = time.monotonic() + bound
-        sleep_at = time.monotonic() + YIELD_SECONDS
-        for turn in range(_POLLS):
+        backoff = Backoff()
+        for turn in count():
             with self.lock:
                 self.mux.pump()
                 if ready():
                     return True
-            now = time.monotonic()
-            if now > deadline:
+            if time.monotonic() > deadline:
                 return False
-            if now > sleep_at:
+            if turn > SPINS and not backoff.yield_core():
                 break
-            if turn > SPINS:
-                yield_core()
         ended = None
         while ended is None:
             with self.lock:
@@ -236,7 +231,7 @@ class PipeProgress:
             if time.monotonic() > deadline:
                 return False
             turns += 1
-            time.sleep(50e-6)
+            time.sleep(NAP)
 
     def _describe_wait(self, what: str, late: list[Peer]) -> Call:
         """Describe a wait for a message from each of `late`, for the reports of other ranks."""

@@ -433,26 +433,26 @@ def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
 
 
 def _segments(arena: Arena) -> int:
-    return len(arena.segments)
+    return len(arena.segments.by_number)
 
 
 def test_memory_is_known_as_long_as_it_lives(several: Ranks) -> None:
     def body() -> None:
         arena = _arena()
         before = _segments(arena)
-        one, other = arena.allocate(1000), arena.allocate(0)
+        one, other = arena.segments.allocate(1000), arena.segments.allocate(0)
         assert _segments(arena) == before + 2
-        number, offset = arena.find(one)
+        number, offset = arena.segments.find(one)
         assert number > 0
         assert offset == 0
-        assert arena.find(one[24:32].view(np.float64)) == (number, 24)
-        assert arena.find(other[:0])[0] in (0, number + 1)
-        assert arena.find(np.zeros(5)) == (0, 0)
-        assert arena.find(None) == (0, 0)
+        assert arena.segments.find(one[24:32].view(np.float64)) == (number, 24)
+        assert arena.segments.find(other[:0])[0] in (0, number + 1)
+        assert arena.segments.find(np.zeros(5)) == (0, 0)
+        assert arena.segments.find(None) == (0, 0)
         part = one[100:200]
         mpicoll.barrier()
         del one, other
-        assert arena.find(part) == (number, 100)
+        assert arena.segments.find(part) == (number, 100)
         assert _segments(arena) == before + 1
         del part
         mpicoll.barrier()
@@ -465,10 +465,10 @@ def test_memory_of_all_ranks_is_reached(several: Ranks) -> None:
     def body() -> None:
         arena = _arena()
         # Of another size on each rank
-        own = arena.allocate(100 * (arena.rank + 1))
+        own = arena.segments.allocate(100 * (arena.rank + 1))
         own[...] = arena.rank + 1
         mpicoll.barrier()
-        segment = arena.segments[arena.find(own)[0]]
+        segment = arena.segments.by_number[arena.segments.find(own)[0]]
         assert sorted(segment.others) == [rank for rank in range(arena.size) if rank != arena.rank]
         for rank, memory in segment.others.items():
             assert (memory[: 100 * (rank + 1)] == rank + 1).all()
@@ -489,12 +489,12 @@ def test_memory_may_go_while_it_is_looked_for() -> None:
             x = np.ones(3)
             try:
                 while not done.is_set():
-                    arena.find(x)
+                    arena.segments.find(x)
             except RuntimeError as error:
                 failures.append(error)
 
         for _ in range(3):
-            kept = [arena.allocate(10) for _ in range(30)]
+            kept = [arena.segments.allocate(10) for _ in range(30)]
             done.clear()
             thread = threading.Thread(target=look)
             thread.start()
@@ -514,9 +514,9 @@ def test_a_failed_allocation_fails_on_all(several: Ranks) -> None:
         arena = _arena()
         for nbytes in (2**62, 2**64):
             with pytest.raises(mpicoll.CommunicationError, match="can't allocate"):
-                world._core.queue.run(lambda size=nbytes if world.rank == 1 else 10: arena.allocate(size), Call("test"))
-        own = arena.allocate(10)
-        assert arena.find(own)[0] in arena.segments
+                world._core.queue.run(arena.segments.allocate, Call("test"), nbytes if world.rank == 1 else 10)
+        own = arena.segments.allocate(10)
+        assert arena.segments.find(own)[0] in arena.segments.by_number
         assert (mpicoll.allreduce(np.ones(3), algorithm="shm_flat") == world.size).all()
 
     several(body)
