@@ -161,7 +161,7 @@ def test_the_first_failure_ends_the_others(scratch: Path, capsys: pytest.Capture
     begin = time.monotonic()
     with pytest.raises(mpicoll.SpawnError, match="rank 1 of 3 failed") as caught:
         mpicoll.spawn(function, nprocs=3)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     text = str(caught.value)
     assert "Traceback (most recent call last)" in text
     assert 'raise Broken("no more oil")' in text
@@ -229,7 +229,7 @@ def test_interrupt(scratch: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         mpicoll.spawn(stuck(scratch), nprocs=2)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     thread.join()
 
 
@@ -238,7 +238,7 @@ def test_timeout(scratch: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(mpicoll.Timeout, match=r"the job of 2 ranks has taken more than 1\.5 s"):
         mpicoll.spawn(stuck(scratch), nprocs=2, timeout=1.5)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 @pytest.fixture
 def collector_off() -> Iterator[None]:
     gc.collect()
+    gc.freeze()  # otherwise each collection would look at all tests
     gc.disable()
     yield
     gc.enable()

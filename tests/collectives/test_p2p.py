@@ -127,7 +127,7 @@ def test_probe_tells_the_size_and_leaves_the_message(several: Ranks) -> None:
         elif rank == 0:
             status = mpicoll.probe()
             assert (status.source, status.tag, status.nbytes) == (size - 1, 4, 14)
-            assert mpicoll.probe(size - 1, 4, timeout=5) == status
+            assert mpicoll.probe(size - 1, 4, timeout=30) == status
             assert mpicoll.iprobe(size - 1, 4) == status
             assert mpicoll.iprobe(tag=5) is None
             np.testing.assert_array_equal(mpicoll.recv(np.empty(status.nbytes // 2, np.int16), status.source), range(7))

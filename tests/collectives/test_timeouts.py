@@ -137,7 +137,7 @@ def test_a_collective_that_is_given_up_completes_later(name: str, several: Ranks
                     one.call(out, timeout=SOON)
                 except mpicoll.Timeout as error:
                     gave_up = True
-                    assert 0.04 < time.monotonic() - begin < 10
+                    assert 0.04 < time.monotonic() - begin < 50
                     words = str(error)
                     assert words.startswith(f"{name}(float64[{2 if name == 'scatter' else 2 * world.size}]"), words
                     assert f" number {number} on world ({world.size} ranks), rank {world.rank}: not complete" in words
@@ -416,20 +416,20 @@ def test_a_communicator_bounds_its_waits(algorithm: str, ranks_per_node: int, wo
 
     def main() -> None:
         world = mpicoll.world()
-        assert world.timeout == 20
+        assert world.timeout == 60
         comm = world.duplicate()
         assert comm.timeout == world.timeout
-        comm.timeout = 10
+        comm.timeout = 70
         part = comm.split(0)
         assert part is not None
-        assert part.timeout == 10
+        assert part.timeout == 70
         mpicoll.allreduce(np.ones(3), comm=part, algorithm=algorithm)
         comm.timeout = part.timeout = 0.1
         if world.rank == 0:
             begin = time.monotonic()
             with pytest.raises(mpicoll.Timeout) as caught:
                 mpicoll.allreduce(np.ones(3), comm=part, algorithm=algorithm)
-            assert 0.1 <= time.monotonic() - begin < 10
+            assert 0.1 <= time.monotonic() - begin < 50
             text = str(caught.value)
             assert text.startswith(f"allreduce(float64[3], op=sum) by {algorithm} number 2 on world/duplicate/split(0)")
             assert words in text
@@ -445,7 +445,7 @@ def test_a_communicator_bounds_its_waits(algorithm: str, ranks_per_node: int, wo
                 comm.split(0)
         works()
 
-    mpicoll.run_local(main, 2, ranks_per_node=ranks_per_node, timeout=20)
+    mpicoll.run_local(main, 2, ranks_per_node=ranks_per_node, timeout=60)
 
 
 def test_who_comes_too_late_for_shared_memory_is_told() -> None:

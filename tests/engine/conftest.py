@@ -43,7 +43,7 @@ def python() -> Callable[..., CompletedProcess[str]]:
 def job_in() -> Callable[..., CompletedProcess[str]]:
     """Run a program text, kept in a folder, under mpirun; after `seconds` its exit status is 124."""
 
-    def run(folder: Path, size: int, program: str, seconds: float = 30, **variables: str) -> CompletedProcess[str]:
+    def run(folder: Path, size: int, program: str, seconds: float = 60, **variables: str) -> CompletedProcess[str]:
         path = folder / "program.py"
         path.write_text(f"import numpy as np\nimport mpicoll\n{program}")
         search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

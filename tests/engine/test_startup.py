@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
@@ -35,7 +34,6 @@ else:
 
 @pytest.mark.slow
 def test_pending_operations_that_can_not_complete(job: Starter) -> None:
-    begin = time.monotonic()
     done = job(
         2,
         """
@@ -45,7 +43,6 @@ if mpicoll.world().rank == 0:
         MPICOLL_TIMEOUT="1",
     )
     assert done.returncode not in (0, 124), done.stdout
-    assert time.monotonic() - begin < 10
     assert re.search(
         r"mpicoll: (rank 0 of 2 exits while .*world.* holds operations|.* allreduce.* has been waiting"
         r"|rank 0 waits in allreduce.* for rank 1, which has exited)",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.warm import SOCKET, STAND_IN
+from support.warm import start_options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,9 +34,7 @@ def mpirun(
     command = ["timeout", "--kill-after=5", str(seconds)]
     command += ["bash", "-c", 'source "$0" && exec mpirun "$@"', str(ROOT / "ci" / "env.sh")]
     command += [*options, "-np", str(size), sys.executable]
-    if warm and SOCKET in environ:
-        command += ["-I", "-S", str(STAND_IN), environ[SOCKET]]
-    command += map(str, arguments)
+    command += [*(start_options() if warm else ()), *map(str, arguments)]
     return subprocess.run(
         command,
         cwd=cwd or ROOT,

@@ -13,6 +13,7 @@ the same on all ranks: the hashes of texts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -33,10 +34,18 @@ from typing import Any
 SOCKET = "MPICOLL_TESTS_WARM"
 """The variable that contains the path of the server's socket."""
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
 LIMIT = 1 << 17  # bytes of a request; most of it is the environment
 
-MODULES = ("numpy", "mpi4py", "rich.progress", "sklearn.datasets", "sklearn.model_selection", "torch")
+MODULES = (
+    "numpy",
+    "mpi4py",
+    "rich.progress",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "torch",
+    "torch._dynamo",  # by DistributedDataParallel
+    "torch.distributed.fsdp",
+)
 """What the server imports before it forks for the first time. None of them starts a thread or initialises MPI."""
 
 
@@ -60,6 +69,23 @@ def serving() -> Iterator[None]:
                 process.stdin.close()
 
 
+@functools.cache
+def start_options() -> tuple[str, ...]:
+    """Options of Python with which a rank is forked; none where there is no server. Wait until the server can fork."""
+    path = os.environ.get(SOCKET)
+    if path is None:
+        return ()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(60)
+        try:
+            connection.connect(path)
+            connection.send(b"?")
+            ready = connection.recv(1)
+        except OSError:
+            return ()
+    return ("-I", "-S", str(Path(__file__).with_name("stand_in.py")), path) if ready else ()
+
+
 def _serve(path: str) -> tuple[list[Any], list[int]]:
     """Fork until stdin is closed. Return in a forked process only: its request and its standard files."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -78,10 +104,11 @@ def _serve(path: str) -> tuple[list[Any], list[int]]:
         elif key.fileobj is listener:
             connection = listener.accept()[0]
             request, files = _receive(connection)
-            if not request:
-                connection.close()  # the stand-in runs the program by itself, if it is still there
-                continue
             _import()
+            if not files:
+                _send(connection, 0)  # to start_options
+                connection.close()
+                continue
             pid = os.fork()
             if pid == 0:
                 for one in (listener, waits, connection, *(one for _, one in children.values())):

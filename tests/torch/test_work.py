@@ -73,7 +73,7 @@ def test_a_wait_given_up_can_be_taken_up_again(rank: int, size: int, request: py
         begin = time.monotonic()
         with pytest.raises(mpicoll.Timeout, match=rf"all_reduce.*rank {rank}"):
             work.wait(SHORT)
-        assert 0.04 < time.monotonic() - begin < 10
+        assert 0.04 < time.monotonic() - begin < 50
         assert not work.is_completed()
         assert not work.is_success()
         assert work.exception() is None

@@ -224,7 +224,7 @@ def test_a_trial_that_hangs(pretend: Callable[..., None], cache: Path, monkeypat
     pretend(says(step="Bcast of 8 bytes"), "exec sleep 1000")
     begin = time.monotonic()
     found = find_cuda_support(PROGRAM)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert of(found) == [False] * 3
     assert found.evidence["move"] == "no end within 0.5 s, in Bcast of 8 bytes: no output"
     assert cache.exists()

@@ -50,7 +50,7 @@ def test_nothing_is_left_of_what_takes_too_long(tmp_path: Path) -> None:
     begin = time.monotonic()
     ended = launcher.run_bounded([str(program)], os.environ, 0.5)
     assert ended == launcher.RunResult(None, "here\n", "")
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
     assert running(long) == []
 
 

@@ -58,7 +58,7 @@ def test_wait_for() -> None:
     assert waiting.wait_for(lambda: next(values), 10.0) == 0
     begin = time.monotonic()
     assert waiting.wait_for(lambda: None, 0.01) is None
-    assert 0.01 <= time.monotonic() - begin < 5
+    assert time.monotonic() - begin >= 0.01
 
 
 def test_yielding_lets_other_threads_run() -> None:
@@ -68,5 +68,5 @@ def test_yielding_lets_other_threads_run() -> None:
     thread.start()
     while not seen:
         waiting.yield_core()
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
     thread.join()

@@ -370,6 +370,7 @@ def test_who_does_not_come_in_time_finds_it_given_up() -> None:
             with pytest.raises(CommunicationError, match="abandoned"):
                 match(_signed(1))
         else:
+            arena._transport.timeout = 0.2
             with pytest.raises(Timeout, match=r"rank 0 did not arrive within 0\.2 s"):
                 match(_signed(1))
             late.set()
@@ -379,7 +380,7 @@ def test_who_does_not_come_in_time_finds_it_given_up() -> None:
             with pytest.raises(CommunicationError, match="an operation was abandoned"):
                 arena.run(lambda source, target: arena.sync(), None, None)
 
-    _together(2, body, timeout=0.2)
+    _together(2, body)
 
 
 # --- those who are gone

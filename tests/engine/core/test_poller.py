@@ -67,7 +67,7 @@ def test_stop_does_not_wait_for_what_never_completes() -> None:
     poller.watch(Transfer(10**9))
     begin = time.monotonic()
     poller.stop()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_real_transfers(several: Ranks) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from subprocess import CompletedProcess
@@ -115,7 +114,6 @@ def test_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_an_uncaught_exception_ends_the_job(job: Starter) -> None:
-    begin = time.monotonic()
     done = job(
         3,
         """
@@ -127,7 +125,6 @@ mpicoll.allreduce(np.ones(2))
 """,
     )
     assert done.returncode not in (0, 124), done.stdout
-    assert time.monotonic() - begin < 10
     assert "mpicoll: rank 1 of 3 died of ZeroDivisionError: on rank 1 alone" in done.stdout
     assert "in breaks" in done.stdout
     assert "ZeroDivisionError: on rank 1 alone" in done.stdout

@@ -325,16 +325,16 @@ def test_after_a_failure_on_one_rank_all_are_in_step() -> None:
         except (CommunicationError, ValueError) as error:
             raised = type(error).__name__
         took = time.monotonic() - begin
-        time.sleep(max(0, 2 - took))
+        time.sleep(max(0, 4.5 - took))
         failing = False
         return raised, took, float(plan().sum()) + float(mpicoll.allreduce(np.ones(1000), algorithm=BY_NODES).sum())
 
-    ends = mpicoll.run_local(body, 4, ranks_per_node=2, timeout=1.0)
+    ends = mpicoll.run_local(body, 4, ranks_per_node=2, timeout=3.0)
     first, second, third, fourth = (raised for raised, _, _ in ends)
     # Ranks 0 and 2 have no part in what fails, unless they come too late.
     assert (first, second, fourth) == ("CommunicationError", "ValueError", "Timeout")
     assert third in ("CommunicationError", "Timeout")
-    assert max(took for _, took, _ in ends[:2]) < 1
+    assert max(took for _, took, _ in ends[:2]) < 3
     assert [total for _, _, total in ends] == [8000.0] * 4
 
 

@@ -443,7 +443,7 @@ def test_a_rank_that_does_not_come() -> None:
         end.free()
 
     mpicoll.run_local(body, 3)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.usefixtures("devices")
@@ -561,7 +561,7 @@ def test_an_error_of_the_device() -> None:
             begin = time.monotonic()
             with pytest.raises(fake_cuda.fakecuda.CUDARuntimeError, match="IllegalAddress"), end.device.working():
                 end.nccl.allreduce(data, data, "sum")
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < 40
             with pytest.raises(CommunicatorError, match=r"allreduce failed \(cudaErrorIllegalAddress"):
                 end.nccl.bcast(data, 0)
         over.wait(20)
@@ -654,7 +654,7 @@ def test_freed_when_nobody_has_it_any_more() -> None:
     counted, made = _counted()
     del made
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not counted.ends and time.monotonic() < deadline:
         time.sleep(0.01)
     assert counted.ends == ["destroy"]
@@ -665,12 +665,12 @@ def test_who_frees_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nccl, "_FREE_TIMEOUT", 0.1)
     counted, made = _counted()
     stuck = threading.Event()
-    monkeypatch.setattr(counted, "destroy", lambda: stuck.wait(20))
+    monkeypatch.setattr(counted, "destroy", lambda: stuck.wait(60))
     made = Nccl(mpicoll.world()._core.transport, made._device, made._module, counted)
     begin = time.monotonic()
     made.free()
     stuck.set()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 40
 
 
 @pytest.mark.usefixtures("devices")

@@ -794,8 +794,8 @@ def test_a_rank_that_dies(algorithm: str) -> None:
         return "told"
 
     begin = time.monotonic()
-    assert mpicoll.run_local(body, 2, timeout=20) == ["told", "dead"]
-    assert time.monotonic() - begin < 10
+    assert mpicoll.run_local(body, 2, timeout=80) == ["told", "dead"]
+    assert time.monotonic() - begin < 60
 
 
 def test_a_rank_that_dies_among_many() -> None:
@@ -811,10 +811,10 @@ def test_a_rank_that_dies_among_many() -> None:
         return type(caught.value).__name__
 
     begin = time.monotonic()
-    ends = mpicoll.run_local(body, 4, timeout=20)
+    ends = mpicoll.run_local(body, 4, timeout=80)
     assert "RankFailed" in ends
     assert set(ends) <= {"dead", "RankFailed", "CommunicationError"}
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_nothing_is_mistaken_after_a_timeout() -> None:

@@ -1076,7 +1076,7 @@ def test_a_killed_stage_is_named() -> None:
     seen: list[tuple[str, str]] = []
 
     def body() -> None:
-        p2p = pipe(timeout=5)
+        p2p = pipe(timeout=30)
         if p2p.stage == 1:
             p2p.isend(torch.ones(2), 0)  # the fault ends this one
         wait: dict[int, Callable[[], Any]] = {
@@ -1113,7 +1113,7 @@ def messages_of_setup(size: int) -> list[int]:
 
 def test_a_stage_that_is_done_is_gone() -> None:
     def body() -> None:
-        p2p = pipe(timeout=5)
+        p2p = pipe(timeout=30)
         if p2p.stage == 0:
             # What it sent before is still there to be received.
             p2p.isend(torch.ones(2), 1).wait()
@@ -1129,7 +1129,7 @@ def test_a_stage_that_is_done_is_gone() -> None:
 
 def test_late_messages() -> None:
     def body() -> None:
-        with pipe(timeout=5) as p2p:
+        with pipe(timeout=30) as p2p:
             if p2p.stage == 0:
                 p2p.send([torch.ones(2), torch.ones(9_000)], 1)
                 p2p.send_obj("x", 1)

@@ -162,7 +162,7 @@ def test_timeout_names_who_waits_for_whom(bound: float | None) -> None:
         mpicoll.Timeout, match=r"^rank 1 waits for a message from rank 2, tag 4: nothing within 0\.1 s$"
     ):
         pending.wait(bound)
-    assert 0.1 <= time.monotonic() - begin < 1.1
+    assert time.monotonic() - begin >= 0.1
     with pytest.raises(mpicoll.Timeout, match="rank 1 probes for a message from any rank, tag None"):
         b.probe(None, None, bound)
 
