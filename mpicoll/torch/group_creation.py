@@ -84,7 +84,7 @@ def _find_members(options: Any) -> list[int]:
             f"a process group of {size} ranks needs {size} ranks of MPI, which has {world().size}: start them by"
             f" `mpirun -np {size} python script.py`, or by mpicoll.spawn"
         )
-    return rendezvous_handler.exchange_world_ranks(options.store, options.group_rank, size)
+    return rendezvous_handler.find_world_ranks(options.store, options.group_rank, size)
 
 
 def _find_backends() -> Mapping[str, str]:

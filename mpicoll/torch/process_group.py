@@ -31,8 +31,9 @@ from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT
 from mpicoll.engine.dispatch import Task
-from mpicoll.errors import ArgumentError, RankError
-from mpicoll.torch import barrier_monitor, c10d_collectives, sparse
+from mpicoll.errors import ArgumentError, CommunicatorError, RankError
+from mpicoll.torch import c10d_collectives, sparse
+from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
 from mpicoll.torch.c10d_short_forms import accept_short_forms, to_full_form
 from mpicoll.torch.callback_comms import CallbackComms, callback_context
 from mpicoll.torch.fast_path import FastPath
@@ -384,18 +385,22 @@ class ProcessGroupMpicoll(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; rank 0 reports the ranks that did not arrive within `timeout`.
 
-        See :func:`mpicoll.torch.barrier_monitor.barrier`.
+        See :meth:`mpicoll.torch.barrier_monitor.MonitoredBarrier.wait`.
         """
-        self._num_barriers += 1
-        store = dist.PrefixStore(f"monitored_barrier/{self._num_barriers}/", self._store)
+        core, self._num_barriers = core_of(self.comm), self._num_barriers + 1
         bound = timedelta(seconds=self.comm.timeout if timeout is None else _to_seconds(timeout))
-        watch = core_of(self.comm).watch
-        explain = (
-            watch.reporter.request if watch is not None and bound.total_seconds() >= MIN_REPORTED_TIMEOUT else None
+        if self.comm.size == 1:
+            return
+        if core.watch is None:
+            raise CommunicatorError("monitored_barrier: needs ranks that are processes of an MPI job")
+        explain = core.watch.reporter.request if bound.total_seconds() >= MIN_REPORTED_TIMEOUT else None
+        transport = core.transport
+        barrier = MonitoredBarrier(
+            core.watch.mailbox, transport.key, transport.members, self.comm.rank, self._num_barriers
         )
         call = Call("monitored_barrier", collective=False)
-        with core_of(self.comm).queue.waiting(call, (bound + barrier_monitor.GRACE).total_seconds()):
-            barrier_monitor.barrier(store, self.comm.rank, self.comm.size, bound, wait_all_ranks, explain)
+        with core.queue.waiting(call, (bound + GRACE).total_seconds()):
+            barrier.wait(bound, wait_all_ranks, explain)
 
     # Older names that torch still uses.
 

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 
-from mpicoll.collectives.objects import bcast_object
-from mpicoll.engine.core.communicator import Communicator
+from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.world import resolve, world
 from mpicoll.errors import ArgumentError, SetupError
+from mpicoll.torch.job_store import STORE_TIMEOUT, JobStore, create_job_store
 
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-_STORE_TIMEOUT = timedelta(minutes=5)
-
-# Lets torch's own env:// use the same server, whose address is in the environment variables that env:// reads.
-_SERVER_OPTIONS = {"wait_for_workers": False, "multi_tenant": True}
 
 _num_rendezvous = 0
 _member_rendezvous = itertools.count()
@@ -80,8 +72,7 @@ _exported: dict[str, str] = {}
 """Environment variables that this module has set, and their values."""
 
 
-_job_store: tuple[Communicator, dist.Store] | None = None
-"""World communicator, and its store."""
+_job_store: JobStore | None = None
 
 
 def _get_store() -> dist.Store:
@@ -92,81 +83,35 @@ def _get_store() -> dist.Store:
     """
     global _job_store  # noqa: PLW0603  there is one world
     comm = world()
-    if _job_store is None or _job_store[0] is not comm:
-        _job_store = comm, _create_store(comm)
-    return _job_store[1]
+    if _job_store is None or _job_store.comm is not comm:
+        _job_store = create_job_store(comm)
+        values = (_job_store.address, _job_store.port, comm.rank, comm.size, comm.local_rank, comm.local_size)
+        for name, value in zip(_ENVIRONMENT, values, strict=True):
+            # torch's functions such as get_node_local_rank read these variables. Values that the user has set are kept.
+            if os.environ.get(name) == _exported.get(name):
+                os.environ[name] = _exported[name] = str(value)
+    return _job_store.store
 
 
-def _create_store(comm: Communicator) -> dist.Store:
-    if comm.size == 1:
-        store: dist.Store = dist.HashStore()
-        address, port = "localhost", 0
-    else:
-        store, address, port = _create_tcp_store(comm)
-    values = (address, port, comm.rank, comm.size, comm.local_rank, comm.local_size)
-    for name, value in zip(_ENVIRONMENT, values, strict=True):
-        # torch's functions such as get_node_local_rank read these variables. Values that the user has set are kept.
-        if os.environ.get(name) == _exported.get(name):
-            os.environ[name] = _exported[name] = str(value)
-    return store
-
-
-def _create_tcp_store(comm: Communicator) -> tuple[dist.Store, str, int]:
-    """Return a store that rank 0 serves at a free port, its address and its port.
-
-    Raises SetupError if this rank can connect to none of rank 0's addresses.
-    """
-    if comm.rank == 0:
-        server = dist.TCPStore("localhost", 0, None, is_master=True, timeout=_STORE_TIMEOUT, **_SERVER_OPTIONS)
-        addresses = ["localhost"] if comm.num_nodes == 1 else _find_addresses()
-        bcast_object((addresses, server.port), comm=comm)
-        return server, addresses[0], server.port
-    addresses, port = bcast_object(comm=comm)
-    # Ranks on rank 0's node can use the loopback interface.
-    if comm.node == comm.nodes[0]:
-        addresses.insert(0, "localhost")
-    address = next((one for one in addresses if _can_connect(one, port)), None)
-    if address is None:
-        raise SetupError(
-            f"init_process_group: rank {comm.rank} ({socket.gethostname()}) can't connect to any address of rank 0,"
-            f" {', '.join(addresses)}, at port {port}; open it in the firewall, or set MASTER_ADDR and MASTER_PORT,"
-            " RANK and WORLD_SIZE, so that torch's env:// creates the store"
-        )
-    return (
-        dist.TCPStore(address, port, None, is_master=False, timeout=_STORE_TIMEOUT, **_SERVER_OPTIONS),
-        address,
-        port,
-    )
-
-
-def _find_addresses() -> list[str]:
-    """Return the addresses of this host, those that other hosts are most likely to reach first."""
-    found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: connecting a UDP socket only selects the local address of the route to another network.
-        probe.connect(("192.0.2.1", 9))
-        found.append(probe.getsockname()[0])
-    with suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    with suppress(OSError):
-        found += [socket.gethostbyname(socket.getfqdn())]
-    unique = list(dict.fromkeys(found))
-    return sorted(unique, key=lambda one: one.startswith("127.")) or ["localhost"]
-
-
-def _can_connect(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=3).close()
-    except OSError:
-        return False
-    return True
-
-
-def exchange_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
+def find_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
     """Return the ranks, in mpicoll's world, of the `size` processes that use `store`, in the order of their `rank`.
 
-    Raises ArgumentError if two of them have the same rank in the world.
+    Groups of the job's own store exchange them by MPI. If the program has passed another store, that alone tells which
+    processes belong together. Raises ArgumentError if two of them have the same rank in the world.
     """
+    comm = resolve(None)
+    if _job_store is not None and size == comm.size and _job_store.is_base_of(store):
+        given = allgather_object(rank)
+        if sorted(given) != list(range(size)):
+            raise ArgumentError(
+                f"init_process_group: rank must be a different number in [0, {size}) in each process, got {given}"
+            )
+        return sorted(range(size), key=given.__getitem__)
+    return _exchange_world_ranks(store, rank, size)
+
+
+def _exchange_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
+    """Return the result of :func:`find_world_ranks`, exchanged by `store`."""
     comm = resolve(None)
 
     def exchange_ranks() -> list[int]:
@@ -182,7 +127,7 @@ def exchange_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
             exchange_ranks, Call(f"init_process_group({name})", collective=False)
         )
     else:  # the member ranks are not known yet
-        with comm.queue.waiting(Call("init_process_group", collective=False), _STORE_TIMEOUT.total_seconds()):
+        with comm.queue.waiting(Call("init_process_group", collective=False), STORE_TIMEOUT.total_seconds()):
             ranks = exchange_ranks()
     if len(set(ranks)) != size:
         raise ArgumentError(

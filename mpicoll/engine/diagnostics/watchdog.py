@@ -21,6 +21,7 @@ from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.deaths import GRACE, DeathHandler
 from mpicoll.engine.diagnostics.flight_recorder import Entry, Group
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, describe_wait
+from mpicoll.engine.diagnostics.mailbox import Mailbox
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.reporter import Reporter
 from mpicoll.engine.diagnostics.signals import SignalMonitor, reset_signal_handling
@@ -54,6 +55,7 @@ class Watchdog:
         self.waits = LocalWaits()
         self.peers = Peers(self.waits)
         self.reporter = Reporter(self.peers)
+        self.mailbox = Mailbox(self.peers)
         self.abort = JobAbort(self.peers, self.reporter, abort)
         self.deaths = DeathHandler(self.peers, self.reporter, self.abort)
         self.unsatisfiable = UnsatisfiableWaits(self.waits, self.peers, self.abort)
@@ -170,6 +172,8 @@ class Watchdog:
                 self.abort.abort(body["why"])
             case "examination request":
                 self.unsatisfiable.request_examination()
+            case "mail":
+                self.mailbox.put(source, body["subject"], body["number"], body["text"])
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 

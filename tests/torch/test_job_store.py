@@ -1,0 +1,215 @@
+"""The store of a job: who can reach it, what is in it, and what other backends of torch do with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicoll
+from mpicoll.torch import job_store
+
+BOUND = timedelta(seconds=120)
+
+# Asks every port for the number of keys, as a client of torch's TCPStore does, and tries to open files of processes.
+STRANGER = """
+import json, os, socket, struct, sys
+ports, files = json.loads(sys.argv[1])
+"".encode("idna")  # imports what the other user may not be able to read
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+validate = b"\\0" + struct.pack("<I", 0x3C85F7CE)
+count_keys = b"\\7"
+stores = []
+for port in ports:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+            sock.sendall(validate + count_keys)
+            sock.settimeout(2)
+            reply = sock.recv(8, socket.MSG_WAITALL)
+            # The first words of other protocols make a larger number.
+            if len(reply) == 8 and int.from_bytes(reply, "little") < 1 << 20:
+                stores.append(port)
+    except OSError:
+        pass
+opened = []
+for file in files:
+    try:
+        os.close(os.open(file, os.O_RDWR))
+    except OSError:
+        pass
+    else:
+        opened.append(file)
+print(json.dumps([stores, opened]))
+"""
+
+
+def listening_ports() -> list[int]:
+    """The TCP ports at which this process listens."""
+    own = set()
+    for one in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(str(one.readlink()))
+        except OSError:  # the descriptor of the folder itself
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                found.append(int(local.rpartition(":")[2], 16))
+    return sorted(set(found))
+
+
+def ask_as_a_stranger(ports: list[int], files: list[str]) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", STRANGER, json.dumps([ports, files])],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("mpicoll")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def open_store(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def test_a_stranger_finds_a_store_that_listens() -> None:
+    """What the next test relies on."""
+    store = dist.TCPStore("localhost", 0, None, is_master=True)
+    assert store.port in listening_ports()
+    assert ask_as_a_stranger([store.port], ["/dev/null", "/nowhere"]) == [[store.port], ["/dev/null"]]
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("group")
+def test_other_users_do_not_reach_the_store() -> None:
+    base = open_store(dist.group.WORLD.get_group_store())
+    files = [base.path] if isinstance(base, dist.FileStore) else []
+    assert (base.path.split("/")[1:3] if files else ["proc", "self"]) == ["proc", "self"]
+    files = [file.replace("self", str(os.getpid())) for file in files] if os.getuid() == 0 else []
+    everything = mpicoll.allgather_object((listening_ports(), files))
+    answer = None
+    if dist.get_rank() == 0:
+        answer = ask_as_a_stranger(
+            [port for ports, _ in everything for port in ports], [one for _, files in everything for one in files]
+        )
+    assert mpicoll.bcast_object(answer) == [[], []]
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("group")
+def test_nothing_is_left_in_the_file_system() -> None:
+    base = open_store(dist.group.WORLD.get_group_store())
+    if dist.get_world_size() == 1:
+        assert isinstance(base, dist.HashStore)
+        return
+    assert str(Path(base.path).readlink()).endswith(" (deleted)")
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("group")
+def test_groups_put_nothing_into_the_store() -> None:
+    store = dist.group.WORLD.get_group_store()
+    dist.barrier()
+    before = store.num_keys()
+    dist.barrier()
+    part = dist.new_group()
+    dist.split_group(split_ranks=[list(range(dist.get_world_size()))])
+    dist.monitored_barrier(timeout=BOUND)
+    dist.monitored_barrier(part, timeout=BOUND)
+    assert store.num_keys() == before
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("group")
+def test_the_store_does_not_release_a_barrier() -> None:
+    """Nor are texts in it reported."""
+    store = dist.group.WORLD.get_group_store()
+    late = dist.PrefixStore("barriers", store)
+    for number in (1, 2):
+        forged = dist.PrefixStore(f"monitored_barrier/{number}/", store)
+        for key, text in (("report", "forged"), ("verdict", "forged"), ("arrived/1", "")):
+            forged.set(key, text)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        late.set("rank 0 calls it", "")
+    dist.monitored_barrier(timeout=BOUND)
+    assert late.check(["rank 0 calls it"])
+
+
+@pytest.mark.mpi
+def test_cycles_and_gloo_beside() -> None:
+    for _ in range(3):
+        dist.init_process_group("mpicoll")
+        beside = dist.new_group(backend="gloo")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, dist.get_rank(), group=beside)
+        assert found == list(range(dist.get_world_size()))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.mpi
+def test_another_backend_by_the_variables_that_are_set() -> None:
+    """torch's own env:// can create its store at the port in MASTER_PORT."""
+    dist.init_process_group("mpicoll")
+    dist.barrier()
+    dist.destroy_process_group()
+    if mpicoll.world().size == 1:
+        return
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == mpicoll.world().size
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.mpi
+def test_ranks_without_a_common_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store listens at the loopback interface only."""
+    world = mpicoll.world()
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(job_store, "_open", lambda path: None)
+    made = job_store.create_job_store(world)
+    if world.size == 1:
+        assert isinstance(made.store, dist.HashStore)
+        return
+    assert isinstance(made.store, dist.TCPStore)
+    assert made.address == "127.0.0.1"
+    made.store.set(str(world.rank), "here")
+    assert [made.store.get(str(rank)) for rank in range(world.size)] == [b"here"] * world.size
+    assert made.is_base_of(dist.PrefixStore("a", dist.PrefixStore("b", made.store)))
+    assert not made.is_base_of(dist.HashStore())
+    mpicoll.barrier()
+    if world.rank == 0:
+        own = socket.gethostbyname(socket.gethostname())
+        if not own.startswith("127."):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((own, made.port), timeout=20)
+    mpicoll.barrier()
