@@ -90,7 +90,7 @@ WAITS = {
         "engine/tracing/recorder.py::Recorder.flush",
         "engine/tracing/session.py::TraceSession._compare_clocks",
         "engine/tracing/session.py::TraceSession._collect_parts",
-        "engine/tracing/session.py::TraceSession._fetch",
+        "engine/tracing/session.py::TraceSession._receive_chunks",
         "engine/tracing/session.py::TraceSession._send_command",
         "engine/tracing/session.py::TraceSession._send_part",
         "engine/tracing/session.py::TraceSession._run_commands",

@@ -26,6 +26,7 @@ from mpicoll.collectives.memory import InputArray, OutputArray
 from mpicoll.engine.core import message_check
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.core.queue_errors import timeout_error
 from mpicoll.engine.core.request import Request, waitall
 from mpicoll.engine.diagnostics.flight_recorder import Call, find_call_site, sinks
 from mpicoll.engine.executors.staging import DeviceReceive, copy_to_host, sends_device_memory
@@ -321,7 +322,8 @@ def probe(
             return communicator.transport.probe(source, tag, bound)
         except Timeout:
             limit = communicator.timeout if bound is None else bound
-            raise communicator.queue.timeout_error(str(call), limit, "") from None
+            queue = communicator.queue
+            raise timeout_error(queue.watch, queue.group, str(call), limit, "") from None
 
     return _make_status(
         communicator, communicator.queue.run_with_deadline(wait, call, bound, bounded=bound is not None)
@@ -534,7 +536,8 @@ class _Transfer:
             return self._pending.wait(timeout)
         except Timeout:
             limit = next(one for one in (bound, timeout, self.limit) if one is not None)
-            raise self._comm.queue.timeout_error(str(self._call), limit) from None
+            queue = self._comm.queue
+            raise timeout_error(queue.watch, queue.group, str(self._call), limit) from None
 
     def cancel_recv(self) -> bool:
         """Cancel a receive for which no message has arrived. Return True if a message has arrived."""

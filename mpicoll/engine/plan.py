@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.core.queue import QueuedOperation
+from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task, bind, select_algorithm, select_on_device
 from mpicoll.engine.selection.catalogue import NATIVE

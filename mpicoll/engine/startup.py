@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mpicoll.config import config
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.core.queue import RegisteredWait
+from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.core.registry import Registry, agree_on_options
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
 from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mpicoll.engine.core.poller import poller
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.core.queue import QueuedOperation
+from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicationError, MpicollError
 from mpicoll.torch.tensors import Restore, find_cuda_devices, on_internal_streams

@@ -11,7 +11,6 @@ threads.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,24 +18,25 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
-from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, EntryTuple, Group, Wait, find_call_site, sinks
+from mpicoll.engine.core.queue_errors import (
+    concurrent_call_error,
+    deadline_error,
+    describe_error,
+    name_and_number,
+    nested_call_error,
+    size_error,
+    timeout_error,
+)
+from mpicoll.engine.core.queued_operation import QueuedOperation
+from mpicoll.engine.core.registered_wait import RegisteredWait
+from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, EntryTuple, Group, find_call_site, sinks
 from mpicoll.engine.diagnostics.position import Executing
-from mpicoll.engine.diagnostics.stacks import thread_names
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
 from mpicoll.transport.waiting import wait_for
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-_log = logging.getLogger("mpicoll")
-
-_ENDING = threading.Lock()
-"""Lock held briefly while an operation ends or a callback for its end is registered."""
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
@@ -82,142 +82,6 @@ class Observer(Protocol):
 
 def accept_any_call(call: Call) -> None:
     """Accept `call` without comparing it across the ranks."""
-
-
-class QueuedOperation:
-    """An operation in the queue."""
-
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_function",
-        "_queue",
-        "call",
-        "done",
-        "error",
-        "reported",
-        "site",
-        "value",
-    )
-    __reduce_ex__ = refuse_pickling("QueuedOperation", "wait() for it and pass on its value")
-
-    def __init__(self, queue: OperationQueue, function: Callable[[], Any], call: Call, site: CallSite | None) -> None:
-        self.error: BaseException | None = None
-        self.reported = False  # the outcome was delivered to a caller
-        self._queue = queue
-        self._function = function
-        self.call = call
-        self.site = site
-        self.done = False
-        self._callbacks: list[Callable[[QueuedOperation], None]] = []
-        self.value: Any = None
-
-    def __str__(self) -> str:
-        return f"{self.call} on {self._queue.group}"
-
-    def run(self) -> None:
-        """Carry out the operation. The queue's lock is held."""
-        queue = self._queue
-        outer, queue.runner_thread = queue.runner_thread, get_ident()
-        try:
-            self.value = queue.run_observed(self._function, self.call, self.site)
-        except Exception as error:  # noqa: BLE001  delivered to the thread that waits
-            self.error = error
-            queue.failures.add(self)
-        except BaseException as error:
-            # An interrupt is delivered to the current thread, even if that thread runs another thread's operation.
-            self.error = error
-            raise
-        finally:
-            try:
-                self.finish()
-            finally:
-                queue.runner_thread = outer
-
-    def finish(self) -> None:
-        """Mark the operation as done and run its callbacks."""
-        with _ENDING:
-            self.done = True
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
-
-    def when_done(self, callback: Callable[[QueuedOperation], None]) -> None:
-        """Call ``callback(operation)`` once the operation is done, immediately if it is already.
-
-        The callback runs on the thread that finishes the operation and blocks the other operations of the communicator
-        meanwhile; it must not wait or raise.
-        """
-        with _ENDING:
-            if not self.done:
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def test(self) -> bool:
-        """Return True if the operation has completed."""
-        self._queue.make_progress()
-        return self.done
-
-    @property
-    def awaited(self) -> tuple[OperationQueue, Call]:
-        """The queue and the call of the operation."""
-        return self._queue, self.call
-
-    @property
-    def limit(self) -> float:
-        """Seconds that the operation may take."""
-        return self._queue.group.timeout
-
-    def wait(self, timeout: float | None, bound: float | None = None) -> Any:
-        """Wait for the operation and return its value or raise its exception. Raises Timeout after `timeout` seconds,
-        when the operation is still pending.
-
-        `bound` is the timeout given by the caller, if `timeout` is the remainder of it.
-        """
-        self._queue.wait_until_done(self, timeout, bound)
-        self.reported = True
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-    def __del__(self) -> None:
-        # A QueuedOperation whose constructor was interrupted (by Ctrl-C) has no attributes.
-        if getattr(self, "error", None) is not None and not self.reported:
-            _log.error("%s failed, and its error was not retrieved", self, exc_info=self.error)
-
-
-class RegisteredWait:
-    """Wait of this thread, registered with the watch while the context is entered. A wait that `polls` calls
-    :meth:`check` periodically."""
-
-    __slots__ = ("_outer", "_polls", "_watch", "entry")
-
-    def __init__(self, watch: Watchdog | None, entry: EntryTuple, *, polls: bool = True) -> None:
-        self._watch = watch
-        self.entry = entry
-        self._polls = polls
-        self._outer: Wait | None = None
-
-    def __enter__(self) -> Self:
-        if self._watch is not None:
-            active, ident = self._watch.active, get_ident()
-            self._outer = active.get(ident)
-            active[ident] = (self.entry, False, self._polls)
-        return self
-
-    def check(self) -> None:
-        """Raise CommunicationError if the wait can never complete; to be called periodically."""
-        if self._watch is not None:
-            self._watch.check(self.entry)
-
-    def __exit__(self, *args: object) -> None:
-        if self._watch is not None:
-            active, ident = self._watch.active, get_ident()
-            if self._outer is None:
-                del active[ident]
-            else:
-                active[ident] = self._outer
 
 
 class OperationQueue:
@@ -310,7 +174,7 @@ class OperationQueue:
         try:
             value = function(*args)
         except BaseException as error:
-            sinks.emit((entry, monotonic(), _describe_error(error)))
+            sinks.emit((entry, monotonic(), describe_error(error)))
             raise
         sinks.emit((entry, monotonic(), ""))
         return value
@@ -349,8 +213,7 @@ class OperationQueue:
         try:
             self._behind.append(me)
             with self.lock:
-                while self.pending:
-                    self.pending.popleft().run()
+                self.run_pending()
                 return self.run_observed(function, call, None, *args)
         finally:
             if me in self._behind:  # an interrupt may have preceded the append
@@ -362,8 +225,7 @@ class OperationQueue:
         self._awaiting.append(me := get_ident())
         try:
             with self.lock:
-                while self.pending:
-                    self.pending.popleft().run()
+                self.run_pending()
                 self.runner_thread = me
                 try:
                     return self.run_unqueued(function, call, ranks)
@@ -371,6 +233,29 @@ class OperationQueue:
                     self.runner_thread = None
         finally:
             self._awaiting.remove(me)
+
+    def _run_operation(self, operation: QueuedOperation) -> None:
+        """Carry out a queued operation. The lock is held."""
+        outer, self.runner_thread = self.runner_thread, get_ident()
+        try:
+            operation.value = self.run_observed(operation.function, operation.call, operation.site)
+        except Exception as error:  # noqa: BLE001  delivered to the thread that waits
+            operation.error = error
+            self.failures.add(operation)
+        except BaseException as error:
+            # An interrupt is delivered to the current thread, even if that thread runs another thread's operation.
+            operation.error = error
+            raise
+        finally:
+            try:
+                operation.finish()
+            finally:
+                self.runner_thread = outer
+
+    def run_pending(self) -> None:
+        """Run all queued operations. The lock is held."""
+        while self.pending:
+            self._run_operation(self.pending.popleft())
 
     def run_observed(self, function: Callable[..., Any], call: Call, site: CallSite | None, *args: Any) -> Any:
         """Run an operation now, with the observer's callbacks. The lock is held."""
@@ -402,15 +287,15 @@ class OperationQueue:
         try:
             shown = self.explain_error(error) if isinstance(error, Exception) else error
             if type(shown) is TruncationError:
-                shown = self._size_error(entry, shown)
+                shown = size_error(entry, shown)
             if isinstance(shown, Timeout):
                 # Before `current` is cleared, so that the other ranks still see the operation in the report.
-                shown = self._deadline_error(entry, shown)
+                shown = deadline_error(self.watch, entry, shown)
             elif type(shown) is CommunicationError:
                 shown = self._name_earlier_failure(shown)
         finally:
             self.current = None
-        sinks.emit((entry, monotonic(), _describe_error(shown)))
+        sinks.emit((entry, monotonic(), describe_error(shown)))
         return shown
 
     def explain_error(self, error: Exception) -> Exception:
@@ -473,7 +358,7 @@ class OperationQueue:
         whole = timeout if bound is None else bound
         if self.watch is not None:
             self.watch.waits.timed_out.append(operation.call)
-        raise self.timeout_error(self._describe_progress(operation, whole), whole)
+        raise timeout_error(self.watch, self.group, self._describe_progress(operation, whole), whole)
 
     def _describe_progress(self, operation: QueuedOperation, seconds: float) -> str:
         """Describe the collective of `operation` and its progress after `seconds`."""
@@ -485,21 +370,6 @@ class OperationQueue:
             return f"{operation.call} number {self.number}"
         now = self.executing.position(self.group.members)
         return f"{operation.call} number {self.number}{f' (in {now.where})' if now.waits_for else ''}"
-
-    def timeout_error(self, what: str, seconds: float, after: str = "; it is still pending") -> Timeout:
-        """Return the Timeout for `what`, which has not completed within `seconds`. From half a second on, all ranks are
-        queried for their positions."""
-        group = self.group
-        text = f"{what} on {group}, rank {group.rank}: not complete within the timeout of {seconds:g} s{after}"
-        return Timeout(self._add_report(text, seconds))
-
-    def _deadline_error(self, entry: EntryTuple, error: Timeout) -> Timeout:
-        """Return the Timeout for a collective that has exceeded the communicator's timeout."""
-        group, number, call, _, _ = entry
-        text = f"{call} number {number} on {group}, rank {group.rank}: {error}"
-        shown = Timeout(self._add_report(text, group.timeout))
-        shown.__cause__ = error
-        return shown
 
     def unreported_failures(self) -> list[QueuedOperation]:
         """Return the operations that have failed in the background and whose errors have not been reported."""
@@ -518,21 +388,6 @@ class OperationQueue:
         shown.__cause__ = error
         return shown
 
-    def _size_error(self, entry: EntryTuple, error: TruncationError) -> TruncationError:
-        """Return the exception for a collective that received more or less data than this rank expects."""
-        group, number, call, _, _ = entry
-        shown = TruncationError(
-            f"{call} number {number} on {group.name}, rank {group.rank} of {len(group.members)}: {error}. Pass the same"
-            " shape and dtype on all ranks, or counts= where their blocks differ; MPICOLL_CHECK=1 reports what"
-            " each rank passes"
-        )
-        shown.__cause__ = error
-        return shown
-
-    def _add_report(self, text: str, seconds: float) -> str:
-        words = "" if self.watch is None or seconds < MIN_REPORTED_TIMEOUT else self.watch.reporter.request(text)
-        return f"{text}\n{words}" if words else text
-
     def drain(self, timeout: float) -> bool:
         """Wait for all submitted operations. Return False if they have not completed within `timeout` seconds."""
         return bool(wait_for(lambda: not (self.pending or self.lock.locked()) or None, timeout, self.make_progress))
@@ -545,8 +400,7 @@ class OperationQueue:
         self._awaiting.append(me := get_ident())
         try:
             with self.lock:
-                while self.pending:
-                    self.pending.popleft().run()
+                self.run_pending()
         finally:
             self._awaiting.remove(me)
         self.stop()
@@ -594,17 +448,12 @@ class OperationQueue:
         """Raise CommunicatorError if this thread holds the lock, for which `call` would wait forever."""
         running = self._blocking_entry()
         if self.runner_thread == get_ident():
-            within = "an operation" if self.current is None else _name_and_number(self.current)
+            within = "an operation" if self.current is None else name_and_number(self.current)
         elif running is not None and self.thread == get_ident():
-            within = _name_and_number(running)
+            within = name_and_number(running)
         else:
             return
-        raise CommunicatorError(
-            f"{verb}{call} on {self.group}, rank {self.group.rank}: called in the middle of {within} on the same"
-            f" communicator and thread ({threading.current_thread().name}), which can't go on before this call returns."
-            " A signal handler, a function passed as op or a callback may use another communicator, such as one made by"
-            " Communicator.duplicate() beforehand; or call this after the operation"
-        )
+        raise nested_call_error(self.group, f"{verb}{call}", within)
 
     def _reject_concurrent(self, me: tuple[int, Call]) -> None:
         """Raise CommunicatorError if another thread runs a blocking collective or waits to begin one. Threads that run
@@ -616,18 +465,12 @@ class OperationQueue:
             what = others[0][1] if running is None else running[2]
             ident = next((ident for ident, call in others if call is what), None)
             number = "" if running is None else f" number {running[1]}"
-            raise CommunicatorError(
-                f"{me[1]} on {self.group}, rank {self.group.rank}: thread {threading.current_thread().name} calls it"
-                f" while {_describe_other_thread(ident)} is in {what}{number} on the same communicator, so other ranks"
-                " might run the two in another order. Give each thread a communicator of its own"
-                " (Communicator.duplicate() or split(0), called beforehand in one thread), or call both in one thread,"
-                " in the background if they should overlap (iallreduce and similar functions)"
-            )
+            raise concurrent_call_error(self.group, me[1], ident, f"{what}{number}")
 
     def _run_next(self) -> None:
         """Run the head of the queue, if the queue is not empty. The lock is held."""
         if self.pending:
-            self.pending.popleft().run()
+            self._run_operation(self.pending.popleft())
 
     def _run_worker(self) -> None:
         while True:
@@ -640,25 +483,3 @@ class OperationQueue:
                     return
             with self.lock, suppress(BaseException):  # the operation keeps the exception for its waiter
                 self._run_next()
-
-
-def _name_and_number(entry: EntryTuple) -> str:
-    return f"{entry[2]} number {entry[1]}"
-
-
-def _describe_other_thread(ident: int | None) -> str:
-    """Return the name of the thread `ident`; if unknown, the names of the program's threads except this one."""
-    threads = thread_names()
-    known = [threads[ident]] if ident in threads else []
-    this = get_ident()
-    ours = ("mpicoll-callback", "mpicoll-rank-")
-    names = known or sorted(
-        name
-        for one, name in threads.items()
-        if one != this and (not name.startswith("mpicoll-") or name.startswith(ours))
-    )
-    return f"thread {names[0]}" if len(names) == 1 else f"another thread (of {', '.join(names) or 'unknown name'})"
-
-
-def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -112,8 +112,7 @@ class Registry:
         for comm in self.members():
             if wait:
                 with comm.queue.lock:
-                    while comm.queue.pending:
-                        comm.queue.pending.popleft().run()
+                    comm.queue.run_pending()
                     self._update(comm)
             else:
                 self._update(comm)

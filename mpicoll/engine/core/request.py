@@ -9,7 +9,8 @@ from numbers import Real
 from typing import Any, Protocol
 
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.engine.core.queue import OperationQueue, RegisteredWait
+from mpicoll.engine.core.queued_operation import OwnQueue
+from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import ArgumentError, Timeout
 from mpicoll.transport.waiting import poll
@@ -23,7 +24,7 @@ class Handle(Protocol):
         """Timeout of the communicator in seconds."""
 
     @property
-    def awaited(self) -> tuple[OperationQueue, Call]:
+    def awaited(self) -> tuple[OwnQueue, Call]:
         """The queue of the communicator, and the pending call."""
 
     def test(self) -> Any:
@@ -66,7 +67,7 @@ class Request:
         return self._handle.limit
 
     @property
-    def awaited(self) -> tuple[OperationQueue, Call]:
+    def awaited(self) -> tuple[OwnQueue, Call]:
         """The queue of the communicator, and the pending call."""
         return self._handle.awaited
 
@@ -149,7 +150,7 @@ def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Reg
     queues, calls = zip(*(one.awaited for one in requests), strict=True)
     known = not bounded and len(set(queues)) == 1 and not any(call.collective for call in calls)
     call = Call(f"waitany of {len(requests)}", parts=calls if known else (), collective=False)
-    queue: OperationQueue = queues[0]
+    queue: OwnQueue = queues[0]
     return queue.waiting(call, bound)
 
 

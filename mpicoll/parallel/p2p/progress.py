@@ -10,7 +10,8 @@ from itertools import count
 import torch
 
 from mpicoll.engine.core.poller import poller
-from mpicoll.engine.core.queue import OperationQueue, RegisteredWait
+from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError, Timeout

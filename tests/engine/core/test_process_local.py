@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mpicoll
-from mpicoll.engine.core.queue import QueuedOperation
+from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 REMEDIES = {

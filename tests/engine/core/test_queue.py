@@ -20,7 +20,8 @@ from support.ranks import Ranks
 
 import mpicoll
 from mpicoll.engine.core import queue as queue_module
-from mpicoll.engine.core.queue import OperationQueue, QueuedOperation
+from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.transport import local
 

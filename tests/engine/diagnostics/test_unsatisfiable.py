@@ -13,7 +13,8 @@ from support.rank_states import State, crossed
 from support.watchdogs import FakeQueue, WatchedRank, entry, until
 
 import mpicoll
-from mpicoll.engine.core.queue import OperationQueue, QueuedOperation
+from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.local_waits import LocalWaits
 from mpicoll.engine.diagnostics.peers import Peers
