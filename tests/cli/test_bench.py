@@ -17,11 +17,13 @@ from support.launch import ROOT, mpirun
 from support.scripts import run_scripts
 
 import mpicoll
+from mpicoll import schedules
 from mpicoll.cli import main
 from mpicoll.cli.bench import job, peers, report
 from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Workload, bus_factor, wide
 from mpicoll.cli.bench.measure import Point, Result, Wrong, verified
 from mpicoll.cli.bench.overlap import Overlap
+from mpicoll.engine.selection.catalogue import algorithms_of
 from mpicoll.errors import SetupError
 
 RANKS = 3
@@ -68,8 +70,14 @@ def test_extents(collective: str, given: list[int], got: list[int]) -> None:
     assert [workload.got(rank) for rank in range(RANKS)] == got
 
 
-def test_former_names_of_algorithms() -> None:
-    assert job._algorithms("slots,pieces/64k,ring", ["allreduce"]) == ("shm_flat", "shm_pipelined/64k", "ring")
+def test_names_of_algorithms() -> None:
+    assert job._algorithms("slots,pieces/64k,ring", ["allreduce"], None) == ("shm_flat", "shm_pipelined/64k", "ring")
+    assert job._algorithms("all", ["barrier", "scan"], "torch") == (
+        *("native", "shm_flat", *schedules.algorithms_of("barrier")),
+        *schedules.algorithms_of("scan"),
+    )
+    for_devices = set(job._algorithms("all", ["bcast"], "cupy")) - set(job._algorithms("all", ["bcast"], None))
+    assert for_devices == {"nccl", "ipc"}
 
 
 def test_sizes_are_rounded_to_elements_and_equal_blocks() -> None:
@@ -328,6 +336,7 @@ OF_TWO = {
     "overlap of numpy": "overlap allreduce allgather --sizes 64k --compute sleep --like numpy",
     "overlap of torch": "overlap allreduce allgather --sizes 64k --compute sleep --like torch",
     "overhead": "overhead scatter barrier --sizes 8",
+    "all algorithms": "reduce --sizes 8 --against none --algorithms all --blocks 2",
 }
 
 
@@ -364,7 +373,8 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
     assert of_two.picture.read_bytes().startswith(b"\x89PNG")
     assert found["ranks"] == 2
     assert found["mpi"]
-    assert set(found["versions"]) == {"python", "mpicoll", "numpy", "mpi4py"}
+    # Ranks of the tests may be forked from a process that has imported torch.
+    assert set(found["versions"]) - {"torch"} == {"python", "mpicoll", "numpy", "mpi4py"}
     assert [(one["collective"], one["nbytes"]) for one in found["points"]] == [
         (collective, 0 if collective == "barrier" else 4096) for collective in COLLECTIVES
     ]
@@ -385,6 +395,18 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
     }
     for collective in COLLECTIVES:
         assert f"{collective}, 2 ranks, float32 sum numpy" in text
+
+
+@waits_for_all
+@pytest.mark.slow
+def test_all_algorithms_of_two_ranks(of_two: OfTwo) -> None:
+    contestants = of_two.found["all algorithms"]["points"][0]["contestants"]
+    host = [name for name in algorithms_of("reduce") if name not in ("nccl", "ipc")]
+    assert list(contestants) == ["mpicoll", *host]
+    absent = {name for name, one in contestants.items() if one["state"] == "absent"}
+    assert {"hierarchical"} <= absent <= {"hierarchical", "cma"}  # some kernels deny cma
+    for name in set(contestants) - absent:
+        check_timed(contestants[name])
 
 
 @pytest.mark.long

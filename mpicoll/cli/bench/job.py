@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import mpicoll
-from mpicoll import schedules
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays, peers, report
 from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Workload
@@ -20,7 +19,7 @@ from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
 from mpicoll.cli.bench.team import Team
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.engine.selection.catalogue import canonical_name
+from mpicoll.engine.selection.catalogue import DEVICE, algorithms_of, canonical_name
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError, SetupError
 
@@ -100,7 +99,7 @@ def settings(given: dict[str, Any]) -> Settings:
         collectives=collectives,
         sizes=tuple(given["sizes"]),
         against=against,
-        algorithms=_algorithms(given["algorithms"] or (array and ",".join(_WAYS)), collectives),
+        algorithms=_algorithms(given["algorithms"] or (array and ",".join(_WAYS)), collectives, array),
         dtype=given["dtype"],
         op=given["op"],
         like=given["like"] or "numpy",
@@ -151,11 +150,11 @@ def _writable(option: str, path: Path | None) -> None:
         raise ArgumentError(f"{option} {path}: there is no directory {path.absolute().parent}")
 
 
-def _algorithms(text: str | None, collectives: Sequence[str]) -> tuple[str, ...]:
+def _algorithms(text: str | None, collectives: Sequence[str], array: device_arrays.Library | None) -> tuple[str, ...]:
     if text != "all":
         return tuple(canonical_name(name) for name in text.split(",")) if text else ()
-    names = ["native", *(name for one in collectives for name in schedules.algorithms_of(one))]
-    return tuple(dict.fromkeys(names))
+    names = dict.fromkeys(name for one in collectives for name in algorithms_of(one))
+    return tuple(name for name in names if array is not None or name not in DEVICE)
 
 
 def main(rank: int, asked: Settings) -> int:
