@@ -203,19 +203,20 @@ class _Arrows:
 
 
 def load_file(path: Path) -> TraceTable:
-    """Return the operations of a file that mpicoll has merged. Raises SetupError for any other file."""
+    """Return the operations of a file that mpicoll has merged.
+
+    Raises SetupError if it can't be read, and various exceptions if mpicoll has not made it.
+    """
     try:
         with path.open() as file:
             return _read_events(file)
     except OSError as error:
         raise SetupError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
-        raise SetupError(f"{path} is not a trace that mpicoll has made") from error
 
 
 def _read_events(file: Iterable[str]) -> TraceTable:
     texts = iter(file)
-    about = json.loads(next(texts).rstrip("\n") + "]}")["otherData"]
+    about = json.loads(next(texts, "").rstrip("\n") + "]}")["otherData"]
     if about["mpicoll trace"] != VERSION:
         raise ValueError("another version")
     table = TraceTable(
@@ -244,5 +245,6 @@ def _read_events(file: Iterable[str]) -> TraceTable:
     table.texts = interned.all
     table.rank, table.comm, table.number, table.call, table.site, table.error = indices.T
     table.begin, table.end = times.T
+    table.check()
     add_wait_times(table)
     return table

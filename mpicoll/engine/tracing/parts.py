@@ -93,6 +93,7 @@ def load_parts(folder: Path) -> TraceTable:
     )
     table.begin = np.concatenate([one.begin - first for one in columns]) * 1e6
     table.end = np.concatenate([one.end - first for one in columns]) * 1e6
+    table.check()
     add_wait_times(table)
     return table
 

@@ -25,7 +25,7 @@ def add_wait_times(table: TraceTable) -> None:
     last = np.empty(count, np.int64)
     order = np.argsort(begin, kind="stable")
     last[instance[order]] = table.rank[rows][order]  # of the assignments to one instance the last one counts
-    table.wait[rows] = np.minimum(latest[instance] - begin, end - begin)
+    table.wait[rows] = np.fmin(latest[instance] - begin, end - begin)
     table.last[rows] = last[instance]
 
 
