@@ -7,7 +7,8 @@ import pytest
 from mpicoll.schedules import Algorithm, algorithms_of, closed_form, collectives, cost, get, verify
 from mpicoll.schedules.model import ROOTED, Schedule
 
-SIZES = (*range(1, 34), 64, 100, 127, 128)
+SIZES = (*range(1, 34), 64)
+LARGE_SIZES = (100, 127, 128)
 REDUCING = ("allreduce", "exscan", "reduce", "reduce_scatter", "scan")
 ALL = [algorithm for name in collectives() for algorithm in algorithms_of(name).values()]
 
@@ -21,6 +22,9 @@ def segment_counts(algorithm: Algorithm) -> tuple[int, ...]:
 
 
 every = pytest.mark.parametrize("algorithm", ALL, ids=label)
+sizes = pytest.mark.parametrize(
+    "sizes", [pytest.param(SIZES, id="small"), pytest.param(LARGE_SIZES, id="large", marks=pytest.mark.long)]
+)
 rooted = pytest.mark.parametrize("algorithm", [a for a in ALL if a.collective in ROOTED], ids=label)
 
 
@@ -42,8 +46,9 @@ def test_names() -> None:
 
 @pytest.mark.slow
 @every
-def test_correct_for_every_size(algorithm: Algorithm) -> None:
-    for size in SIZES:
+@sizes
+def test_correct_for_every_size(algorithm: Algorithm, sizes: tuple[int, ...]) -> None:
+    for size in sizes:
         assert verify(algorithm, size).size == size
 
 
@@ -64,8 +69,9 @@ def test_correct_for_every_root(algorithm: Algorithm) -> None:
 
 
 @every
-def test_closed_forms_are_exact(algorithm: Algorithm) -> None:
-    for size in SIZES:
+@sizes
+def test_closed_forms_are_exact(algorithm: Algorithm, sizes: tuple[int, ...]) -> None:
+    for size in sizes:
         for segments in segment_counts(algorithm):
             counted = cost(algorithm, size, segments=segments)
             assert closed_form(algorithm, size, segments) == (counted.rounds, counted.sent), (size, segments)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -53,8 +53,15 @@ def flat(size: int, alpha: float, beta: float, gamma: float) -> Cluster:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", EVERYTHING, ids=full)
-def test_equals_price_on_one_link_class(algorithm: Algorithm) -> None:
-    for size in range(1, 33):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((*range(1, 18), 31, 32), id="some"),
+        pytest.param(range(18, 31), id="more", marks=pytest.mark.long),
+    ],
+)
+def test_equals_price_on_one_link_class(algorithm: Algorithm, sizes: Iterable[int]) -> None:
+    for size in sizes:
         for count in segments(algorithm):
             seen = profile(algorithm, 1, size, segments=count)
             for n, alpha, beta, gamma in ((1, 1, 0, 0), (240 * size, 3, 0.5, 0.25), (1e6, 0, 1, 1)):
@@ -91,9 +98,16 @@ class _TwoClasses(_Simulation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", EVERYTHING, ids=full)
-def test_is_near_price_with_two_link_classes(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((2, 3, 6, 8, 12, 15, 16), id="small"),
+        pytest.param((21, 30, 32), id="large", marks=pytest.mark.long),
+    ],
+)
+def test_is_near_price_with_two_link_classes(algorithm: Algorithm, sizes: tuple[int, ...]) -> None:
     low, high = LOOSE.get(full(algorithm), (1 - 1e-9, 1.76 if full(algorithm) == "bcast/chain" else 1.34))
-    for size in (2, 3, 6, 8, 12, 15, 16, 21, 30, 32):
+    for size in sizes:
         for per_node in (k for k in range(1, 9) if size % k == 0):
             for count in segments(algorithm):
                 seen = profile(algorithm, size // per_node, per_node, segments=count, links=per_node)
@@ -175,14 +189,19 @@ def test_messages_that_are_not_met_in_step_are_no_symmetry() -> None:
     [
         "allreduce/double_tree",
         "allreduce/halving_doubling",
-        "allreduce/recursive_doubling",
-        "allreduce/tree",
         "bcast/binomial",
         "gather/binomial",
-        "reduce/reduce_scatter_gather",
-        "reduce_scatter/recursive_halving",
         "scan/recursive_doubling",
         "scatter/linear",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (
+                "allreduce/recursive_doubling",
+                "allreduce/tree",
+                "reduce/reduce_scatter_gather",
+                "reduce_scatter/recursive_halving",
+            )
+        ),
     ],
 )
 def test_a_sample_is_near_every_rank(name: str) -> None:

@@ -30,7 +30,7 @@ def _arena() -> Arena:
     return arena
 
 
-def _together(size: int, body: Callable[[Arena], Any], *, timeout: float = 20.0) -> list[Any]:
+def _together(size: int, body: Callable[[Arena], Any]) -> list[Any]:
     """Call `body` on the arenas of `size` threads that have nothing but transports."""
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
@@ -43,12 +43,12 @@ def _together(size: int, body: Callable[[Arena], Any], *, timeout: float = 20.0)
             transport.job.mark_dead(transport.rank)
 
     threads = [
-        threading.Thread(target=main, args=(one,), daemon=True) for one in transports(LocalJob(size, timeout=timeout))
+        threading.Thread(target=main, args=(one,), daemon=True) for one in transports(LocalJob(size, timeout=20.0))
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(20.0, 2 * timeout))
+        thread.join(60)
         assert not thread.is_alive()
     if failures:
         raise failures[0]
