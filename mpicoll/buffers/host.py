@@ -70,14 +70,10 @@ class NumpyScalars(NumpyLibrary):
 
 
 @dataclass(frozen=True, slots=True)
-class ArrayApi:
+class ArrayApi(NumpyLibrary):
     """A library that follows the array API standard: results are made by its own ``from_dlpack``."""
 
     namespace: Any
-
-    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-        created = np.empty(shape, like.array.dtype)
-        return Buffer(created, created, like.dtype, self)
 
     def finish(self, buffer: Buffer) -> Any:
         return buffer.user if buffer.user is not buffer.array else self.wrap(buffer.array)
@@ -85,16 +81,6 @@ class ArrayApi:
     def wrap(self, view: Array) -> Any:
         # numpy refuses to export bfloat16 through DLPack, so such arrays go through the library's own constructor.
         return self.namespace.asarray(view) if view.dtype.kind == "V" else self.namespace.from_dlpack(view)
-
-    @dtypes.silent
-    def convert(self, source: Array, target: Array, dtype: DType) -> None:
-        np.copyto(target, source, casting="unsafe")
-
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        return False
-
-    def record_event(self, buffer: Buffer) -> None:
-        return None
 
 
 NUMPY = NumpyLibrary()

@@ -38,10 +38,10 @@ def apply(device: DeviceStreams, ufunc: str, inputs: Sequence[Any], out: DeviceA
     if function is None:
         raise DeviceError(f"{ufunc}: there is no such function for memory of {device.name}")
     target = wrap(device, out)
-    function(*(_operand(device, one, out, target) for one in inputs), out=target, casting="unsafe")
+    function(*(_wrap_operand(device, one, out, target) for one in inputs), out=target, casting="unsafe")
 
 
-def _operand(device: DeviceStreams, one: Any, out: Array, target: Any) -> Any:
+def _wrap_operand(device: DeviceStreams, one: Any, out: Array, target: Any) -> Any:
     if not isinstance(one, np.ndarray):
         return one
     if not isinstance(one, DeviceArray):

@@ -18,9 +18,6 @@ from mpicoll.cli.bench.measure import timed, verified
 from mpicoll.cli.bench.peers import Call, Contestant
 from mpicoll.cli.bench.team import Team
 
-COMPUTATIONS = ("numpy", "python", "sleep")
-"""Computations: releases the GIL and uses a core; holds the GIL; uses no core, as a kernel on an accelerator."""
-
 _ROUNDS = (11, 101)
 """Minimum and maximum number of measurements."""
 

@@ -179,9 +179,7 @@ class Arena:
                 raise
             self.check_same_operation()
         except BaseException as failure:
-            found = self._recover(failure, begin)
-            if found is not None:
-                raise found from None
+            self._recover(failure, begin)
             raise
 
     def _await(self, which: int) -> None:
@@ -307,17 +305,15 @@ class Arena:
             body(source, target)
             self.check_same_operation()
         except BaseException as failure:
-            found = self._recover(failure, begin)
-            if found is not None:
-                raise found from None
+            self._recover(failure, begin)
             raise
         finally:
             self.synchronize = None
         self._words[self._mine + ENDED[operation & 1]] = operation << 32 | self._step - begin
 
-    def _recover(self, failure: BaseException, begin: int) -> Exception | None:
-        """Synchronise with the other ranks after a failure. Raises if that is impossible. Return the error for ranks
-        that have begun different operations, if that is the cause, otherwise None."""
+    def _recover(self, failure: BaseException, begin: int) -> None:
+        """Synchronise with the other ranks after a failure. Raises if that is impossible, or with the error for ranks
+        that have begun different operations, if that is the cause."""
         try:
             self._publish_call()
             if self._abandoned:
@@ -327,7 +323,9 @@ class Arena:
             self._step = self._words[self._mine] = UNUSABLE | FAILED
             self._words = UnusableFlags(self.rank, self.size)
             raise
-        return self._find_mismatch() if isinstance(failure, CommunicationError) else None
+        found = self._find_mismatch() if isinstance(failure, CommunicationError) else None
+        if found is not None:
+            raise found from None
 
     def check_same_operation(self) -> None:
         """Raise CommunicationError if another rank carries out a different operation. Valid after a first step."""

@@ -203,7 +203,7 @@ def _get_arrays(phases: _Phases) -> tuple[Any, Any]:
     return phases.arrays.source, phases.arrays.target
 
 
-def _operand(phases: _Phases) -> tuple[Array, Array]:
+def _load_operand(phases: _Phases) -> tuple[Array, Array]:
     """Add a step that converts this rank's operand to the dtype of the reduction. Return the array that holds the
     converted operand, which may be the caller's own memory, and the memory for the vector, which may be the same array.
     """
@@ -216,7 +216,7 @@ def _operand(phases: _Phases) -> tuple[Array, Array]:
 
 def _allreduce(phases: _Phases) -> None:
     """Add the phases: reduce_scatter and allgather in the node. Between nodes, each rank handles n/L of n bytes."""
-    source, array = _operand(phases)
+    source, array = _load_operand(phases)
     counts, own = _get_shares(phases, array)
     phases.add_phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
     phases.add_phase(phases.lane, "allreduce", own, own, [own.size])
@@ -225,7 +225,7 @@ def _allreduce(phases: _Phases) -> None:
 
 
 def _reduce(phases: _Phases) -> None:
-    source, array = _operand(phases)
+    source, array = _load_operand(phases)
     counts, own = _get_shares(phases, array)
     on_root_node = phases.comm.node == phases.root_node
     phases.add_phase(phases.node, "reduce_scatter", source, own, counts, spare=array)
@@ -250,7 +250,7 @@ def _bcast(phases: _Phases) -> None:
 
 def _reduce_scatter(phases: _Phases) -> None:
     """In the node, each rank reduces what its lane is to get."""
-    source, array = _operand(phases)
+    source, array = _load_operand(phases)
     blocks = _PackedBlocks(phases, phases.arrays.counts)
     packed, spare = blocks.memory(source), blocks.memory(array)
     lane_blocks = blocks.own(spare)

@@ -217,40 +217,35 @@ class Nccl:
         self._run("bcast", nbytes, lambda nccl, stream: nccl.broadcast(at, at, nbytes, self._bytes, root, stream))
 
     def gather(self, source: Memory, target: Memory | None, counts: Sequence[int] | None, root: int) -> None:
-        is_root = self._rank == root
-        assert target is not None or not is_root
-        if is_root and target is not None:
-            blocks = list(_iter_blocks(counts or [source.size] * self._size, target))
+        assert target is not None or self._rank != root
+        if target is not None and self._rank == root:
             self._copy_own_block(source, target, counts)
-
-        def call_nccl(nccl: Any, stream: int) -> None:
-            if is_root:
-                for rank, at, elements in blocks:
-                    if rank != root:
-                        nccl.recv(at, elements * source.itemsize, self._bytes, rank, stream)
-            elif source.size:
-                nccl.send(_address(source), source.nbytes, self._bytes, root, stream)
-
-        self._run("gather", 1, call_nccl, grouped=True)
+        self._run_rooted("gather", target, source, counts, root)
 
     def scatter(self, source: Memory | None, target: Memory, counts: Sequence[int] | None, root: int) -> None:
-        is_root = self._rank == root
-        assert source is not None or not is_root
-        if is_root and source is not None:
-            sizes = counts or [target.size] * self._size
-            blocks = list(_iter_blocks(sizes, source))
-            begin = sum(sizes[:root])
+        assert source is not None or self._rank != root
+        if source is not None and self._rank == root:
+            begin = sum(counts[:root]) if counts else target.size * root
             _copy(target, source[begin : begin + target.size])
+        self._run_rooted("scatter", source, target, counts, root)
+
+    def _run_rooted(
+        self, what: str, whole: Memory | None, part: Memory, counts: Sequence[int] | None, root: int
+    ) -> None:
+        """Move blocks between the root, which has the `whole`, and the other ranks, each of which has its `part`."""
+        blocks = [] if whole is None else list(_iter_blocks(counts or [part.size] * self._size, whole))
 
         def call_nccl(nccl: Any, stream: int) -> None:
-            if is_root:
-                for rank, at, elements in blocks:
-                    if rank != root:
-                        nccl.send(at, elements * target.itemsize, self._bytes, rank, stream)
-            elif target.size:
-                nccl.recv(_address(target), target.nbytes, self._bytes, root, stream)
+            at_root, elsewhere = (nccl.recv, nccl.send) if what == "gather" else (nccl.send, nccl.recv)
+            if self._rank != root:
+                if part.size:
+                    elsewhere(_address(part), part.nbytes, self._bytes, root, stream)
+                return
+            for rank, at, elements in blocks:
+                if rank != root:
+                    at_root(at, elements * part.itemsize, self._bytes, rank, stream)
 
-        self._run("scatter", 1, call_nccl, grouped=True)
+        self._run(what, 1, call_nccl, grouped=True)
 
     def allgather(self, source: Memory, target: Memory, counts: Sequence[int] | None) -> None:
         if counts is None:

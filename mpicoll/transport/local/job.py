@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.errors import RankFailed, Timeout
 from mpicoll.transport.local.faults import Fault, FaultInjector, Killed
-from mpicoll.transport.local.mailbox import LocalMessage, Mailbox
+from mpicoll.transport.local.mailbox import LocalMailbox, LocalMessage
 from mpicoll.wording import rank_list
 
 T = TypeVar("T")
@@ -49,14 +49,14 @@ class LocalJob:
         self.revoked: set[Group] = set()
         """The revoked groups, as in ULFM."""
         self.faults = FaultInjector(faults)
-        self._mailboxes: dict[tuple[int, int], Mailbox] = {}
+        self._mailboxes: dict[tuple[int, int], LocalMailbox] = {}
         self._contexts = itertools.count(1)
         self._exchanges: dict[Hashable, dict[int, Any]] = {}
         self._agreements: dict[Hashable, Agreement] = {}
 
-    def mailbox(self, context: int, rank: int) -> Mailbox:
+    def mailbox(self, context: int, rank: int) -> LocalMailbox:
         """Return the mailbox of rank `rank` of the job. The lock is held."""
-        return self._mailboxes.setdefault((context, rank), Mailbox())
+        return self._mailboxes.setdefault((context, rank), LocalMailbox())
 
     def deliver(self, context: int, source: int, dest: int, message: LocalMessage) -> None:
         """Put `message` into the mailbox of rank `dest` of the job, unless a fault prevents it. The lock is held."""

@@ -37,7 +37,7 @@ class PostedRecv:
 
 
 @dataclass(slots=True)
-class Mailbox:
+class LocalMailbox:
     """The unexpected messages and the posted receives of one rank in one context, both in order."""
 
     unexpected: list[LocalMessage] = field(default_factory=list)
