@@ -400,6 +400,9 @@ def test_the_environment_of_a_new_job() -> None:
     assert own.items() <= made.items()
     assert not job.keys() & made.keys()
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in made
+    assert made["OMPI_MCA_btl_tcp_if_include"] == "lo"
+    kept = {"OMPI_MCA_btl_tcp_if_exclude": "eth1"}
+    assert "OMPI_MCA_btl_tcp_if_include" not in launcher.job_environment(kept, root=False)
     assert launcher.job_environment({}, root=True)["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
 
 

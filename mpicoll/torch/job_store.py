@@ -2,8 +2,8 @@
 
 On one node it is a file without a name, which only the processes of the job have open, so that neither other hosts nor
 other users of the node can reach it. It disappears with the last process, however the job ends. Where the ranks of the
-node can't open a common file, the store is a TCPStore at the loopback interface. Between nodes it is a TCPStore at all
-interfaces, as torch itself creates it.
+node can't open a common file, the store is a TCPStore at the loopback interface. Between nodes it is a TCPStore at the
+first interface that all ranks reach, open to every process that reaches it as well.
 """
 
 from __future__ import annotations
@@ -136,19 +136,43 @@ def _reserve_port() -> int:
 
 
 def _create_tcp_store(comm: Communicator) -> JobStore:
-    """Return a store that rank 0 serves at a free port: of the loopback interface on one node, else of all interfaces.
+    """Return a store that rank 0 serves at a free port of one interface, which all ranks reach. Collective.
+
+    On one node it is the loopback interface. If no interface is reached by all ranks, the store is served at all of
+    them.
+    """
+    candidates = bcast_object(_find_addresses() if comm.rank == 0 else None, comm=comm)
+    for address in [_LOOPBACK] if comm.num_nodes == 1 else candidates:
+        listening = _listen(address) if comm.rank == 0 else None
+        port = bcast_object(None if listening is None else listening.getsockname()[1], comm=comm)
+        if port is None:
+            continue
+        reached = all(allgather_object(_can_connect(address, port), comm=comm))
+        if listening is None:
+            if reached:
+                return JobStore(comm, _connect(address, port), address, port)
+        elif reached:
+            # The store closes the descriptor.
+            store = _connect(address, port, is_master=True, listening=listening.detach())
+            return JobStore(comm, store, address, port)
+        else:
+            listening.close()
+    return _create_open_store(comm, candidates)
+
+
+def _create_open_store(comm: Communicator, addresses: list[str]) -> JobStore:
+    """Return a store that rank 0 serves at all interfaces. Each rank connects to the first address that it reaches.
 
     Raises SetupError if this rank can connect to none of rank 0's addresses.
     """
     if comm.rank == 0:
-        server = _serve_on_loopback() if comm.num_nodes == 1 else _connect("localhost", 0, is_master=True)
-        addresses = [_LOOPBACK] if comm.num_nodes == 1 else _find_addresses()
-        bcast_object((addresses, server.port), comm=comm)
+        server = _connect("localhost", 0, is_master=True)
+        bcast_object(server.port, comm=comm)
         return JobStore(comm, server, addresses[0], server.port)
-    addresses, port = bcast_object(comm=comm)
+    port = bcast_object(comm=comm)
     # Ranks on rank 0's node can use the loopback interface.
-    if comm.node == comm.nodes[0] and _LOOPBACK not in addresses:
-        addresses.insert(0, _LOOPBACK)
+    if comm.node == comm.nodes[0]:
+        addresses = [_LOOPBACK, *addresses]
     address = next((one for one in addresses if _can_connect(one, port)), None)
     if address is None:
         raise SetupError(
@@ -156,17 +180,18 @@ def _create_tcp_store(comm: Communicator) -> JobStore:
             f" {', '.join(addresses)}, at port {port}; open it in the firewall, or set MASTER_ADDR and MASTER_PORT,"
             " RANK and WORLD_SIZE, so that torch's env:// creates the store"
         )
-    return JobStore(comm, _connect(address, port, is_master=False), address, port)
+    return JobStore(comm, _connect(address, port), address, port)
 
 
-def _serve_on_loopback() -> dist.TCPStore:
-    with socket.create_server((_LOOPBACK, 0), backlog=_BACKLOG) as sock:
-        port = sock.getsockname()[1]
-        # The store closes the descriptor.
-        return _connect(_LOOPBACK, port, is_master=True, listening=sock.detach())
+def _listen(address: str) -> socket.socket | None:
+    """Return a socket that listens at a free port of `address`, or None if this host does not have the address."""
+    try:
+        return socket.create_server((address, 0), backlog=_BACKLOG)
+    except OSError:
+        return None
 
 
-def _connect(address: str, port: int, *, is_master: bool, listening: int | None = None) -> dist.TCPStore:
+def _connect(address: str, port: int, *, is_master: bool = False, listening: int | None = None) -> dist.TCPStore:
     """Return a client of the store at `address` and `port`.
 
     `is_master` also starts its server, at the `listening` socket if that is given.

@@ -103,7 +103,11 @@ def find_launcher() -> str | None:
     It is the one that has started this process, else the one beside this Python, beside the library, or in PATH.
     """
     library = _find_library_file()
-    places = [*_launcher_directories(), Path(sys.executable).parent, *_directories_beside(library)]
+    places = [
+        *(program.parent for _, program in find_parents()),
+        Path(sys.executable).parent,
+        *_directories_beside(library),
+    ]
     for path in (*map(str, places), None):
         for name in (*_debian_names(library), *_NAMES):
             if found := shutil.which(name, path=path):
@@ -127,8 +131,8 @@ def _debian_names(library: str) -> list[str]:
     return ["mpirun.openmpi"] if re.search(r"/libmpi\.so\.40", library) else []
 
 
-def _launcher_directories() -> list[Path]:
-    """Return the directories of the launchers that have started this process as a rank."""
+def find_parents() -> list[tuple[int, Path]]:
+    """Return process id and program of the launchers that have started this process as a rank."""
     found = []
     pid = os.getpid() if launch_env.is_launched(os.environ) else 0
     with suppress(OSError, ValueError, IndexError):  # processes of others, or no /proc
@@ -137,7 +141,7 @@ def _launcher_directories() -> list[Path]:
             pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
             program = Path(f"/proc/{pid}/exe").readlink()
             if program.name in _PARENTS:
-                found.append(program.parent)
+                found.append((pid, program))
     return found
 
 
@@ -197,6 +201,9 @@ def job_environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]
     defaults |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     # Where UCX finds no device, every shared window would print a warning.
     defaults |= {"OMPI_MCA_osc": "^ucx"}
+    if "OMPI_MCA_btl_tcp_if_exclude" not in environ:
+        # The ranks are on one machine. Open MPI does not accept both settings.
+        defaults |= {"OMPI_MCA_btl_tcp_if_include": "lo"}
     if root:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return defaults | strip_job_variables(environ)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,6 +112,32 @@ def test_this_installation(tmp_path: Path) -> None:
     assert report["machine", "cores"].value.startswith(str(os.cpu_count()))
     assert report["machine", "shared memory"].value == "the ranks of a node share memory"
     assert report["settings", "MPICOLL_TIMEOUT"].value == "1800, default"
+
+
+@pytest.mark.long
+def test_ports() -> None:
+    report = examined("--ports")
+    assert (report.ok, report.status) == (True, 0), report.findings
+    assert {one.section for one in report.findings} == {"ports"}
+    ports = report.section("ports")
+    assert list(ports) == ["MPI library", "control connections", "torch's store", "launcher"]
+    assert re.fullmatch(r"rank 0 at .*:\d+; rank 1 at .*:\d+", ports["MPI library"].value)
+    assert (ports["MPI library"].state, ports["launcher"].state) == ("open", "open")
+    assert re.match(r"(prte|hydra|mpi)\w* \(\d+\) at ", ports["launcher"].value)
+    assert ports["control connections"].value.startswith("rank 0 at ")
+    assert (ports["torch's store"].state, ports["torch's store"].value) == ("ok", "no port")
+    closed = examined("--ports", OMPI_MCA_btl="^tcp,ofi")
+    assert (closed["ports", "MPI library"].state, closed["ports", "MPI library"].value) == ("ok", "no port")
+
+
+def test_ports_without_a_job(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", out := StringIO())
+    assert main(["doctor", "--ports", "--json"]) == 0
+    assert Report(out.getvalue(), 0)["ports", "job"].value == "there is neither mpirun nor mpiexec"
+    monkeypatch.setattr(launcher, "find_launcher", lambda: "mpirun")
+    monkeypatch.setattr("sys.stdout", out := StringIO())
+    assert main(["doctor", "--ports", "--json"]) == 1
+    assert Report(out.getvalue(), 1)["ports", "job"].value == "nothing is started here"
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import mpicoll
+from mpicoll.cli import listening
 from mpicoll.torch import job_store
 
 BOUND = timedelta(seconds=120)
@@ -58,19 +58,7 @@ print(json.dumps([stores, opened]))
 
 def listening_ports() -> list[int]:
     """The TCP ports at which this process listens."""
-    own = set()
-    for one in Path("/proc/self/fd").iterdir():
-        try:
-            own.add(str(one.readlink()))
-        except OSError:  # the descriptor of the folder itself
-            continue
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in own:
-                found.append(int(local.rpartition(":")[2], 16))
-    return sorted(set(found))
+    return sorted({int(one.rpartition(":")[2]) for one in listening.list_sockets() if not one.startswith("unix:")})
 
 
 def ask_as_a_stranger(ports: list[int], files: list[str]) -> Any:
@@ -90,6 +78,15 @@ def group() -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks seem to be on a node each."""
+    world, kind = mpicoll.world(), mpicoll.Communicator
+    monkeypatch.setattr(kind, "num_nodes", property(lambda comm: comm.size))
+    monkeypatch.setattr(kind, "node", property(lambda comm: comm.rank))
+    monkeypatch.setattr(world, "nodes", tuple(range(world.size)))
 
 
 def open_store(store: Any) -> Any:
@@ -190,26 +187,72 @@ def test_another_backend_by_the_variables_that_are_set() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.mpi
-def test_ranks_without_a_common_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store listens at the loopback interface only."""
+def use(made: job_store.JobStore) -> None:
+    """Each rank reads what all have written."""
     world = mpicoll.world()
-    if world.rank == world.size - 1:
-        monkeypatch.setattr(job_store, "_open", lambda path: None)
-    made = job_store.create_job_store(world)
-    if world.size == 1:
-        assert isinstance(made.store, dist.HashStore)
-        return
-    assert isinstance(made.store, dist.TCPStore)
-    assert made.address == "127.0.0.1"
     made.store.set(str(world.rank), "here")
     assert [made.store.get(str(rank)) for rank in range(world.size)] == [b"here"] * world.size
     assert made.is_base_of(dist.PrefixStore("a", dist.PrefixStore("b", made.store)))
     assert not made.is_base_of(dist.HashStore())
     mpicoll.barrier()
-    if world.rank == 0:
-        own = socket.gethostbyname(socket.gethostname())
-        if not own.startswith("127."):
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((own, made.port), timeout=20)
+
+
+@pytest.mark.mpi
+def test_ranks_without_a_common_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store listens at the loopback interface only."""
+    world = mpicoll.world()
+    before = listening.list_sockets()
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(job_store, "_open", lambda path: None)
+    made = job_store.create_job_store(world)
+    use(made)
+    if world.size == 1:
+        assert isinstance(made.store, dist.HashStore)
+        return
+    assert isinstance(made.store, dist.TCPStore)
+    new = [f"127.0.0.1:{made.port}"] if world.rank == 0 else []
+    assert [one for one in listening.list_sockets() if one not in before] == new
     mpicoll.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("_apart")
+def test_between_nodes_the_store_listens_where_all_ranks_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first address is not of this host, and one rank can't connect to the second."""
+    world = mpicoll.world()
+    if world.size == 1:
+        pytest.skip("needs two ranks")
+    before = listening.list_sockets()
+    monkeypatch.setattr(job_store, "_find_addresses", lambda: ["192.0.2.99", "127.0.0.3", "127.0.0.2"])
+    monkeypatch.setattr(job_store, "_LOOPBACK", "127.0.0.3")
+    connect = job_store._can_connect
+    last = world.rank == world.size - 1
+    monkeypatch.setattr(job_store, "_can_connect", lambda *to: not (last and to[0] == "127.0.0.3") and connect(*to))
+    made = job_store._create_tcp_store(world)
+    use(made)
+    assert made.address == "127.0.0.2"
+    new = [f"127.0.0.2:{made.port}"] if world.rank == 0 else []
+    assert [one for one in listening.list_sockets() if one not in before] == new
+    mpicoll.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("_apart")
+def test_no_interface_that_all_ranks_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = mpicoll.world()
+    if world.size == 1:
+        pytest.skip("needs two ranks")
+    mine = f"127.0.0.{world.rank + 1}"
+    monkeypatch.setattr(job_store, "_find_addresses", lambda: [f"127.0.0.{rank + 1}" for rank in range(world.size)])
+    monkeypatch.setattr(job_store, "_LOOPBACK", "192.0.2.99")
+    connect = job_store._can_connect
+    monkeypatch.setattr(job_store, "_can_connect", lambda *to: to[0] == mine and connect(*to))
+    made = job_store._create_tcp_store(world)
+    assert made.address == mine
+    use(made)
+    monkeypatch.setattr(job_store, "_can_connect", lambda *to: False)
+    if world.rank == 0:
+        job_store._create_tcp_store(world)
+    else:
+        with pytest.raises(mpicoll.SetupError, match="can't connect to any address of rank 0, "):
+            job_store._create_tcp_store(world)
