@@ -16,25 +16,18 @@ from mpicoll.engine.core.arena_layout import (
     POSTED,
     ROWS,
     SIGNATURES,
-    TEXT,
     UNUSABLE,
     WORDS,
     UnusableFlags,
 )
 from mpicoll.engine.core.arena_wait import SPINS, ArenaWait, CheckWait
+from mpicoll.engine.core.call_descriptions import CallDescriptions, DescribeCall, MismatchErrorOf, description_bytes
 from mpicoll.engine.core.segments import SegmentTable
 from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
 from mpicoll.transport.base import Memory, Read, Transport
-
-DescribeCall: TypeAlias = "Callable[[], str]"
-"""Function that returns a description of this rank's current call, in less than 1000 bytes."""
-
-MismatchErrorOf: TypeAlias = "Callable[[list[str]], Exception | None]"
-"""Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
-ranks."""
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
@@ -68,7 +61,7 @@ class Arena:
     ) -> None:
         rank, size = transport.rank, transport.size
         words = size * WORDS * 8
-        first = transport.share(words + 2 * size * TEXT if rank == 0 else 0)[0]
+        first = transport.share(words + description_bytes(size) if rank == 0 else 0)[0]
         self.rank, self.size = rank, size
         self.has_slots = False
         self.slots: tuple[tuple[Memory, ...], ...] = ()
@@ -83,9 +76,7 @@ class Arena:
         self._flags = memoryview(first[:words].data).cast("B").cast("q")
         # Replaced by UnusableFlags when an operation is abandoned.
         self._words: memoryview[int] | UnusableFlags = self._flags
-        self._texts = first[words : words + 2 * size * TEXT].reshape(2, size, TEXT)
-        self._describe_call = describe_call
-        self._mismatch_error = mismatch_error
+        self._descriptions = CallDescriptions(first[words:], rank, size, describe_call, mismatch_error)
         self._row_mismatch_error = row_mismatch_error
         self._check_wait = check_wait
         self._executing = executing or Executing()
@@ -315,7 +306,9 @@ class Arena:
         """Synchronise with the other ranks after a failure. Raises if that is impossible, or with the error for ranks
         that have begun different operations, if that is the cause."""
         try:
-            self._publish_call()
+            if self._operations_differ():
+                self._descriptions.publish(self._operation)
+                self._barrier()
             if self._abandoned:
                 raise failure  # do not wait a second time for ranks that exceeded the timeout
             self._release_waiters(begin)
@@ -323,9 +316,10 @@ class Arena:
             self._step = self._words[self._mine] = UNUSABLE | FAILED
             self._words = UnusableFlags(self.rank, self.size)
             raise
-        found = self._find_mismatch() if isinstance(failure, CommunicationError) else None
-        if found is not None:
-            raise found from None
+        if isinstance(failure, CommunicationError) and self._operations_differ():
+            found = self._descriptions.mismatch_error(self._operation)
+            if found is not None:
+                raise found from None
 
     def check_same_operation(self) -> None:
         """Raise CommunicationError if another rank carries out a different operation. Valid after a first step."""
@@ -345,27 +339,6 @@ class Arena:
         words, which = self._words, SIGNATURES[self._operation & 1]
         mine = words[self._mine + which]
         return any(words[at + which] != mine for at in self._others)
-
-    def _publish_call(self) -> None:
-        """Publish a description of this rank's call, if the ranks carry out different operations."""
-        if self._describe_call is None or not self._operations_differ():
-            return
-        text = self._describe_call().encode()
-        place = self._texts[self._operation & 1, self.rank]
-        place[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
-        place[:16].view(np.int64)[:] = self._operation, len(text)
-        self._barrier()
-
-    def _find_mismatch(self) -> Exception | None:
-        """Return the error for ranks that have carried out different operations, or None if they have not. Valid when
-        all ranks have ended an operation that failed."""
-        if self._mismatch_error is None or not self._operations_differ():
-            return None
-        texts = []
-        for place in self._texts[self._operation & 1]:
-            operation, length = map(int, place[:16].view(np.int64))
-            texts.append(place[16 : 16 + length].tobytes().decode() if operation == self._operation else "")
-        return self._mismatch_error(texts)
 
     def _release_waiters(self, begin: int) -> None:
         """Release the other ranks after a failure: block none of them until all have ended this operation, successfully

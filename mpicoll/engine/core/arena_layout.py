@@ -26,10 +26,6 @@ FAILED_END = 1 << 31
 OPERATIONS = (1 << 31) - 1
 """Mask of the operation counter, which wraps modulo one more than this number."""
 
-TEXT = 1024
-"""Bytes, per rank and for even and odd operations each, for the text that describes a rank's call: the number of the
-operation, the length of the text, and the text."""
-
 
 class UnusableFlags:
     """Replacement for the flags of a rank that can never be synchronised again."""

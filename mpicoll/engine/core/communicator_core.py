@@ -13,7 +13,8 @@ from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.core.call_comparison import BatchedComparison, row_mismatch_error
 from mpicoll.engine.core.call_mismatch import decode_mismatch_error, encode_call
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
-from mpicoll.engine.core.queue import OperationQueue, accept_any_call
+from mpicoll.engine.core.observer import accept_any_call
+from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call, Group
 from mpicoll.engine.diagnostics.position import Position

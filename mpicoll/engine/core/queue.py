@@ -18,9 +18,11 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
+from mpicoll.engine.core.observer import Observer, accept_any_call
+from mpicoll.engine.core.process_local import ForkedLock
 from mpicoll.engine.core.queue_errors import (
     concurrent_call_error,
     deadline_error,
@@ -40,48 +42,6 @@ from mpicoll.transport.waiting import wait_for
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
-
-
-class _ForkedLock:
-    """Replacement for a queue's locks in a process that must not communicate."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def _raise(self, *args: Any, **kwargs: Any) -> Any:
-        raise CommunicatorError(
-            f"communicator {self._name}: this process was forked from an MPI rank, and can't communicate; only the rank"
-            " itself can"
-        )
-
-    __enter__ = acquire = locked = _raise
-    active = property(_raise)
-
-    def __exit__(self, *args: object) -> None:
-        """Satisfy the context manager protocol; never reached."""
-
-
-class Observer(Protocol):
-    """Observer of operations, called before and after each operation in queue order.
-
-    ``needs_call_sites`` requests the call sites. ``needs_every_operation`` requires each call to be prepared again, so
-    that `function` is a :class:`~mpicoll.engine.dispatch.Task` where it is a collective on arrays. An observer that
-    ``compares_calls`` ensures that all ranks call the same operation.
-    """
-
-    needs_call_sites: bool
-    needs_every_operation: bool
-    compares_calls: bool
-
-    def before(self, entry: EntryTuple, function: Callable[..., Any]) -> None:
-        """Observe an operation before it runs. May raise, on all ranks alike, instead of running the operation."""
-
-    def after(self, entry: EntryTuple, function: Callable[..., Any]) -> None:
-        """Observe an operation after it has been carried out. May raise, on all ranks alike."""
-
-
-def accept_any_call(call: Call) -> None:
-    """Accept `call` without comparing it across the ranks."""
 
 
 class OperationQueue:
@@ -416,7 +376,7 @@ class OperationQueue:
     def refuse(self) -> None:
         """Make all further operations raise CommunicatorError: this process was forked from the process that
         communicates."""
-        self.lock = self._filled = self.watch = _ForkedLock(self.group.name)  # type: ignore[assignment]
+        self.lock = self._filled = self.watch = ForkedLock(self.group.name)  # type: ignore[assignment]
 
     def on_dropped(self) -> None:
         """Retire the queue and end the worker when the communicator is garbage-collected."""

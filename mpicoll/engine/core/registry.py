@@ -9,7 +9,8 @@ from typing import Protocol, TypeAlias
 from weakref import ref
 
 from mpicoll.config import UNCHECKED
-from mpicoll.engine.core.queue import Observer, OperationQueue
+from mpicoll.engine.core.observer import Observer
+from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.transport.base import Transport
 
 

@@ -17,7 +17,7 @@ import pytest
 from support.rank_states import WHAT, State, at_work, said, waits
 
 import mpicoll
-from mpicoll.engine.core.queue import accept_any_call
+from mpicoll.engine.core.observer import accept_any_call
 from mpicoll.engine.diagnostics import flight_recorder, rank_state
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.call_facts import messages_of

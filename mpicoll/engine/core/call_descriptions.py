@@ -1,0 +1,63 @@
+"""Descriptions of the calls of the ranks of a node, for the error when they call different operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from mpicoll.transport.base import Memory
+
+_TEXT = 1024
+"""Bytes, per rank and for even and odd operations each, for the text that describes a rank's call: the number of the
+operation, the length of the text, and the text."""
+
+DescribeCall: TypeAlias = "Callable[[], str]"
+"""Function that returns a description of this rank's current call, in less than 1000 bytes."""
+
+MismatchErrorOf: TypeAlias = "Callable[[list[str]], Exception | None]"
+"""Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
+ranks."""
+
+
+def description_bytes(size: int) -> int:
+    """Return the bytes of the memory for the descriptions of `size` ranks."""
+    return 2 * size * _TEXT
+
+
+class CallDescriptions:
+    """Descriptions of the current calls of the ranks, in `memory` that all ranks share. `describe_call` returns this
+    rank's description, `mismatch_error_of` the error for those of all ranks."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        rank: int,
+        size: int,
+        describe_call: DescribeCall | None,
+        mismatch_error_of: MismatchErrorOf | None,
+    ) -> None:
+        self._texts = memory[: description_bytes(size)].reshape(2, size, _TEXT)
+        self._rank = rank
+        self._describe_call = describe_call
+        self._mismatch_error_of = mismatch_error_of
+
+    def publish(self, operation: int) -> None:
+        """Publish the description of this rank's call, whose number is `operation`."""
+        if self._describe_call is None:
+            return
+        text = self._describe_call().encode()
+        place = self._texts[operation & 1, self._rank]
+        place[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
+        place[:16].view(np.int64)[:] = operation, len(text)
+
+    def mismatch_error(self, operation: int) -> Exception | None:
+        """Return the error for ranks that have begun different operations. Valid when all have published theirs."""
+        if self._mismatch_error_of is None:
+            return None
+        texts = []
+        for place in self._texts[operation & 1]:
+            number, length = map(int, place[:16].view(np.int64))
+            texts.append(place[16 : 16 + length].tobytes().decode() if number == operation else "")
+        return self._mismatch_error_of(texts)
