@@ -5,6 +5,8 @@ Running tests
     launch              start a program on several ranks: ``mpirun(size, ...)``
     process_group       the fixture with torch's default process group; differences between versions of torch
     scripts             several scripts in one job
+    stand_in            the process that mpirun starts as a rank that is forked
+    warm                ranks that are forked from a process that has imported torch: ``mpirun(..., warm=True)``
 
 Values and oracles
     attention           attention over a whole sequence in one process

@@ -5,9 +5,9 @@ The import takes a rank longer than what most programs of the tests do. `serving
 which remains as the process that mpirun knows. What is forked runs the program as ``__main__``, and ends as an
 interpreter does. Where there is no server, mpirun starts the program in the usual way.
 
-For programs that import torch, in tests that are not about the start of a process. Not inherited from the server:
-environment, folder, open files, arguments, warnings, ``sys.path``, the state of numpy's random numbers. Inherited, and
-the same on all ranks: the hashes of texts.
+For scripts and modules (``-m``) that import torch, in tests that are not about the start of a process; of Python's
+options, only ``-W error``. Not inherited from the server: environment, folder, open files, arguments, warnings,
+``sys.path``, the state of numpy's random numbers. Inherited, and the same on all ranks: the hashes of strings.
 """
 
 from __future__ import annotations
