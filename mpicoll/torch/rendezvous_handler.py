@@ -116,7 +116,8 @@ def _exchange_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
 
     def exchange_ranks() -> list[int]:
         store.set(f"world_rank/{rank}", str(comm.rank))
-        return [int(store.get(f"world_rank/{other}")) for other in range(size)]
+        texts = [store.get(f"world_rank/{other}") for other in range(size)]
+        return [int(text) if text.isdigit() else -1 for text in texts]
 
     if size == comm.size:
         if store.add("arrived", 1) == 1:
@@ -129,6 +130,11 @@ def _exchange_world_ranks(store: dist.Store, rank: int, size: int) -> list[int]:
     else:  # the member ranks are not known yet
         with comm.queue.waiting(Call("init_process_group", collective=False), STORE_TIMEOUT.total_seconds()):
             ranks = exchange_ranks()
+    if ranks[rank] != comm.rank or not all(0 <= other < comm.size for other in ranks):
+        raise ArgumentError(
+            "init_process_group: the store does not contain what the processes of the group have written to it; another"
+            " program, or another group without a prefix of its own, writes to it too"
+        )
     if len(set(ranks)) != size:
         raise ArgumentError(
             f"init_process_group: several processes of the group have the same rank of the MPI job: {ranks}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,14 +20,14 @@ import torch.distributed as dist
 
 import mpicoll
 from mpicoll.cli import listening
-from mpicoll.torch import job_store
+from mpicoll.torch import job_store, rendezvous_handler
 
 BOUND = timedelta(seconds=120)
 
 # Asks every port for the number of keys, as a client of torch's TCPStore does, and tries to open files of processes.
 STRANGER = """
 import json, os, socket, struct, sys
-ports, files = json.loads(sys.argv[1])
+ports, files, seconds = json.loads(sys.argv[1])
 "".encode("idna")  # imports what the other user may not be able to read
 if os.getuid() == 0:
     os.setgroups([])
@@ -37,7 +40,7 @@ for port in ports:
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
             sock.sendall(validate + count_keys)
-            sock.settimeout(2)
+            sock.settimeout(seconds)
             reply = sock.recv(8, socket.MSG_WAITALL)
             # The first words of other protocols make a larger number.
             if len(reply) == 8 and int.from_bytes(reply, "little") < 1 << 20:
@@ -61,9 +64,10 @@ def listening_ports() -> list[int]:
     return sorted({int(one.rpartition(":")[2]) for one in listening.list_sockets() if not one.startswith("unix:")})
 
 
-def ask_as_a_stranger(ports: list[int], files: list[str]) -> Any:
+def ask_as_a_stranger(ports: list[int], files: list[str], seconds: float) -> Any:
+    """Return the ports of stores, which answer within `seconds`, and the files that another user can open."""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", STRANGER, json.dumps([ports, files])],
+        [sys.executable, "-I", "-S", "-c", STRANGER, json.dumps([ports, files, seconds])],
         capture_output=True,
         text=True,
         check=True,
@@ -99,7 +103,7 @@ def test_a_stranger_finds_a_store_that_listens() -> None:
     """What the next test relies on."""
     store = dist.TCPStore("localhost", 0, None, is_master=True)
     assert store.port in listening_ports()
-    assert ask_as_a_stranger([store.port], ["/dev/null", "/nowhere"]) == [[store.port], ["/dev/null"]]
+    assert ask_as_a_stranger([store.port], ["/dev/null", "/nowhere"], 60) == [[store.port], ["/dev/null"]]
 
 
 @pytest.mark.mpi
@@ -112,9 +116,9 @@ def test_other_users_do_not_reach_the_store() -> None:
     everything = mpicoll.allgather_object((listening_ports(), files))
     answer = None
     if dist.get_rank() == 0:
-        answer = ask_as_a_stranger(
-            [port for ports, _ in everything for port in ports], [one for _, files in everything for one in files]
-        )
+        ports, paths = ([one for mine in part for one in mine] for part in zip(*everything, strict=True))
+        # Other sockets of the job do not answer.
+        answer = ask_as_a_stranger(ports, paths, 1)
     assert mpicoll.bcast_object(answer) == [[], []]
 
 
@@ -157,6 +161,45 @@ def test_the_store_does_not_release_a_barrier() -> None:
         late.set("rank 0 calls it", "")
     dist.monitored_barrier(timeout=BOUND)
     assert late.check(["rank 0 calls it"])
+
+
+@pytest.mark.parametrize("text", ["forged", "-1", "1000000", "²"])
+def test_a_rank_in_the_store_of_the_program_that_can_not_be(text: str) -> None:
+    store = dist.HashStore()
+    store.set("world_rank/1", text)
+    with pytest.raises(mpicoll.ArgumentError, match="another program, or another group") as caught:
+        rendezvous_handler.find_world_ranks(store, 0, 2)
+    assert text not in str(caught.value)
+
+
+def test_the_file_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In another folder where the first one can't be used, and nowhere if none can."""
+    make = tempfile.mkdtemp
+    usable = [str(tmp_path)]
+
+    def mkdtemp(prefix: str, dir: str) -> str:
+        if dir not in usable:
+            raise PermissionError(dir)
+        return make(prefix=prefix, dir=dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    file = job_store._create_file()
+    assert file is not None
+    assert file.parent.parent == tmp_path
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (file, file.parent)] == [0o600, 0o700]
+    assert file.stat().st_size == 0
+    usable.clear()
+    assert job_store._create_file() is None
+    usable.append(str(tmp_path))
+    monkeypatch.setattr(os, "write", full)
+    before = list(tmp_path.iterdir())
+    assert job_store._create_file() is None
+    assert list(tmp_path.iterdir()) == before
+
+
+def full(descriptor: int, data: bytes) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.mpi
