@@ -150,7 +150,7 @@ def _first_is_left_out(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) 
     monkeypatch.setattr(owner, name, call)
 
 
-def _first_settle_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def _leave_out_first_synchronization(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.buffers.cuda.device import CudaDevice
 
     _slow_end(monkeypatch)
@@ -167,8 +167,8 @@ def _nobody_waits_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     from mpicoll.buffers.cuda.device import CudaDevice
     from mpicoll.buffers.cuda.streams import ThreadStream
 
-    settle = ThreadStream.synchronize
-    monkeypatch.setattr(CudaDevice, "synchronize", lambda self: settle(self.thread_stream()))
+    synchronize = ThreadStream.synchronize
+    monkeypatch.setattr(CudaDevice, "synchronize", lambda self: synchronize(self.thread_stream()))
     monkeypatch.setattr(ThreadStream, "synchronize", lambda self: None)
 
 
@@ -183,7 +183,7 @@ LAST = 1
             (way, _never_ready)
             for way in ("ipc", "shm_flat", "shm_pipelined", "ring", "recursive_doubling", "master_worker")
         ),
-        *((way, _first_settle_is_left_out) for way in ("ipc", "shm_flat", "shm_pipelined")),
+        *((way, _leave_out_first_synchronization) for way in ("ipc", "shm_flat", "shm_pipelined")),
         *((way, _first_mark_is_not_waited_for) for way in ("ring", "master_worker")),
         ("shm_pipelined", _nobody_waits_at_the_end),  # the others wait at their own ends already
     ],
@@ -230,12 +230,12 @@ def _then_at_rest(body: Callable[[], Any]) -> list[Any]:
     from mpicoll.buffers.cuda.device import cuda_device
     from mpicoll.buffers.cuda.streams import ThreadStream
 
-    settle = ThreadStream.synchronize
+    synchronize = ThreadStream.synchronize
 
     def run() -> Any:
         try:
             return body()
         finally:
-            settle(cuda_device(0).thread_stream())
+            synchronize(cuda_device(0).thread_stream())
 
     return mpicoll.run_local(run, 2)

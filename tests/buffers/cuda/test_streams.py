@@ -25,7 +25,7 @@ def events(cuda: ModuleType) -> Any:
     return events
 
 
-def test_host_memory_is_right_after_settle_only(on: Any, lazy: None) -> None:
+def test_host_memory_is_right_after_synchronize_only(on: Any, lazy: None) -> None:
     x = up(on, np.arange(8.0))
     host = on.pinned(64).view("f8")
     host[:] = -1

@@ -425,7 +425,7 @@ def test_what_an_operation_uses_is_not_closed_meanwhile(several: Ranks) -> None:
         node = Node()
         values = _values(node.size, 300)
         source, target = node.put(values[node.rank]), node.put(np.zeros(300, np.int32))
-        copy, settle = node.device.copy, node.device.synchronize
+        copy, synchronize = node.device.copy, node.device.synchronize
         used: list[weakref.ref[Any]] = []
         alive: list[bool] = []
 
@@ -438,14 +438,14 @@ def test_what_an_operation_uses_is_not_closed_meanwhile(several: Ranks) -> None:
 
         def looking() -> None:
             alive[:] = [one() is not None for one in used]
-            settle()
+            synchronize()
 
         node.device.copy, node.device.synchronize = closing, looking
         node.run(Case(node, "bcast", [300]).spec(source.dtype), source if node.rank == 0 else None, target)
         # The root takes nothing from others.
         assert alive == [True] * (node.rank != 0)
         assert all(one() is None for one in used)
-        node.device.copy, node.device.synchronize = copy, settle
+        node.device.copy, node.device.synchronize = copy, synchronize
         np.testing.assert_array_equal(node.get(target), values[0])
 
     several(body)
@@ -668,10 +668,10 @@ def test_devices_that_do_not_reach_each_other(several: Ranks, monkeypatch: pytes
 # --- synchronisation
 
 
-@pytest.mark.parametrize("settles", [True, False])
-def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, settles: bool) -> None:
+@pytest.mark.parametrize("synchronizes", [True, False])
+def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, synchronizes: bool) -> None:
     """Without the one before the others are told, they read what was there before."""
-    if not settles and not fake_cuda.is_fake(cuda):
+    if not synchronizes and not fake_cuda.is_fake(cuda):
         pytest.skip("a real device may have done its work by chance")
 
     def body() -> None:
@@ -686,16 +686,16 @@ def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, set
         def load() -> None:
             node.device.copy(source, news)
 
-        settle = node.device.synchronize if settles else lambda: None
+        synchronize = node.device.synchronize if synchronizes else lambda: None
         with node.device.working():
-            node.arena.run(body, source, target, load, spec.signature, settle)
+            node.arena.run(body, source, target, load, spec.signature, synchronize)
             if node.rank == 0:
                 node.transport.allgather_text("")
         if node.rank != 0:
             # Rank 0's work is done only now, unless it has waited for it.
             node.transport.allgather_text("")
         node.transport.allgather_text("")
-        assert (node.get(target) == np.sum(values, 0, np.int32)).all() == settles
+        assert (node.get(target) == np.sum(values, 0, np.int32)).all() == synchronizes
 
     several(body)
 
@@ -751,7 +751,7 @@ def test_who_fails_has_done_its_work_by_then(several: Ranks) -> None:
         node = Node()
         source, target = node.put(np.full(100, node.rank, np.int32)), node.put(np.full(100, -1, np.int32))
         done: list[int] = []
-        fold, settle = node.device.fold, node.device.synchronize
+        fold, synchronize = node.device.fold, node.device.synchronize
 
         def broken(*arguments: Any) -> None:
             fold(*arguments)
@@ -759,7 +759,7 @@ def test_who_fails_has_done_its_work_by_then(several: Ranks) -> None:
             raise MemoryError
 
         node.device.fold = broken
-        node.device.synchronize = lambda: done.append(1) or settle()
+        node.device.synchronize = lambda: done.append(1) or synchronize()
         with pytest.raises(MemoryError):
             _sum(node, source, target, [np.zeros(100, np.int32)] * node.size)
         assert done

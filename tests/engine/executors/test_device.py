@@ -69,7 +69,7 @@ def test_messages_pass_in_pieces(cuda: ModuleType, sizes: tuple[int, ...]) -> No
                 wire.exchange(
                     [(right, up_memory), (left, down_memory)], [(left, into[0][1]), (right, into[1][1])], number
                 )
-                # More work of the device before it settles, as schedules have it.
+                # More work of the device before it is synchronised, as schedules have it.
                 np.add(into[0][1], 1, out=into[0][1])
             got.append((into, first, second))
         for number, (into, first, second) in enumerate(got):
@@ -125,7 +125,7 @@ def wrong(body: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("algorithm", ["shm_pipelined", "shm_flat", "ipc"])
-def test_a_missing_settle_shows(cuda: ModuleType, algorithm: str) -> None:
+def test_a_missing_synchronization_is_seen(cuda: ModuleType, algorithm: str) -> None:
     """The tests would notice if one were forgotten."""
 
     def main() -> None:
@@ -464,7 +464,7 @@ def test_native_reduce_is_in_place_at_rank_0_only(cuda: ModuleType) -> None:
 
     kept, data = memory(cuda, np.arange(4, dtype=np.uint8))
     with data.on.working(after(cuda, kept)):
-        settled: Any = staging.SynchronizedNative(Native(), data.on)
-        settled.reduce(data, data, "sum", 1)
-        settled.reduce(data, data, "sum", 0)
+        synchronized: Any = staging.SynchronizedNative(Native(), data.on)
+        synchronized.reduce(data, data, "sum", 1)
+        synchronized.reduce(data, data, "sum", 0)
     assert called == [[False, 0, 1, 2, 3], [True, 7, 8, 9, 10]]
