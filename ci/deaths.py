@@ -3,6 +3,7 @@
     python ci/deaths.py                              all cases, one after the other: some 500 jobs
     python ci/deaths.py --only "KILL|TERM" --only "native.*/3"     those whose names match all of these
     python ci/deaths.py --list
+    python ci/deaths.py --ulfm --times 20            jobs with MPI's fault tolerance, in which the others continue
 
 A case is named by the kind of death, the moment, the victim and the number of ranks, such as `KILL in-shared 2/3`. Of
 each job is asked that it is over within 10 s of the death, with an exit status other than 0; that mpicoll's first line
@@ -15,24 +16,55 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support import dying
+from support import dying, survivors
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="may be given several times")
     parser.add_argument("--list", action="store_true", help="name the cases instead of running them")
+    parser.add_argument("--ulfm", action="store_true", help="jobs with MPI's fault tolerance (ULFM)")
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="with --ulfm: run each case N times")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in the jobs")
     return parser.parse_args()
 
 
+def _run_ulfm(arguments: argparse.Namespace) -> NoReturn:
+    """Run the jobs in which ranks survive, and exit."""
+    cases = [case for case in survivors.matrix() if all(re.search(one, str(case)) for one in arguments.only)]
+    if arguments.list:
+        print(*cases, sep="\n")
+        raise SystemExit
+    failed = 0
+    for case in cases:
+        problems: list[str] = []
+        longest = 0.0
+        for _ in range(arguments.times):
+            begin = time.monotonic()
+            done = survivors.run(case)
+            longest = max(longest, time.monotonic() - begin)
+            problem = survivors.find_problem(case, done)
+            if problem:
+                problems.append(problem)
+                print("\n".join(f"    {line}" for line in done.stdout.splitlines()), flush=True)
+        failed += len(problems)
+        passed = arguments.times - len(problems)
+        print(f"{case!s:20} {passed}/{arguments.times}, at most {longest:.1f} s  {'; '.join(problems)}", flush=True)
+    print(f"\n{len(cases)} cases, {arguments.times} times each: {failed} jobs failed")
+    raise SystemExit(bool(failed))
+
+
 def main() -> None:
     arguments = _arguments()
+    if arguments.ulfm:
+        _run_ulfm(arguments)
     cases = [case for case in dying.matrix() if all(re.search(one, str(case)) for one in arguments.only)]
     if not cases:
         raise SystemExit("no case has such a name; see --list")

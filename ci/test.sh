@@ -93,6 +93,7 @@ if [[ $tier == long ]]; then
     check programs-torch 1800 mpirun -np 4 python ci/random_operations.py --operations 5000 --torch
     check mismatches 3600 python ci/mismatches.py
     check deaths 7200 python ci/deaths.py
+    check survivors 14400 python ci/deaths.py --ulfm --times 20
     check partition 1200 python ci/partition.py
     check torch 7200 ci/torch.sh
 fi

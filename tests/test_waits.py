@@ -79,6 +79,9 @@ WAITS = {
         "parallel/p2p/message_format.py::_PendingBroadcast.test",
     },
     "bounded by the program, or by seconds": {
+        "engine/diagnostics/process_exit.py::call_within",
+        "engine/diagnostics/process_exit.py::end_by_signal",
+        "transport/mpi/session.py::_ExitAgreement.reach",
         "engine/executors/nccl.py::Nccl.abort",
         "engine/executors/nccl.py::Nccl.free",
         "engine/executors/nccl.py::free_all",
@@ -116,6 +119,7 @@ WAITS = {
         "transport/mpi/pending.py::MpiPending.test",
     },
     "a thread of ours that has nothing to do": {
+        "transport/mpi/session.py::_ExitAgreement._run",
         "engine/core/poller.py::Poller._run",
         "engine/core/queue.py::OperationQueue._run_worker",
         "engine/tracing/recorder.py::Recorder._run",

@@ -19,7 +19,7 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.core.registry import Registry, agree_on_options
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
-from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure
+from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure, make_exits_deaths
 from mpicoll.engine.diagnostics.signals import (
     block_sigterm,
     listen_for_signals,
@@ -88,7 +88,9 @@ def start_mpi(registry: Registry) -> CommunicatorCore:
     if watch is not None:
         watch.deaths.mark_dead, watch.waits.started = mpi.mark_dead, mpi.active_transfers.list_started
         run_within_deadline(
-            watch, "connecting the ranks", lambda: _connect(watch, transport, fault_tolerant=mpi.fault_tolerant())
+            watch,
+            "connecting the ranks",
+            lambda: _connect(watch, transport, mpi.expect_exits, fault_tolerant=mpi.fault_tolerant()),
         )
     return make_communicator(transport, watch, registry, "world", mpi.library)
 
@@ -132,14 +134,23 @@ def _mpi_init_waits_for_all_ranks() -> Any:
     return mpi
 
 
-def _connect(watch: Watchdog, transport: Transport, *, fault_tolerant: bool) -> None:
-    """Connect the watchdogs of all ranks. Collective."""
+def _connect(
+    watch: Watchdog,
+    transport: Transport,
+    expect_exits: Callable[[Callable[[], bool]], None],
+    *,
+    fault_tolerant: bool,
+) -> None:
+    """Connect the watchdogs of all ranks. Collective. `expect_exits` is that of the transport."""
     job, secret = transport.allgather_text(f"{secrets.token_hex(4)} {secrets.token_hex(16)}")[0].split()
     line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage)
     addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(line.address))]
     line.connect(addresses)
     folder = None if config().report == "off" else Path(config().report)
     watch.join(line, addresses, job, folder, fault_tolerant=fault_tolerant)
+    if fault_tolerant:
+        make_exits_deaths()
+        expect_exits(lambda: len(line.exits) == line.size - 1)
 
 
 def run_within_deadline(watch: Watchdog | None, what: str, function: Callable[[], T]) -> T:

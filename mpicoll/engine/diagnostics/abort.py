@@ -7,11 +7,10 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
-from mpicoll.engine.diagnostics.process_exit import end_launcher, exit_hooks, log_to_stderr
+from mpicoll.engine.diagnostics.process_exit import end_launcher, log_to_stderr, run_exit_hooks
 from mpicoll.engine.diagnostics.reporter import Reporter
 from mpicoll.wording import rank_list
 
@@ -47,6 +46,16 @@ class JobAbort:
         self._by_cause: dict[str, set[int]] = {}  # the ranks that announced the same cause, by its hash
 
     @property
+    def job_survives(self) -> bool:
+        """True if the job goes on without a rank that dies (ULFM)."""
+        return self._peers.fault_tolerant
+
+    @property
+    def rank_name(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self._peers.rank} of {self._peers.size}"
+
+    @property
     def is_expected(self) -> bool:
         """True if another rank is about to abort the job."""
         return self._deadline is not None
@@ -74,17 +83,15 @@ class JobAbort:
         log_to_stderr(f"{rank_list(ranks)} of {peers.size} {of}", separate=True)
 
     def notify(self, of: str, cause: str = "") -> None:
-        """Run the exit hooks of this process, and send the abort by this rank to the other watchdogs.
+        """Send the abort by this rank to the other watchdogs, and run the exit hooks of this process.
 
-        They then search for no other cause.
+        The other ranks then search for no other cause.
         """
-        for act in exit_hooks:
-            with suppress(Exception):  # a failing hook must not keep the message from being sent
-                act()
         network = self._peers.network
         if network is not None:
             network.send({"kind": "abort", "of": of, "cause": cause})
             network.flush(_FLUSH_TIMEOUT)
+        run_exit_hooks()
 
     def receive(self, source: int, of: str, cause: str) -> None:
         """Record that the rank `source` has announced that it aborts the job."""

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import gc
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from mpicoll.errors import MpicollError
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
 exit_hooks: list[Callable[[], None]] = []
-"""Functions that are called before this process ends the job. They must neither wait nor raise."""
+"""Functions that are called before this process ends the job, with a bound on their time."""
+
+_HOOK_TIMEOUT = 1.0
+"""Seconds that an exit hook has: it may write to a file system that does not respond."""
+
+T = TypeVar("T")
 
 
 class Abort(Protocol):
-    """The abort of a job."""
+    """The abort of a job. ``job_survives`` is True if the job goes on without a rank that dies (ULFM)."""
+
+    @property
+    def job_survives(self) -> bool: ...
+
+    @property
+    def rank_name(self) -> str:
+        """This rank, for messages: "rank 1 of 4"."""
 
     def announce(self, of: str, alike: str = "") -> None:
         """Report that this rank is about to abort the job, because of ``of``.
@@ -35,6 +51,75 @@ class Abort(Protocol):
 
     def abort_all(self, status: int) -> None:
         """End all ranks with `status`."""
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T | None:
+    """Return the result of `function`, or None if it raises or takes more than `seconds`.
+
+    In the latter case it continues in a thread of its own. For what may wait for a file system, which must not prevent
+    the end of a job.
+    """
+    results: list[T] = []
+
+    def call() -> None:
+        with suppress(Exception):
+            results.append(function())
+
+    thread = threading.Thread(target=call, name="mpicoll-bounded", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be started at interpreter shutdown
+        call()
+    else:
+        thread.join(seconds)
+    return results[0] if results else None
+
+
+def run_exit_hooks() -> None:
+    """Call the exit hooks and write the buffers of open files, with a bound on the time of each."""
+    for hook in (*exit_hooks, _flush_files):
+        call_within(_HOOK_TIMEOUT, hook)
+
+
+def _flush_files() -> None:
+    """Write the buffers of all open files, which the abort of a job would lose."""
+    for kinds in ((io.TextIOWrapper,), (io.BufferedWriter, io.BufferedRandom)):
+        for file in gc.get_objects():
+            if type(file) in kinds:
+                with suppress(OSError, ValueError):  # closed, detached or read-only
+                    file.flush()
+
+
+def end_by_signal(number: int, of: str = "") -> NoReturn:
+    """End this process by the default action of a signal, after a line on stderr that this rank died of `of`.
+
+    In a job that survives deaths (ULFM), Open MPI's launcher reports a death by a signal to MPI on the other ranks, but
+    not an exit with a status other than 0: ``shrink`` and ``agree`` would wait for this rank without limit.
+    """
+    if of:
+        log_to_stderr(of, separate=True)
+    run_exit_hooks()
+    _flush()
+    libc = ctypes.CDLL(None)
+    for one in (number, signal.SIGKILL):
+        # Python's own function is for the main thread only.
+        libc.signal(one, None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {one})
+        os.kill(os.getpid(), one)
+        time.sleep(1)  # the signal may arrive on another thread
+    os._exit(128 + number)
+
+
+def make_exits_deaths() -> None:
+    """Make ``os._exit`` with a status other than 0 a death by a signal, in this process (see :func:`end_by_signal`)."""
+    exit_at_once, owner = os._exit, os.getpid()
+
+    def exit_or_die(status: int) -> NoReturn:
+        if status & 0xFF and os.getpid() == owner:
+            end_by_signal(signal.SIGKILL)
+        exit_at_once(status)
+
+    os._exit = exit_or_die
 
 
 def end_launcher(after: float = 0.0) -> None:
@@ -98,6 +183,9 @@ def abort_on_failure(abort: Abort) -> None:
         if os.getpid() != owner:
             previous(kind, error, traceback)
             return  # the end of a forked child does not concern the job
+        if abort.job_survives and isinstance(error, KeyboardInterrupt):
+            previous(kind, error, traceback)
+            end_by_signal(signal.SIGINT, f"{abort.rank_name} {describe_failure(error)}; the other ranks continue")
         folded, shown = traceback, ""
         with suppress(Exception):  # a failure here, such as of add_note, must not keep the job from being ended
             folded = _fold(error, traceback)
@@ -118,7 +206,10 @@ def abort_on_failure(abort: Abort) -> None:
     def abort_if_failed() -> None:
         if _Exit.status and os.getpid() == owner:
             _flush()
-            of = f"left by sys.exit with status {_Exit.status}; the job is ended"
+            left = f"left by sys.exit with status {_Exit.status}"
+            if abort.job_survives:
+                end_by_signal(signal.SIGKILL, f"{abort.rank_name} {left}; the other ranks continue")
+            of = f"{left}; the job is ended"
             abort.announce(of, of)
             abort.abort_all(_Exit.status)
 
@@ -186,7 +277,15 @@ class _Exit(SystemExit):
         except ValueError:
             if threading.current_thread() is not threading.main_thread():
                 return
-            _Exit.status = self.code if isinstance(self.code, int) else int(self.code is not None)
+            _Exit.status = _exit_status(self.code)
+
+
+def _exit_status(code: object) -> int:
+    """Return the status with which ``sys.exit(code)`` ends a process of a failed job: 0 for 0 and None only.
+
+    The system keeps the lowest 8 bits, so that 256 would be 0.
+    """
+    return (code & 0xFF or 1) if isinstance(code, int) and code else int(code is not None and code != 0)
 
 
 def _exit(status: object = None, /) -> NoReturn:

@@ -12,6 +12,10 @@ from mpicoll.engine.diagnostics import report_file
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import open_questions
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
+from mpicoll.engine.diagnostics.process_exit import call_within
+
+_WRITE_TIMEOUT = 3.0
+"""Seconds in which a report is written."""
 
 BRIEF_QUERY_TIMEOUT = 0.15
 """Seconds in which the other ranks reply after a rank has died: the launcher leaves them a quarter of a second."""
@@ -65,7 +69,7 @@ class Reporter:
         """Collect the states of all ranks and analyse them.
 
         Returns the summary, and a function that writes the report and returns its path as a sentence, or the
-        reason why there is none. The function may block for as long as the file system does.
+        reason why there is none. It waits at most ``_WRITE_TIMEOUT`` seconds for the file system.
         """
         try:
             states = self._peers.collect_states(seconds, full=True)
@@ -78,15 +82,19 @@ class Reporter:
         summary = "\n".join(one for one in analysis.words if one != why)
 
         def write() -> str:
-            if self.folder is None:
+            folder = self.folder
+            if folder is None:
                 return ""
-            try:
-                path, _ = report_file.write(self.folder, self.job, why, states, analysis)
-            except Exception as error:  # noqa: BLE001  as above
-                return (
-                    f"The report can't be written to {self.folder} ({error!r}); set MPICOLL_REPORT to a folder that"
-                    " can be written to"
-                )
-            return f"Where each rank stands, its stacks and its last operations: {path}"
+            remedy = "set MPICOLL_REPORT to a folder that can be written to"
+
+            def write_file() -> str:
+                try:
+                    path, _ = report_file.write(folder, self.job, why, states, analysis)
+                except Exception as error:  # noqa: BLE001  as above
+                    return f"The report can't be written to {folder} ({error!r}); {remedy}"
+                return f"Where each rank stands, its stacks and its last operations: {path}"
+
+            late = f"The report could not be written to {folder} within {_WRITE_TIMEOUT:g} s; {remedy}"
+            return call_within(_WRITE_TIMEOUT, write_file) or late
 
         return summary, write

@@ -16,7 +16,7 @@ from mpicoll.engine.diagnostics.deaths import DeathHandler
 from mpicoll.engine.diagnostics.flight_recorder import Entry
 from mpicoll.engine.diagnostics.local_waits import WaitKey, describe_wait, wait_key
 from mpicoll.engine.diagnostics.peers import Peers
-from mpicoll.engine.diagnostics.process_exit import log_to_stderr
+from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.wording import rank_list
 
@@ -30,6 +30,8 @@ _ENDED_BY_SIGTERM = "was ended by SIGTERM"
 
 _wakeup_fds: list[int] = []
 """The descriptor to which signal numbers for the watchdog are written, if it listens."""
+
+_set_wakeup_fd = signal.set_wakeup_fd
 
 _forking = threading.local()
 
@@ -45,16 +47,30 @@ def listen_for_signals() -> int | None:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = _set_wakeup_fd(writer, warn_on_full_buffer=False)
     if previous == -1:
         _wakeup_fds[:] = [writer]
+        signal.set_wakeup_fd = _set_wakeup_fd_of_program
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, handle_sigterm)
         return reader
-    signal.set_wakeup_fd(previous)
+    _set_wakeup_fd(previous)
     os.close(reader)
     os.close(writer)
     return None
+
+
+def _set_wakeup_fd_of_program(fd: int, /, *, warn_on_full_buffer: bool = True) -> int:
+    """Replace ``signal.set_wakeup_fd``: the program's descriptor comes before the watchdog's, which returns after it.
+
+    An asyncio loop that has handled signals sets -1 when it is closed.
+    """
+    own = _wakeup_fds[0] if _wakeup_fds else -1
+    if fd == -1:
+        previous = _set_wakeup_fd(own, warn_on_full_buffer=False)
+    else:
+        previous = _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
+    return -1 if previous == own else previous
 
 
 def handle_sigterm(number: int, frame: Any) -> None:
@@ -89,7 +105,9 @@ def restore_signal_mask() -> None:
 def reset_signal_handling() -> None:
     """Reset the signal handling at the end of the program and in a forked child."""
     with suppress(ValueError):  # if this is not the main thread, or none is left
-        signal.set_wakeup_fd(-1)
+        if signal.set_wakeup_fd is _set_wakeup_fd_of_program:
+            signal.set_wakeup_fd = _set_wakeup_fd
+        _set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is handle_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -136,8 +154,9 @@ class SignalMonitor:
         """Handle SIGTERM, which was sent to this rank alone, or by the launcher to all ranks that it ends."""
         peers, announced, network = self._peers, self._peers.announced, self._peers.network
         if peers.fault_tolerant:
-            log_to_stderr(f"rank {peers.rank} of {peers.size} died of SIGTERM")
-            os._exit(128 + signal.SIGTERM)  # the other ranks continue
+            end_by_signal(
+                signal.SIGTERM, f"rank {peers.rank} of {peers.size} died of SIGTERM; the other ranks continue"
+            )
         if network is not None and not self._deaths.suspicion:
             peers.send("sigterm")
             deadline = time.monotonic() + _SIGTERM_SPREAD

@@ -202,11 +202,9 @@ class FailureState:
         """Return this library's exception for an exception of MPI's; any other one as it is."""
         if isinstance(error, MPI.Exception):
             return self.operation_error(error)
-        # In shared memory, the error of a rank whose peer can't continue does not name the reason.
-        aborted = type(error) is CommunicationError and fault_tolerant()
-        if aborted and (self.is_revoked() or _query_dead() & set(self.members)):
-            return self.rank_failed(str(error))
-        return error
+        # In shared memory, the error of a rank whose peer can't continue does not name the reason. A rank that was
+        # interrupted abandons its operation before it dies.
+        return self.rank_failed(str(error)) if type(error) is CommunicationError and self.has_failed() else error
 
     def operation_error(self, error: MPI.Exception, memory: Any = None) -> CommunicationError:
         """Return the exception for an operation that has failed with `error`; `memory` is what MPI may still use."""

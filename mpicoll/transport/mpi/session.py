@@ -6,7 +6,9 @@ import atexit
 import ctypes
 import faulthandler
 import os
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import mpi4py
@@ -23,8 +25,45 @@ _OUTPUT_DELAY = 0.05
 _ABORT_TIME = 2.0
 """Seconds within which MPI_Abort ends this process; after them it exits without MPI."""
 
-_exit_comm: MPI.Intracomm | None = None
-"""All ranks, for the synchronisation at exit in a fault-tolerant job."""
+_AGREE_TIME = 2.0
+"""Seconds within which ranks that have exited have completed their agreement."""
+
+_AGREE_INTERVAL = 0.05
+"""Seconds between two queries of the exits of other ranks."""
+
+_others_have_exited: Callable[[], bool] = lambda: False  # noqa: E731  replaced by `expect_exits`
+
+
+class _ExitAgreement:
+    """The synchronisation of all living ranks of `comm` at exit, in a fault-tolerant job.
+
+    MPI may not know of the death of a rank, and then never returns. So a thread, which is started while threads can be,
+    waits in MPI, and the wait for that ends some time after all other ranks have exited. MPI's nonblocking agreement
+    would print errors where ranks have died.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._begin, self._done = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, name="mpicoll-exit", daemon=True).start()
+
+    def _run(self) -> None:
+        self._begin.wait()
+        with suppress(MPI.Exception):  # some ranks are dead
+            self._comm.Ack_failed()
+            self._comm.Agree(1)
+        self._done.set()
+
+    def reach(self) -> None:
+        """Wait until all living ranks have called this."""
+        self._begin.set()
+        give_up_at = float("inf")
+        while not self._done.wait(_AGREE_INTERVAL) and time.monotonic() < give_up_at:
+            if _others_have_exited():
+                give_up_at = min(give_up_at, time.monotonic() + _AGREE_TIME)
+
+
+_exit_agreement: _ExitAgreement | None = None
 
 
 def world(launched_size: int | None) -> MpiTransport:
@@ -39,8 +78,8 @@ def world(launched_size: int | None) -> MpiTransport:
             " one MPI per environment."
         )
     if fault_tolerant():
-        global _exit_comm  # noqa: PLW0603  the world is one for the process
-        _exit_comm = MPI.COMM_WORLD.Dup()
+        global _exit_agreement  # noqa: PLW0603  the world is one for the process
+        _exit_agreement = _ExitAgreement(MPI.COMM_WORLD.Dup())
     return duplicate(MPI.COMM_WORLD)
 
 
@@ -59,6 +98,12 @@ def library() -> str:
     return MPI.Get_library_version().split(",")[0].strip().splitlines()[0]
 
 
+def expect_exits(others_have_exited: Callable[[], bool]) -> None:
+    """Set the function that returns True when all other ranks have left or died."""
+    global _others_have_exited  # noqa: PLW0603  the process has one world
+    _others_have_exited = others_have_exited
+
+
 def abort(code: int) -> None:
     """End all ranks of the job with exit status `code`."""
     # The launcher forwards output, and stops doing so when it learns of the abort.
@@ -70,14 +115,12 @@ def abort(code: int) -> None:
 
 def _finalize(owner: int) -> None:
     if os.getpid() == owner and not mpi4py.rc.finalize and MPI.Is_initialized() and not MPI.Is_finalized():
-        if _exit_comm is None:
+        if _exit_agreement is None:
             MPI.Finalize()
         else:
             # In a fault-tolerant job Open MPI's Finalize sometimes hangs after a failure (1 of 16 times), and the
             # launcher does not require it. As in Finalize, no rank exits while others may need it.
-            with suppress(MPI.Exception):  # some ranks are dead; the living ones have arrived here
-                _exit_comm.Ack_failed()
-                _exit_comm.Agree(1)
+            _exit_agreement.reach()
             _skip_destructors()
 
 

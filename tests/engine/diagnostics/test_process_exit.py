@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 import mpicoll
+from mpicoll.engine.diagnostics import process_exit
 from mpicoll.engine.diagnostics.process_exit import _fold, abort_on_failure, log_to_stderr
 
 Starter = Callable[..., "CompletedProcess[str]"]
@@ -21,6 +24,8 @@ Starter = Callable[..., "CompletedProcess[str]"]
 
 class RecordedAbort:
     """An abort that only records its causes and exit statuses."""
+
+    job_survives, rank_name = False, "rank 1 of 2"
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
@@ -43,6 +48,38 @@ def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as leaving:
         sys.exit(3)
     assert leaving.value.code == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(None, 0), (0, 0), (False, 0), (1, 1), (3, 3), (True, 1), (255, 255), (256, 1), (-256, 1), (2**40, 1), (-1, 255)],
+)
+def test_an_exit_that_is_not_0_has_a_status_that_is_not_0(code: int | None, status: int) -> None:
+    assert process_exit._exit_status(code) == status
+
+
+def test_an_exit_with_a_text_has_status_1() -> None:
+    assert process_exit._exit_status("no such file") == process_exit._exit_status("") == 1
+
+
+def test_hooks_that_block_or_fail_do_not_prevent_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when they write to a file system that does not respond."""
+    called, release = list[str](), threading.Event()
+    hooks = [release.wait, lambda: called.append(str(1 / 0)), lambda: called.append("last")]
+    monkeypatch.setattr(process_exit, "exit_hooks", hooks)
+    monkeypatch.setattr(process_exit, "_HOOK_TIMEOUT", 0.1)
+    process_exit.run_exit_hooks()
+    assert called == ["last"]
+    release.set()
+
+
+def test_open_files_are_written_before_the_end(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as text, (tmp_path / "data").open("wb") as data:
+        text.write("last words")
+        data.write(b"1234")
+        process_exit.run_exit_hooks()
+        assert (tmp_path / "log").read_text() == "last words"
+        assert (tmp_path / "data").read_bytes() == b"1234"
 
 
 def _raised(function: Callable[[], Any]) -> Exception:

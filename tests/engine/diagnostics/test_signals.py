@@ -23,3 +23,31 @@ mpicoll.barrier()
     )
     assert done.returncode not in (0, 124), done.stdout
     assert "mpicoll: rank 1 of 3 died of KeyboardInterrupt" in done.stdout
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_job_after_a_loop_of_asyncio_has_handled_signals(job: Starter) -> None:
+    """The loop leaves no wakeup descriptor, and while the main thread is in MPI no Python handler runs."""
+    done = job(
+        2,
+        """
+import asyncio, os, signal, time
+from mpi4py import MPI
+world = mpicoll.world()
+pids = mpicoll.allgather(np.array([os.getpid()]))
+
+async def handle():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+
+asyncio.run(handle())
+if world.rank == 0:
+    MPI.COMM_WORLD.Barrier()
+else:
+    time.sleep(1)
+    os.kill(int(pids[0]), signal.SIGTERM)
+    time.sleep(40)
+""",
+        seconds=35,
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert "mpicoll: rank 0 of 2 died of SIGTERM" in done.stdout
