@@ -176,7 +176,7 @@ class SignalMonitor:
         self._abort.abort_all(128 + signal.SIGTERM)
 
     def _abort_if_uninterruptible(self, waiting: list[Entry], now: float) -> None:
-        """Abort the job if an operation outlasts an interrupt: Python can't interrupt a call that blocks inside MPI."""
+        """End this rank if an operation outlasts an interrupt: Python can't interrupt a call that blocks inside MPI."""
         if self._interrupted is None or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
         when, interrupted = self._interrupted
@@ -184,4 +184,9 @@ class SignalMonitor:
         if not stuck:
             self._interrupted = None
         elif now - when >= _INTERRUPT_TIMEOUT:
-            self._abort.abort(f"interrupted, but {describe_wait(stuck[0], self._peers.own_state())} still waits")
+            peers = self._peers
+            if peers.fault_tolerant:
+                end_by_signal(
+                    signal.SIGINT, f"rank {peers.rank} of {peers.size} died of SIGINT; the other ranks continue"
+                )
+            self._abort.abort(f"interrupted, but {describe_wait(stuck[0], peers.own_state())} still waits")
