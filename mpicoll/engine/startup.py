@@ -33,6 +33,7 @@ from mpicoll.engine.selection.query import TunedTable
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
+from mpicoll.transport.control.addresses import place
 from mpicoll.transport.control.network import ControlNetwork
 
 T = TypeVar("T")
@@ -142,8 +143,10 @@ def _connect(
     fault_tolerant: bool,
 ) -> None:
     """Connect the watchdogs of all ranks. Collective. `expect_exits` is that of the transport."""
-    job, secret = transport.allgather_text(f"{secrets.token_hex(4)} {secrets.token_hex(16)}")[0].split()
-    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage)
+    texts = transport.allgather_text(f"{secrets.token_hex(4)} {secrets.token_hex(16)} {place()}")
+    job, secret, _ = texts[0].split(maxsplit=2)
+    loopback = len({text.split(maxsplit=2)[2] for text in texts}) == 1
+    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, loopback=loopback)
     addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(line.address))]
     line.connect(addresses)
     folder = None if config().report == "off" else Path(config().report)

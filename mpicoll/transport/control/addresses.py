@@ -51,14 +51,14 @@ def describe_address(port: int) -> dict[str, Any]:
     """Return the address of this process, which listens at `port`, for the other ranks' :class:`AddressBook`."""
     return {
         "host": socket.gethostname(),
-        "place": _place(),
+        "place": place(),
         "pid": os.getpid(),
         "port": port,
         "addresses": _addresses(),
     }
 
 
-def _place() -> str:
+def place() -> str:
     """Return a text that is the same for processes that reach each other by 127.0.0.1, and for no others."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):

@@ -174,6 +174,8 @@ class Connection:
             length, last, source, dest, kind = header
             if kind == ACK:
                 del buffer[: _HEADER.size]
+                if length > self._unread:
+                    raise ProtocolViolation("an acknowledgement of more than was sent")
                 self._unread -= length
                 continue
             size = _HEADER.size + length

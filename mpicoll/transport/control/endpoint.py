@@ -51,6 +51,10 @@ _log = logging.getLogger("mpicoll")
 _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
+_MAX_STRANGERS = 64
+"""Accepted connections without a proof, beyond one for each rank. Each takes a descriptor of the program."""
+
+
 class Endpoint:
     """One rank of the control network. It never blocks, starts no thread, and is not thread-safe.
 
@@ -68,6 +72,8 @@ class Endpoint:
         selector: selectors.BaseSelector,
         crash_descriptor: CrashDescriptor | None,
         clock: Callable[[], float],
+        *,
+        loopback: bool,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -76,7 +82,7 @@ class Endpoint:
         self.events: deque[Event] = deque()
         self.members = Membership(rank, size)
         self.farewells = Farewells(rank)
-        self.listener = Listener(rank, size, selector)
+        self.listener = Listener(rank, size, selector, loopback=loopback)
         self._links = Links(selector)
         self._handshake = Handshake(rank, size, token)
         self._addresses = AddressBook(rank)
@@ -246,6 +252,10 @@ class Endpoint:
             stranger.deadline = self._now() + timing.PROVE_WITHIN
             self._handshake.challenge(stranger)
             self._links.unproven.add(stranger)
+            strangers = [one for one in self._links.unproven if one.role == "stranger"]
+            if len(strangers) > self.size + _MAX_STRANGERS:
+                # A rank of the job proves itself at once, and connects again if it was among the oldest.
+                self._drop(min(strangers, key=lambda one: one.deadline))
 
     def _serve_connection(self, one: Connection, mask: int) -> None:
         if one.sock.fileno() < 0:

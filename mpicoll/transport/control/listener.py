@@ -19,14 +19,14 @@ _PAUSE = 1.0
 
 
 class Listener:
-    """The socket at which rank `rank` of `size` accepts connections."""
+    """The socket at which rank `rank` of `size` accepts connections, of processes of this host only if `loopback`."""
 
-    def __init__(self, rank: int, size: int, selector: selectors.BaseSelector) -> None:
+    def __init__(self, rank: int, size: int, selector: selectors.BaseSelector, *, loopback: bool) -> None:
         self._rank = rank
         self._selector = selector
         self._resume_at = float("inf")
         self._has_logged = False
-        self.sock = listen(size)
+        self.sock = listen(size, loopback=loopback)
         selector.register(self.sock, selectors.EVENT_READ)
 
     @property

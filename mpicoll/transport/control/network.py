@@ -62,7 +62,8 @@ class ControlNetwork:
     have connected and reported the exits that they have seen.
 
     `outage` are the seconds for which the network may be down while no rank counts as dead; rank 0's counts for
-    all.
+    all. `loopback` is True if all ranks have the same :func:`~mpicoll.transport.control.addresses.place`: then no
+    other host can connect.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class ControlNetwork:
         token: bytes,
         outage: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        loopback: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
@@ -90,7 +93,7 @@ class ControlNetwork:
         weakref.finalize(self, _close, self._kept).atexit = False
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
         outage = timing.OUTAGE if outage is None else outage
-        self._endpoint = Endpoint(rank, size, token, outage, self._selector, crash_descriptor, clock)
+        self._endpoint = Endpoint(rank, size, token, outage, self._selector, crash_descriptor, clock, loopback=loopback)
         self._fork_lock = False
         _all.add(self)
 

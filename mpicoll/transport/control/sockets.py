@@ -19,13 +19,19 @@ RESERVED_DESCRIPTORS = 128
 _DESCRIPTORS = resource.RLIMIT_NOFILE
 
 
-def listen(size: int) -> socket.socket:
-    """Return a listening socket for IPv6 and IPv4, or for IPv4 only where there is no IPv6."""
+def listen(size: int, *, loopback: bool) -> socket.socket:
+    """Return a listening socket: on the loopback interface, or for IPv6 and IPv4 on all interfaces.
+
+    Where there is no IPv6 it is for IPv4 only.
+    """
     backlog = min(size + 64, 65535)
-    try:
-        sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-    except (OSError, ValueError):
-        sock = socket.create_server(("", 0), backlog=backlog)
+    if loopback:
+        sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    else:
+        try:
+            sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+        except (OSError, ValueError):
+            sock = socket.create_server(("", 0), backlog=backlog)
     sock.setblocking(False)
     return sock
 

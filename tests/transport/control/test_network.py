@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from support.launch import ROOT
 
-from mpicoll.transport.control import connection, timing
+from mpicoll.transport.control import connection, endpoint, timing
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
 
@@ -563,6 +563,39 @@ def test_connections_without_proof_are_closed(star: Make, monkeypatch: pytest.Mo
         with sock, contextlib.suppress(ConnectionError):
             while sock.recv(4096):
                 pass  # a challenge, then the end
+
+
+def test_strangers_take_a_limited_number_of_descriptors(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest connections without a proof make room for new ones, long before their time is over."""
+    monkeypatch.setattr(timing, "PROVE_WITHIN", 3 * SOON)
+    job = star(2).start()
+    limit = endpoint._MAX_STRANGERS + 2
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(_connect(job.lines[0])) for _ in range(limit + 20)]
+        for sock in socks[:20]:
+            with contextlib.suppress(ConnectionError):
+                while sock.recv(4096):
+                    pass  # a challenge, then the end
+        job.meet()
+        assert len(job.lines[0]._endpoint._links.unproven) <= limit
+
+
+def test_an_acknowledgement_of_more_than_was_sent(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "PROVE_WITHIN", 3 * SOON)
+    job = star(2).start()
+    with _connect(job.lines[0]) as sock, contextlib.suppress(ConnectionError):
+        sock.sendall(connection._HEADER.pack(connection._MAGIC, 30_000, 1, 1, 0, b"A"))
+        while sock.recv(4096):
+            pass  # a challenge, then the end, without waiting for a proof
+
+
+def test_a_job_of_one_host_listens_on_the_loopback_interface_only() -> None:
+    line = ControlNetwork(0, 2, TOKEN, loopback=True)
+    try:
+        assert line._endpoint.listener.sock.getsockname()[0] == "127.0.0.1"
+        _connect(line).close()
+    finally:
+        line.close()
 
 
 def test_another_token(star: Make) -> None:
