@@ -1,10 +1,12 @@
-"""The docstrings of the public functions of collectives: their examples run, and they describe each argument."""
+"""The docstrings of the public names: their examples run, and those of collectives describe each argument."""
 
 from __future__ import annotations
 
 import doctest
 import inspect
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -18,15 +20,45 @@ FUNCTIONS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+OTHERS = sorted(
+    name
+    for name in mpicoll.__all__
+    if callable(value := getattr(mpicoll, name))
+    and name not in FUNCTIONS
+    and not (inspect.isclass(value) and issubclass(value, Exception))
+    and name != "spawn"  # it starts a job
+)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS + OTHERS)
 def test_examples(name: str) -> None:
     """The results on one rank are those that the docstring shows."""
     finder = doctest.DocTestFinder(recurse=False)
-    (test,) = finder.find(getattr(mpicoll, name), name, globs={"mpicoll": mpicoll, "np": np})
+    value = inspect.unwrap(getattr(mpicoll, name))
+    (test,) = finder.find(value, name, globs={"mpicoll": mpicoll, "np": np})
     assert test.examples, f"{name} has no example"
     failures: list[str] = []
-    mpicoll.run_local(lambda: doctest.DocTestRunner().run(test, out=failures.append), 1)
+    mpicoll.run_local(lambda: doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=failures.append), 1)
     assert not failures, "".join(failures)
+
+
+TORCH = """
+import doctest, sys, torch
+import mpicoll.torch as dist
+dist.init_process_group()
+names = "all_reduce broadcast all_gather_into_tensor reduce_scatter_tensor all_to_all_single barrier"
+for name in names.split():
+    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(dist, name), name, globs={"torch": torch, "dist": dist})
+    assert test.examples, name
+    assert doctest.DocTestRunner().run(test).failed == 0
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_examples_of_the_functions_that_bypass_c10d() -> None:
+    done = subprocess.run([sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

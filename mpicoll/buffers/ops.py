@@ -26,11 +26,19 @@ Combine: TypeAlias = Callable[[Array, Array, Array], object]
 class Op:
     """A reduction by the caller's own associative function.
 
-    `function` takes two arrays of the library of the call's input (numpy arrays for numpy, tensors for torch) and
-    returns their combination, of the same shape and dtype; it must not change its arguments. It is applied as
-    ``function(lower ranks, higher ranks)``. `commutative` allows algorithms that change the order. `elementwise`
-    declares that elements are treated independently, so that pieces of an array can be reduced separately; otherwise
-    the function always receives whole arrays, which rules out the algorithms that split a vector.
+    Args:
+        function: Takes two arrays of the library of the call's input (numpy arrays for numpy, tensors for torch) and
+            returns their combination, of the same shape and dtype; it must not change its arguments. It is applied as
+            ``function(lower ranks, higher ranks)``.
+        commutative: Allows algorithms that change the order.
+        elementwise: Declares that elements are treated independently, so that pieces of an array can be reduced
+            separately. Otherwise the function always receives whole arrays, which rules out the algorithms that split
+            a vector.
+
+    Example:
+        >>> geometric = mpicoll.Op(lambda a, b: np.hypot(a, b), commutative=True, elementwise=True)
+        >>> mpicoll.run_local(lambda: mpicoll.allreduce(3.0 + mpicoll.world().rank, op=geometric), 2)
+        [5.0, 5.0]
     """
 
     function: Callable[[Any, Any], Any]
@@ -51,7 +59,18 @@ class Premul:
 
 
 def premul_sum(factor: complex) -> Premul:
-    """Return the reduction ``sum(factor_r * x_r)``; each rank may pass another factor."""
+    """Return the reduction ``sum(factor_r * x_r)``.
+
+    Args:
+        factor: The factor of this rank; each rank may pass another one.
+
+    Returns:
+        A reduction for ``op=`` of reductions of floating and complex dtypes.
+
+    Example:
+        >>> mpicoll.allreduce(np.array([2.0, 4.0]), op=mpicoll.premul_sum(0.5))
+        array([1., 2.])
+    """
     return Premul(factor)
 
 

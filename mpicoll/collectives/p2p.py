@@ -40,7 +40,21 @@ ExplainError: TypeAlias = "Callable[[TruncationError], TruncationError]"
 
 @dataclass(slots=True)
 class Status:
-    """Source, tag and size in bytes of a message: filled by ``recv(status=...)``, returned by :func:`probe`."""
+    """Envelope of a message: filled by ``recv(status=...)``, returned by :func:`probe`.
+
+    Attributes:
+        source: Rank that has sent the message.
+        tag: Its tag.
+        nbytes: Its size in bytes.
+
+    Example:
+        >>> request = mpicoll.isend(np.ones(2), 0, tag=7)
+        >>> status = mpicoll.Status()
+        >>> _ = mpicoll.recv(np.empty(2), status=status)
+        >>> status.source, status.tag, status.nbytes
+        (0, 7, 16)
+        >>> request.wait()
+    """
 
     source: int = -1
     tag: int = -1

@@ -36,6 +36,13 @@ class debug:  # noqa: N801  it is used like a function
             call and call site. From a receive, if the message has another dtype or shape.
         TruncationError: From a receive, if the message has another size.
         NumericsError: From a collective, on all ranks, if `numerics` found a value.
+
+    Example:
+        >>> with mpicoll.debug(numerics=True):
+        ...     mpicoll.allreduce(np.array([1.0, np.nan]))
+        Traceback (most recent call last):
+            ...
+        mpicoll.errors.NumericsError: ...
     """
 
     def __init__(

@@ -25,6 +25,13 @@ class Plan:
     The algorithm, the memory and the schedule are bound once, when the plan is made; for data on a device each run
     selects the algorithm again. Each run reads the arrays that were passed to ``…_init`` as they are then, and returns
     the same result array, overwritten. All ranks must create and run the plan in the same order.
+
+    Example:
+        >>> x = np.zeros(2)
+        >>> plan = mpicoll.allreduce_init(x)
+        >>> x[:] = 3
+        >>> plan()
+        array([3., 3.])
     """
 
     __slots__ = (

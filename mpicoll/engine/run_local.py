@@ -30,12 +30,28 @@ def run_local(
 
     Inside, :func:`mpicoll.world` (hence every call without ``comm``) is the world of these ranks, except in threads
     that `function` starts, to which it must pass its communicator. The engine is the same as under MPI, except that
-    there are no native algorithms. `faults` delay, drop or kill (see :mod:`mpicoll.transport.local`); `ranks_per_node`
-    consecutive ranks count as one node; a rank that waits longer than `timeout` seconds gets Timeout.
+    there are no native algorithms. When a rank is done, fails or is killed, waits of other ranks for it raise
+    RankFailed.
 
-    If ranks fail, the exception of the rank that failed first is raised; exceptions that only report the failure of
-    another rank are raised only if there are no others. A killed rank's result is None. When a rank is done, fails or
-    is killed, waits of other ranks for it raise RankFailed.
+    Args:
+        function: What each rank runs.
+        size: Number of ranks.
+        *args: Arguments of `function`, the same objects on all ranks.
+        faults: Messages that are delayed or lost, and ranks that die (see :mod:`mpicoll.transport.local`).
+        ranks_per_node: Number of consecutive ranks that count as one node. None: all ranks are on one node.
+        timeout: Bound of a wait in seconds, after which the rank gets Timeout.
+
+    Returns:
+        The result of each rank; None for a killed one.
+
+    Raises:
+        RankError: `size` is less than 1.
+        Exception: The exception of the rank that failed first. One that only reports the failure of another rank is
+            raised only if there are no others.
+
+    Example:
+        >>> mpicoll.run_local(lambda: mpicoll.allreduce(mpicoll.world().rank), 4)
+        [6, 6, 6, 6]
     """
     if size < 1:
         raise RankError(f"run_local: size must be at least 1, got {size}")

@@ -42,8 +42,17 @@ def world() -> Communicator:
     """Return the communicator of all ranks, created at first use: collective then, and without cost afterwards.
 
     Under an MPI launcher it is a duplicate of MPI.COMM_WORLD. Without a launcher it is a world of one rank that needs
-    no MPI library. Inside :func:`mpicoll.run_local` it is the world of that run. Raises SetupError under a launcher
-    without an MPI library, or with one that belongs to another launcher.
+    no MPI library. Inside :func:`mpicoll.run_local` it is the world of that run.
+
+    Returns:
+        The same communicator at each call, unless ``shrink`` has replaced it.
+
+    Raises:
+        SetupError: There is no MPI library, or it belongs to another launcher than the one that started this process.
+
+    Example:
+        >>> mpicoll.world().rank, mpicoll.world().size
+        (0, 1)
     """
     return local_world.get() or _world or _make_world()
 

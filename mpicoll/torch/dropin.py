@@ -25,7 +25,14 @@ def _find_fast_path(group: Any) -> FastPath | None:
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    """Reduce as :func:`torch.distributed.all_reduce` does."""
+    """Reduce as :func:`torch.distributed.all_reduce` does, in place.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> dist.all_reduce(x)
+        >>> x / dist.get_world_size()
+        tensor([1., 1.])
+    """
     if not async_op:
         fast_path = _find_fast_path(group)
         if fast_path is not None and fast_path.all_reduce(tensor, op):
@@ -40,7 +47,14 @@ def broadcast(
     async_op: bool = False,
     group_src: int | None = None,
 ) -> Any:
-    """Broadcast as :func:`torch.distributed.broadcast` does."""
+    """Broadcast as :func:`torch.distributed.broadcast` does, in place.
+
+    Example:
+        >>> x = torch.full((2,), float(dist.get_rank()))
+        >>> dist.broadcast(x, src=0)
+        >>> x
+        tensor([0., 0.])
+    """
     # The default group's ranks are the global ones.
     if not async_op and group is None and group_src is None and src is not None:
         fast_path = _find_fast_path(None)
@@ -52,7 +66,14 @@ def broadcast(
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """Gather as :func:`torch.distributed.all_gather_into_tensor` does."""
+    """Gather as :func:`torch.distributed.all_gather_into_tensor` does.
+
+    Example:
+        >>> gathered = torch.empty(2 * dist.get_world_size())
+        >>> dist.all_gather_into_tensor(gathered, torch.ones(2))
+        >>> gathered.mean()
+        tensor(1.)
+    """
     if not async_op:
         fast_path = _find_fast_path(group)
         if fast_path is not None and fast_path.all_gather_single(output_tensor, input_tensor):
@@ -67,7 +88,14 @@ def reduce_scatter_tensor(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Reduce and scatter as :func:`torch.distributed.reduce_scatter_tensor` does."""
+    """Reduce and scatter as :func:`torch.distributed.reduce_scatter_tensor` does.
+
+    Example:
+        >>> block = torch.empty(2)
+        >>> dist.reduce_scatter_tensor(block, torch.ones(2 * dist.get_world_size()))
+        >>> block / dist.get_world_size()
+        tensor([1., 1.])
+    """
     if not async_op:
         fast_path = _find_fast_path(group)
         if fast_path is not None and fast_path.reduce_scatter_single(output, input, op):
@@ -83,7 +111,14 @@ def all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Exchange splits as :func:`torch.distributed.all_to_all_single` does."""
+    """Exchange splits as :func:`torch.distributed.all_to_all_single` does.
+
+    Example:
+        >>> received = torch.empty(dist.get_world_size())
+        >>> dist.all_to_all_single(received, torch.full((dist.get_world_size(),), float(dist.get_rank())))
+        >>> received[0]
+        tensor(0.)
+    """
     if not async_op and not output_split_sizes and not input_split_sizes:
         fast_path = _find_fast_path(group)
         if fast_path is not None and fast_path.all_to_all_single(output, input):
@@ -92,7 +127,11 @@ def all_to_all_single(
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None) -> Any:
-    """Synchronize as :func:`torch.distributed.barrier` does."""
+    """Synchronize as :func:`torch.distributed.barrier` does.
+
+    Example:
+        >>> dist.barrier()
+    """
     if not async_op and device_ids is None and timeout is None:
         fast_path = _find_fast_path(group)
         if fast_path is not None and fast_path.barrier():

@@ -23,9 +23,20 @@ class Communicator:
     it is always a private duplicate, so collectives never match the caller's own messages. Usable as a context manager
     that frees it.
 
-    Attributes: ``rank``, ``size``; ``nodes`` (for each rank the number of its node), ``node`` (this rank's),
-    ``num_nodes``; ``local_rank`` and ``local_size`` (rank and size among the ranks of this node); ``mpi``, the mpi4py
-    communicator on which this one's point-to-point messages travel (None without MPI).
+    Attributes:
+        rank, size: This rank, and the number of ranks.
+        nodes: For each rank the number of its node.
+        node, num_nodes: The number of this rank's node, and the number of nodes.
+        local_rank, local_size: Rank and size among the ranks of this node.
+        mpi: The mpi4py communicator on which the point-to-point messages travel; None without MPI.
+
+    Example:
+        >>> def sum_of_half():
+        ...     world = mpicoll.world()
+        ...     with world.split(world.rank % 2) as half:
+        ...         return mpicoll.allreduce(world.rank, comm=half)
+        >>> mpicoll.run_local(sum_of_half, 4)
+        [2, 4, 2, 4]
     """
 
     def __init__(self, core: CommunicatorCore, on_shrink: Callable[[Communicator], None] | None = None) -> None:

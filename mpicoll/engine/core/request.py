@@ -50,6 +50,11 @@ class Request:
 
     The arrays of the operation must not be changed (nor, for results, read) before it has completed. Dropping a request
     does not stop its operation.
+
+    Example:
+        >>> request = mpicoll.iallreduce(np.ones(2))
+        >>> request.wait()
+        array([1., 1.])
     """
 
     __slots__ = ("_finish", "_handle", "_value", "_waited")
@@ -100,8 +105,24 @@ class Request:
 
 
 def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[Any]:
-    """Wait for all `requests` and return their results in order. Raises the first exception, or, after `timeout`
-    seconds, a Timeout that names the first request that is still pending (see :meth:`Request.wait`)."""
+    """Wait for all `requests` and return their results in order.
+
+    Args:
+        requests: Pending or completed requests of this rank.
+        timeout: Bound in seconds for all together. None: that of each communicator.
+
+    Returns:
+        The result of each request (see :meth:`Request.wait`).
+
+    Raises:
+        Timeout: The named request, the first one, is still pending after `timeout` seconds.
+        Exception: The first exception of an operation.
+
+    Example:
+        >>> x = np.ones(2)
+        >>> mpicoll.waitall([mpicoll.iallreduce(x), mpicoll.iallreduce(2 * x)])
+        [array([1., 1.]), array([2., 2.])]
+    """
     if timeout is None:
         return [one.wait() for one in requests]
     timeout = seconds("waitall", timeout, positive=False)
@@ -112,9 +133,21 @@ def waitall(requests: Sequence[Request], timeout: float | None = None) -> list[A
 def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[int, Any]:
     """Wait for any of `requests` to complete and return its index and its result.
 
-    Requests that were already waited for are ignored, as in MPI. Raises ArgumentError if no request is left, the
-    operation's exception, or Timeout after `timeout` seconds (if that is None, after the least ``timeout`` of their
-    communicators).
+    Args:
+        requests: Requests of this rank. Those that were already waited for are ignored, as in MPI.
+        timeout: Bound in seconds. None: the least ``timeout`` of their communicators.
+
+    Returns:
+        The index of the request that has completed, and its result.
+
+    Raises:
+        ArgumentError: No request is left.
+        Timeout: No request has completed in time.
+        Exception: The exception of the operation.
+
+    Example:
+        >>> mpicoll.waitany([mpicoll.iallreduce(np.ones(2))])
+        (0, array([1., 1.]))
     """
     if timeout is not None:
         timeout = seconds("waitany", timeout, positive=False)

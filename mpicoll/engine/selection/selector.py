@@ -45,10 +45,21 @@ _DIRECT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An algorithm (None: the MPI library's own) and the reason for the choice.
+    """An algorithm and the reason for the choice, as :func:`mpicoll.explain` returns it.
 
-    `segments` is the number of segments of a pipelined schedule; `segment`, if it was asked for, the bytes of a piece
-    of a shared-memory algorithm. `refused` lists algorithms that can't serve the request, with the reason of each."""
+    Attributes:
+        name: The name by which the algorithm can be forced.
+        algorithm: The algorithm; None for the MPI library's own.
+        segments: Number of segments of a pipelined schedule.
+        segment: Bytes of a piece of a shared-memory algorithm, if that was asked for.
+        reason: The rule, the measurement or the prediction that led to it.
+        refused: Algorithms that can't serve the request, with the reason of each.
+
+    Example:
+        >>> with mpicoll.algorithms(allreduce="ring"):
+        ...     mpicoll.explain("allreduce", 1024).reason
+        'forced by `with algorithms`'
+    """
 
     name: str
     algorithm: AnyAlgorithm
@@ -66,12 +77,24 @@ _forced: ContextVar[Rules] = ContextVar("mpicoll_algorithms", default=())
 
 @contextmanager
 def algorithms(**rules: str) -> Iterator[None]:
-    """Force algorithms for the calls of this thread inside the ``with`` block: ``algorithms(allreduce="ring")``.
+    """Force algorithms for the calls of this thread inside a ``with`` block.
 
-    Each keyword is a collective, each value an algorithm (``"ring"``, ``"chain/8"``, ``"native"``) or byte ranges
-    (``"0-64k:native,64k-inf:ring"``). All ranks must force the same algorithms. Where the algorithm can't serve a
-    request (such as an operation that does not commute), the next choice is used; inner blocks have priority over outer
-    ones. Raises AlgorithmError for unknown names.
+    All ranks must force the same algorithms. Where the algorithm can't serve a request (such as an operation that does
+    not commute), the next choice is used; inner blocks have priority over outer ones.
+
+    Args:
+        **rules: For each collective an algorithm (``"ring"``, ``"chain/8"``, ``"native"``) or byte ranges
+            (``"0-64k:native,64k-inf:ring"``).
+
+    Raises:
+        AlgorithmError: There is no such collective or algorithm.
+
+    Example:
+        >>> def select():
+        ...     with mpicoll.algorithms(allreduce="ring"):
+        ...         return mpicoll.explain("allreduce", 1024).name
+        >>> mpicoll.run_local(select, 2)
+        ['ring', 'ring']
     """
     parsed = tuple(parse_rules(f"{collective}:{rule}")[0] for collective, rule in rules.items())
     token = _forced.set(parsed + _forced.get())
