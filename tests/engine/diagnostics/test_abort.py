@@ -42,7 +42,8 @@ class Wire:
 
 def die(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *texts: str, joined: bool) -> list[str]:
     """What two ranks say that die of these at the same time, each of which waits for the other to end the job."""
-    monkeypatch.setattr(abort, "TAKEOVER", 0.5)
+    monkeypatch.setattr(abort, "TAKEOVER", 1.0)
+    monkeypatch.setattr(abort, "run_exit_hooks", lambda: None)  # of a process that has the objects of many tests
     wires, watches = [Wire(0), Wire(1)], []
     if joined:
         wires[0].other, wires[1].other = wires[1], wires[0]

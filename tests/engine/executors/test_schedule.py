@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpicoll
 from mpicoll import schedules
-from mpicoll.engine.core.arrays import Region, cut, extents
+from mpicoll.engine.core.arrays import Region, displacements, even_displacements
 from mpicoll.engine.executors import schedule as executor
 from mpicoll.engine.executors.schedule import BoundSchedule, bind
 from mpicoll.schedules import Copy, Recv, Reduce, Round, Schedule, Send
@@ -26,7 +26,7 @@ def schedule(*rounds: Round, chunks: int = 4, rank: int = 0, size: int = 1, extr
 
 def region(*blocks: list[int]) -> Region:
     """Chunks with these elements."""
-    return Region(np.array([x for block in blocks for x in block], np.int64), extents(map(len, blocks)))
+    return Region(np.array([x for block in blocks for x in block], np.int64), displacements(map(len, blocks)))
 
 
 def after(a: Any, b: Any, out: Any) -> None:
@@ -60,23 +60,23 @@ def looked_at(program: BoundSchedule) -> list[tuple[list[Message], list[Message]
 
 
 def test_cut() -> None:
-    assert cut(10, 4) == [0, 3, 6, 8, 10]
-    assert cut(2, 4) == [0, 1, 2, 2, 2]
-    assert cut(0, 3) == [0, 0, 0, 0]
+    assert even_displacements(10, 4) == [0, 3, 6, 8, 10]
+    assert even_displacements(2, 4) == [0, 1, 2, 2, 2]
+    assert even_displacements(0, 3) == [0, 0, 0, 0]
 
 
 @given(count=st.integers(0, 2**40), pieces=st.integers(1, 50))
 def test_cut_is_fair(count: int, pieces: int) -> None:
-    offsets = cut(count, pieces)
+    offsets = even_displacements(count, pieces)
     sizes = np.diff(offsets)
     assert (len(sizes), offsets[0], offsets[-1]) == (pieces, 0, count)
     assert sizes.max() - sizes.min() <= 1
     assert sorted(sizes, reverse=True) == list(sizes)
 
 
-def test_extents() -> None:
-    assert extents([]) == [0]
-    assert extents([3, 0, 2]) == [0, 3, 3, 5]
+def test_displacements() -> None:
+    assert displacements([]) == [0]
+    assert displacements([3, 0, 2]) == [0, 3, 3, 5]
 
 
 # --- memory
