@@ -6,6 +6,7 @@ takes its part. So one process can say what every bit must be.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -689,7 +690,7 @@ def main(folder: Path) -> None:
 def test_one_process_and_several(tmp_path: Path) -> None:
     part = Part(adamw).start().train(1, 2)
     save(tmp_path / "one", part.module, part.optimizer, "one")
-    done = mpirun(2, __file__, tmp_path, seconds=100, warm=True, PYTHONPATH=str(ROOT / "tests"))
+    done = mpirun(2, __file__, tmp_path, seconds=100, warm=True, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     assert done.returncode == 0, done.stdout
     for tp, pp in LAYOUTS_OF_TWO:
         whole = Part(adamw)
