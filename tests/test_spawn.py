@@ -416,3 +416,14 @@ def test_what_a_process_group_of_this_program_has_set_is_not_for_the_ranks() -> 
     passed = launcher.job_environment({**mine, "MASTER_PORT": "0", "HOME": "/home/me"}, root=False)
     assert passed["HOME"] == "/home/me"
     assert not {*mine, "MASTER_PORT"} & set(passed)
+
+
+def test_the_launcher_has_a_status_where_the_program_ignores_sigchld(tmp_path: Path) -> None:
+    """The kernel would reap it, and a wait for it would never end."""
+    guard = Path(launch.__file__).with_name("guard.py")
+    arguments = [str(os.getpid()), "5", str(tmp_path / "none"), "/bin/sh", "-c", "exit 3"]
+    program = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", program, sys.executable, "-I", "-S", str(guard), *arguments]
+    assert subprocess.run(command, timeout=60, check=False).returncode == 3

@@ -22,6 +22,8 @@ def main() -> int:
     parent, grace, directory, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], sys.argv[4:]
     # Orphaned processes of the job become children of this process, which can then wait for them and end them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Where the parent ignores SIGCHLD, the kernel would reap the launcher, and its status would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP, signal.SIGCHLD})
     job = os.posix_spawn(command[0], command, os.environ, setsigmask=[])
     kill_at: float | None = None
