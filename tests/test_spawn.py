@@ -298,7 +298,7 @@ def test_no_rank_outlives_the_program(scratch: Path, end: str) -> None:
     assert running.returncode == (-signal.SIGKILL if end == "kill" else 0)
 
 
-def test_the_program_waits_for_a_job_that_nobody_joined(scratch: Path) -> None:
+def test_the_program_waits_for_a_job_that_no_rank_joined(scratch: Path) -> None:
     running = program(
         """
         import mpicoll

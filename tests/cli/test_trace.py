@@ -85,7 +85,7 @@ def test_words(tmp_path: Path) -> None:
     ]
 
 
-def test_nobody_stands_out(tmp_path: Path) -> None:
+def test_no_rank_stands_out(tmp_path: Path) -> None:
     first = summary(job(tmp_path, late=0.002)).words[0]
     assert first == "No rank makes the others wait for long: they wait 1.4% of their time in communication."
 
@@ -145,7 +145,7 @@ def test_messages_in_the_background(tmp_path: Path) -> None:
     assert (kind.total, kind.mean, kind.max) == pytest.approx((0.5, 0.25, 0.3))
 
 
-def test_messages_that_nobody_has_waited_for(tmp_path: Path) -> None:
+def test_messages_that_no_rank_has_waited_for(tmp_path: Path) -> None:
     part(tmp_path, 0, [("0.0", 0, message("isend", 1, 0), 1000.0, None)])
     made = summary(tmp_path)
     assert (made.kinds[0].calls, made.kinds[0].total, made.ranks[0].communicating) == (1, 0, 0)

@@ -61,7 +61,7 @@ def test_who_wins(medians: dict[str, float], previous: str, winner: str) -> None
         ((1, 1, 9), False),
     ],
 )
-def test_who_is_hopeless(ratios: Sequence[float], hopeless: bool) -> None:
+def test_ranks_that_can_not_continue(ratios: Sequence[float], hopeless: bool) -> None:
     assert winners.is_hopeless(ratios) is hopeless
 
 

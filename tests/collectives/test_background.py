@@ -49,7 +49,7 @@ def test_many_requests_waited_for_in_reverse(ranks: Ranks) -> None:
     ranks(body)
 
 
-def test_blocking_call_after_requests_that_nobody_waited_for_yet(ranks: Ranks) -> None:
+def test_blocking_call_after_requests_that_no_rank_waited_for_yet(ranks: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         requests = [mpicoll.iallreduce(np.full(1000, n)) for n in range(5)]
@@ -117,7 +117,7 @@ def test_other_communicators_are_free_meanwhile(several: Ranks) -> None:
     several(body)
 
 
-def test_barrier_is_passed_by_nobody_before_all_have_come(several: Ranks) -> None:
+def test_barrier_is_passed_by_no_rank_before_all_have_arrived(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         names = [None, "dissemination", *(["native"] if world._core.transport.native else [])]

@@ -118,7 +118,7 @@ def test_memory_that_is_made_later_changes_the_choice(several: Ranks) -> None:
     several(body)
 
 
-def test_ranks_that_disagree_are_told(several: Ranks) -> None:
+def test_ranks_that_disagree_are_reported(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
         with pytest.raises(mpicoll.MismatchError, match=r"ranks? .* calls? allreduce.*they differ in shape"):

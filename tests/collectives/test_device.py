@@ -205,7 +205,7 @@ def test_a_wait_that_is_missing_is_seen(
     assert _then_at_rest(right) == [(True, False)] * 2
 
 
-def test_a_message_that_nobody_waits_for_is_seen(arrays: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_no_rank_waits_for_is_seen(arrays: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     def right() -> bool:
         world = mpicoll.world()
         new, old = arrays.put(np.ones(1000)), arrays.put(np.zeros(1000))

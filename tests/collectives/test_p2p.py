@@ -340,7 +340,7 @@ def test_messages_beside_collectives(several: Ranks) -> None:
     several(body)
 
 
-def test_nobody_is_sent_to_and_received_from(ranks: Ranks) -> None:
+def test_no_rank_is_sent_to_and_received_from(ranks: Ranks) -> None:
     """mpicoll's PROC_NULL, and mpi4py's where there is MPI."""
 
     def body() -> None:

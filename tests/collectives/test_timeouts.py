@@ -197,7 +197,7 @@ def test_in_time(name: str, several: Ranks) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "shm_flat", "native"])
-def test_it_says_who_is_missing(algorithm: str, several: Ranks, request: pytest.FixtureRequest) -> None:
+def test_it_names_the_missing_ranks(algorithm: str, several: Ranks, request: pytest.FixtureRequest) -> None:
     def main() -> None:
         world = mpicoll.world()
         if algorithm == "native" and world._core.transport.native is None:
@@ -357,7 +357,7 @@ def test_sendrecv_and_probe(several: Ranks) -> None:
     several(main)
 
 
-def test_a_send_that_nobody_receives_in_time(several: Ranks) -> None:
+def test_a_send_that_no_rank_receives_in_time(several: Ranks) -> None:
     """A large one, which waits for its receiver; where it doesn't, it is received all the same."""
 
     def main() -> None:
@@ -448,7 +448,7 @@ def test_a_communicator_bounds_its_waits(algorithm: str, ranks_per_node: int, wo
     mpicoll.run_local(main, 2, ranks_per_node=ranks_per_node, timeout=60)
 
 
-def test_who_comes_too_late_for_shared_memory_is_told() -> None:
+def test_a_rank_too_late_for_shared_memory_gets_an_error() -> None:
     def main() -> None:
         world = mpicoll.world()
         comm = world.duplicate()

@@ -52,7 +52,7 @@ def test_every_algorithm_has_its_turn() -> None:
     assert not missing
 
 
-def test_a_wrong_result_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = mpicoll.allgather
 
     def wrong(x: Any, **options: Any) -> Any:
@@ -88,7 +88,7 @@ def test_soak(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_a_leak_is_told(python: Callable[..., CompletedProcess[str]]) -> None:
+def test_a_leak_is_reported(python: Callable[..., CompletedProcess[str]]) -> None:
     ran = python(
         f"""
 import sys, numpy as np

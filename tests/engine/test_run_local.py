@@ -107,7 +107,7 @@ def test_the_cause_is_raised_rather_than_what_it_did_to_others() -> None:
         mpicoll.run_local(body, 3)
 
 
-def test_a_failure_beside_a_background_operation_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_beside_a_background_operation_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
     def main() -> None:
         if mpicoll.world().rank == 0:
             mpicoll.iallreduce(np.ones(3))
@@ -180,7 +180,7 @@ def test_a_delay_takes_its_time() -> None:
     assert time.monotonic() - begin >= 0.2
 
 
-def test_a_lost_message_is_told_by_whoever_waits_for_it() -> None:
+def test_a_lost_message_is_reported_by_the_rank_that_waits_for_it() -> None:
     def main() -> None:
         mpicoll.bcast(np.ones(3), 0, algorithm="binomial")
         if mpicoll.world().rank == 0:
@@ -209,7 +209,7 @@ def test_only_the_message_that_was_named_is_lost() -> None:
 
 @pytest.mark.parametrize("nth", range(5))
 @pytest.mark.parametrize("algorithm", mpicoll.schedules.algorithms_of("allreduce"))
-def test_a_death_is_told_to_whoever_needs_the_dead(algorithm: str, nth: int) -> None:
+def test_a_death_is_reported_to_ranks_that_need_the_dead_rank(algorithm: str, nth: int) -> None:
     """Nobody hangs, nobody gets a wrong value; the survivors either have all they need or are told who is gone."""
 
     def main() -> str:
@@ -281,7 +281,7 @@ def test_a_group_without_the_dead_goes_on() -> None:
     assert mpicoll.run_local(main, 3, faults=[Kill(1)], timeout=20) == [2.0, None, 2.0]
 
 
-def test_receiving_from_anybody_fails_when_all_others_are_gone() -> None:
+def test_receiving_from_any_rank_fails_when_all_others_are_gone() -> None:
     def main() -> str:
         if mpicoll.world().rank:
             return "done"

@@ -132,7 +132,7 @@ def test_a_launcher_of_another_mpi(python: Python) -> None:
 
 
 @pytest.mark.slow
-def test_malformed_variables_are_told_at_the_first_use(python: Python) -> None:
+def test_malformed_variables_are_reported_at_the_first_use(python: Python) -> None:
     for name, value in (("MPICOLL_TIMEOUT", "soon"), ("MPICOLL_TRANSPORT", "tcp")):
         done = python("import mpicoll\nprint('imported', flush=True)\nmpicoll.world()", **{name: value})
         assert done.returncode == 1

@@ -207,7 +207,7 @@ def test_alltoall(algorithm: Algorithm) -> None:
 
 
 @cases("barrier")
-def test_nobody_leaves_a_barrier_before_all_have_come(algorithm: Algorithm) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_arrived(algorithm: Algorithm) -> None:
     for size in range(2, 10):
         for late in range(size):
             schedules = [algorithm.schedule(rank, size) for rank in range(size)]

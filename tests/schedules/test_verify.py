@@ -123,7 +123,7 @@ def test_long_lists_of_waiting_ranks_are_cut() -> None:
     fails(make("barrier", generate), 100, "rank 7 in round 0", "; and 92 more")
 
 
-def test_message_that_nobody_receives() -> None:
+def test_message_that_no_rank_receives() -> None:
     broken = script(
         [Round(sends=(Send(1, A),)), Round(sends=(Send(1, A),))],
         [Round(recvs=(Recv(0, A),))],
@@ -136,7 +136,7 @@ def test_message_that_nobody_receives() -> None:
     )
 
 
-def test_message_that_nobody_sends() -> None:
+def test_message_that_no_rank_sends() -> None:
     broken = script([Round(sends=(Send(1, A),))], [Round(recvs=(Recv(0, A),))], [Round(recvs=(Recv(1, A),))])
     fails(
         make("bcast", broken),

@@ -66,7 +66,7 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 # Memory
 
 
-def test_nobody_has_written_fresh_memory(cuda):
+def test_fresh_memory_is_not_written(cuda):
     for dtype in (np.float16, np.float32, np.float64, np.complex64):
         assert poisoned(cuda.empty(5, dtype).get())
     assert (cuda.empty(4, np.int16).get() == -11).all()
@@ -233,7 +233,7 @@ def test_page_locked_memory_is_locked_once(cuda):
 # Streams
 
 
-def test_nothing_runs_before_somebody_waits(cuda):
+def test_nothing_runs_before_a_wait(cuda):
     target = pinned(cuda, np.full(3, 7.0))
     x = cuda.arange(3, dtype=np.float64) * 2
     x.get(out=target, blocking=False)
@@ -242,7 +242,7 @@ def test_nothing_runs_before_somebody_waits(cuda):
     assert target.tolist() == [0.0, 2.0, 4.0]
 
 
-def test_work_of_a_stream_that_nobody_waited_for_is_not_seen(cuda):
+def test_work_of_a_stream_that_no_rank_waited_for_is_not_seen(cuda):
     producer, consumer = cuda.cuda.Stream(non_blocking=True), cuda.cuda.Stream(non_blocking=True)
     x = cuda.empty(3)
     cuda.cuda.Stream.null.synchronize()
@@ -376,7 +376,7 @@ def test_the_end_of_a_block_undoes_use(cuda):
     assert cuda.cuda.get_current_stream() == cuda.cuda.Stream.null
 
 
-def test_who_asks_is_not_told_what_failed(cuda):
+def test_a_query_does_not_raise_the_failure(cuda):
     runtime, stream = cuda.cuda.runtime, cuda.cuda.Stream(non_blocking=True)
     address = runtime.malloc(8)
     runtime.memsetAsync(address, 0, 9, stream.ptr)
@@ -574,7 +574,7 @@ def test_what_waits_for_a_capturing_stream_captures(cuda):
 
 
 @needs_compiler
-def test_a_global_capture_is_spoilt_by_anybody(cuda):
+def test_a_global_capture_is_invalidated_by_any_thread(cuda):
     runtime, stream = cuda.cuda.runtime, cuda.cuda.Stream(non_blocking=True)
     event = cuda.cuda.Event()
 
@@ -708,7 +708,7 @@ def test_a_device_is_known_by_its_uuid(cuda, devices, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
 
-def test_pointers_are_told_apart(cuda):
+def test_pointers_are_distinguished(cuda):
     runtime = cuda.cuda.runtime
     x, host = cuda.empty(4), np.empty(4)
     assert runtime.pointerGetAttributes(x.data.ptr + 8).type == runtime.memoryTypeDevice

@@ -90,7 +90,7 @@ class TestGroups:
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 class TestWaits:
-    def test_a_wait_says_who_is_missing(self, late: Any) -> None:
+    def test_a_wait_names_the_missing_ranks(self, late: Any) -> None:
         tensor = torch.tensor([dist.get_rank() + 1.0])
 
         def call() -> None:

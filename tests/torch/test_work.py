@@ -97,7 +97,7 @@ def test_a_receive_given_up_can_be_taken_up_again(rank: int) -> None:
     send.wait()
 
 
-def test_it_completes_while_nobody_waits(rank: int, size: int) -> None:
+def test_it_completes_while_no_rank_waits(rank: int, size: int) -> None:
     tensor, filled = torch.full((1000,), rank + 1.0), torch.zeros(200_000)
     receive = dist.irecv(filled, (rank - 1) % size)
     send = dist.isend(torch.ones(200_000), (rank + 1) % size)

@@ -30,7 +30,7 @@ def test_how_probes_end(
     assert merge_reports(capsys.readouterr().out) == {"done": {"all": "well"}}
 
 
-def test_what_nobody_has_thought_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_values(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     assert run({}, "no such probe") == 1
     said = capsys.readouterr()

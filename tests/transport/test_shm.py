@@ -207,7 +207,7 @@ def test_share_fails_alike_where_one_can_not_map() -> None:
 
 @pytest.mark.parametrize("nbytes", [2**62, 2**63, 2**64, 10**30])
 @pytest.mark.parametrize("named", [False, True])
-def test_sizes_beyond_all_measure_are_told_to_the_others(nbytes: int, named: bool) -> None:
+def test_huge_sizes_are_reported_to_the_other_ranks(nbytes: int, named: bool) -> None:
     """They wait for an answer, so whatever is raised here has to be one."""
     told: list[object] = []
 
@@ -447,7 +447,7 @@ np.testing.assert_array_equal(mpicoll.allreduce(memory, out=memory, algorithm="s
 
 
 @pytest.mark.slow
-def test_a_small_dev_shm_is_told(program: Callable[[str], Path]) -> None:
+def test_a_small_dev_shm_is_reported(program: Callable[[str], Path]) -> None:
     """Named memory needs room there: without it the ranks go another way, and say why."""
     if os.getuid() or shutil.which("unshare") is None:
         pytest.skip("only root can mount a file system, with unshare(1)")

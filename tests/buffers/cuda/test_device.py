@@ -59,7 +59,7 @@ def test_several_devices(cuda: ModuleType, device: Any, lazy: None, monkeypatch:
     assert device.CudaDevice(0).identity == second.identity
 
 
-def test_a_device_that_nobody_uses_is_left_alone(
+def test_an_unused_device_is_not_touched(
     cuda: ModuleType, device: Any, lazy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread begins with the first one, and to go back there would take memory of it."""

@@ -96,7 +96,7 @@ def test_the_name_of_a_process(on: Any, ipc_handles: Any, monkeypatch: pytest.Mo
     assert ipc_handles.process_name() != name
 
 
-def test_threads_that_ask_at_once_are_told_the_same_name(ipc_handles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_get_the_same_name(ipc_handles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that is a thread would take memory of its own process for another's."""
     together = threading.Barrier(3, timeout=20)
     draw = ipc_handles.secrets.token_hex

@@ -135,7 +135,7 @@ def test_the_callers_stream_stays_current(cuda: ModuleType, on: Any) -> None:
         before.use()
 
 
-def test_an_error_of_the_device_is_told(cuda: ModuleType, on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_device_is_reported(cuda: ModuleType, on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = cuda.cuda.runtime
 
     def fail(event: int) -> None:

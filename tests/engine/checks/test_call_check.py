@@ -520,7 +520,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checked", [False, True])
-def test_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]], checked: bool) -> None:
+def test_messages_that_no_rank_receives(job: Callable[..., CompletedProcess[str]], checked: bool) -> None:
     done = job(2, _LEFT_BEHIND.format(count=2), **({"MPICOLL_CHECK": "1"} if checked else {}))
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if "warning" in line]
@@ -534,7 +534,7 @@ def test_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]]
 
 
 @pytest.mark.slow
-def test_many_messages_that_nobody_receives(job: Callable[..., CompletedProcess[str]]) -> None:
+def test_many_messages_that_no_rank_receives(job: Callable[..., CompletedProcess[str]]) -> None:
     done = job(2, _LEFT_BEHIND.format(count=50))
     assert done.returncode == 0, done.stdout
     lines = [line for line in done.stdout.splitlines() if "warning" in line]

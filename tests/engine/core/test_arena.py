@@ -104,7 +104,7 @@ def test_slots_of_all_ranks_are_apart(several: Ranks) -> None:
     several(body)
 
 
-def test_numbers_that_are_told_are_whole(several: Ranks) -> None:
+def test_reported_numbers_are_integers(several: Ranks) -> None:
     def body() -> None:
         arena = _arena()
         values = (0, 2**63 - 1, -(2**63), arena.rank, 1, 2, 3, 4)
@@ -416,7 +416,7 @@ def test_a_rank_that_has_done_its_part_may_go() -> None:
     assert _together(3, body) == ["done"] * 3
 
 
-def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
+def test_a_wait_for_a_rank_that_has_exited_raises() -> None:
     def body(arena: Arena) -> None:
         transport: Any = arena._transport
         arena.run(lambda source, target: arena.sync(), None, None)

@@ -86,7 +86,7 @@ def test_one_node_under_mpirun() -> None:
         assert members(local) == list(range(world.size))
 
 
-def test_repr_tells_who_it_is(ranks: Ranks) -> None:
+def test_repr(ranks: Ranks) -> None:
     def main() -> None:
         world = mpicoll.world()
         assert repr(world) == f"<mpicoll.Communicator world: rank {world.rank} of {world.size}>"

@@ -41,7 +41,7 @@ def test_it_asks_until_all_are_complete(poller: Poller) -> None:
     assert all(event.wait(20) for event in ended)
 
 
-def test_it_asks_for_those_whom_nobody_wants_to_hear_of(poller: Poller) -> None:
+def test_it_requests_states_that_no_rank_has_reported(poller: Poller) -> None:
     quiet = Transfer(3)
     poller.watch(quiet)
     deadline = time.monotonic() + 20

@@ -310,7 +310,7 @@ def test_failures_are_explained() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_failure_that_nobody_waits_for_is_logged(queue: OperationQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_without_a_waiting_caller_is_logged(queue: OperationQueue, caplog: pytest.LogCaptureFixture) -> None:
     queue.submit(fail, WHAT)
     assert queue.drain(20)
     with caplog.at_level(logging.ERROR, logger="mpicoll"):

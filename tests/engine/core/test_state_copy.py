@@ -127,7 +127,7 @@ def test_other_errors_are_raised() -> None:
             mpicoll.resilient(bad, 0, steps, every=every)
 
 
-def test_shrink_lets_go_of_all_who_wait() -> None:
+def test_shrink_releases_all_waiting_ranks() -> None:
     """Rank 2 dies; 0 learns of it and shrinks, while 1 waits for 0 in a group without 2."""
 
     def body() -> tuple[int, ...]:

@@ -114,7 +114,7 @@ def test_the_rank_where_it_begins_comes_first() -> None:
     ]
 
 
-def test_nobody_waits() -> None:
+def test_no_rank_waits() -> None:
     assert said(at_work(), at_work()) == ["no rank waits in an operation"]
     assert said(at_work(), None) == ["rank 1 does not respond (stopped or frozen?)"]
 

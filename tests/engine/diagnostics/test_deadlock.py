@@ -169,7 +169,7 @@ def test_messages(first: tuple[Any, ...], second: tuple[Any, ...], accused: bool
     assert doomed(None, in_message(*second)) == ()
 
 
-def test_what_is_said_of_who_waits_for_a_message() -> None:
+def test_description_of_a_rank_that_waits_for_a_message() -> None:
     last = waits(17, call=BARRIER)
     assert said(in_message("recv", 1), last, last, last)[2] == (
         "rank 0 has been waiting for 30 s in recv(float64[3], peer=1, tag=5) at train.py:40 in step:"
@@ -188,7 +188,7 @@ def test_a_receive_from_any() -> None:
     assert doomed(anyone, anyone, departed_state(2, "left")) == (0, 1)
 
 
-def test_messages_under_way_nobody_waits_for() -> None:
+def test_messages_in_transit_without_a_receiver() -> None:
     first, second = in_message("recv", 1), in_message("recv", 0, 6)
     sent = {"way": "send", "key": None, "peer": None, "tag": None}
     assert doomed(first, second | {"started": [sent]}) == ()
@@ -380,7 +380,7 @@ def accused_of(found: Deadlock) -> set[tuple[int, str, int]]:
 @pytest.mark.parametrize("messages", [False, True], ids=["collectives", "messages"])
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 @pytest.mark.parametrize("mixed", [False, True], ids=["allreduce", "mixed"])
-def test_who_is_accused_never_goes_on(mixed: bool, background: bool, messages: bool) -> None:
+def test_reported_ranks_never_continue(mixed: bool, background: bool, messages: bool) -> None:
     """At any moment of a random program: what is said to be stuck is not done, however the program goes on."""
     random, accusations = Random(f"{mixed} {background} {messages}"), 0
     for _ in range(PROGRAMS):

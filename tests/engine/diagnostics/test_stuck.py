@@ -338,7 +338,7 @@ def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]],
 
 
 @pytest.mark.slow
-def test_an_error_that_nobody_waits_for_ends_the_job(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
+def test_an_error_that_no_rank_waits_for_ends_the_job(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
     done = jobs["nobody waits"].result()
     what = r"allreduce\(float64\[20000\], op=sum\) by shm_flat on world/duplicate \(2 ranks\)"
     assert re.search(rf"Before, {what}, rank \d, failed in the background: deadlock: ranks 0 and 1", done.stdout)

@@ -556,7 +556,7 @@ def test_in_place_one_memory_stands_in_for_both(several: Ranks) -> None:
     several(body)
 
 
-def test_memory_that_nobody_can_open_any_more(several: Ranks) -> None:
+def test_memory_that_no_rank_can_open_any_more(several: Ranks) -> None:
     def body() -> None:
         node = Node()
         values = _values(node.size, 10)

@@ -141,7 +141,7 @@ def test_a_missing_synchronization_is_seen(cuda: ModuleType, algorithm: str) -> 
         assert wrong(main)
 
 
-def test_a_stream_that_nobody_waits_for_shows(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_no_rank_waits_for_shows(cuda: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def main() -> None:
         world = mpicoll.world()
         x = cuda.asarray(np.arange(5000.0))
@@ -271,7 +271,7 @@ def devices_of(cuda: ModuleType) -> list[str]:
     return [runtime.getDeviceProperties(one)["name"].decode() for one in range(runtime.getDeviceCount())]
 
 
-def test_devices_are_told_by_model_and_how_many_ranks_share_one(cuda: ModuleType) -> None:
+def test_devices_are_identified_by_model_and_ranks_that_share_one(cuda: ModuleType) -> None:
     told = [("A", "1"), ("B", "2"), ("A", "1"), ("A", "3"), ("A", "1")]
 
     class Some(Elsewhere):
@@ -379,7 +379,7 @@ def test_a_message_between_host_and_device(cuda: ModuleType) -> None:
     mpicoll.run_local(main, 2, timeout=60)
 
 
-def test_a_receive_waits_for_who_still_reads(cuda: ModuleType) -> None:
+def test_a_receive_waits_for_a_rank_that_still_reads(cuda: ModuleType) -> None:
     """Work that the caller gave before the receive sees what was there before."""
     world = mpicoll.world()
     into = cuda.asarray(np.ones(1000))

@@ -650,7 +650,7 @@ def test_aborted_after_a_failure_and_not_destroyed() -> None:
 
 
 @pytest.mark.usefixtures("devices")
-def test_freed_when_nobody_has_it_any_more() -> None:
+def test_freed_with_the_last_reference() -> None:
     counted, made = _counted()
     del made
     gc.collect()

@@ -634,7 +634,7 @@ def test_operations_of_all_kinds_follow_each_other(several: Ranks, seed: int) ->
 
 
 @pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined/4k", "cma"])
-def test_nobody_overtakes(several: Ranks, algorithm: str) -> None:
+def test_no_message_overtakes_another(several: Ranks, algorithm: str) -> None:
     """The same operation again and again, one rank slow and then another."""
 
     def body() -> None:

@@ -327,7 +327,7 @@ def test_few_messages_are_followed(collective: str, size: int) -> None:
 
 @pytest.mark.parametrize("collective", mpicoll.schedules.collectives())
 @pytest.mark.parametrize("segments", [1, 7])
-def test_many_messages_are_told_from_closed_forms(collective: str, segments: int) -> None:
+def test_many_messages_follow_from_closed_forms(collective: str, segments: int) -> None:
     """Just above the bound, the estimate is not far from the exact price."""
     size = 32
     for name in mpicoll.schedules.algorithms_of(collective):
@@ -402,7 +402,7 @@ def test_malformed_environment(environment: Callable[[str], None]) -> None:
 
 
 @pytest.mark.slow
-def test_a_malformed_environment_is_told_at_the_first_call(python: Python) -> None:
+def test_a_malformed_environment_is_reported_at_the_first_call(python: Python) -> None:
     done = python("import numpy, mpicoll; mpicoll.allreduce(numpy.ones(2))", MPICOLL_ALGORITHMS="allreduce:4k:ring")
     assert done.returncode == 1
     assert "mpicoll.errors.SetupError: MPICOLL_ALGORITHMS='allreduce:4k:ring': rule '4k:ring'" in done.stdout

@@ -160,7 +160,7 @@ def test_rules_for_devices(place: Path) -> None:
     assert shared().rules == {TWO: {kind: parse_rules(text) for kind, text in expected.items()}}
 
 
-def test_a_machine_is_told_by_processor_and_cores() -> None:
+def test_a_machine_is_identified_by_processor_and_cores() -> None:
     assert set(tuned_table.describe_machine()) == {"cpu", "cores"}
     assert tuned_table.describe_machine()["cores"] == os.cpu_count()
     assert os.uname().nodename not in json.dumps(tuned_table.describe_machine())
@@ -417,7 +417,7 @@ def test_a_broken_default_table_is_one_warning(job: Job, tmp_path: Path) -> None
 
 
 @pytest.mark.mpi
-def test_a_table_is_told_to_all_ranks() -> None:
+def test_a_table_is_sent_to_all_ranks() -> None:
     """A text that rank 0 alone has, through the transport of the world; also one that is longer than a line."""
     world = mpicoll.world()
     for text in ("", json.dumps({"source": "x" * 100_000, "entries": [entry()]})):

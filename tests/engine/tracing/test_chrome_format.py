@@ -79,7 +79,7 @@ def test_what_one_collective_ends_with_another_begins(tmp_path: Path) -> None:
     assert {one["tid"] for one in operations(events)} == {1}
 
 
-def test_communicators_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_communicators_of_one_name_are_distinguished(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     events = [("0.1", 1, BARRIER, 1000.0, 1000.1), ("0.2", 1, BARRIER, 1000.1, 1000.2)]
     path = part(folder, 0, events, comms={"0.1": [0], "0.2": [0]})
@@ -152,7 +152,7 @@ def test_the_file_can_be_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": []}\n', "[1, 2"])
-def test_a_file_of_somebody_else(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_program(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(SetupError, match=r"other.json is not a trace that mpicoll has made"):

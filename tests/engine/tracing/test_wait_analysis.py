@@ -10,7 +10,7 @@ from support.traces import ALLREDUCE, BARRIER, message, part
 from mpicoll.engine.tracing import parts
 
 
-def test_who_waits_for_whom(tmp_path: Path) -> None:
+def test_waiting_and_awaited_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     for rank, begin in enumerate((1000.000, 1000.030, 1000.010)):
         part(
@@ -25,7 +25,7 @@ def test_who_waits_for_whom(tmp_path: Path) -> None:
     assert table.last[[0, 2, 4]].tolist() == [1, 1, 1]
 
 
-def test_collectives_are_told_apart_by_communicator_and_number(tmp_path: Path) -> None:
+def test_collectives_are_distinguished_by_communicator_and_number(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     comms = {"0.0": [0, 1], "0.1": [1, 0]}
     part(folder, 0, [("0.0", 1, ALLREDUCE, 1001.0, 1003.0), ("0.1", 1, ALLREDUCE, 1004.0, 1009.0)], comms=comms)
@@ -41,7 +41,7 @@ def test_who_is_done_before_the_last_one_comes_has_not_waited_for_it(tmp_path: P
     np.testing.assert_allclose(parts.load_parts(folder).wait, [1e3, 0, 1e6], atol=1e-3)
 
 
-def test_messages_wait_for_nobody(tmp_path: Path) -> None:
+def test_messages_wait_for_no_rank(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     part(folder, 0, [("0.0", 0, message("send", 1, 0), 1000.0, 1000.1)])
     part(folder, 1, [("0.0", 0, message("recv", 0, 0), 1000.2, 1000.3)])

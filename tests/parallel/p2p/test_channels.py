@@ -132,7 +132,7 @@ def wants(ends: Ends) -> list[int]:
     return [ends.here.peers[1].num_needed, ends.there.peers[0].num_needed]
 
 
-def test_nothing_is_taken_that_nobody_wants(ends: Ends) -> None:
+def test_nothing_is_received_without_a_request(ends: Ends) -> None:
     ends.send(torch.ones(3))
     ends.send(torch.ones(3))
     ends.pump()
@@ -192,7 +192,7 @@ def test_a_blocking_send_is_over_when_it_is_received(ends: Ends) -> None:
     assert wants(ends) == [0, 0]
 
 
-def test_slow_messages_hold_up_nobody(ends: Ends) -> None:
+def test_slow_messages_delay_no_rank(ends: Ends) -> None:
     ends.right.held = True
     ends.send([torch.ones(2), torch.ones(9_000)])
     ends.send(torch.zeros(4))
@@ -338,7 +338,7 @@ def test_leaving(ends: Ends) -> None:
     assert list(ends.here.peers[1].describe_unreceived()) == ["float32 (3,)"]
 
 
-def test_what_nobody_receives_names_its_line(ends: Ends) -> None:
+def test_what_no_rank_receives_names_its_line(ends: Ends) -> None:
     """Who waits on the wrong line must see how the value was sent."""
     ends.send(torch.ones(1), FORWARD)
     ends.send(torch.ones(2), BACKWARD | 3 << 2)

@@ -729,7 +729,7 @@ def test_mismatches_in_exchanges(some_more: Ranks, send_recv: bool) -> None:
 
 
 @ways
-def test_nobody_sends(some_more: Ranks, send_recv: bool) -> None:
+def test_no_rank_sends(some_more: Ranks, send_recv: bool) -> None:
     def body() -> None:
         with pipe(send_recv=send_recv, timeout=SHORT) as p2p:
             if p2p.stage == 1:
@@ -761,7 +761,7 @@ def test_nobody_sends(some_more: Ranks, send_recv: bool) -> None:
 @pytest.mark.parametrize(
     ("size", "send_recv"), [(3, True), (300_000, True), (3, False)], ids=["small", "large", "broadcasts"]
 )
-def test_nobody_receives(some_more: Ranks, size: int, send_recv: bool) -> None:
+def test_no_rank_receives(some_more: Ranks, size: int, send_recv: bool) -> None:
     def body() -> None:
         with pipe(send_recv=send_recv, timeout=SHORT) as p2p:
             if p2p.stage == 1:
@@ -847,7 +847,7 @@ def test_a_wrong_channel_is_named(some_more: Ranks) -> None:
 
 
 @pytest.mark.mpi
-def test_a_large_value_that_nobody_receives_stays_pending() -> None:
+def test_a_large_value_that_no_rank_receives_stays_pending() -> None:
     with pipe(timeout=SHORT) as p2p:
         if p2p.stages == 1:
             pytest.skip("needs two ranks")
@@ -1000,7 +1000,7 @@ def test_other_messages_of_the_communicator_are_left_alone(several: Ranks) -> No
 
 
 @ways
-def test_closing_tells_what_nobody_received(several: Ranks, send_recv: bool) -> None:
+def test_closing_reports_messages_that_were_not_received(several: Ranks, send_recv: bool) -> None:
     def body() -> None:
         p2p = pipe(send_recv=send_recv)
         if p2p.stage == 0:
@@ -1048,7 +1048,7 @@ def test_closing_fails_what_waits_for_nothing(several: Ranks) -> None:
     several(body)
 
 
-def test_after_an_error_nobody_is_waited_for(several: Ranks) -> None:
+def test_after_an_error_no_rank_is_waited_for(several: Ranks) -> None:
     def body() -> None:
         p2p = pipe()
         with pytest.raises(ValueError, match="the program's own"), p2p:
@@ -1058,7 +1058,7 @@ def test_after_an_error_nobody_is_waited_for(several: Ranks) -> None:
     several(body)
 
 
-def test_nobody_else_closes() -> None:
+def test_no_other_rank_closes() -> None:
     def body() -> None:
         p2p = pipe(timeout=SHORT)
         if p2p.stage == 0:

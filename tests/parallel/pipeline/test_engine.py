@@ -329,7 +329,7 @@ class Broken(Plain):
         raise ValueError("a part of the model fails")
 
 
-def test_a_stage_that_fails_leaves_nobody_waiting() -> None:
+def test_a_stage_that_fails_leaves_no_stage_waiting() -> None:
     def body() -> None:
         world = mpicoll.world()
         part = Broken(1) if world.rank == 1 else parts(Plain, 3)[world.rank]

@@ -141,7 +141,7 @@ def test_axes_of_one_s_own(ranks: Ranks) -> None:
     ranks(body)
 
 
-def test_a_grid_says_who_it_is(some: Ranks) -> None:
+def test_repr_of_a_grid(some: Ranks) -> None:
     def body() -> None:
         size, rank = mpicoll.world().size, mpicoll.world().rank
         grid = PipelineParallelGrid(PipeDataParallelTopology(size, 1), mpicoll.world())

@@ -115,7 +115,7 @@ def star() -> Iterator[Make]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_messages_reach_whom_they_are_for(star: Make, size: int) -> None:
+def test_messages_reach_their_destinations(star: Make, size: int) -> None:
     job = star(size).start()
     for rank, line in enumerate(job.lines):
         line.send({"from": rank, "to": "all"})
@@ -355,7 +355,7 @@ def test_leaving_in_any_order(star: Make, seed: int, monkeypatch: pytest.MonkeyP
         assert [one["bye"] for one in job.messages(rank)] == [one.rank for one in heard if isinstance(one, PeerExit)]
 
 
-def test_a_rank_that_is_late_hears_of_a_goodbye_from_before(star: Make) -> None:
+def test_a_late_rank_receives_an_earlier_farewell(star: Make) -> None:
     """Rank 0 lives on after it has left, and rank 2 has never been connected with it."""
     job = star(3)
     addresses = [line.address for line in job.lines]
@@ -387,7 +387,7 @@ def test_flush_says_whether_all_has_gone(star: Make) -> None:
     until(lambda: job.messages(1) == [{"text": "x" * 500_000}])
 
 
-def test_what_flush_hears_is_not_lost(star: Make) -> None:
+def test_what_flush_receives_is_not_lost(star: Make) -> None:
     job = star(2)
     addresses = [line.address for line in job.lines]
     for line in job.lines:

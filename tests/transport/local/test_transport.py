@@ -75,7 +75,7 @@ def test_receives_are_served_in_the_order_of_posting() -> None:
     assert [into[0] for into in rooms] == [11, 10, 12, 13]
 
 
-def test_two_receives_from_anybody() -> None:
+def test_two_receives_from_any_rank() -> None:
     a, b, c = ends(3)
     first, second = room(), room()
     one, two = c.irecv(first, None, None), c.irecv(second, None, None)
@@ -154,7 +154,7 @@ def test_a_smaller_message_in_an_exchange() -> None:
 
 
 @pytest.mark.parametrize("bound", [0.1, None])
-def test_timeout_names_who_waits_for_whom(bound: float | None) -> None:
+def test_timeout_names_the_waiting_and_the_awaited_ranks(bound: float | None) -> None:
     _, b, _ = ends(3, timeout=0.1)
     pending = b.irecv(room(), 2, 4)
     begin = time.monotonic()
@@ -316,7 +316,7 @@ def test_a_meeting_that_a_dead_member_will_not_come_to(make: object) -> None:
     assert error.value.ranks == (1,)
 
 
-def test_a_meeting_that_somebody_is_late_for() -> None:
+def test_a_meeting_with_a_late_rank() -> None:
     a, _ = ends(2, timeout=0.1)
     with pytest.raises(mpicoll.Timeout, match=r"creation of a group: nothing within 0\.1 s"):
         a.split(0, 0)
