@@ -28,7 +28,7 @@ _SETTINGS = {
     " interface of connections to other nodes",
     STORE: "MASTER_ADDR selects the address",
 }
-"""What closes or narrows a port, for Open MPI 5."""
+"""Settings that close or narrow a port, for Open MPI 5."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,14 +54,14 @@ State = dict[int, Value]
 class Spec:
     """The specification of one collective for one rank: chunks before, chunks after, and read-only chunks.
 
-    `after` is compared by piece and by the set of contributors. `heard`: a chain of messages must lead from each rank
+    `after` is compared by piece and by the set of contributors. `reached`: a chain of messages must lead from each rank
     to each other rank.
     """
 
     before: Callable[[Seat], State]
     after: Callable[[Seat], State]
     readonly: Callable[[Seat], range] = lambda seat: range(0)
-    heard: bool = False
+    reached: bool = False
 
 
 def _pieces(seat: Seat, low: int, high: int, first: int = 0) -> State:
@@ -134,7 +134,7 @@ SPECS: dict[str, Spec] = {
     "scatter": Spec(before=_at_root(_scattered), after=_own(_scattered), readonly=_all_at_root),
     "reduce_scatter": Spec(before=_operand, after=_own(_total)),
     "alltoall": Spec(before=_input, after=_output, readonly=lambda seat: range(seat.size)),
-    "barrier": Spec(before=_none, after=_none, heard=True),
+    "barrier": Spec(before=_none, after=_none, reached=True),
 }
 """Specification of each collective."""
 

@@ -65,7 +65,7 @@ class _Run:
         seats = [self.seat(rank) for rank in range(size)]
         self.values = [self.spec.before(seat) for seat in seats]
         self.readonly = [self.spec.readonly(seat) for seat in seats]
-        self.heard = [1 << rank for rank in range(size)]
+        self.reached = [1 << rank for rank in range(size)]
         self.outbox: list[list[list[Value]]] = [[] for _ in range(size)]
         self.inbox: list[dict[int, list[Value]]] = [{} for _ in range(size)]
         self.news: list[int] = [0] * size
@@ -192,7 +192,7 @@ class _Run:
             self.check_extent(source, src, to, dst)
         self.messages += 1
         self.inbox[to][j] = self.outbox[source][i]
-        self.news[to] |= self.heard[source]
+        self.news[to] |= self.reached[source]
 
     def finish(self, rank: int) -> None:
         """Complete the round of `rank`, whose messages have all arrived: reductions, then local steps."""
@@ -210,7 +210,7 @@ class _Run:
             else:
                 self.reduce(rank, step.dst, value, on_left=not step.src_right)
         self.inbox[rank].clear()
-        self.heard[rank] |= self.news[rank]
+        self.reached[rank] |= self.news[rank]
         self.news[rank] = 0
 
     def reduce(self, rank: int, chunk: int, value: Value, on_left: bool) -> None:
@@ -260,8 +260,8 @@ class _Run:
                     self.fail(f"lacks the contribution of {_ranks(missing)} in the end", rank, chunk)
                 if excess := got.ranks & ~want.ranks:
                     self.fail(f"has the contribution of {_ranks(excess)} too much in the end", rank, chunk)
-            if self.spec.heard and self.heard[rank] != everybody:
-                self.fail(f"leaves without word of {_ranks(everybody & ~self.heard[rank])}", rank)
+            if self.spec.reached and self.reached[rank] != everybody:
+                self.fail(f"leaves before a chain of messages from {_ranks(everybody & ~self.reached[rank])}", rank)
 
 
 def _ranks(mask: int) -> str:

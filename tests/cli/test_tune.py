@@ -272,7 +272,7 @@ def test_measured_anew_and_nothing_written(tmp_path: Path) -> None:
     )
     assert not list(tmp_path.rglob("tuned*.json"))  # what is known of the MPI library may be kept
     start = lines.index("check, 3 ranks on 1 node")
-    assert lines[start + 1] == "measured anew best tuned good untuned good"
+    assert lines[start + 1] == "measured again best tuned good untuned good"
     rows = [line for line in lines[start:] if line.startswith(("reduce ", "allgather "))]
     assert [" ".join(row.split()[:4]) for row in rows] == [
         f"{name} float32 {size}" for name in ("reduce", "allgather") for size in ("12 B", "3 KiB")

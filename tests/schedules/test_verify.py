@@ -363,7 +363,7 @@ def test_barrier_without_word_of_all() -> None:
     def generate(rank: int, size: int) -> Iterator[Round]:
         yield Round((Send((rank + 1) % size),), (Recv((rank - 1) % size),))
 
-    fails(make("barrier", generate), 3, "rank 0, round 0: leaves without word of rank 1")
+    fails(make("barrier", generate), 3, "rank 0, round 0: leaves before a chain of messages from rank 1")
 
 
 def test_word_that_arrives_is_not_passed_on_in_the_same_round() -> None:
@@ -371,7 +371,7 @@ def test_word_that_arrives_is_not_passed_on_in_the_same_round() -> None:
         others = [peer for peer in range(size) if abs(peer - rank) == 1]
         yield Round(tuple(map(Send, others)), tuple(map(Recv, others)))
 
-    fails(make("barrier", generate), 3, "rank 0, round 0: leaves without word of rank 2")
+    fails(make("barrier", generate), 3, "rank 0, round 0: leaves before a chain of messages from rank 2")
 
 
 def test_claims_order_but_has_none() -> None:

@@ -60,7 +60,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--blocks", type=int, metavar="N", help="time exactly so many blocks, whatever it takes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="the table to add to (where later runs look)")
     parser.add_argument("--dry-run", action="store_true", help="write nothing, print the rules")
-    parser.add_argument("--check", action="store_true", help="measure anew, and compare what is taken with the best")
+    parser.add_argument("--check", action="store_true", help="measure again, and compare what is taken with the best")
     parser.add_argument("--limit", type=float, default=3600.0, metavar="S", help="end a job that takes longer (3600)")
     parser.set_defaults(run=run)
 

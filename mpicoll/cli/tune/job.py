@@ -133,13 +133,13 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
             step(f"checking {label}", 0)
             taken = choose(replace(point.problem, context=here), None).name
             names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
-            anew = TunedPoint(point.workload, point.problem, point.untuned)
-            looks, anew.medians = measure_point(team, point.workload, names, taken, asked)
+            again = TunedPoint(point.workload, point.problem, point.untuned)
+            looks, again.medians = measure_point(team, point.workload, names, taken, asked)
             # An untuned choice that the first look excluded from the blocks keeps the time of that look.
-            anew.medians.setdefault(point.untuned, looks[point.untuned])
-            best = min(anew.medians, key=lambda name: anew.medians[name])
+            again.medians.setdefault(point.untuned, looks[point.untuned])
+            best = min(again.medians, key=lambda name: again.medians[name])
             for good, name in zip(goods, (taken, point.untuned), strict=True):
-                good.append(anew.good(name))
+                good.append(again.good(name))
             rows.append(
                 [label, best, taken, _format_percent(goods[0][-1]), point.untuned, _format_percent(goods[1][-1])]
             )
@@ -151,7 +151,7 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
             f" below 95 % tuned: {sum(good < 0.95 for good in tuned_good)} of {len(rows)};"
             f" below 85 % untuned: {sum(good < 0.85 for good in untuned_good)}"
         )
-        columns = ("measured anew", "best", "tuned", "good", "untuned", "good")
+        columns = ("measured again", "best", "tuned", "good", "untuned", "good")
         formatting.console(asked.width).print(
             formatting.table(f"check, {groups[0][0].where}", columns, rows, caption=caption)
         )

@@ -90,7 +90,7 @@ class SelectionQuery:
     no_shm_reason: str | None = "there is no shared memory"
     no_cma_reason: str | None = "there is no shared memory"
     shm_failed_reason: str | None = None
-    """Why shared memory failed when it was first used."""
+    """The reason why shared memory failed when it was first used."""
     allocated: bool = False
     """True if buffers may lie in memory of :func:`mpicoll.empty`."""
     device: DeviceCapabilities | None = None

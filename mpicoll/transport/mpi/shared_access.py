@@ -18,12 +18,12 @@ from mpicoll.transport import shm
 
 
 class SharedAccess(NamedTuple):
-    """How the ranks of a node reach each other's memory; the same on all ranks of a communicator."""
+    """Access of the ranks of a node to each other's memory; the same on all ranks of a communicator."""
 
     no_shm_reason: str | None
-    """Why they can't share memory; None if they can."""
+    """The reason why they can't share memory; None if they can."""
     no_cma_reason: str | None
-    """Why they can't read each other's private memory; None if they can."""
+    """The reason why they can't read each other's private memory; None if they can."""
     named: bool
     """True if shared memory must have a name in the file system (MPICOLL_SHARED_MEMORY=named)."""
 
