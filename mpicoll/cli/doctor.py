@@ -77,8 +77,8 @@ def add(commands: Commands) -> None:
         "--probe",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="test again what MPI's reductions compute and whether it takes device memory; or don't try, and show what is"
-        " known (once for each MPI; device memory where there is a device)",
+        help="test again what MPI's reductions compute and whether it takes device memory; or don't test, and show what"
+        " is known (once for each MPI; device memory where there is a device)",
     )
     parser.add_argument(
         "--ports",
