@@ -13,6 +13,7 @@ from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import make_selection_query
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve
@@ -60,6 +61,9 @@ def explain(
     communicator = resolve(comm)
     query = make_call_query(collective, nbytes, op, dtype, root, algorithm, communicator, like)
     choice = choose(query, algorithm)
+    if choice.algorithm == SharedMemoryAlgorithm("cma") and communicator.cma_failed_reason is not None:
+        refusal = f"the data takes the path of shm_pipelined, because {communicator.cma_failed_reason}"
+        choice = replace(choice, reason=f"{choice.reason}; {refusal}")
     if communicator.size == 1:
         return choice  # with one rank the other algorithms are irrelevant
     refused = (f"not {name}: {why}" for name, why in unsupported_reasons(query).items() if why is not None)

@@ -17,8 +17,15 @@ Memory: TypeAlias = np.ndarray[Any, Any]
 Message: TypeAlias = tuple[int, Memory]
 """A peer and the bytes that are sent to it or received from it."""
 
-Read: TypeAlias = Callable[[int, int, int], object]
-"""``read(source, target, nbytes)`` copies from an address of another rank to an address of this one."""
+
+class Reader(Protocol):
+    """Access to the private memory of one rank of the same node, as long as the kernel permits it."""
+
+    def read(self, source: int, target: int, nbytes: int) -> None:
+        """Copy from an address of that rank to an address of this one. Raises OSError."""
+
+    def check(self) -> None:
+        """Raise OSError if the memory of that rank can't be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +207,8 @@ class Transport(Protocol):
     def adopt(self, memory: Memory, fd: int) -> Sequence[Memory]:
         """Share existing memory of this process, the beginning of the file behind `fd`, as :meth:`share` does."""
 
-    def open_readers(self) -> Sequence[Read]:
-        """Return for each rank a function that reads its private memory. Collective, on a group of one node."""
+    def open_readers(self) -> Sequence[Reader]:
+        """Return for each rank the access to its private memory. Collective, on a group of one node."""
 
     @property
     def has_own_cores(self) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from weakref import finalize
 
 import numpy as np
 
-from mpicoll.transport.base import Memory, Read
+from mpicoll.transport.base import Memory
 
 _PAGE = mmap.PAGESIZE
 
@@ -133,18 +134,10 @@ class _Extent(ctypes.Structure):
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def open_reader(pid: int) -> Read:
-    """Return a function ``read(source, target, nbytes)``.
-
-    It copies from an address of process `pid` to one of this process. Raises OSError, in calls too, if the kernel
-    does not allow this process to read that one.
-    """
-    try:
-        call = _LIBC.process_vm_readv
-    except AttributeError:
-        raise OSError(errno.ENOSYS, "the C library has no process_vm_readv") from None
-    call.restype = ctypes.c_ssize_t
-    call.argtypes = [
+_READ = getattr(_LIBC, "process_vm_readv", None)
+if _READ is not None:
+    _READ.restype = ctypes.c_ssize_t
+    _READ.argtypes = [
         ctypes.c_int,
         ctypes.POINTER(_Extent),
         ctypes.c_ulong,
@@ -153,20 +146,54 @@ def open_reader(pid: int) -> Read:
         ctypes.c_ulong,
     ]
 
-    def read(source: int, target: int, nbytes: int) -> None:
+_cookie = np.array([secrets.randbits(63)])
+"""A word in the private memory of this process, by which other processes verify that they read the right process."""
+
+
+class ProcessMemory(NamedTuple):
+    """The handle by which another process of this node reads the private memory of a process."""
+
+    pid: int
+    address: int
+    """Address of the cookie."""
+    cookie: int
+
+
+def describe_process() -> ProcessMemory:
+    """Return the handle of this process, as its peers use it."""
+    return ProcessMemory(os.getpid(), _cookie.ctypes.data, int(_cookie[0]))
+
+
+class ProcessReader:
+    """Access to the private memory of another process, as long as the kernel permits it."""
+
+    def __init__(self, process: ProcessMemory) -> None:
+        self._process = process
+
+    def read(self, source: int, target: int, nbytes: int) -> None:
+        """Copy from an address of that process to an address of this one. Raises OSError if the kernel does not allow
+        it."""
+        if _READ is None:
+            raise OSError(errno.ENOSYS, "the C library has no process_vm_readv")
+        pid = self._process.pid
         # Each call has its own extents, since several threads may read at once.
         here, there = _Extent(), _Extent()
         while nbytes > 0:
             here.address, here.nbytes = target, nbytes
             there.address, there.nbytes = source, nbytes
-            done = call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            done = _READ(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if done <= 0:
                 number = ctypes.get_errno() if done else errno.EFAULT
-                raise OSError(number, f"reading the memory of process {pid}: {os.strerror(number)}")
+                raise OSError(number, os.strerror(number))
             # The kernel may read less, and reads at most 2 GiB per call.
             source, target, nbytes = source + done, target + done, nbytes - done
 
-    return read
+    def check(self) -> None:
+        """Raise OSError if the memory of that process can't be read, or if another process has its number."""
+        found = ctypes.c_int64()
+        self.read(self._process.address, ctypes.addressof(found), 8)
+        if found.value != self._process.cookie:
+            raise OSError(errno.ESRCH, "another process has its number: it is in another PID namespace")
 
 
 def _check_free(nbytes: int) -> None:

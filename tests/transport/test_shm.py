@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from support.launch import ROOT, mpirun
 
-from mpicoll.transport.shm import MemoryHandle, SharedBlock, attach, open_reader, share
+from mpicoll.transport.shm import MemoryHandle, ProcessReader, SharedBlock, attach, describe_process, share
 
 SHM = Path("/dev/shm")
 
@@ -241,13 +241,20 @@ def test_an_exchange_that_fails_leaves_nothing() -> None:
 
 def test_reading_a_process() -> None:
     source, target = np.arange(100_000), np.zeros(100_000, int)
-    read = open_reader(os.getpid())
-    read(source.ctypes.data, target.ctypes.data, source.nbytes)
+    reader = ProcessReader(describe_process())
+    reader.check()
+    reader.read(source.ctypes.data, target.ctypes.data, source.nbytes)
     np.testing.assert_array_equal(source, target)
-    read(source.ctypes.data, target.ctypes.data + 8, 0)
-    with pytest.raises(OSError, match=f"reading the memory of process {os.getpid()}") as caught:
-        read(8, target.ctypes.data, 8)
+    reader.read(source.ctypes.data, target.ctypes.data + 8, 0)
+    with pytest.raises(OSError, match="Bad address") as caught:
+        reader.read(8, target.ctypes.data, 8)
     assert caught.value.errno == errno.EFAULT
+
+
+def test_a_process_with_the_number_of_another_one_is_not_read() -> None:
+    process = describe_process()
+    with pytest.raises(OSError, match="another PID namespace"):
+        ProcessReader(process._replace(cookie=process.cookie ^ 1)).check()
 
 
 def test_reading_what_ends_too_early_is_an_error() -> None:
@@ -262,16 +269,15 @@ def test_reading_what_ends_too_early_is_an_error() -> None:
     assert libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, 0) == 0
     try:
         with pytest.raises(OSError, match="Bad address"):
-            open_reader(os.getpid())(last - end, at, 2 * end)
+            ProcessReader(describe_process()).read(last - end, at, 2 * end)
     finally:
         libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def test_reading_a_process_that_is_gone() -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    word = np.zeros(1)
     with pytest.raises(OSError, match="No such process"):
-        open_reader(int(child.stdout))(word.ctypes.data, word.ctypes.data, 8)
+        ProcessReader(describe_process()._replace(pid=int(child.stdout))).check()
 
 
 # --- jobs
@@ -509,11 +515,9 @@ def test_ranks_that_may_not_read_each_other(program: Callable[[str], Path]) -> N
 from mpicoll.transport import shm
 import errno, os
 if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
-    def reader(pid):
-        def read(*arguments):
-            raise OSError(errno.EPERM, "Operation not permitted")
-        return read
-    shm.open_reader = reader
+    def read(*arguments):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    shm.ProcessReader.read = read
 {SWEEP}
 try:
     mpicoll.allreduce(x, algorithm="cma")
@@ -522,6 +526,41 @@ except mpicoll.AlgorithmError as error:
 else:
     raise AssertionError
 np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="shm_pipelined"), want)
+"""
+    done = mpirun(2, "-W", "error", program(text))
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_reading_that_becomes_forbidden(program: Callable[[str], Path]) -> None:
+    """A library that protects its secrets makes the process unreadable after the start of the job."""
+    text = f"""
+import ctypes
+{SWEEP}
+libc = ctypes.CDLL(None, use_errno=True)
+CAP_SYS_PTRACE, PR_SET_DUMPABLE = 19, 4
+if os.geteuid() == 0:
+    # Like the ranks of an ordinary user.
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    sets[0] &= ~(1 << CAP_SYS_PTRACE)
+    sets[1] &= ~(1 << CAP_SYS_PTRACE)
+    assert libc.capset(header, sets) == 0
+request = mpicoll.iallreduce(x, algorithm="cma")
+np.testing.assert_array_equal(request.wait(), want)
+with mpicoll.algorithms(allreduce="cma"):
+    plan = mpicoll.allreduce_init(x)
+    for state in (1, 0, 1):
+        if world.rank == 1:
+            assert libc.prctl(PR_SET_DUMPABLE, state, 0, 0, 0) == 0
+        mpicoll.barrier()
+        y = x.copy()
+        for result in (mpicoll.allreduce(x), mpicoll.allreduce(y, out=y), mpicoll.iallreduce(x).wait(), plan()):
+            np.testing.assert_array_equal(result, want)
+        reason = mpicoll.explain("allreduce", x.nbytes).reason
+        why = "path of shm_pipelined, because rank 0 can't read the memory of rank 1: Operation not permitted"
+        assert (why in reason) == (state == 0), reason
+        mpicoll.barrier()
 """
     done = mpirun(2, "-W", "error", program(text))
     assert done.returncode == 0, done.stdout

@@ -27,7 +27,7 @@ from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError, RankFailed
-from mpicoll.transport.base import Memory, Read, Transport
+from mpicoll.transport.base import Memory, Reader, Transport
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
@@ -71,7 +71,9 @@ class Arena:
         self.synchronize: Callable[[], None] | None = None
         self.segments = SegmentTable(transport)
         self._scratch: list[Array] = []
-        self.readers: Sequence[Read] = ()
+        self.readers: Sequence[Reader] = ()
+        # Reason why the ranks could not read each other's memory in the last operation for that.
+        self.cma_failed_reason: str | None = None
         self._transport = transport
         self._flags = memoryview(first[:words].data).cast("B").cast("q")
         # Replaced by UnusableFlags when an operation is abandoned.

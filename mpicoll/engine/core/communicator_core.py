@@ -158,6 +158,11 @@ class CommunicatorCore:
         """True if :meth:`arena` has created the shared memory."""
         return self._arena is not None and self._arena.has_slots
 
+    @property
+    def cma_failed_reason(self) -> str | None:
+        """Reason why the ranks can't read each other's memory, as of the last operation that needed that."""
+        return None if self._arena is None else self._arena.cma_failed_reason
+
     def arena(self) -> Arena | None:
         """Return the shared memory of the ranks, or None if it is not available.
 

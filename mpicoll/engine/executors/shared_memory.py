@@ -5,7 +5,8 @@ Three methods, which are algorithms for the selection:
 * ``shm_flat``: every rank writes its vector to a slot, and reads those of all others after one synchronisation;
 * ``shm_pipelined``: the vector goes through the slots in pieces that stay in the caches, double-buffered, so that one
   synchronisation a piece is enough; for reductions each rank reduces its share of every piece;
-* ``cma``: ranks read each other's private memory (cross-memory attach) and write to their own.
+* ``cma``: ranks read each other's private memory (cross-memory attach) and write to their own. While the kernel forbids
+  that to one rank, all ranks do what ``shm_pipelined`` does instead.
 
 Where the buffers of all ranks lie in memory of :func:`mpicoll.empty`, all three read and write the buffers themselves.
 
@@ -16,6 +17,8 @@ depends on where numpy's vector loops end).
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +37,7 @@ from mpicoll.engine.core.segments import Segment
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
 from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
+from mpicoll.errors import CommunicationError
 
 _LINE = 64
 """Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
@@ -74,16 +78,14 @@ def bind(arena: Arena, spec: CollectiveSpec) -> Body:
     """Return a function that carries out `spec` on `arena`, by :meth:`Arena.run`, each time that it is called."""
     if spec.collective == "barrier":
         return lambda source, target: arena.sync()
-    staged = None if spec.method == "cma" else _STAGED[spec.collective](arena, spec)
+    reads, staged = spec.method == "cma", _STAGED[spec.collective](arena, spec)
     direct, segments = _DirectAccess(arena, spec), arena.segments
     # Ranks reduce their shares of each other's buffers.
     splits = spec.fold is None or spec.fold.elementwise
 
     def body(source: Any, target: Any) -> None:
         # Shared memory is allocated collectively, so all ranks take the same branch.
-        if (staged is None or (segments.allocated and splits)) and direct.run(source, target):
-            return
-        if staged is not None:
+        if not ((reads or (segments.allocated and splits)) and direct.run(source, target)):
             staged(source, target)
 
     return body
@@ -408,8 +410,8 @@ class _DirectAccess:
     """Operation that works on the buffers of the other ranks directly.
 
     First the ranks exchange the locations of their buffers. The operation is carried out if these lie in memory that
-    all ranks can access, or if the method reads the private memory of other ranks; otherwise only the locations have
-    been exchanged.
+    all ranks can access, or if the method reads private memory and each rank can read that of the others; otherwise
+    only the locations have been exchanged.
     """
 
     def __init__(self, arena: Arena, spec: CollectiveSpec) -> None:
@@ -418,6 +420,11 @@ class _DirectAccess:
         self._reads = spec.method == "cma"
         self._moves = make_moves(spec, arena.rank, arena.size) if spec.fold is None else []
         self._copy_own = make_own_copy(self._moves, arena.rank)
+        # The ranks whose private memory this rank reads.
+        self._peers: Sequence[int] = ()
+        if self._reads:
+            read = range(arena.size) if spec.fold is not None else {move.peer for move in self._moves if move.count}
+            self._peers = [peer for peer in self._get_other_ranks() if peer in read]
         self._segments: dict[int, Segment] = {}
 
     def run(self, source: Any, target: Any) -> bool:
@@ -428,9 +435,9 @@ class _DirectAccess:
         # The memory that is still in use may differ from rank to rank; the number of allocations does not.
         allocated = table.allocated > 0
         where = (*table.find(source), *table.find(target)) if allocated else (0, 0, 0, 0)
-        arena.post(*where, _address(source), _address(target))
+        arena.post(*where, _address(source), _address(target), *self._check_reading())
         arena.sync()
-        locations = arena.read_posted(6)
+        locations = arena.read_posted(8)
         # Before anything is written to the memory of others.
         arena.check_same_operation()
         if allocated:
@@ -442,10 +449,32 @@ class _DirectAccess:
                     return True
             finally:
                 self._segments = {}
-        if not self._reads:
+        if not self._reads or not self._can_all_read(locations):
             return False
         self._run_with_reads(locations, source, target)
         arena.sync()
+        return True
+
+    def _check_reading(self) -> tuple[int, int]:
+        """Return the error number with which reading the memory of another rank fails, and that rank; zeros if it
+        works."""
+        # The kernel may forbid at any time what it allowed when the job started: a library that protects its secrets
+        # sets PR_SET_DUMPABLE.
+        for peer in self._peers:
+            try:
+                self._arena.readers[peer].check()
+            except OSError as error:
+                return error.errno or errno.EIO, peer
+        return 0, 0
+
+    def _can_all_read(self, locations: list[tuple[int, ...]]) -> bool:
+        """Return True if all ranks can read the memory that they have to read; the same on all ranks."""
+        arena = self._arena
+        arena.cma_failed_reason = None
+        for rank, (*_, number, peer) in enumerate(locations):
+            if number:
+                arena.cma_failed_reason = f"rank {rank} can't read the memory of rank {peer}: {os.strerror(number)}"
+                return False
         return True
 
     def _run_in_segments(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> bool:
@@ -526,6 +555,16 @@ class _DirectAccess:
         for start in range(begin, end, width):
             yield start, min(start + width, end)
 
+    def _read(self, peer: int, source: int, target: int, nbytes: int) -> None:
+        try:
+            self._arena.readers[peer].read(source, target, nbytes)
+        except OSError as error:
+            raise CommunicationError(
+                f"{self._spec.collective}: rank {self._arena.rank} of {self._arena.size} (of this node) can't read the"
+                f" memory of rank {peer} any more ({error.strerror}): the operation is incomplete; later ones do not"
+                " need this"
+            ) from error
+
     def _run_with_reads(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
         """Work in private memory, reading the memory of the other ranks."""
         arena, spec = self._arena, self._spec
@@ -533,7 +572,8 @@ class _DirectAccess:
             itemsize, here = spec.dtype.itemsize, locations[arena.rank][5]
             for move in self._moves:
                 if move.peer != arena.rank and move.count:
-                    arena.readers[move.peer](
+                    self._read(
+                        move.peer,
                         locations[move.peer][4] + move.start * itemsize,
                         here + move.to * itemsize,
                         move.count * itemsize,
@@ -555,7 +595,7 @@ class _DirectAccess:
             itemsize, here = spec.dtype.itemsize, locations[arena.rank][5]
             for peer in self._get_other_ranks():
                 start, stop = shares[peer] * itemsize, shares[peer + 1] * itemsize
-                arena.readers[peer](locations[peer][5] + (0 if reduce else start), here + start, stop - start)
+                self._read(peer, locations[peer][5] + (0 if reduce else start), here + start, stop - start)
 
     def _allocate_share(self) -> Array:
         """Return memory for the share of a rank that gets no result."""
@@ -579,8 +619,8 @@ class _DirectAccess:
         for start, stop in self._split_range(begin, end):
             parts = [one[: stop - start] for one in scratch]
             for peer in self._get_other_ranks():
-                arena.readers[peer](
-                    locations[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize
+                self._read(
+                    peer, locations[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize
                 )
             parts[arena.rank] = source[start:stop]
             spec.fold(parts, target[start - origin : stop - origin])

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
-from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, Read, renumber, truncation_error
+from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, Reader, renumber, truncation_error
 from mpicoll.transport.local.job import Contexts, Group, LocalJob, exit_error
 from mpicoll.transport.local.mailbox import LocalMessage, PostedRecv
 from mpicoll.wording import rank_list
@@ -91,9 +91,15 @@ class _MemoryReference:
         self.__array_interface__ = memory.__array_interface__
 
 
-def _read(source: int, target: int, nbytes: int) -> None:
-    """Copy memory: threads share their private memory."""
-    ctypes.memmove(target, source, nbytes)
+class LocalReader:
+    """Access to the memory of another thread, which is the same memory."""
+
+    def read(self, source: int, target: int, nbytes: int) -> None:
+        """Copy memory."""
+        ctypes.memmove(target, source, nbytes)
+
+    def check(self) -> None:
+        """Do nothing: threads can always read each other's memory."""
 
 
 class LocalTransport:
@@ -203,8 +209,8 @@ class LocalTransport:
             raise CommunicationError(failure)
         return [np.asarray(_MemoryReference(memory)) for memory in memories]
 
-    def open_readers(self) -> list[Read]:
-        return [_read] * self.size
+    def open_readers(self) -> list[Reader]:
+        return [LocalReader()] * self.size
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         dead = self.job.dead & {self._members[peer] for peer in peers}

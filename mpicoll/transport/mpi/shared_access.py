@@ -5,12 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import platform
-import secrets
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, cast
 
-import numpy as np
 from mpi4py import MPI
 
 from mpicoll.config import config
@@ -48,16 +46,12 @@ def probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> SharedAccess:
 
 def _try_reading_peers(node: MPI.Intracomm, rank: int) -> str | None:
     """Collective over a node: return why this rank can't read the memory of another one, or None."""
-    word, copy = np.array([secrets.randbits(63)]), np.zeros(1, np.int64)
     reason: str | None = None
-    for pid, address, value in node.allgather((os.getpid(), word.ctypes.data, int(word[0]))):
+    for process in node.allgather(shm.describe_process()):
         try:
-            shm.open_reader(pid)(address, copy.ctypes.data, 8)
-            if copy[0] != value:
-                reason = f"rank {rank} is in another PID namespace than its peers"
+            shm.ProcessReader(process).check()
         except OSError as error:
             reason = f"rank {rank} can't read the memory of its peers: {error.strerror}"
-    node.Barrier()  # every rank's word must live until all have read it
     return reason
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -30,6 +32,7 @@ from support.ranks import Comms, Ranks
 
 import mpicoll
 from mpicoll.engine.selection.catalogue import MAX_FLAT_BYTES, SHARED_MEMORY
+from mpicoll.transport.local.transport import LocalReader
 
 COLLECTIVES = tuple(name for name in SHARED_MEMORY if name != "barrier")
 SHAPES = ((), (0,), (1,), (3, 0), (4, 3), (13, 2, 5), (130, 9), (2, 2), (3, 2, 2), (1200,))
@@ -510,6 +513,78 @@ def test_the_largest_vectors_of_slots(several: Ranks) -> None:
             assert got.tobytes() == want.astype(got.dtype).tobytes(), name
 
     several(body)
+
+
+# --- a kernel that forbids what it allowed at the start
+
+
+class _Refusal(LocalReader):
+    """The kernel forbids this rank to read, from read `after` on; until then only `check` fails, if `after` is 0."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def check(self) -> None:
+        if not self.left:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def read(self, source: int, target: int, nbytes: int) -> None:
+        self.check()
+        self.left -= 1
+        super().read(source, target, nbytes)
+
+
+def _expect_sums(size: int) -> None:
+    for name, op in (("float32", "sum"), ("bfloat16", "sum")):
+        for collective in COLLECTIVES:
+            if SHARED_MEMORY[collective][-1] == "cma":
+                case = Case(collective, [3000] * size, size - 1, mpicoll.world().rank, size)
+                _check(case, op, name, "cma", collective, np.copy)
+
+
+def test_reading_is_forbidden_to_one_rank() -> None:
+    def body() -> None:
+        world = mpicoll.world()
+        _expect_sums(world.size)
+        arena = world._core.arena()
+        assert arena is not None
+        allowed = arena.readers
+        with mpicoll.algorithms(allreduce="cma"):
+            for refused in (False, True, False):
+                if world.rank == 1:
+                    arena.readers = [_Refusal(0)] * world.size if refused else allowed
+                _expect_sums(world.size)
+                x = np.arange(3000.0)
+                mpicoll.allreduce(x, out=x)
+                np.testing.assert_array_equal(x, np.arange(3000.0) * world.size)
+                why = "path of shm_pipelined, because rank 1 can't read the memory of rank 2: Operation not permitted"
+                assert (why in mpicoll.explain("allreduce", x.nbytes).reason) == refused
+
+    mpicoll.run_local(body, 3)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_reading_is_forbidden_within_an_operation(after: int) -> None:
+    """All ranks report it; the next operation needs no reading."""
+
+    def body() -> str:
+        world, x = mpicoll.world(), np.arange(3000.0)
+        total = mpicoll.allreduce(x, algorithm="cma")
+        arena = world._core.arena()
+        assert arena is not None
+        if world.rank == 1:
+            arena.readers = [_Refusal(after)] * world.size
+        with pytest.raises(mpicoll.CommunicationError) as caught:
+            mpicoll.allreduce(x, algorithm="cma")
+        np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="cma"), total)
+        return str(caught.value)
+
+    first, second, third = mpicoll.run_local(body, 3)
+    assert "rank 1 of 3 (of this node) can't read the memory of rank" in second
+    assert "any more (Operation not permitted)" in second
+    # A rank that sees the failure of another one fails as well.
+    assert re.search("rank [12] failed in this operation", first)
+    assert re.search("rank [01] failed in this operation", third)
 
 
 # --- one operation after another
