@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hmac
 import json
 import secrets
 import socket
@@ -10,6 +11,8 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeAlias
+
+from mpicoll.transport.control.frame_tags import NO_TAG, TAG_SIZE, FrameTags
 
 MESSAGE_LIMIT = 16 << 20
 """Maximum bytes of a message."""
@@ -26,14 +29,16 @@ _ACK_EVERY = 8 << 10
 _STRANGER_LIMIT = 1 << 10
 """Maximum bytes of a message of a peer that has not proved the token."""
 
-# Magic, bytes that follow, last fragment, source, destination, kind. In this order a header that crash output has cut
-# is never valid, wherever it was cut.
+# Magic, bytes that follow the tag, last fragment, source, destination, kind. In this order a header that crash output
+# has cut is never valid, wherever it was cut. The tag follows.
 _HEADER = struct.Struct("!8sIBiic")
+_PREFIX = _HEADER.size + TAG_SIZE
 _MAGIC = b"\0mpicoll"
 _FATAL = b"Fatal Python error"
 
 CHALLENGE, HELLO, WELCOME, JOINED, REJECTED = b"C", b"H", b"W", b"J", b"R"
 MESSAGE, FAREWELL, FORWARDED, EXITED, REPORTED, ACK = b"M", b"L", b"B", b"G", b"T", b"A"
+_UNTAGGED = {CHALLENGE, HELLO}
 _KINDS = {CHALLENGE, HELLO, WELCOME, JOINED, REJECTED, MESSAGE, FAREWELL, FORWARDED, EXITED, REPORTED, ACK}
 
 ALL = -1
@@ -53,6 +58,11 @@ class Connection:
     Packets are sent in fragments, so that acknowledgements can be sent between them. An acknowledgement contains the
     number of bytes that the other process has read; at most WINDOW bytes are sent ahead of it.
 
+    Only the first two frames, the challenge and the hello, come without a tag. Once :meth:`set_keys` was called, every
+    frame must have the right one. Crash output has none: a signal handler writes it between two frames or into one. So
+    a frame with a wrong tag is not taken for a forgery at once. The connection is then `corrupt`: what follows is
+    collected as crash output, and no packet is received any more.
+
     `role` is "stranger" or "client" for an accepted connection, "attempt", "hub" or "probe" for one that this rank
     has made.
     """
@@ -71,13 +81,19 @@ class Connection:
         self.unacknowledged = False  # the other host's kernel may not have acknowledged everything yet
         self.queue: deque[Packet] = deque()
         self.crash_output = bytearray()
+        self.corrupt = False
+        self._send_tags: FrameTags | None = None
+        self._receive_tags: FrameTags | None = None
         self._sent = 0  # bytes of the first message in the queue
         self._wire = bytearray()
         self._unread = 0  # bytes sent that the other process has not acknowledged
-        self._acks = bytearray()
         self._received = bytearray()
         self._message = bytearray()
-        self._read = 0  # bytes not yet acknowledged
+        self._read = 0  # bytes received that are not yet acknowledged
+
+    def set_keys(self, send: bytes, receive: bytes) -> None:
+        """Set the keys of the frames in both directions, when both nonces are known."""
+        self._send_tags, self._receive_tags = FrameTags(send), FrameTags(receive)
 
     def name(self) -> str:
         """Return a name of the peer for messages."""
@@ -86,7 +102,7 @@ class Connection:
     @property
     def idle(self) -> bool:
         """True if everything has been handed to the kernel."""
-        return not (self.queue or self._wire or self._acks)
+        return not (self.queue or self._wire or self._owes_ack)
 
     @property
     def blocked(self) -> bool:
@@ -109,23 +125,36 @@ class Connection:
             self.unacknowledged = True
 
     def _next(self) -> bool:
-        if self._acks:
-            self._wire += self._acks
-            self._acks.clear()
+        while self._owes_ack:
+            count = min(self._read, WINDOW)
+            self._wire += self._make_frame(_HEADER.pack(_MAGIC, count, 1, 0, 0, ACK), b"", ACK)
+            self._read -= count
         if self.queue:
             kind, source, dest, payload = self.queue[0]
-            piece = memoryview(payload)[self._sent : self._sent + _FRAGMENT]
-            size = _HEADER.size + len(piece)
+            piece = payload[self._sent : self._sent + _FRAGMENT]
+            size = _PREFIX + len(piece)
             if self._unread + size <= WINDOW:
                 self._sent += len(piece)
                 last = self._sent == len(payload)
-                self._wire += _HEADER.pack(_MAGIC, len(piece), last, source, dest, kind)
-                self._wire += piece
+                header = _HEADER.pack(_MAGIC, len(piece), last, source, dest, kind)
+                self._wire += self._make_frame(header, piece, kind)
                 self._unread += size
                 if last:
                     self.queue.popleft()
                     self._sent = 0
         return bool(self._wire)
+
+    @property
+    def _owes_ack(self) -> bool:
+        return self._read >= _ACK_EVERY and self._send_tags is not None
+
+    def _make_frame(self, header: bytes, payload: bytes, kind: bytes) -> bytes:
+        if kind in _UNTAGGED:
+            tag = NO_TAG
+        else:
+            assert self._send_tags is not None, "there are no keys yet"
+            tag = self._send_tags.next_tag(header + payload)
+        return header + tag + payload
 
     def read(self) -> Iterator[Packet]:
         """Yield the packets that have arrived; raise EOFError after the last one of a closed connection."""
@@ -143,66 +172,69 @@ class Connection:
                 ended = True
                 break
             self._received += data
-            yield from self._messages()
+            if not self.corrupt:
+                yield from self._messages()
+            if self.corrupt:
+                self._add_crash_output(self._received)
+                self._received.clear()
         if ended:
-            # Crash output that has cut a message may continue behind the apparent end of that message.
-            self.crash_output[:0] = _from_fatal(self._message)
             self._add_crash_output(self._received)
             raise EOFError
 
     def _messages(self) -> Iterator[Packet]:
-        buffer = self._received
-        while buffer:
-            known = self.role in ("client", "hub")
-            start = buffer.find(_MAGIC)
-            header = _header(buffer) if start == 0 else None
-            if header is None:
-                if start == 0 and len(buffer) < _HEADER.size:
-                    return
-                if start <= 0:  # search behind the invalid header, and keep what may become a header
-                    start = buffer.find(_MAGIC, 1)
-                    partial = next((n for n in range(len(_MAGIC) - 1, 0, -1) if buffer.endswith(_MAGIC[:n])), 0)
-                    start = len(buffer) - partial if start < 0 else start
-                if start == 0:
-                    return
-                # Bytes that are not a frame were written by a signal handler of a dying process.
-                if not known:
-                    raise ProtocolViolation("invalid frame header")
-                self._add_crash_output(bytes(buffer[:start]))
-                del buffer[:start]
-                continue
-            length, last, source, dest, kind = header
+        while frame := self._next_frame():
+            length, last, source, dest, kind, payload = frame
             if kind == ACK:
-                del buffer[: _HEADER.size]
                 if length > self._unread:
                     raise ProtocolViolation("an acknowledgement of more than was sent")
                 self._unread -= length
                 continue
-            size = _HEADER.size + length
-            if len(buffer) < size:
-                return
-            self._message += memoryview(buffer)[_HEADER.size : size]
-            del buffer[:size]
-            self._acknowledge(size)
-            if len(self._message) > (MESSAGE_LIMIT if known else _STRANGER_LIMIT):
+            self._message += payload
+            self._read += _PREFIX + length
+            if len(self._message) > (MESSAGE_LIMIT if self._is_proven else _STRANGER_LIMIT):
                 raise ProtocolViolation("the message is too long")
             if last:
-                payload = bytes(self._message)
+                whole = bytes(self._message)
                 self._message.clear()
-                yield kind, source, dest, payload
+                yield kind, source, dest, whole
 
-    def _acknowledge(self, size: int) -> None:
-        self._read += size
-        if self._read >= _ACK_EVERY:
-            self._acks += _HEADER.pack(_MAGIC, self._read, 1, 0, 0, ACK)
-            self._read = 0
+    def _next_frame(self) -> tuple[int, int, int, int, bytes, bytes] | None:
+        """Remove and return the next frame: the fields of its header, and its payload. None if it is not complete."""
+        buffer = self._received
+        while start := _frame_start(buffer):
+            # Bytes that are not a frame were written by a signal handler of a dying process.
+            if not self._is_proven:
+                raise ProtocolViolation("invalid frame header")
+            self._add_crash_output(buffer[:start])
+            del buffer[:start]
+        header = _header(buffer)
+        if header is None:
+            return None
+        length, _, _, _, kind = header
+        size = _PREFIX + (0 if kind == ACK else length)
+        if len(buffer) < size:
+            return None
+        frame = bytes(memoryview(buffer)[:size])
+        if not self._has_right_tag(frame, kind):
+            if not self._is_proven:
+                raise ProtocolViolation("a frame with a wrong tag")
+            self.corrupt = True
+            return None
+        del buffer[:size]
+        return *header, frame[_PREFIX:]
+
+    @property
+    def _is_proven(self) -> bool:
+        return self.role in ("client", "hub")
+
+    def _has_right_tag(self, frame: bytes, kind: bytes) -> bool:
+        header, tag, payload = frame[: _HEADER.size], frame[_HEADER.size : _PREFIX], frame[_PREFIX:]
+        if self._receive_tags is None or kind in _UNTAGGED:
+            return self._receive_tags is None and kind in _UNTAGGED and tag == NO_TAG
+        return hmac.compare_digest(tag, self._receive_tags.next_tag(header + payload))
 
     def _add_crash_output(self, data: bytes | bytearray) -> None:
         self.crash_output += data[: max(0, 2 * CRASH_OUTPUT_LIMIT - len(self.crash_output))]
-
-    def salvage(self, payload: bytes) -> None:
-        """Take the crash output out of a payload that it has cut in the middle."""
-        self._add_crash_output(_from_fatal(payload))
 
     def crash_text(self) -> str:
         """Return the crash output, without the remains of the message that it has cut."""
@@ -211,10 +243,17 @@ class Connection:
         return found.decode("utf-8", "backslashreplace")
 
 
-def _from_fatal(data: bytes | bytearray) -> bytes | bytearray:
-    """Return the part that may be crash output, which may continue behind it."""
-    start = data.find(_FATAL)
-    return data[start:] if start >= 0 else data[-len(_FATAL) :]
+def _frame_start(buffer: bytearray) -> int:
+    """Return where the first frame begins, or may begin when more has arrived."""
+    start = buffer.find(_MAGIC)
+    if start == 0 and (len(buffer) < _HEADER.size or _header(buffer) is not None):
+        return 0
+    if start == 0:
+        start = buffer.find(_MAGIC, 1)  # behind the invalid header
+    if start < 0:
+        partial = next((n for n in range(len(_MAGIC) - 1, 0, -1) if buffer.endswith(_MAGIC[:n])), 0)
+        start = len(buffer) - partial
+    return start
 
 
 def _header(buffer: bytearray) -> tuple[int, int, int, int, bytes] | None:

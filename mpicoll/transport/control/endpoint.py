@@ -183,15 +183,17 @@ class Endpoint:
             self._check_silence_at = self._now() + timing.SILENCE_CHECK_INTERVAL
         times = [self._log_missing_at, self._check_silence_at, self.listener.next_time, self._dialer.next_time]
         times += [self.members.expiry(one) for one in self.members.suspects.values()]
-        times += [one.deadline for one in self._links.unproven]
+        times += [one.deadline for one in self._links.all()]
         return min(times)
 
     def act_on_time(self) -> None:
         """Do what has become due."""
         now = self._now()
-        for one in [one for one in self._links.unproven if one.deadline <= now]:
+        for one in [one for one in self._links.all() if one.deadline <= now]:
             if one.connecting and is_connected(one.sock):
                 self._finish_connecting(one)  # in time, but this process was late to handle it
+            elif one.corrupt:
+                self._close_violated(one, ProtocolViolation("a frame with a wrong tag"))
             else:
                 one.error = errno.ETIMEDOUT
                 self._handle_end(one)
@@ -273,10 +275,17 @@ class Endpoint:
         except EOFError:
             self._handle_end(one)
         except ProtocolViolation as violation:
-            level = logging.WARNING if one.role in ("client", "hub") else logging.DEBUG
-            _log.log(level, "rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
-            one.error = errno.EPROTO
-            self._handle_end(one)
+            self._close_violated(one, violation)
+        else:
+            if one.corrupt:
+                one.deadline = min(one.deadline, self._now() + timing.CRASH_WITHIN)
+
+    def _close_violated(self, one: Connection, violation: ProtocolViolation) -> None:
+        """Close a connection whose peer has violated the protocol."""
+        level = logging.WARNING if one.role in ("client", "hub") else logging.DEBUG
+        _log.log(level, "rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
+        one.error = errno.EPROTO
+        self._handle_end(one)
 
     def _finish_connecting(self, one: Connection) -> None:
         if not self._dialer.finish(one):
@@ -397,16 +406,13 @@ class Endpoint:
         except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
-            one.salvage(payload)
-            if one.role in ("stranger", "attempt"):
-                raise ProtocolViolation("the payload is not a JSON object")
-            return
+            raise ProtocolViolation("the payload is not a JSON object")
         try:
             steps: dict[tuple[str, bytes], Callable[[], None]] = {
                 ("stranger", HELLO): lambda: self._handshake.welcome(one, content, self.members.has_died),
                 ("stranger", JOINED): lambda: self._add_client(one),
                 ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
-                ("attempt", WELCOME): lambda: self._add_hub(one, content),
+                ("attempt", WELCOME): lambda: self._add_hub(one),
                 ("attempt", REJECTED): lambda: self._handle_rejection(one),
             }
             if one.role not in ("client", "hub"):
@@ -427,8 +433,7 @@ class Endpoint:
         for other in self._drop_other_attempts(one):
             self._dialer.retry(other, self._now())
 
-    def _add_hub(self, one: Connection, content: dict[str, Any]) -> None:
-        self._handshake.verify_welcome(one, content)
+    def _add_hub(self, one: Connection) -> None:
         self._drop_other_attempts(one)
         self._dialer.stop_seeking()
         self._links.add_hub(one)

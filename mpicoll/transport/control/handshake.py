@@ -1,13 +1,15 @@
 """The handshake by which both ends of a new connection prove that they belong to the job.
 
-The side that accepts sends a challenge, the other answers with a hello, and receives a welcome. Each side proves, for a
-nonce that the other has just drawn, that it has the job's token.
+The side that accepts sends a challenge, the other answers with a hello, which proves that it has the job's token, and
+receives a welcome or a rejection. From then on, beginning with the welcome, every frame has a tag under a key that both
+derive from the token and from the nonces that they have drawn for this connection: so the tag of the welcome is the
+other side's proof, and a proof that was relayed allows nobody else to send a frame.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,40 +43,34 @@ class Handshake:
 
     def answer(self, attempt: Connection, content: dict[str, Any]) -> None:
         """Answer a challenge with a proof."""
-        challenge = str(content["nonce"])
+        challenge = _nonce(content)
         if content["rank"] != attempt.rank:
             raise ProtocolViolation("the port belongs to another rank")
-        proof = self._proof("client", challenge, attempt.nonce, self._rank, attempt.rank)
-        hello = {"rank": self._rank, "nonce": attempt.nonce, "proof": proof}
-        attempt.nonce = f"{challenge} {attempt.nonce}"
+        text = f"{challenge} {attempt.nonce} {self._rank} {attempt.rank}"
+        hello = {"rank": self._rank, "nonce": attempt.nonce, "proof": self._mac("proof", text).hex()}
         attempt.queue.append((HELLO, self._rank, attempt.rank, encode(hello)))
+        attempt.set_keys(send=self._mac("client-frames", text), receive=self._mac("server-frames", text))
 
     def welcome(self, accepted: Connection, content: dict[str, Any], is_dead: Callable[[int], bool]) -> None:
-        """Verify the answer to a challenge, and send a proof in return, or a rejection if the rank counts as dead."""
-        rank, nonce = int(content["rank"]), str(content["nonce"])
-        proof = self._proof("client", accepted.nonce, nonce, rank, self._rank)
+        """Verify the answer to a challenge, and send a welcome, or a rejection if the rank counts as dead."""
+        rank = int(content["rank"])
+        text = f"{accepted.nonce} {_nonce(content)} {rank} {self._rank}"
+        proof = self._mac("proof", text).hex()
         if not 0 <= rank < self._size or rank == self._rank or not hmac.compare_digest(proof, str(content["proof"])):
             raise ProtocolViolation("wrong proof of the job token")
         accepted.rank = rank
         accepted.deadline = float("inf")
-        if is_dead(rank):
-            accepted.queue.append((REJECTED, self._rank, rank, b"{}"))
-            return
-        proof = self._proof("server", accepted.nonce, nonce, rank, self._rank)
-        accepted.queue.append((WELCOME, self._rank, rank, encode({"proof": proof})))
+        accepted.set_keys(send=self._mac("server-frames", text), receive=self._mac("client-frames", text))
+        accepted.queue.append((REJECTED if is_dead(rank) else WELCOME, self._rank, rank, b"{}"))
 
-    def verify_welcome(self, attempt: Connection, content: dict[str, Any]) -> None:
-        """Verify the proof of the rank that has accepted the connection."""
-        challenge, _, nonce = attempt.nonce.partition(" ")
-        proof = self._proof("server", challenge, nonce, self._rank, attempt.rank)
-        if not hmac.compare_digest(proof, str(content["proof"])):
-            raise ProtocolViolation("wrong proof of the job token")
+    def _mac(self, use: str, connection: str) -> bytes:
+        """Return what only a rank of this job can compute for `connection`: a proof, or the key of one direction."""
+        return hmac.digest(self._token, f"{use} {connection} {self._size}".encode(), "sha256")
 
-    def _proof(self, side: str, server: str, client: str, rank: int, to: int) -> str:
-        """Return a proof that only a rank of this job can compute.
 
-        It contains both nonces, so that it is valid on one connection only; `side` keeps the proof of one side from
-        being used as that of the other.
-        """
-        text = f"{side} {server} {client} {rank} {to} {self._size}"
-        return hmac.new(self._token, text.encode(), hashlib.sha256).hexdigest()
+def _nonce(content: dict[str, Any]) -> str:
+    """Return the nonce of the peer, of the one form that leaves the text around it unambiguous."""
+    nonce = content["nonce"]
+    if not re.fullmatch("[0-9a-f]{32}", nonce):
+        raise ValueError("not a nonce")
+    return str(nonce)

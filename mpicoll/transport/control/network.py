@@ -13,7 +13,8 @@ on a connection than the receiver's kernel accepts without help of the process (
 full buffer from a lost host.
 
 Modules, lowest first: :mod:`~mpicoll.transport.control.timing` and :mod:`~mpicoll.transport.control.events`;
-:mod:`~mpicoll.transport.control.connection` (framing and flow control), :mod:`~mpicoll.transport.control.sockets`;
+:mod:`~mpicoll.transport.control.frame_tags` and :mod:`~mpicoll.transport.control.connection` (framing and flow
+control), :mod:`~mpicoll.transport.control.sockets`;
 the parts of the state, each by itself: :mod:`~mpicoll.transport.control.addresses`,
 :mod:`~mpicoll.transport.control.attempts` and :mod:`~mpicoll.transport.control.dialer` (connecting),
 :mod:`~mpicoll.transport.control.crash_descriptor`, :mod:`~mpicoll.transport.control.farewells`,
@@ -45,8 +46,12 @@ class ControlNetwork:
     """This rank's connections to the other ranks of its job.
 
     `token` is the job's secret, the same on all ranks. Connections that do not prove that they have it are
-    rejected, such as those of a port scanner, a rank of another job or another user of the machine. Messages are
-    neither encrypted nor signed.
+    rejected, such as those of a port scanner, a rank of another job or another user of the machine. Every frame has a
+    tag under a key of its connection, so that no process between two ranks can forge, change, repeat or reorder
+    messages. Only crash output has no tag, and is nothing but text. Messages are not encrypted.
+
+    A frame with a wrong tag may be one that crash output has cut. So from then on only crash output is read, and if the
+    process does not end soon, the connection is closed: for the other ranks its end is the death of that rank.
 
     Every living rank gets exactly one event for each rank that is gone, after all messages of that rank that
     arrived. Messages of one rank arrive in the order in which they were sent. Those in transit through a hub that

@@ -15,6 +15,9 @@ CONNECT_WITHIN = 2.0
 PROVE_WITHIN = 5.0
 """Time for the peer of a new connection to prove that it has the token."""
 
+CRASH_WITHIN = 2.0
+"""Time for a process to end after a frame with a wrong tag, which may be one that its crash output has cut."""
+
 HUB_DEATH_DELAY = 0.5
 """Delay of the report of a hub's death, within which the next hub can add crash output that only it has received."""
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,98 +19,11 @@ from typing import Any
 
 import pytest
 from support.launch import ROOT
+from support.star import SOON, TOKEN, Clock, Make, until
 
-from mpicoll.transport.control import connection, endpoint, timing
+from mpicoll.transport.control import timing
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
-
-TOKEN = b"the secret of this job"
-SOON = 20.0
-"""Seconds after which something that should have happened has not."""
-
-
-def until(what: Callable[[], Any], why: Callable[[], Any] = lambda: "") -> None:
-    deadline = time.monotonic() + SOON
-    while not what():
-        assert time.monotonic() < deadline, why()
-        time.sleep(0.005)
-
-
-# --- ranks that are threads of this process
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Star:
-    """The ranks of a job, each with a thread that drives it."""
-
-    def __init__(self, size: int, tokens: dict[int, bytes], clock: Callable[[], float]) -> None:
-        self.lines = [ControlNetwork(rank, size, tokens.get(rank, TOKEN), clock=clock) for rank in range(size)]
-        self.heard: list[list[Message | PeerExit]] = [[] for _ in range(size)]
-        self.over = [False] * size
-        self.threads = [threading.Thread(target=self._drive, args=(rank,)) for rank in range(size)]
-
-    def start(self) -> Star:
-        addresses = json.loads(json.dumps([line.address for line in self.lines]))
-        for line in self.lines:
-            line.connect(addresses)
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def meet(self) -> Star:
-        """Until all have heard of all; this is then forgotten."""
-        for line in self.lines:
-            line.send({"here": line.rank})
-        for heard in self.heard:
-            until(lambda heard=heard: len(heard) == len(self.lines) - 1, lambda heard=heard: heard)
-            heard.clear()
-        return self
-
-    def _drive(self, rank: int) -> None:
-        while not self.over[rank]:
-            self.heard[rank] += self.lines[rank].poll(1.0)
-
-    def end(self, rank: int) -> None:
-        self.over[rank] = True
-        self.lines[rank].close()
-
-    def messages(self, rank: int, source: int | None = None) -> list[dict[str, Any]]:
-        heard = [one for one in self.heard[rank] if isinstance(one, Message)]
-        return [one.body for one in heard if source in (None, one.source)]
-
-    def gone(self, rank: int) -> list[tuple[int, str]]:
-        return sorted((one.rank, one.why) for one in self.heard[rank] if isinstance(one, PeerExit))
-
-
-Make = Callable[..., Star]
-
-
-@pytest.fixture
-def star() -> Iterator[Make]:
-    """Makes stars of ranks in this process, and ends them."""
-    made: list[Star] = []
-
-    def make(size: int, tokens: dict[int, bytes] | None = None, clock: Callable[[], float] = time.monotonic) -> Star:
-        made.append(Star(size, tokens or {}, clock))
-        return made[-1]
-
-    yield make
-    for one in made:
-        for rank in range(len(one.lines)):
-            one.end(rank)
-        for thread in one.threads:
-            if thread.ident is not None:
-                thread.join(SOON)
-                assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -224,11 +136,6 @@ def test_many_leave_at_once(star: Make, stay: set[int]) -> None:
         assert len(job.messages(rank)) == len(job.gone(rank))  # each with its goodbye
 
 
-def _drive(job: Star, *ranks: int) -> None:
-    for rank in ranks:
-        job.heard[rank] += job.lines[rank].poll(0.0)
-
-
 def test_two_that_leave_do_not_rely_on_each_other(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the hub has left, each is welcome at the other in the same moment. Who is let go has told one who is not."""
     job = star(4)
@@ -236,7 +143,7 @@ def test_two_that_leave_do_not_rely_on_each_other(star: Make, monkeypatch: pytes
     for line in job.lines:
         line.connect(addresses)
         line.send({"here": line.rank})
-    until(lambda: _drive(job, 0, 1, 2, 3) or all(len(heard) == 3 for heard in job.heard))
+    until(lambda: job.drive(0, 1, 2, 3) or all(len(heard) == 3 for heard in job.heard))
     job.lines[0].leave({}, timeout=SOON)
     job.end(0)
     for rank in (1, 2):
@@ -245,21 +152,21 @@ def test_two_that_leave_do_not_rely_on_each_other(star: Make, monkeypatch: pytes
 
     def meanwhile(timeout: float) -> Any:
         ready = select(timeout)
-        _drive(job, 2)
+        job.drive(2)
         return ready
 
     with monkeypatch.context() as patch:
         patch.setattr(job.lines[1]._selector, "select", meanwhile)
-        until(lambda: _drive(job, 1) or job.lines[1].flush(0.0) or job.lines[2].flush(0.0))
+        until(lambda: job.drive(1) or job.lines[1].flush(0.0) or job.lines[2].flush(0.0))
         assert job.lines[1].flush(0.0)
         job.end(1)
     for _ in range(100):  # rank 3 does nothing
-        _drive(job, 2)
+        job.drive(2)
         assert not job.lines[2].flush(0.0)
         time.sleep(0.002)
-    until(lambda: _drive(job, 2, 3) or job.lines[2].flush(0.0))
+    until(lambda: job.drive(2, 3) or job.lines[2].flush(0.0))
     job.end(2)
-    until(lambda: _drive(job, 3) or len(job.gone(3)) == 3, lambda: job.heard[3])
+    until(lambda: job.drive(3) or len(job.gone(3)) == 3, lambda: job.heard[3])
     assert job.gone(3) == [(0, "left"), (1, "left"), (2, "left")]
 
 
@@ -271,16 +178,16 @@ def test_a_late_hub_waits_for_those_that_have_a_farewell(star: Make) -> None:
     for rank in (0, 2):
         job.lines[rank].connect(addresses)
         job.lines[rank].send({"here": rank})
-    until(lambda: _drive(job, 0, 2) or (job.messages(0) and job.messages(2)))
+    until(lambda: job.drive(0, 2) or (job.messages(0) and job.messages(2)))
     job.lines[0].leave({"bye": 0}, timeout=SOON)
     job.end(0)
     job.lines[1].connect(addresses)
-    until(lambda: _drive(job, 1) or job.lines[1].hub == 1)
+    until(lambda: job.drive(1) or job.lines[1].hub == 1)
     while clock.now < 0.9 * timing.REPORT_WITHIN:
-        _drive(job, 1)
+        job.drive(1)
         clock.now += 0.1
     assert job.heard[1] == []
-    until(lambda: _drive(job, 1, 2) or (job.gone(1) and job.gone(2)), lambda: job.heard)
+    until(lambda: job.drive(1, 2) or (job.gone(1) and job.gone(2)), lambda: job.heard)
     assert job.gone(1) == job.gone(2) == [(0, "left")]
     assert job.messages(1) == [{"bye": 0}]
 
@@ -292,12 +199,12 @@ def test_a_hub_decides_alone_without_reports(star: Make) -> None:
     addresses = [line.address for line in job.lines]
     job.end(0)
     job.lines[1].connect(addresses)
-    until(lambda: _drive(job, 1) or job.lines[1].hub == 1)
+    until(lambda: job.drive(1) or job.lines[1].hub == 1)
     assert job.heard[1] == []
     clock.now += timing.REPORT_WITHIN
-    until(lambda: _drive(job, 1) or job.gone(1) == [(0, "closed")], lambda: job.heard[1])
+    until(lambda: job.drive(1) or job.gone(1) == [(0, "closed")], lambda: job.heard[1])
     job.lines[2].connect(addresses)
-    until(lambda: _drive(job, 1, 2) or job.gone(2) == [(0, "closed")], lambda: job.heard[2])
+    until(lambda: job.drive(1, 2) or job.gone(2) == [(0, "closed")], lambda: job.heard[2])
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -317,7 +224,7 @@ def test_leaving_in_any_order(star: Make, seed: int, monkeypatch: pytest.MonkeyP
     def step() -> int:
         clock.now += random.random() * 0.002
         rank = random.choices(running, [weights[rank] for rank in running])[0]
-        _drive(job, rank)
+        job.drive(rank)
         return rank
 
     def overtaken(select: Callable[..., Any]) -> Callable[..., Any]:
@@ -492,200 +399,6 @@ def test_closed_descriptors_are_given_back(star: Make) -> None:
         thread.join()
     job.lines.clear()
     until(lambda: descriptors() <= before)
-
-
-# --- strangers
-
-
-def _connect(line: ControlNetwork) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", line.address["port"]), timeout=SOON)
-    sock.settimeout(SOON)
-    return sock
-
-
-def _frame(kind: bytes, body: bytes, source: int = 1, dest: int = 0) -> bytes:
-    return connection._HEADER.pack(connection._MAGIC, len(body), 1, source, dest, kind) + body
-
-
-_GARBAGE = {
-    "scan": b"",
-    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "zeros": bytes(100_000),
-    "magic only": b"\0mpicoll",
-    "no json": _frame(b"H", b"\xff{"),
-    "no object": _frame(b"H", b"[1, 2]"),
-    "no proof": _frame(b"H", b'{"rank": 1}'),
-    "wrong types": _frame(b"H", b'{"rank": [], "nonce": {}, "proof": 3}'),
-    "wrong proof": _frame(b"H", b'{"rank": 1, "nonce": "1", "proof": "2"}'),
-    "strange proof": _frame(b"H", b'{"rank": 1, "nonce": "1", "proof": "\\u00e4"}'),
-    "own rank": _frame(b"H", b'{"rank": 0, "nonce": "1", "proof": "2"}'),
-    "deep": _frame(b"H", b"[" * 900),
-    "uninvited": _frame(b"J", b"{}"),
-    "message": _frame(b"M", b'{"evil": 1}'),
-    "obituary": _frame(b"G", b'{"rank": 1, "why": "closed", "words": "", "pid": 0, "host": ""}'),
-    "acknowledgement": connection._HEADER.pack(connection._MAGIC, 30_000, 1, 1, 0, b"A"),
-    "too long": _frame(b"H", b" " * 2000),
-    "far too long": connection._HEADER.pack(connection._MAGIC, 2**32 - 1, 1, 1, 0, b"H"),
-}
-
-
-def test_strangers_change_nothing(star: Make) -> None:
-    job = star(3).start()
-    socks = []
-    for line in job.lines:
-        for garbage in _GARBAGE.values():
-            for reset in (False, True):
-                sock = _connect(line)
-                with contextlib.suppress(ConnectionError):
-                    sock.sendall(garbage)
-                if reset:
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    sock.close()
-                else:
-                    socks.append(sock)
-    for rank, line in enumerate(job.lines):
-        line.send({"from": rank})
-    for rank in range(3):
-        until(lambda rank=rank: len(job.heard[rank]) == 2, lambda rank=rank: job.heard[rank])
-        assert all(isinstance(one, Message) and one.body == {"from": one.source} for one in job.heard[rank])
-    for sock in socks:
-        sock.close()
-
-
-def test_connections_without_proof_are_closed(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "PROVE_WITHIN", 0.3)
-    job = star(2).start()
-    socks = [_connect(job.lines[0]) for _ in _GARBAGE]
-    for sock, garbage in zip(socks, _GARBAGE.values(), strict=True):
-        with contextlib.suppress(ConnectionError):
-            sock.sendall(garbage)
-    for sock in socks:
-        with sock, contextlib.suppress(ConnectionError):
-            while sock.recv(4096):
-                pass  # a challenge, then the end
-
-
-def test_strangers_take_a_limited_number_of_descriptors(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest connections without a proof make room for new ones, long before their time is over."""
-    monkeypatch.setattr(timing, "PROVE_WITHIN", 3 * SOON)
-    job = star(2).start()
-    limit = endpoint._MAX_STRANGERS + 2
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(_connect(job.lines[0])) for _ in range(limit + 20)]
-        for sock in socks[:20]:
-            with contextlib.suppress(ConnectionError):
-                while sock.recv(4096):
-                    pass  # a challenge, then the end
-        job.meet()
-        assert len(job.lines[0]._endpoint._links.unproven) <= limit
-
-
-def test_an_acknowledgement_of_more_than_was_sent(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "PROVE_WITHIN", 3 * SOON)
-    job = star(2).start()
-    with _connect(job.lines[0]) as sock, contextlib.suppress(ConnectionError):
-        sock.sendall(connection._HEADER.pack(connection._MAGIC, 30_000, 1, 1, 0, b"A"))
-        while sock.recv(4096):
-            pass  # a challenge, then the end, without waiting for a proof
-
-
-def test_a_job_of_one_host_listens_on_the_loopback_interface_only() -> None:
-    line = ControlNetwork(0, 2, TOKEN, loopback=True)
-    try:
-        assert line._endpoint.listener.sock.getsockname()[0] == "127.0.0.1"
-        _connect(line).close()
-    finally:
-        line.close()
-
-
-def test_another_token(star: Make) -> None:
-    clock = Clock()
-    job = star(3, {2: b"another secret"}, clock)
-    addresses = [line.address for line in job.lines]
-    for line in job.lines:
-        line.connect(addresses)
-        line.send({"secret": line.rank})
-    for _ in range(200):
-        _drive(job, 0, 1, 2)
-        clock.now += 0.05
-    assert job.heard[0] == [Message(1, {"secret": 1})]
-    assert job.heard[1] == [Message(0, {"secret": 0})]
-    assert job.heard[2] == []
-
-
-# --- last words
-
-
-def _pair(role: str = "client") -> tuple[connection.Connection, connection.Connection]:
-    ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    return connection.Connection(ends[0], role), connection.Connection(ends[1], role)
-
-
-def _read_all(reader: connection.Connection) -> list[tuple[bytes, int, int, bytes]]:
-    """All messages until the end, as the network reads them."""
-    got = []
-    while True:
-        try:
-            for one in reader.read():
-                try:
-                    json.loads(one[3])
-                    got.append(one)
-                except ValueError:
-                    reader.salvage(one[3])
-        except EOFError:
-            reader.sock.close()
-            return got
-
-
-WORDS = b'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File "a.py", line 1\n'
-
-
-@pytest.mark.parametrize("size", [3, 60, 400, 10_000])
-def test_words_that_cut_a_message_anywhere(size: int) -> None:
-    """A signal handler writes when a part of a message has gone, and the process dies."""
-    whole = json.dumps({"text": "x" * size}).encode()
-    fragments = [whole[at : at + connection._FRAGMENT] for at in range(0, len(whole), connection._FRAGMENT)]
-    wire = b"".join(
-        connection._HEADER.pack(connection._MAGIC, len(part), number == len(fragments) - 1, 1, -1, b"M") + part
-        for number, part in enumerate(fragments)
-    )
-    cuts = range(len(wire) + 1) if len(wire) < 1000 else range(0, len(wire) + 1, 97)
-    for cut in cuts:
-        writer, reader = _pair()
-        writer.sock.sendall(wire + wire[:cut] + WORDS)
-        writer.sock.close()
-        got = _read_all(reader)
-        assert got == [(b"M", 1, -1, whole)] * (2 if cut == len(wire) else 1)
-        assert reader.crash_text() == WORDS.decode(), cut
-
-
-def test_words_in_pieces_and_a_message_after_them() -> None:
-    """Another thread of the process that dies may still send."""
-    writer, reader = _pair()
-    for letter in WORDS:
-        writer.sock.send(bytes([letter]))
-    writer.sock.sendall(_frame(b"M", b'{"after": 1}') + b"more words\n")
-    writer.sock.close()
-    assert _read_all(reader) == [(b"M", 1, 0, b'{"after": 1}')]
-    assert reader.crash_text() == WORDS.decode() + "more words\n"
-
-
-def test_words_have_a_bound() -> None:
-    writer, reader = _pair()
-
-    def write() -> None:
-        writer.sock.setblocking(True)
-        writer.sock.sendall(WORDS * 10_000)
-        writer.sock.close()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert _read_all(reader) == []
-    thread.join()
-    assert len(reader.crash_text()) == connection.CRASH_OUTPUT_LIMIT
-    assert len(reader.crash_output) <= 2 * connection.CRASH_OUTPUT_LIMIT
 
 
 # --- ranks that are processes
@@ -1066,7 +779,7 @@ def test_no_thread_is_started_and_words_go_to_stderr_while_there_is_no_connectio
     job.expect({1: "closed"})
     job[0].do("tell('threads', threading.active_count()); crash()")
     until(lambda: "Segmentation fault" in job[0].stderr, job.said)
-    assert job[0].of("threads") == [[2]]
+    until(lambda: job[0].of("threads") == [[2]], job.said)
 
 
 def test_too_few_descriptors(start: Start) -> None:
