@@ -19,8 +19,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-KINDS = ("TERM", "INT", "KILL", "SEGV", "_exit0", "_exit3", "exit3")
-"""Kinds of death: a signal, ``os._exit`` or ``sys.exit`` with a status."""
+KINDS = ("TERM", "INT", "KILL", "SEGV", "_exit0", "_exit3", "exit3", "TERM-locked")
+"""Kinds of death: a signal, ``os._exit`` or ``sys.exit`` with a status, or SIGTERM while the interpreter
+lock is held."""
 
 MOMENTS = ("step", "inside", "shrink", "agree", "exit")
 """The rank dies before a collective, in one, in place of calling ``shrink`` or ``agree`` after the death of another
@@ -75,7 +76,9 @@ def _die(kind: str) -> None:
         os._exit(int(kind[5:]))
     if kind.startswith("exit"):
         sys.exit(int(kind[4:]))
-    os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
+    os.kill(os.getpid(), getattr(signal, f"SIG{kind.removesuffix('-locked')}"))
+    if kind.endswith("-locked"):
+        sum(range(10**11))
     time.sleep(30)
 
 

@@ -42,6 +42,11 @@ class DeathHandler:
                 with suppress(OSError):  # of another namespace of processes, or just gone
                     self._processes[rank] = Process(one["pid"])
 
+    def kill(self, rank: int) -> None:
+        """End the process of a rank of this host."""
+        with suppress(OSError):  # it has just ended
+            self._processes[rank].kill()
+
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""
         peers = self._peers

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import os
 import signal
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +34,9 @@ _ENDED_BY_SIGTERM = "was ended by SIGTERM"
 _wakeup_fds: list[int] = []
 """The descriptor to which signal numbers for the watchdog are written, if it listens."""
 
+_sigterm_pipe: list[int] = []
+"""The descriptors of a pipe that is not empty after a SIGTERM: where to read and where to write, if it is handled."""
+
 _set_wakeup_fd = signal.set_wakeup_fd
 
 _forking = threading.local()
@@ -52,7 +58,7 @@ def listen_for_signals() -> int | None:
         _wakeup_fds[:] = [writer]
         signal.set_wakeup_fd = _set_wakeup_fd_of_program
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, handle_sigterm)
+            _handle_sigterm()
         return reader
     _set_wakeup_fd(previous)
     os.close(reader)
@@ -71,6 +77,31 @@ def _set_wakeup_fd_of_program(fd: int, /, *, warn_on_full_buffer: bool = True) -
     else:
         previous = _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
     return -1 if previous == own else previous
+
+
+def _handle_sigterm() -> None:
+    """Install the handler of SIGTERM, behind one that needs no interpreter lock: it writes the stack into a pipe."""
+    signal.signal(signal.SIGTERM, handle_sigterm)
+    if not _sigterm_pipe:
+        _sigterm_pipe.extend(os.pipe())
+    for descriptor in _sigterm_pipe:
+        os.set_blocking(descriptor, False)
+    faulthandler.register(signal.SIGTERM, file=_sigterm_pipe[1], all_threads=False, chain=True)
+
+
+def sigterm_pipe() -> int | None:
+    """Return the descriptor from which the stack at a SIGTERM can be read, None if SIGTERM is not handled here."""
+    return _sigterm_pipe[0] if _sigterm_pipe else None
+
+
+def has_received_sigterm() -> bool:
+    """Return True if a SIGTERM has arrived that mpicoll handles."""
+    return bool(_sigterm_pipe) and is_readable(_sigterm_pipe[0])
+
+
+def is_readable(pipe: int) -> bool:
+    """Return True if there are bytes to be read from a pipe."""
+    return any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))
 
 
 def handle_sigterm(number: int, frame: Any) -> None:
@@ -108,8 +139,10 @@ def reset_signal_handling() -> None:
         if signal.set_wakeup_fd is _set_wakeup_fd_of_program:
             signal.set_wakeup_fd = _set_wakeup_fd
         _set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is handle_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        handler = signal.getsignal(signal.SIGTERM)
+        if _sigterm_pipe and handler is not None:
+            faulthandler.unregister(signal.SIGTERM)  # and restore what the program has installed since
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is handle_sigterm else handler)
 
 
 class SignalMonitor:
@@ -139,7 +172,8 @@ class SignalMonitor:
             return
         with suppress(BlockingIOError):
             numbers = os.read(self._descriptor, 4096)
-            if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is handle_sigterm:
+            ours = signal.getsignal(signal.SIGTERM) is handle_sigterm or has_received_sigterm()
+            if signal.SIGTERM in numbers and ours:
                 self._terminate()
             if signal.SIGINT in numbers:
                 self._interrupted = now, self._waits_of_main_thread()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from mpicoll.config import config
-from mpicoll.engine.diagnostics.abort import JobAbort
+from mpicoll.engine.diagnostics.abort import TAKEOVER, JobAbort
 from mpicoll.engine.diagnostics.deaths import GRACE, DeathHandler
 from mpicoll.engine.diagnostics.flight_recorder import Entry, Group
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, describe_wait
 from mpicoll.engine.diagnostics.mailbox import Mailbox
+from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
+from mpicoll.engine.diagnostics.process_exit import end_by_signal
 from mpicoll.engine.diagnostics.reporter import Reporter
-from mpicoll.engine.diagnostics.signals import SignalMonitor, reset_signal_handling
+from mpicoll.engine.diagnostics.signals import SignalMonitor, has_received_sigterm, reset_signal_handling
 from mpicoll.engine.diagnostics.unsatisfiable import Cause, UnsatisfiableWaits
 from mpicoll.errors import RankFailed
 from mpicoll.transport.control.events import Message, PeerExit
@@ -59,6 +62,7 @@ class Watchdog:
         self.abort = JobAbort(self.peers, self.reporter, abort)
         self.deaths = DeathHandler(self.peers, self.reporter, self.abort)
         self.unsatisfiable = UnsatisfiableWaits(self.waits, self.peers, self.abort)
+        self._neighbour = Neighbour(self.peers, self.deaths, self.abort)
         # For each wait and each poll of it, without the cost of another attribute.
         self.active = self.waits.active
         self.check = self.unsatisfiable.check
@@ -90,12 +94,16 @@ class Watchdog:
         if network.crash_fd is not None and not faulthandler.is_enabled():
             faulthandler.enable(file=network.crash_fd)
         peers.network = network
+        self._neighbour.find(addresses)
         self._joined.set()
 
     def leave(self) -> None:
         """Announce to the other ranks that this rank makes no more calls."""
-        network, self._leaving = self.peers.network, True
         reset_signal_handling()
+        if has_received_sigterm():
+            time.sleep(TAKEOVER)  # in which the watchdog's thread ends this process
+            end_by_signal(signal.SIGTERM, f"{self.abort.rank_name} died of SIGTERM")
+        network, self._leaving = self.peers.network, True
         if network is not None:
             network.leave({"kind": "left"} | self.waits.final_state(self.peers.rank))
 
@@ -136,6 +144,7 @@ class Watchdog:
         self._check_deadlines(waiting, now)
         self.unsatisfiable.update(waiting, now)
         self._signals.check(waiting, now)
+        self._neighbour.check(now)
         self.reporter.serve_requests()
         self.abort.abort_if_overdue(now)
 
@@ -144,7 +153,7 @@ class Watchdog:
         waiting, now = self.waits.entries(), time.monotonic()
         bounds = [entry.group.timeout / 4 for entry in waiting]
         bounds += self.unsatisfiable.seconds_to_next(waiting, now)
-        if self.abort.is_expected or self.deaths.suspicion:
+        if self.abort.is_expected or self.deaths.suspicion or self._neighbour.is_late:
             bounds.append(0.05)  # after a suspicion the launcher's SIGTERM follows, and leaves little time
         return min(self._period, *bounds) if bounds else self._period
 
@@ -174,6 +183,8 @@ class Watchdog:
                 self.unsatisfiable.request_examination()
             case "mail":
                 self.mailbox.put(source, body["subject"], body["number"], body["text"])
+            case "sigterm pipe":
+                self._neighbour.observe(event)
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 

@@ -34,6 +34,10 @@ class Process:
         os.close(self._fd)
         os.close(self._stat)
 
+    def kill(self) -> None:
+        """Send it SIGKILL."""
+        signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
     def status(self) -> int | None:
         """Return its exit status, or the negative number of the signal that killed it, as
         :func:`os.waitstatus_to_exitcode` does. None if it is alive or if the status can't be read. Takes at most a

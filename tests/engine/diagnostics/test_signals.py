@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
 import pytest
 
 Starter = Callable[..., "CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_DFL", "print", "signals.handle_sigterm"])
+def test_what_the_program_installs_for_sigterm_stays(
+    handler: str, python: Callable[..., CompletedProcess[str]]
+) -> None:
+    """At exit and in forked children, whose SIGTERM is not the watchdog's."""
+    done = python(f"""
+import os, signal
+from mpicoll.engine.diagnostics import signals
+assert signals.listen_for_signals() is not None
+signal.signal(signal.SIGTERM, {handler})
+signals.reset_signal_handling()
+os.kill(os.getpid(), signal.SIGTERM)
+assert not signals.has_received_sigterm()
+""")
+    assert (done.returncode, bool(done.stdout)) == ((0, True) if handler == "print" else (-signal.SIGTERM, False))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,6 +67,22 @@ def test_equal_operations_one_after_the_other_are_several() -> None:
         time.sleep(1e-3)
     queue.current = None
     assert not watched.ended.is_set()
+
+
+def test_a_sigterm_before_the_exit_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog's thread may not have handled it yet."""
+    ended: list[tuple[int, str]] = []
+
+    def end_by_signal(number: int, of: str) -> None:
+        ended.append((number, of))
+        raise SystemExit
+
+    monkeypatch.setattr(watchdog, "has_received_sigterm", lambda: True)
+    monkeypatch.setattr(watchdog, "TAKEOVER", 0.0)
+    monkeypatch.setattr(watchdog, "end_by_signal", end_by_signal)
+    with pytest.raises(SystemExit):
+        WatchedRank().watchdog.leave()
+    assert ended == [(signal.SIGTERM, "rank 0 of 1 died of SIGTERM")]
 
 
 WAITS = {
