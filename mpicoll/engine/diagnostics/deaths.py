@@ -11,7 +11,7 @@ from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import log_to_stderr
 from mpicoll.engine.diagnostics.reporter import BRIEF_QUERY_TIMEOUT, Reporter
 from mpicoll.transport.control.events import PeerExit
-from mpicoll.transport.control.process_status import Process, signal_name
+from mpicoll.transport.control.process_status import Process, max_descriptors, signal_name
 from mpicoll.wording import rank_list
 
 GRACE = 1.0
@@ -37,10 +37,11 @@ class DeathHandler:
 
     def observe_processes(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Observe the processes of the ranks on this host. `addresses` are the addresses of all ranks."""
+        most = max_descriptors()
         for rank, one in enumerate(addresses):
             if rank != self._peers.rank and one["place"] == addresses[self._peers.rank]["place"]:
-                with suppress(OSError):  # of another namespace of processes, or just gone
-                    self._processes[rank] = Process(one["pid"])
+                with suppress(OSError):  # of another PID namespace, or just ended
+                    self._processes[rank] = Process(one, descriptor=len(self._processes) < most)
 
     def kill(self, rank: int) -> None:
         """End the process of a rank of this host."""

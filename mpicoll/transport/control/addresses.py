@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import re
 import socket
 import struct
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicoll.transport.control.events import PeerExit
+from mpicoll.transport.control.process_status import describe_process
 
 
 class AddressBook:
@@ -52,7 +52,7 @@ def describe_address(port: int) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "place": place(),
-        "pid": os.getpid(),
+        **describe_process(),
         "port": port,
         "addresses": _addresses(),
     }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import platform
+import re
+import resource
 import signal
 import struct
 from contextlib import suppress
+from pathlib import Path
 
 from mpicoll.transport.waiting import wait_for
 
@@ -16,23 +21,79 @@ _GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 _EXIT = 8
 """PIDFD_INFO_EXIT: asks for the exit status, and says in the answer that it is there."""
 
+_keeps_status = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
+"""True if a pidfd keeps the exit status after the parent has waited for the process. Older kernels have the status in
+/proc/PID/stat between the two, if that was opened before the process ended."""
+
+_MOST = 1024
+"""Number of processes that are observed with a descriptor each, where the limit of descriptors is high."""
+
 _STATUS_DELAY = 0.1
 """Seconds within which the exit status of a process is available after it has closed its descriptors."""
 
 
-class Process:
-    """A process of this host, observed from now on. Raises OSError if no process has this id."""
+def describe_process() -> dict[str, object]:
+    """Return what identifies this process on its host, for the :class:`Process` of other processes."""
+    namespace, start = "", 0
+    with suppress(OSError, IndexError, ValueError):
+        namespace, start = _pid_namespace(), _start_time(Path("/proc/self/stat").read_bytes())
+    return {"pid": os.getpid(), "pid_namespace": namespace, "start": start}
 
-    def __init__(self, pid: int) -> None:
-        self._fd = os.pidfd_open(pid)
-        # Before Linux 6.15, which has the ioctl, the status is in this file between the end of the process and the wait
-        # of its parent, if the file was opened before.
-        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+
+def max_descriptors() -> int:
+    """Return the number of processes that may be observed with a descriptor each, so that most are left to the
+    program."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST if soft == resource.RLIM_INFINITY else min(_MOST, soft // 16)
+
+
+class Process:
+    """A process of this host. With a descriptor it is observed from now on; otherwise its exit status is available only
+    until its parent waits for it.
+
+    Its number is that of another process if this one is in another PID namespace, or if it has ended. So the process is
+    given by what :func:`describe_process` returned in it. Raises OSError if there is no such process.
+    """
+
+    def __init__(self, process: dict[str, object], *, descriptor: bool = True) -> None:
+        self._path = f"/proc/{process['pid']}/stat"
+        self._start = process["start"]
+        self._pidfd: int | None = None
+        self._stat: int | None = None
+        if process["pid_namespace"] != _pid_namespace():
+            raise ProcessLookupError(errno.ESRCH, "it is in another PID namespace")
+        if not descriptor:
+            return
+        if _keeps_status:
+            with suppress(OSError):  # a filter of system calls may forbid it
+                self._pidfd = os.pidfd_open(int(str(process["pid"])))
+        try:
+            stat = self._open_stat()
+        except OSError:
+            self.close()
+            raise
+        if self._pidfd is None:
+            self._stat = stat
+        else:
+            os.close(stat)
+
+    def _open_stat(self) -> int:
+        """Return a descriptor of the file with its state. Raises OSError if the process has ended."""
+        stat = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _start_time(os.pread(stat, 4096, 0)) != self._start:
+                raise ProcessLookupError(errno.ESRCH, "another process has its number")
+        except OSError:
+            os.close(stat)
+            raise
+        return stat
 
     def close(self) -> None:
         """Stop observing it."""
-        os.close(self._fd)
-        os.close(self._stat)
+        for fd in (self._pidfd, self._stat):
+            if fd is not None:
+                os.close(fd)
+        self._pidfd = self._stat = None
 
     def kill(self) -> None:
         """Send it SIGKILL."""
@@ -42,29 +103,45 @@ class Process:
         """Return its exit status, or the negative number of the signal that killed it, as
         :func:`os.waitstatus_to_exitcode` does. None if it is alive or if the status can't be read. Takes at most a
         tenth of a second."""
+        if self._pidfd is None and self._stat is None:
+            with suppress(OSError):
+                self._stat = self._open_stat()
         found = wait_for(self._query, _STATUS_DELAY)
         return None if found is None else os.waitstatus_to_exitcode(found & ~0x80)  # without the bit for a core dump
 
     def _query(self) -> int | None:
-        status = self._query_kernel()
-        return self._read_stat() if status is None else status
+        return self._read_stat() if self._pidfd is None else self._query_kernel(self._pidfd)
 
-    def _query_kernel(self) -> int | None:
+    def _query_kernel(self, pidfd: int) -> int | None:
         answer = bytearray(64)
         struct.pack_into("Q", answer, 0, _EXIT)
         with suppress(OSError):
-            fcntl.ioctl(self._fd, _GET_INFO, answer)
+            fcntl.ioctl(pidfd, _GET_INFO, answer)
             if struct.unpack_from("Q", answer)[0] & _EXIT:
                 return int(struct.unpack_from("i", answer, 60)[0])
         return None
 
     def _read_stat(self) -> int | None:
-        with suppress(OSError):
-            # PID (NAME) STATE ... STATUS, where the name may contain anything.
-            fields = os.pread(self._stat, 4096, 0).rpartition(b")")[2].split()
-            if fields[0] in (b"Z", b"X"):
-                return int(fields[-1])
+        if self._stat is not None:
+            with suppress(OSError):
+                fields = _fields(os.pread(self._stat, 4096, 0))
+                if fields[0] in (b"Z", b"X"):
+                    return int(fields[-1])
         return None
+
+
+def _pid_namespace() -> str:
+    return str(Path("/proc/self/ns/pid").readlink())
+
+
+def _fields(stat: bytes) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on."""
+    # PID (NAME) STATE ... STATUS, where the name may contain anything.
+    return stat.rpartition(b")")[2].split()
+
+
+def _start_time(stat: bytes) -> int:
+    return int(_fields(stat)[19])
 
 
 def signal_name(number: int) -> str:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 from support import dying
+
+from mpicoll.engine.diagnostics.abort import JobAbort
+from mpicoll.engine.diagnostics.deaths import DeathHandler
+from mpicoll.engine.diagnostics.local_waits import LocalWaits
+from mpicoll.engine.diagnostics.peers import Peers
+from mpicoll.engine.diagnostics.reporter import Reporter
+from mpicoll.transport.control.process_status import describe_process
 
 CASES = [
     dying.Case("KILL", "import", 3, 1),
@@ -43,6 +52,20 @@ def test_the_matrix_has_each_kind_at_each_moment() -> None:
     missing = {(kind, moment) for kind in dying.KINDS for moment in dying.MOMENTS} - met
     inside = {(kind, moment) for kind in ("exception", "exit3") for moment in dying.INSIDE}
     assert missing == inside | {("_exit0", "import")}
+
+
+def test_ranks_of_a_large_node_leave_descriptors_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
+    peers = Peers(LocalWaits())
+    peers.size = 100
+    reporter = Reporter(peers)
+    deaths = DeathHandler(peers, reporter, JobAbort(peers, reporter, lambda status: None))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    deaths.observe_processes([describe_process() | {"place": "here"}] * 100)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 16
+    assert len(deaths._processes) == 99
+    for process in deaths._processes.values():
+        process.close()
 
 
 @pytest.mark.slow
