@@ -45,8 +45,10 @@ class DeathHandler:
 
     def kill(self, rank: int) -> None:
         """End the process of a rank of this host."""
-        with suppress(OSError):  # it has just ended
-            self._processes[rank].kill()
+        process = self._processes.get(rank)
+        if process is not None:
+            with suppress(OSError):  # it has just ended
+                process.kill()
 
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""

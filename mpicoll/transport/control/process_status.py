@@ -56,7 +56,7 @@ class Process:
     """
 
     def __init__(self, process: dict[str, object], *, descriptor: bool = True) -> None:
-        self._path = f"/proc/{process['pid']}/stat"
+        self._pid = int(str(process["pid"]))
         self._start = process["start"]
         self._pidfd: int | None = None
         self._stat: int | None = None
@@ -66,7 +66,7 @@ class Process:
             return
         if _keeps_status:
             with suppress(OSError):  # a filter of system calls may forbid it
-                self._pidfd = os.pidfd_open(int(str(process["pid"])))
+                self._pidfd = os.pidfd_open(self._pid)
         try:
             stat = self._open_stat()
         except OSError:
@@ -79,7 +79,7 @@ class Process:
 
     def _open_stat(self) -> int:
         """Return a descriptor of the file with its state. Raises OSError if the process has ended."""
-        stat = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        stat = os.open(f"/proc/{self._pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
             if _start_time(os.pread(stat, 4096, 0)) != self._start:
                 raise ProcessLookupError(errno.ESRCH, "another process has its number")
@@ -96,8 +96,13 @@ class Process:
         self._pidfd = self._stat = None
 
     def kill(self) -> None:
-        """Send it SIGKILL."""
-        signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+        """Send it SIGKILL. Raises OSError if it has ended."""
+        pidfd = os.pidfd_open(self._pid)
+        try:
+            os.close(self._open_stat())  # the number is still that of the process
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
 
     def status(self) -> int | None:
         """Return its exit status, or the negative number of the signal that killed it, as

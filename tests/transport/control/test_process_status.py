@@ -77,6 +77,17 @@ def test_status(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, w
     assert descriptors() == before
 
 
+def test_kill(child: subprocess.Popen[str]) -> None:
+    what = description(child)
+    before = descriptors()
+    with pytest.raises(ProcessLookupError):
+        Process(what | {"start": 1}, descriptor=False).kill()
+    assert child.poll() is None
+    Process(what, descriptor=False).kill()
+    assert child.wait(10) == -signal.SIGKILL
+    assert descriptors() == before
+
+
 @pytest.mark.parametrize("change", [{"start": 1}, {"pid_namespace": "pid:[1]"}, {"pid_namespace": ""}])
 def test_another_process_with_its_number_is_not_taken_for_it(change: dict[str, Any]) -> None:
     """In another PID namespace, or after its end."""
