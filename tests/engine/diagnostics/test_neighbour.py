@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import subprocess
 import sys
@@ -22,12 +22,15 @@ from mpicoll.engine.diagnostics.local_waits import LocalWaits
 from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.transport.control.events import Message
+from mpicoll.transport.control.process_status import describe_process
 
 BUSY = """
-import os
+import json, os
 from mpicoll.engine.diagnostics import signals
+from mpicoll.transport.control.process_status import describe_process
 signals.listen_for_signals()
 pipe = signals.sigterm_pipe()
+print(json.dumps(describe_process()))
 print(pipe, os.fstat(pipe).st_ino, flush=True)
 sum(range(10**11))
 """
@@ -48,7 +51,8 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
     with subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, text=True) as busy:
         assert busy.stdout is not None
         try:
-            addresses = [{"place": "here", "pid": os.getpid()}, {"place": "here", "pid": busy.pid}]
+            described = describe_process(), json.loads(busy.stdout.readline())
+            addresses = [{"place": "here"} | one for one in described]
             job_abort.places = ["here", "here"]
             deaths.observe_processes(addresses)
             one.find(addresses)
@@ -68,7 +72,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
             busy.kill()
     said = capsys.readouterr().err
     assert "mpicoll: rank 1 of 2 died of SIGTERM, in code that holds the interpreter lock" in said
-    assert 'File "<string>", line 7 in <module>' in said
+    assert 'File "<string>", line 9 in <module>' in said
     assert codes == ([] if fault_tolerant else [128 + signal.SIGTERM])
     assert busy.returncode == -signal.SIGKILL
 
