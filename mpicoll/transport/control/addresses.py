@@ -21,6 +21,7 @@ class AddressBook:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._entries: Sequence[dict[str, Any]] = ()
+        self._own: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -28,10 +29,19 @@ class AddressBook:
     def set(self, entries: Sequence[dict[str, Any]]) -> None:
         """Set the result of :func:`describe_address` of each rank, by rank."""
         self._entries = list(entries)
+        self._own = set(_addresses())
 
     def addresses_of(self, rank: int) -> list[str]:
-        """Return the IP addresses at which this rank may reach `rank`."""
-        return ["127.0.0.1"] if self.is_local(rank) else list(self._entries[rank]["addresses"])
+        """Return the IP addresses at which this rank may reach `rank`.
+
+        An address that this host has too, such as that of a bridge for containers, would lead to a process of this
+        host, which may be that of another user. Only ranks that share a network without knowing it, such as in
+        containers with names of their own, have no other address.
+        """
+        if self.is_local(rank):
+            return ["127.0.0.1"]
+        addresses = list(self._entries[rank]["addresses"])
+        return [address for address in addresses if address not in self._own] or addresses
 
     def is_local(self, rank: int) -> bool:
         """Return True if `rank` is on the host of this rank."""
