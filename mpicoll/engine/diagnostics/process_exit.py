@@ -172,7 +172,7 @@ def log_to_stderr(text: str, *, separate: bool = False) -> None:
 
 
 def abort_on_failure(abort: Abort) -> None:
-    """End the whole job on an uncaught exception, or on ``sys.exit`` with a status other than 0.
+    """End the whole job on an uncaught exception, or on SystemExit with a status other than 0.
 
     Otherwise the other ranks would wait for this rank without limit.
     """
@@ -202,16 +202,18 @@ def abort_on_failure(abort: Abort) -> None:
 
     sys.excepthook = hook
     sys.exit = _exit
+    _observe_exit_code()
 
     def abort_if_failed() -> None:
-        if _Exit.status and os.getpid() == owner:
+        status = _exit_status(*_exit_code)
+        if status and os.getpid() == owner:
             _flush()
-            left = f"left by sys.exit with status {_Exit.status}"
+            left = f"left by sys.exit with status {status}"
             if abort.job_survives:
                 end_by_signal(signal.SIGKILL, f"{abort.rank_name} {left}; the other ranks continue")
             of = f"{left}; the job is ended"
             abort.announce(of, of)
-            abort.abort_all(_Exit.status)
+            abort.abort_all(status)
 
     atexit.register(abort_if_failed)
 
@@ -262,25 +264,35 @@ def _flush() -> None:
             stream.flush()
 
 
-class _Exit(SystemExit):
-    """The exception that ``sys.exit`` raises.
+_exit_code: list[object] = []
+"""What the main thread has passed to SystemExit, once that ends the interpreter."""
 
-    Python does not expose the status with which it exits. But the exception that ends the interpreter is the one
-    that is dropped when no Python code is left to run.
+_CODE: Any = SystemExit.__dict__["code"]
+
+
+def _observe_exit_code() -> None:
+    """Record the code of the exception with which the interpreter exits.
+
+    Python does not expose it, and SystemExit reaches no hook. But the interpreter reads the attribute ``code`` of that
+    exception when no Python code is left to run. The attribute of a built-in class can be replaced in the dictionary of
+    the class only.
     """
-
-    status = 0
-
-    def __del__(self) -> None:
-        try:
-            sys._getframe(1)  # noqa: SLF001  there is no other way to ask
-        except ValueError:
-            if threading.current_thread() is not threading.main_thread():
-                return
-            _Exit.status = _exit_status(self.code)
+    gc.get_referents(SystemExit.__dict__)[0]["code"] = property(_read_code, _CODE.__set__, _CODE.__delete__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
 
-def _exit_status(code: object) -> int:
+def _read_code(error: SystemExit) -> object:
+    """Return ``error.code``, and record it if it was not Python code that has asked."""
+    code: object = _CODE.__get__(error)
+    try:
+        sys._getframe(1)  # noqa: SLF001  there is no other way to ask
+    except ValueError:
+        if threading.current_thread() is threading.main_thread():
+            _exit_code[:] = [code]
+    return code
+
+
+def _exit_status(code: object = None) -> int:
     """Return the status with which ``sys.exit(code)`` ends a process of a failed job: 0 for 0 and None only.
 
     The system keeps the lowest 8 bits, so that 256 would be 0.
@@ -289,5 +301,8 @@ def _exit_status(code: object) -> int:
 
 
 def _exit(status: object = None, /) -> NoReturn:
-    """Exit the interpreter by raising SystemExit(status)."""
-    raise _Exit(status)
+    """Exit the interpreter by raising SystemExit(status).
+
+    Python's own function creates the exception only where Python code catches it, before Python 3.12.
+    """
+    raise SystemExit(status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 import threading
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.launch import ROOT
 
 import mpicoll
 from mpicoll.engine.diagnostics import process_exit
@@ -60,6 +62,44 @@ def test_an_exit_that_is_not_0_has_a_status_that_is_not_0(code: int | None, stat
 
 def test_an_exit_with_a_text_has_status_1() -> None:
     assert process_exit._exit_status("no such file") == process_exit._exit_status("") == 1
+
+
+EXITS = {
+    "sys.exit(3)": 3,
+    "exit(4)": 4,
+    "raise SystemExit(5)": 5,
+    "class Own(SystemExit): pass\nraise Own(256)": 1,
+    "raise SystemExit('a text')": 1,
+    "raise SystemExit": None,
+    "sys.exit(0)": None,
+    "one = threading.Thread(target=sys.exit, args=(3,)); one.start(); one.join()": None,
+    "try: raise SystemExit(3)\nexcept SystemExit as one: assert one.code == 3": None,
+}
+"""Ends of a program, and the statuses with which the job is ended."""
+
+
+def test_the_status_of_an_exit_is_that_of_the_job() -> None:
+    begin = """
+import os, sys, threading
+from mpicoll.engine.diagnostics.process_exit import abort_on_failure
+
+class Abort:
+    job_survives, rank_name = False, "rank 1 of 2"
+
+    def announce(self, of, alike=""):
+        pass
+
+    def abort_all(self, status):
+        os._exit(100 + status)
+
+abort_on_failure(Abort())
+"""
+    programs = [
+        subprocess.Popen([sys.executable, "-W", "error", "-c", begin + end], cwd=ROOT, stderr=subprocess.DEVNULL)
+        for end in EXITS
+    ]
+    found = [one.wait(60) for one in programs]
+    assert found == [0 if status is None else 100 + status for status in EXITS.values()]
 
 
 def test_hooks_that_block_or_fail_do_not_prevent_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
