@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
             busy.kill()
     said = capsys.readouterr().err
     assert "mpicoll: rank 1 of 2 died of SIGTERM, in code that holds the interpreter lock" in said
-    assert 'File "<string>", line 9 in <module>' in said
+    assert re.search(r'File "<string>", line [89] in <module>', said)
     assert codes == ([] if fault_tolerant else [128 + signal.SIGTERM])
     assert busy.returncode == -signal.SIGKILL
 
