@@ -17,6 +17,7 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.transport.base import Memory
+from mpicoll.transport.free_memory import free_memory
 
 _PAGE = mmap.PAGESIZE
 
@@ -197,15 +198,13 @@ class ProcessReader:
 
 
 def _check_free(nbytes: int) -> None:
-    """Raise MemoryError if the machine has less than `nbytes` of free memory.
+    """Raise MemoryError if this machine, or this process's group (cgroup), has less than `nbytes` of free memory.
 
     A page is allocated when it is first touched, and then no error can be raised any more.
     """
-    with suppress(OSError, ValueError, IndexError):
-        text = Path("/proc/meminfo").read_text()
-        free = 1024 * int(text.partition("MemAvailable:")[2].split()[0])
-        if nbytes > free:
-            raise MemoryError(f"the ranks need {nbytes} bytes, and {free} are free")
+    free = free_memory()
+    if free is not None and nbytes > free:
+        raise MemoryError(f"the ranks need {nbytes} bytes, and {free} are free")
 
 
 def share(

@@ -1,0 +1,56 @@
+"""Memory that is free for this process: that of the machine, within the limits of its control groups. Linux."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+"""Files with the limit and the usage of a control group, and the field of memory.stat with the part of the usage that
+the kernel can reclaim at once: the cache of files."""
+
+
+def free_memory() -> int | None:
+    """Return the free bytes of the machine, or of the control group (cgroup v1 or v2) that has the least; None if that
+    can't be found out."""
+    free = []
+    with suppress(OSError, ValueError, IndexError):
+        text = (_PROC / "meminfo").read_text()
+        free.append(1024 * int(text.partition("MemAvailable:")[2].split()[0]))
+    with suppress(OSError, ValueError, IndexError):
+        free += [left for group, names in _find_groups() if (left := _free_in_group(group, *names)) is not None]
+    return min(free, default=None)
+
+
+def _find_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """Yield the directories of the control groups of this process that may limit its memory, up to the root of their
+    hierarchy, each with the names of its files."""
+    paths = {}
+    for line in (_PROC / "self/cgroup").read_text().splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" or "memory" in controllers.split(","):
+            paths["cgroup2" if number == "0" else "cgroup"] = path
+    for line in (_PROC / "self/mountinfo").read_text().splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        kind, _, options = filesystem.split(" ", 2)
+        if kind in paths and (kind == "cgroup2" or "memory" in options.split(",")):
+            root, directory = mount.split(" ")[3:5]
+            # In a container, the path may be that of the host, which is not in the mounted part of the hierarchy.
+            inner = Path(paths[kind])
+            below = inner.relative_to(root) if inner.is_relative_to(root) else Path()
+            for group in (below, *below.parents):
+                yield Path(directory) / group, _V2 if kind == "cgroup2" else _V1
+
+
+def _free_in_group(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    """Return the free bytes of a control group; None if it has no limit, as the root of a hierarchy."""
+    with suppress(OSError, ValueError):
+        most = int((group / limit).read_text())  # "max": no limit
+        used = int((group / usage).read_text())
+        statistics = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, most - used + int(statistics.get(reclaimable, 0)))
+    return None
