@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, cast
@@ -18,6 +19,9 @@ CUDA_AWARE = ("send", "move", "reduce")
 
 CHECKS = ("calls", "numerics", "checksum")
 """The words of MPICOLL_CHECK. Each of them includes the first."""
+
+_NAME_LIMIT = 15
+"""Maximum bytes of the name of a network interface in Linux."""
 
 UNCHECKED = "off"
 """The word of MPICOLL_CHECK by which ranks of several nodes compare nothing."""
@@ -39,6 +43,10 @@ class Config:
     ``MPICOLL_CUDA_AWARE`` (``auto``)
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
+    ``MPICOLL_INTERFACE`` (all)
+        the network interfaces at which the control network of a job on several hosts listens: names of interfaces,
+        addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one of them must
+        be there. A job on one host listens at 127.0.0.1 only
     ``MPICOLL_OUTAGE`` (7)
         seconds for which hosts may be unreachable without the job being ended; the value of rank 0 applies to
         all ranks. A host that stays unreachable is reported as lost 5 s later; on Linux before 6.15, after 2 *
@@ -66,6 +74,7 @@ class Config:
     algorithms: str = ""
     check: tuple[str, ...] = ()
     cuda_aware: str = "auto"
+    interface: tuple[str, ...] = ()
     outage: float = 7.0
     report: str = "."
     shared_memory: SharedMemory = "auto"
@@ -88,6 +97,7 @@ class Config:
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
             check=_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
             cuda_aware=_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
+            interface=_interfaces(environ.get("MPICOLL_INTERFACE", "")),
             outage=_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
@@ -134,6 +144,27 @@ def _cuda_aware(text: str) -> str:
     if not set(words) <= set(CUDA_AWARE):
         raise SetupError(f"MPICOLL_CUDA_AWARE={text!r}: must be auto, on, off, or some of {', '.join(CUDA_AWARE)}")
     return ",".join(word for word in CUDA_AWARE if word in words)
+
+
+def _interfaces(text: str) -> tuple[str, ...]:
+    """MPICOLL_INTERFACE: names of interfaces, addresses and networks with commas."""
+    if not text.strip():
+        return ()
+    from ipaddress import ip_network
+    from socket import if_nameindex
+
+    words = tuple(word.strip() for word in text.split(","))
+    for word in words:
+        is_network = "/" in word or ":" in word
+        with suppress(ValueError):
+            ip_network(word, strict=False)
+            continue
+        if is_network or not word or len(word.encode()) > _NAME_LIMIT:
+            raise SetupError(
+                f"MPICOLL_INTERFACE={text!r}: {word!r} is neither the name of an interface nor an address or a network"
+                f" such as 10.0.0.0/16; interfaces of this host: {', '.join(name for _, name in if_nameindex())}"
+            )
+    return words
 
 
 @lru_cache(maxsize=1)

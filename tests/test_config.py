@@ -52,6 +52,25 @@ def test_malformed_outage(value: str) -> None:
         Config.read({"MPICOLL_OUTAGE": value})
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", ()),
+        (" ", ()),
+        ("eth0", ("eth0",)),
+        ("ib0, 10.0.0.0/8,fd00::/8,192.0.2.1", ("ib0", "10.0.0.0/8", "fd00::/8", "192.0.2.1")),
+    ],
+)
+def test_interfaces(value: str, words: tuple[str, ...]) -> None:
+    assert Config.read({"MPICOLL_INTERFACE": value}).interface == words
+
+
+@pytest.mark.parametrize("value", [",", "eth0,", "10.0.0.0/33", "eth0/8", "fd00:::1", "a" * 16])
+def test_malformed_interfaces(value: str) -> None:
+    with pytest.raises(SetupError, match=r"^MPICOLL_INTERFACE='.*interfaces of this host: .*\blo\b"):
+        Config.read({"MPICOLL_INTERFACE": value})
+
+
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().timeout = 1.0  # type: ignore[misc]

@@ -314,7 +314,6 @@ def _reductions(probe: bool | None) -> Iterator[Finding]:
 def _ports() -> Iterator[Finding]:
     """Yield the sockets at which a job of 2 ranks listens, by owner."""
     from mpicoll.cli import job_probe, listening
-    from mpicoll.config import Config
     from mpicoll.transport import launcher, probes
 
     program = launcher.find_launcher()
@@ -329,9 +328,30 @@ def _ports() -> Iterator[Finding]:
         problem = told.get("unable") or launcher.tail(ended.errors, 3)
         yield Finding("ports", "job", "problem", problem, "see what `mpicoll doctor` says about a job of 2 ranks")
         return
-    settings = [f"MPICOLL_{one.name.upper()}" for one in fields(Config)]
-    for one in listening.describe(found["ports"], found["library"], settings):
+    for one in listening.describe(found["ports"], found["library"]):
         yield Finding("ports", one.owner, "open" if one.is_open else "ok", one.text, one.setting)
+    yield _control_of_hosts()
+
+
+def _control_of_hosts() -> Finding:
+    """Return the addresses of this host at which the control network of a job on several hosts would listen."""
+    from mpicoll.config import config
+    from mpicoll.errors import SetupError
+    from mpicoll.transport.control.interfaces import find_addresses, select_addresses
+
+    name = "control, several hosts"
+    there = find_addresses()
+    listed = ", ".join(f"{one.interface} ({one.address})" for one in there) or "none"
+    try:
+        selected = select_addresses(config().interface) if config().interface else []
+    except (SetupError, ValueError) as error:
+        return Finding("ports", name, "problem", str(error), "change or unset MPICOLL_INTERFACE")
+    if not selected:
+        return Finding(
+            "ports", name, "open", f"all interfaces; other hosts reach {listed}", "MPICOLL_INTERFACE selects some"
+        )
+    chosen = ", ".join(f"{one.interface} ({one.address})" for one in there if one.address in selected)
+    return Finding("ports", name, "open", f"MPICOLL_INTERFACE selects {chosen}, of {listed}")
 
 
 # --- machine
@@ -369,13 +389,16 @@ def _settings() -> Iterator[Finding]:
     """Yield the value of each setting, unknown variables with the prefix of mpicoll, and the tuned table."""
     from mpicoll.config import Config
     from mpicoll.errors import SetupError
+    from mpicoll.transport.control.interfaces import select_addresses
 
     names = {one.name: f"MPICOLL_{one.name.upper()}" for one in fields(Config)}
     for field, name in names.items():
         try:
             # One variable at a time, so that an invalid one does not hide the others.
             value = getattr(Config.read({key: os.environ[key] for key in (name,) if key in os.environ}), field)
-        except SetupError as error:
+            if field == "interface" and value:
+                select_addresses(value)
+        except (SetupError, ValueError) as error:
             yield Finding("settings", name, "problem", str(error), f"unset {name}")
             continue
         text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if field == "timeout" else value

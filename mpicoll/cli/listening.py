@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,13 @@ _SETTINGS = {
     " OMPI_MCA_btl_tcp_port_min_v4 and OMPI_MCA_btl_tcp_port_range_v4 (and _v6) select the ports, for a firewall",
     LAUNCHER: "no setting of Open MPI 5 closes it: use a firewall; PRTE_MCA_prte_if_include=INTERFACE selects the"
     " interface of connections to other nodes",
+}
+"""Settings that close or narrow a port of Open MPI 5."""
+
+_OWN_SETTINGS = {
+    CONTROL: "MPICOLL_INTERFACE selects the interface",
     STORE: "MASTER_ADDR selects the address",
 }
-"""Settings that close or narrow a port, for Open MPI 5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +90,13 @@ def is_outer(address: str) -> bool:
     return not (getattr(host, "ipv4_mapped", None) or host).is_loopback
 
 
-def describe(report: Mapping[str, Any], library: str, settings: Sequence[str]) -> Iterator[Listening]:
+def describe(report: Mapping[str, Any], library: str) -> Iterator[Listening]:
     """Yield the sockets by owner.
 
     `report` has for each owner the addresses by process, or None if it was not examined. `library` is the name of the
-    MPI library, and `settings` are the names of mpicoll's environment variables.
+    MPI library.
     """
-    known = dict(_SETTINGS if library.startswith("Open MPI") else {STORE: _SETTINGS[STORE]})
-    if "MPICOLL_INTERFACE" in settings:
-        known[CONTROL] = "MPICOLL_INTERFACE=INTERFACE selects the interface"
+    known = _OWN_SETTINGS | (_SETTINGS if library.startswith("Open MPI") else {})
     for owner, by_process in report.items():
         if by_process is None:
             yield Listening(owner, "not examined: torch is not installed", "", is_open=False)

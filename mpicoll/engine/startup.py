@@ -34,6 +34,7 @@ from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
 from mpicoll.transport.control.addresses import place
+from mpicoll.transport.control.interfaces import LOOPBACK, select_addresses
 from mpicoll.transport.control.network import ControlNetwork
 
 T = TypeVar("T")
@@ -142,11 +143,27 @@ def _connect(
     *,
     fault_tolerant: bool,
 ) -> None:
-    """Connect the watchdogs of all ranks. Collective. `expect_exits` is that of the transport."""
-    texts = transport.allgather_text(f"{secrets.token_hex(4)} {secrets.token_hex(16)} {place()}")
-    job, secret, _ = texts[0].split(maxsplit=2)
-    loopback = len({text.split(maxsplit=2)[2] for text in texts}) == 1
-    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, loopback=loopback)
+    """Connect the watchdogs of all ranks. Collective. `expect_exits` is that of the transport.
+
+    Raises SetupError on all ranks if MPICOLL_INTERFACE selects nothing on one of several hosts.
+    """
+    selected: list[str] = []
+    problem = ""
+    if config().interface:
+        try:
+            selected = select_addresses(config().interface)
+        except ValueError as error:
+            problem = str(error)
+    mine = {"job": secrets.token_hex(4), "secret": secrets.token_hex(16), "place": place(), "problem": problem}
+    offers = [json.loads(text) for text in transport.allgather_text(json.dumps(mine))]
+    job, secret = offers[0]["job"], offers[0]["secret"]
+    if len({offer["place"] for offer in offers}) == 1:
+        listen_at = [LOOPBACK]
+    elif problems := [f"rank {rank}: {offer['problem']}" for rank, offer in enumerate(offers) if offer["problem"]]:
+        raise SetupError("; ".join(problems))
+    else:
+        listen_at = [LOOPBACK, *selected] if selected else []
+    line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, listen_at=listen_at)
     addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(line.address))]
     line.connect(addresses)
     folder = None if config().report == "off" else Path(config().report)

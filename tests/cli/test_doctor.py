@@ -17,8 +17,11 @@ from support.launch import ROOT
 
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
+from mpicoll.config import config
 from mpicoll.engine.selection import tuned_table
 from mpicoll.transport import cuda_awareness, launcher, probes, reduction_probes, reductions
+from mpicoll.transport.control import interfaces
+from mpicoll.transport.control.interfaces import InterfaceAddress
 
 FAKE = ROOT / "tests" / "support" / "fakecuda"
 
@@ -120,7 +123,7 @@ def test_ports() -> None:
     assert (report.ok, report.status) == (True, 0), report.findings
     assert {one.section for one in report.findings} == {"ports"}
     ports = report.section("ports")
-    assert list(ports) == ["MPI library", "control connections", "torch's store", "launcher"]
+    assert list(ports) == ["MPI library", "control connections", "torch's store", "launcher", "control, several hosts"]
     assert re.fullmatch(r"rank 0 at .*:\d+; rank 1 at .*:\d+", ports["MPI library"].value)
     assert (ports["MPI library"].state, ports["launcher"].state) == ("open", "open")
     assert re.match(r"(prte|hydra|mpi)\w* \(\d+\) at ", ports["launcher"].value)
@@ -128,6 +131,30 @@ def test_ports() -> None:
     assert (ports["torch's store"].state, ports["torch's store"].value) == ("ok", "no port")
     closed = examined("--ports", OMPI_MCA_btl="^tcp,ofi")
     assert (closed["ports", "MPI library"].state, closed["ports", "MPI library"].value) == ("ok", "no port")
+
+
+def test_the_interface_of_the_control_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several hosts: on all interfaces, on one that is selected, and where the selection has nothing."""
+    there = [InterfaceAddress("eth7", "10.1.2.3"), InterfaceAddress("ib0", "10.9.2.3")]
+    monkeypatch.setattr(interfaces, "find_addresses", lambda: there)
+
+    def found(value: str) -> tuple[str, str]:
+        monkeypatch.setenv("MPICOLL_INTERFACE", value)
+        config.cache_clear()
+        one = doctor._control_of_hosts()
+        assert of(doctor._settings)["MPICOLL_INTERFACE"].state == ("problem" if one.state == "problem" else "ok")
+        return one.state, one.value
+
+    try:
+        assert found("") == ("open", "all interfaces; other hosts reach eth7 (10.1.2.3), ib0 (10.9.2.3)")
+        chosen = "MPICOLL_INTERFACE selects ib0 (10.9.2.3), of eth7 (10.1.2.3), ib0 (10.9.2.3)"
+        assert found("ib0") == found("10.9.0.0/16") == ("open", chosen)
+        state, value = found("ib1")
+        assert state == "problem"
+        assert "it has eth7 (10.1.2.3), ib0 (10.9.2.3)" in value
+        assert found("10.0.0.0/99")[0] == "problem"
+    finally:
+        config.cache_clear()
 
 
 def test_ports_without_a_job(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,21 @@ def test_a_frozen_host_keeps_no_launcher() -> None:
 def test_hosts_that_lose_each_other(loop: str) -> None:
     outcome = apart.part(loop)
     assert not outcome.problems, f"{outcome.problems}\n" + "\n".join(outcome.said)
+
+
+@pytest.mark.slow
+def test_the_control_network_listens_at_the_selected_interface() -> None:
+    done = apart.listen(MPICOLL_INTERFACE="ib0,10.78.0.0/16")
+    assert done.returncode == 0, done.stdout
+    assert sorted(re.findall(r"rank \d: .*", done.stdout)) == [
+        "rank 0: 10.78.0.1 127.0.0.1",
+        "rank 1: 10.78.0.2 127.0.0.1",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_selection_that_one_host_does_not_have() -> None:
+    done = apart.listen(MPICOLL_INTERFACE="10.78.0.1")
+    assert done.returncode not in (0, 124), done.stdout
+    assert "rank 1: MPICOLL_INTERFACE=10.78.0.1: host h1 has no such interface" in done.stdout

@@ -83,6 +83,23 @@ def start(**variables: str) -> subprocess.CompletedProcess[str]:
     return _run(hosts(2, 1), "-c", "from mpi4py import MPI", seconds=60, **variables)
 
 
+_LISTEN = """
+from mpicoll.cli.listening import list_sockets
+from mpi4py import MPI
+before = set(list_sockets())
+import mpicoll
+rank = mpicoll.world().rank
+new = sorted(one.rpartition(":")[0] for one in set(list_sockets()) - before if not one.startswith("unix:"))
+print(f"rank {rank}:", *new, flush=True)
+mpicoll.barrier()
+"""
+
+
+def listen(**variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a rank on each of two hosts that prints at which addresses mpicoll listens, such as "rank 0: 127.0.0.1"."""
+    return _run(hosts(2, 1), "-c", _LISTEN, seconds=60, **variables)
+
+
 def _run(launch: list[str], *program: str, seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["timeout", "--kill-after=5", str(seconds), *launch, sys.executable, *program],

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import re
 import socket
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mpicoll.transport.control.events import PeerExit
+from mpicoll.transport.control.interfaces import LOOPBACK, find_addresses
 from mpicoll.transport.control.process_status import describe_process
 
 
@@ -29,7 +27,7 @@ class AddressBook:
     def set(self, entries: Sequence[dict[str, Any]]) -> None:
         """Set the result of :func:`describe_address` of each rank, by rank."""
         self._entries = list(entries)
-        self._own = set(_addresses())
+        self._own = {one.address for one in find_addresses()}
 
     def addresses_of(self, rank: int) -> list[str]:
         """Return the IP addresses at which this rank may reach `rank`.
@@ -39,7 +37,7 @@ class AddressBook:
         containers with names of their own, have no other address.
         """
         if self.is_local(rank):
-            return ["127.0.0.1"]
+            return [LOOPBACK]
         addresses = list(self._entries[rank]["addresses"])
         return [address for address in addresses if address not in self._own] or addresses
 
@@ -57,14 +55,18 @@ class AddressBook:
         return PeerExit(rank, why, crash_output, int(entry.get("pid", 0)), str(entry.get("host", "")))
 
 
-def describe_address(port: int) -> dict[str, Any]:
-    """Return the address of this process, which listens at `port`, for the other ranks' :class:`AddressBook`."""
+def describe_address(port: int, addresses: Sequence[str]) -> dict[str, Any]:
+    """Return the address of this process for the other ranks' :class:`AddressBook`.
+
+    It listens at `port` of the IP addresses `addresses`, or of all if there are none.
+    """
+    outer = [address for address in addresses if address != LOOPBACK]
     return {
         "host": socket.gethostname(),
         "place": place(),
         **describe_process(),
         "port": port,
-        "addresses": _addresses(),
+        "addresses": outer if addresses else [one.address for one in find_addresses()],
     }
 
 
@@ -76,35 +78,3 @@ def place() -> str:
     with contextlib.suppress(OSError):
         parts.append(str(Path("/proc/self/ns/net").readlink()))
     return " ".join(parts)
-
-
-def _addresses() -> list[str]:
-    """Return this host's addresses: that of the default route first, those of bridges and of IPv6 last."""
-    found: list[tuple[int, str]] = []
-    likely = _outward()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            address = socket.inet_ntoa(answer[20:24])
-            if not address.startswith(("127.", "169.254.")):
-                bridge = re.match("docker|br-|virbr|cni|veth|lxc", name) is not None
-                found.append((0 if address == likely else 2 if bridge else 1, address))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope == "00":  # global
-                found.append((3, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
-    return [address for _, address in sorted(found, key=lambda one: one[0])]
-
-
-def _outward() -> str:
-    """Return the source address of the default route, or an empty string."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect(("192.0.2.1", 9))  # sends nothing: only looks up the route
-            return str(sock.getsockname()[0])
-        except OSError:
-            return ""

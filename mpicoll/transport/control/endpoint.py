@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import selectors
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,8 +73,7 @@ class Endpoint:
         selector: selectors.BaseSelector,
         crash_descriptor: CrashDescriptor | None,
         clock: Callable[[], float],
-        *,
-        loopback: bool,
+        addresses: Sequence[str],
     ) -> None:
         self.rank = rank
         self.size = size
@@ -82,7 +82,7 @@ class Endpoint:
         self.events: deque[Event] = deque()
         self.members = Membership(rank, size)
         self.farewells = Farewells(rank)
-        self.listener = Listener(rank, size, selector, loopback=loopback)
+        self.listener = Listener(rank, size, selector, addresses)
         self._links = Links(selector)
         self._handshake = Handshake(rank, size, token)
         self._addresses = AddressBook(rank)
@@ -243,13 +243,13 @@ class Endpoint:
 
     def serve(self, key: selectors.SelectorKey, mask: int) -> None:
         """Handle a socket that the selector has found to be ready."""
-        if key.fileobj is self.listener.sock:
-            self._accept()
+        if isinstance(key.fileobj, socket.socket) and key.data is self.listener:
+            self._accept(key.fileobj)
         elif isinstance(key.data, Connection):
             self._serve_connection(key.data, mask)
 
-    def _accept(self) -> None:
-        for sock in self.listener.accept(self.outage, self._now()):
+    def _accept(self, listening: socket.socket) -> None:
+        for sock in self.listener.accept(listening, self.outage, self._now()):
             stranger = Connection(sock, "stranger")
             stranger.deadline = self._now() + timing.PROVE_WITHIN
             self._handshake.challenge(stranger)

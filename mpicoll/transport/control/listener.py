@@ -1,11 +1,11 @@
-"""The listening socket of a rank."""
+"""The listening sockets of a rank."""
 
 from __future__ import annotations
 
 import logging
 import selectors
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from mpicoll.transport.control.sockets import RESERVED_DESCRIPTORS, allow_descriptors, listen, tune
 
@@ -19,31 +19,35 @@ _PAUSE = 1.0
 
 
 class Listener:
-    """The socket at which rank `rank` of `size` accepts connections, of processes of this host only if `loopback`."""
+    """The sockets at which rank `rank` of `size` accepts connections.
 
-    def __init__(self, rank: int, size: int, selector: selectors.BaseSelector, *, loopback: bool) -> None:
+    They have one port, at the IP addresses `addresses`, or at all of this host if there are none. Each is registered
+    at `selector` with this object.
+    """
+
+    def __init__(self, rank: int, size: int, selector: selectors.BaseSelector, addresses: Sequence[str]) -> None:
         self._rank = rank
         self._selector = selector
         self._resume_at = float("inf")
         self._has_logged = False
-        self.sock = listen(size, loopback=loopback)
-        selector.register(self.sock, selectors.EVENT_READ)
+        self._sockets = listen(size, addresses)
+        self._register()
 
     @property
     def port(self) -> int:
         """The port at which this rank listens."""
-        return int(self.sock.getsockname()[1])
+        return int(self._sockets[0].getsockname()[1])
 
     @property
     def next_time(self) -> float:
         """The time at which :meth:`resume` is due."""
         return self._resume_at
 
-    def accept(self, outage: float, now: float) -> Iterator[socket.socket]:
-        """Yield new connections, tuned for an outage of `outage` seconds."""
+    def accept(self, listening: socket.socket, outage: float, now: float) -> Iterator[socket.socket]:
+        """Yield new connections to the socket `listening`, tuned for an outage of `outage` seconds."""
         for _ in range(_AT_ONCE):
             try:
-                sock, _ = self.sock.accept()
+                sock, _ = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionError):
                 return
             except OSError as error:
@@ -62,7 +66,8 @@ class Listener:
             yield sock
 
     def _pause(self, why: str, now: float) -> None:
-        self._selector.unregister(self.sock)
+        for listening in self._sockets:
+            self._selector.unregister(listening)
         self._resume_at = now + _PAUSE
         if not self._has_logged:
             self._has_logged = True
@@ -73,9 +78,14 @@ class Listener:
     def resume(self, now: float) -> None:
         """Accept connections again if the pause is over."""
         if now >= self._resume_at:
-            self._selector.register(self.sock, selectors.EVENT_READ)
+            self._register()
             self._resume_at = float("inf")
 
     def close(self) -> None:
         """Close the port."""
-        self.sock.close()
+        for listening in self._sockets:
+            listening.close()
+
+    def _register(self) -> None:
+        for listening in self._sockets:
+            self._selector.register(listening, selectors.EVENT_READ, self)

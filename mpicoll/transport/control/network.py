@@ -14,7 +14,7 @@ full buffer from a lost host.
 
 Modules, lowest first: :mod:`~mpicoll.transport.control.timing` and :mod:`~mpicoll.transport.control.events`;
 :mod:`~mpicoll.transport.control.frame_tags` and :mod:`~mpicoll.transport.control.connection` (framing and flow
-control), :mod:`~mpicoll.transport.control.sockets`;
+control), :mod:`~mpicoll.transport.control.sockets`, :mod:`~mpicoll.transport.control.interfaces`;
 the parts of the state, each by itself: :mod:`~mpicoll.transport.control.addresses`,
 :mod:`~mpicoll.transport.control.attempts` and :mod:`~mpicoll.transport.control.dialer` (connecting),
 :mod:`~mpicoll.transport.control.crash_descriptor`, :mod:`~mpicoll.transport.control.farewells`,
@@ -67,8 +67,8 @@ class ControlNetwork:
     have connected and reported the exits that they have seen.
 
     `outage` are the seconds for which the network may be down while no rank counts as dead; rank 0's counts for
-    all. `loopback` is True if all ranks have the same :func:`~mpicoll.transport.control.addresses.place`: then no
-    other host can connect.
+    all. `listen_at` are the IP addresses at which this rank listens, by default all of its host. 127.0.0.1 must be
+    among them, because ranks with the same :func:`~mpicoll.transport.control.addresses.place` use it.
     """
 
     def __init__(
@@ -78,8 +78,7 @@ class ControlNetwork:
         token: bytes,
         outage: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        loopback: bool = False,
+        listen_at: Sequence[str] = (),
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
@@ -98,7 +97,8 @@ class ControlNetwork:
         weakref.finalize(self, _close, self._kept).atexit = False
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ)
         outage = timing.OUTAGE if outage is None else outage
-        self._endpoint = Endpoint(rank, size, token, outage, self._selector, crash_descriptor, clock, loopback=loopback)
+        self._listen_at = listen_at
+        self._endpoint = Endpoint(rank, size, token, outage, self._selector, crash_descriptor, clock, listen_at)
         self._fork_lock = False
         _all.add(self)
 
@@ -107,7 +107,7 @@ class ControlNetwork:
     @property
     def address(self) -> dict[str, Any]:
         """The address at which this rank listens, for JSON, to be passed to all other ranks' :meth:`connect`."""
-        return describe_address(self._endpoint.listener.port) | {"outage": self._endpoint.outage}
+        return describe_address(self._endpoint.listener.port, self._listen_at) | {"outage": self._endpoint.outage}
 
     def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Set every rank's :attr:`address`, by rank. The connections are made within :meth:`poll`."""

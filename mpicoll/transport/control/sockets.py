@@ -9,6 +9,7 @@ import resource
 import socket
 import struct
 import termios
+from collections.abc import Sequence
 
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.connection import WINDOW
@@ -19,21 +20,39 @@ RESERVED_DESCRIPTORS = 128
 _DESCRIPTORS = resource.RLIMIT_NOFILE
 
 
-def listen(size: int, *, loopback: bool) -> socket.socket:
-    """Return a listening socket: on the loopback interface, or for IPv6 and IPv4 on all interfaces.
+def listen(size: int, addresses: Sequence[str]) -> list[socket.socket]:
+    """Return sockets that listen at one free port: of these IP addresses, or of all interfaces if there are none.
 
-    Where there is no IPv6 it is for IPv4 only.
+    On all interfaces it is for IPv6 and IPv4, or for IPv4 only where there is no IPv6.
     """
     backlog = min(size + 64, 65535)
-    if loopback:
-        sock = socket.create_server(("127.0.0.1", 0), backlog=backlog)
+    if addresses:
+        listening = _listen_at(addresses, backlog)
     else:
         try:
-            sock = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+            listening = [socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)]
         except (OSError, ValueError):
-            sock = socket.create_server(("", 0), backlog=backlog)
-    sock.setblocking(False)
-    return sock
+            listening = [socket.create_server(("", 0), backlog=backlog)]
+    for sock in listening:
+        sock.setblocking(False)
+    return listening
+
+
+def _listen_at(addresses: Sequence[str], backlog: int, retries: int = 20) -> list[socket.socket]:
+    listening: list[socket.socket] = []
+    port = 0
+    try:
+        for address in addresses:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listening.append(socket.create_server((address, port), family=family, backlog=backlog))
+            port = listening[0].getsockname()[1]
+    except OSError as error:
+        for sock in listening:
+            sock.close()
+        if error.errno != errno.EADDRINUSE or not retries:
+            raise
+        return _listen_at(addresses, backlog, retries - 1)  # another process has the port at one of the addresses
+    return listening
 
 
 def tune(sock: socket.socket, outage: float) -> None:

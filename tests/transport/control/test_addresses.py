@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
 
-from mpicoll.transport.control import addresses
+import pytest
+from support.star import TOKEN
+
+from mpicoll.transport.control import addresses, interfaces
 from mpicoll.transport.control.addresses import AddressBook, describe_address
+from mpicoll.transport.control.interfaces import InterfaceAddress, select_addresses
+from mpicoll.transport.control.network import ControlNetwork
+from mpicoll.transport.control.sockets import listen
 
 OWN = ["10.0.0.1", "172.17.0.1"]
+THERE = [InterfaceAddress(*one) for one in (("eth0", OWN[0]), ("docker0", OWN[1]), ("eth0", "fd00::1"))]
 
 
 @pytest.mark.parametrize(
@@ -22,9 +29,67 @@ OWN = ["10.0.0.1", "172.17.0.1"]
 def test_addresses_of_this_host_are_not_tried_for_another_host(
     others: list[str], tried: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "_addresses", lambda: OWN)
+    monkeypatch.setattr(addresses, "find_addresses", lambda: THERE)
     book = AddressBook(0)
-    here = describe_address(1000)
+    here = describe_address(1000, [])
+    assert here["addresses"] == [*OWN, "fd00::1"]
     book.set([here, here, here | {"place": "elsewhere", "addresses": others}])
     assert book.addresses_of(1) == ["127.0.0.1"]
     assert book.addresses_of(2) == tried
+
+
+@pytest.mark.parametrize(
+    ("selection", "selected"),
+    [
+        (["eth0"], ["10.0.0.1", "fd00::1"]),
+        (["10.0.0.0/8"], ["10.0.0.1"]),
+        (["172.17.0.1", "fd00::/16", "ib0"], ["172.17.0.1", "fd00::1"]),
+    ],
+)
+def test_selected_addresses(selection: list[str], selected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "find_addresses", lambda: THERE)
+    assert select_addresses(selection) == selected
+    assert describe_address(1000, ["127.0.0.1", *selected])["addresses"] == selected
+
+
+@pytest.mark.parametrize("selection", [["lo"], ["eth"], ["127.0.0.1"], ["192.168.0.0/16", "fd01::/16"]])
+def test_a_selection_of_nothing(selection: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "find_addresses", lambda: THERE)
+    with pytest.raises(
+        ValueError, match=r"eth0 \(10\.0\.0\.1\), docker0 \(172\.17\.0\.1\), eth0 \(fd00::1\)$"
+    ) as caught:
+        select_addresses(selection)
+    assert str(caught.value).startswith(f"MPICOLL_INTERFACE={','.join(selection)}: host {socket.gethostname()} ")
+
+
+def test_a_rank_listens_at_its_addresses_only() -> None:
+    """At one port of all of them, though another process has the port that was tried first."""
+    line = ControlNetwork(0, 2, TOKEN, listen_at=["127.0.0.1", "127.0.0.2"])
+    try:
+        port = line.address["port"]
+        for address in ("127.0.0.1", "127.0.0.2"):
+            socket.create_connection((address, port), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", port), timeout=10)
+    finally:
+        line.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+
+
+def test_a_port_that_is_free_at_one_address_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    create, tried = socket.create_server, []
+
+    def create_server(address: tuple[str, int], **options: int) -> socket.socket:
+        if len(tried) == 1:
+            blocker.bind(address)
+            blocker.listen()
+        tried.append(address)
+        return create(address, **options)  # type: ignore[arg-type]
+
+    with socket.socket() as blocker:
+        monkeypatch.setattr(socket, "create_server", create_server)
+        one, other = listen(2, ["127.0.0.1", "127.0.0.2"])
+        with one, other:
+            assert one.getsockname()[1] == other.getsockname()[1] != tried[1][1]
+            assert len(tried) == 4

@@ -109,9 +109,9 @@ def test_an_acknowledgement_of_more_than_was_sent(star: Make, monkeypatch: pytes
 
 
 def test_a_job_of_one_host_listens_on_the_loopback_interface_only() -> None:
-    line = ControlNetwork(0, 2, TOKEN, loopback=True)
+    line = ControlNetwork(0, 2, TOKEN, listen_at=["127.0.0.1"])
     try:
-        assert line._endpoint.listener.sock.getsockname()[0] == "127.0.0.1"
+        assert [one.getsockname()[0] for one in line._endpoint.listener._sockets] == ["127.0.0.1"]
         _connect(line).close()
     finally:
         line.close()

@@ -1,0 +1,84 @@
+"""The network interfaces of this host, and those that the user has selected."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import re
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+LOOPBACK = "127.0.0.1"
+
+
+class InterfaceAddress(NamedTuple):
+    """An address of this host and the name of its interface."""
+
+    interface: str
+    address: str
+
+
+def find_addresses() -> list[InterfaceAddress]:
+    """Return the addresses of this host that other hosts may reach.
+
+    That of the default route comes first, those of bridges and of IPv6 last.
+    """
+    found: list[tuple[int, InterfaceAddress]] = []
+    likely = _outward()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            address = socket.inet_ntoa(answer[20:24])
+            if not address.startswith(("127.", "169.254.")):
+                bridge = re.match("docker|br-|virbr|cni|veth|lxc", name) is not None
+                found.append((0 if address == likely else 2 if bridge else 1, InterfaceAddress(name, address)))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == "00":  # global
+                address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+                found.append((3, InterfaceAddress(name, address)))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def select_addresses(selection: Sequence[str]) -> list[str]:
+    """Return the addresses of this host that the words of MPICOLL_INTERFACE select.
+
+    Each word is the name of an interface, an address or a network. Raises ValueError, with what there is to select, if
+    they select nothing.
+    """
+    there = find_addresses()
+    selected = [one.address for one in there if any(_is_selected(one, word) for word in selection)]
+    if not selected:
+        available = ", ".join(f"{one.interface} ({one.address})" for one in there) or "none"
+        raise ValueError(
+            f"MPICOLL_INTERFACE={','.join(selection)}: host {socket.gethostname()} has no such interface that other"
+            f" hosts can reach; it has {available}"
+        )
+    return selected
+
+
+def _is_selected(one: InterfaceAddress, word: str) -> bool:
+    if one.interface == word:
+        return True
+    try:
+        return ipaddress.ip_address(one.address) in ipaddress.ip_network(word, strict=False)
+    except ValueError:  # a name
+        return False
+
+
+def _outward() -> str:
+    """Return the source address of the default route, or an empty string."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))  # sends nothing: only looks up the route
+            return str(sock.getsockname()[0])
+        except OSError:
+            return ""
