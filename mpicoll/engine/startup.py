@@ -201,7 +201,7 @@ def start_watchdog() -> Watchdog | None:
     watch = Watchdog(1.0, mpi.abort, listen_for_signals())
     watch.peers.rank, watch.peers.size = mpi.world_rank(), mpi.world_size()
     atexit.register(_finish_pending, watch, os.getpid())
-    abort_on_failure(watch.abort)
+    abort_on_failure(watch.abort, _cancel_exit)
     os.register_at_fork(
         before=block_sigterm, after_in_parent=restore_signal_mask, after_in_child=lambda: _disable_in_child(watch)
     )
@@ -236,6 +236,14 @@ def _disable_in_child(watch: Watchdog) -> None:
     reset_signal_handling()
     restore_signal_mask()
     watch.waits.refuse_all()
+
+
+def _cancel_exit() -> None:
+    """Do not complete operations and finalize MPI at exit, because this rank has failed and ends the job."""
+    from mpicoll.transport import mpi
+
+    for handler in (_finish_pending, mpi.finalize, _close_watchdog):
+        atexit.unregister(handler)
 
 
 def _finish_pending(watch: Watchdog, owner: int) -> None:

@@ -29,6 +29,9 @@ exit_hooks: list[Callable[[], None]] = []
 _HOOK_TIMEOUT = 1.0
 """Seconds that an exit hook has: it may write to a file system that does not respond."""
 
+_ATEXIT_TIMEOUT = 2.0
+"""Seconds that the program's atexit handlers have together on a rank that has raised, before it ends the job."""
+
 T = TypeVar("T")
 
 
@@ -79,6 +82,25 @@ def run_exit_hooks() -> None:
     """Call the exit hooks and write the buffers of open files, with a bound on the time of each."""
     for hook in (*exit_hooks, _flush_files):
         call_within(_HOOK_TIMEOUT, hook)
+
+
+def _run_atexit_handlers(abort: Abort) -> None:
+    """Run the program's atexit handlers, as Python would have after an uncaught exception.
+
+    If they take more than ``_ATEXIT_TIMEOUT`` seconds, the job is ended meanwhile. Threads are not waited for.
+    """
+
+    def abort_late() -> None:
+        call_within(_HOOK_TIMEOUT, _flush_files)
+        abort.abort_all(1)
+
+    timer = threading.Timer(_ATEXIT_TIMEOUT, abort_late)
+    timer.daemon = True
+    timer.start()
+    atexit._run_exitfuncs()  # noqa: SLF001  multiprocessing calls it likewise
+    _flush()
+    _flush_files()
+    timer.cancel()
 
 
 def _flush_files() -> None:
@@ -171,10 +193,11 @@ def log_to_stderr(text: str, *, separate: bool = False) -> None:
         stream.flush()
 
 
-def abort_on_failure(abort: Abort) -> None:
+def abort_on_failure(abort: Abort, cancel_exit: Callable[[], None]) -> None:
     """End the whole job on an uncaught exception, or on SystemExit with a status other than 0.
 
-    Otherwise the other ranks would wait for this rank without limit.
+    Otherwise the other ranks would wait for this rank without limit. `cancel_exit` unregisters the atexit handlers that
+    communicate with the other ranks.
     """
     previous = sys.excepthook
     owner = os.getpid()
@@ -198,6 +221,8 @@ def abort_on_failure(abort: Abort) -> None:
         if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
             sys.__stderr__.write(sys.stderr.getvalue())
             sys.__stderr__.flush()
+        cancel_exit()
+        _run_atexit_handlers(abort)
         abort.abort_all(1)
 
     sys.excepthook = hook

@@ -21,7 +21,7 @@ from mpicoll.transport.mpi.fault_tolerance import fault_tolerant, mark_dead
 from mpicoll.transport.mpi.native import MpiNative
 from mpicoll.transport.mpi.ops import reduce_in_place, reduce_local
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
-from mpicoll.transport.mpi.session import abort, expect_exits, library, world, world_rank, world_size
+from mpicoll.transport.mpi.session import abort, expect_exits, finalize, library, world, world_rank, world_size
 from mpicoll.transport.mpi.transport import MpiTransport, world_ranks
 from mpicoll.transport.mpi.user_comms import cached_communicator, duplicate, is_communicator
 
@@ -35,6 +35,7 @@ __all__ = [
     "duplicate",
     "expect_exits",
     "fault_tolerant",
+    "finalize",
     "is_communicator",
     "library",
     "mark_dead",

@@ -113,7 +113,8 @@ def abort(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def _finalize(owner: int) -> None:
+def finalize(owner: int) -> None:
+    """Finalize MPI at exit, in the process `owner`."""
     if os.getpid() == owner and not mpi4py.rc.finalize and MPI.Is_initialized() and not MPI.Is_finalized():
         if _exit_agreement is None:
             MPI.Finalize()
@@ -132,4 +133,4 @@ def _skip_destructors() -> None:
         libc.on_exit(ctypes.cast(libc["_exit"], ctypes.c_void_p), None)
 
 
-atexit.register(_finalize, os.getpid())
+atexit.register(finalize, os.getpid())

@@ -41,12 +41,14 @@ class RecordedAbort:
 
 def test_uncaught_exceptions_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
+    monkeypatch.setattr(process_exit, "_run_atexit_handlers", lambda abort: calls.append("handlers"))
     monkeypatch.setattr(sys, "excepthook", lambda *error: calls.append(error))
     monkeypatch.setattr(sys, "exit", sys.exit)
-    abort_on_failure(RecordedAbort(calls))
+    abort_on_failure(RecordedAbort(calls), lambda: calls.append("exit cancelled"))
     error = ValueError("uncaught\nand more")
     sys.excepthook(ValueError, error, None)
-    assert calls == ["died of ValueError: uncaught; the job is ended", (ValueError, error, None), 1]
+    announced = "died of ValueError: uncaught; the job is ended"
+    assert calls == [announced, (ValueError, error, None), "exit cancelled", "handlers", 1]
     with pytest.raises(SystemExit) as leaving:
         sys.exit(3)
     assert leaving.value.code == 3
@@ -78,10 +80,9 @@ EXITS = {
 """Ends of a program, and the statuses with which the job is ended."""
 
 
-def test_the_status_of_an_exit_is_that_of_the_job() -> None:
-    begin = """
-import os, sys, threading
-from mpicoll.engine.diagnostics.process_exit import abort_on_failure
+PROGRAM = """
+import atexit, os, sys, threading
+from mpicoll.engine.diagnostics import process_exit
 
 class Abort:
     job_survives, rank_name = False, "rank 1 of 2"
@@ -92,14 +93,51 @@ class Abort:
     def abort_all(self, status):
         os._exit(100 + status)
 
-abort_on_failure(Abort())
+def before():
+    print("before")
+
+def own():
+    print("of mpicoll")
+
+atexit.register(before)
+atexit.register(own)
+process_exit.abort_on_failure(Abort(), lambda: atexit.unregister(own))
 """
-    programs = [
-        subprocess.Popen([sys.executable, "-W", "error", "-c", begin + end], cwd=ROOT, stderr=subprocess.DEVNULL)
-        for end in EXITS
-    ]
-    found = [one.wait(60) for one in programs]
-    assert found == [0 if status is None else 100 + status for status in EXITS.values()]
+"""The beginning of a program whose job is ended with its status + 100."""
+
+
+def start(end: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", PROGRAM + end]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def test_the_status_of_an_exit_is_that_of_the_job() -> None:
+    programs = [start(end) for end in EXITS]
+    for one in programs:
+        one.communicate(timeout=60)
+    expected = {end: 0 if status is None else 100 + status for end, status in EXITS.items()}
+    assert dict(zip(EXITS, [one.returncode for one in programs], strict=True)) == expected
+
+
+def test_atexit_handlers_run_within_a_bound_after_an_exception() -> None:
+    """In Python's order, on the main thread, and without those that communicate with other ranks."""
+    ends = """
+def after():
+    print("after", threading.current_thread() is threading.main_thread())
+    print(1 / 0)
+
+atexit.register(after)
+raise ValueError
+"""
+    hangs = """
+process_exit._ATEXIT_TIMEOUT = 0.1
+atexit.register(threading.Event().wait)
+atexit.register(print, "at first")
+raise ValueError
+"""
+    for one, printed in [(start(ends), ["after True", "before"]), (start(hangs), ["at first"])]:
+        assert one.communicate(timeout=60)[0].splitlines() == printed
+        assert one.returncode == 101
 
 
 def test_hooks_that_block_or_fail_do_not_prevent_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,16 +194,17 @@ def test_an_exception_that_takes_no_note_ends_the_job_as_well(monkeypatch: pytes
             raise AttributeError(name)
 
     calls: list[Any] = []
+    monkeypatch.setattr(process_exit, "_run_atexit_handlers", lambda abort: None)
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     monkeypatch.setattr(sys, "exit", sys.exit)
-    abort_on_failure(RecordedAbort(calls))
+    abort_on_failure(RecordedAbort(calls), lambda: calls.append("exit cancelled"))
 
     def step(state: int, number: int, comm: Any) -> None:
         raise Fixed("x")
 
     error = _raised(lambda: mpicoll.resilient(step, 0, 1))
     sys.excepthook(type(error), error, error.__traceback__)
-    assert calls == ["died of Fixed: x; the job is ended", 1]
+    assert calls == ["died of Fixed: x; the job is ended", "exit cancelled", 1]
 
 
 def test_what_a_hook_of_others_swallows_is_shown(
@@ -174,9 +213,10 @@ def test_what_a_hook_of_others_swallows_is_shown(
     """torch.distributed lets the hooks before its own write to a string."""
     shown = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", shown)
+    monkeypatch.setattr(process_exit, "_run_atexit_handlers", lambda abort: None)
     monkeypatch.setattr(sys, "excepthook", lambda *error: sys.stderr.write("the traceback"))
     monkeypatch.setattr(sys, "exit", sys.exit)
-    abort_on_failure(RecordedAbort([]))
+    abort_on_failure(RecordedAbort([]), lambda: None)
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     sys.excepthook(ValueError, ValueError(), None)
     assert shown.getvalue() == "the traceback"
