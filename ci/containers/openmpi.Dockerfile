@@ -9,7 +9,8 @@
 #
 # --shm-size: ranks on one machine talk through /dev/shm, of which a container has 64 MB unless told otherwise.
 # --init: something has to reap the processes that a test leaves behind when it kills ranks.
-ARG BASE=debian:bookworm-slim
+# The digest is that of the list of all platforms.
+ARG BASE=debian:bookworm-20260918-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 FROM $BASE
 
 # A Python with venv, and nothing of MPI: mpirun and libmpi come from the wheel, into .venv.
