@@ -27,7 +27,8 @@ class AddressBook:
     def set(self, entries: Sequence[dict[str, Any]]) -> None:
         """Set the result of :func:`describe_address` of each rank, by rank."""
         self._entries = list(entries)
-        self._own = {one.address for one in find_addresses()}
+        if not all(self.is_local(rank) for rank in range(len(self._entries))):
+            self._own = {one.address for one in find_addresses()}
 
     def addresses_of(self, rank: int) -> list[str]:
         """Return the IP addresses at which this rank may reach `rank`.

@@ -177,7 +177,7 @@ class Endpoint:
 
     def prepare_wait(self) -> float:
         """Set the events for which the selector waits, and return the time until which it may wait."""
-        self.listener.resume(self._now())
+        self.listener.resume(self._now(), self._expects_connections)
         self._links.update_selector()
         if self._check_silence_at == float("inf") and any(one.unacknowledged for one in self._links.established()):
             self._check_silence_at = self._now() + timing.SILENCE_CHECK_INTERVAL
@@ -249,7 +249,7 @@ class Endpoint:
             self._serve_connection(key.data, mask)
 
     def _accept(self, listening: socket.socket) -> None:
-        for sock in self.listener.accept(listening, self.outage, self._now()):
+        for sock in self.listener.accept(listening, self.outage, self._now(), expected=self._expects_connections()):
             stranger = Connection(sock, "stranger")
             stranger.deadline = self._now() + timing.PROVE_WITHIN
             self._handshake.challenge(stranger)
@@ -258,6 +258,12 @@ class Endpoint:
             if len(strangers) > self.size + _MAX_STRANGERS:
                 # A rank of the job proves itself at once, and connects again if it was among the oldest.
                 self._drop(min(strangers, key=lambda one: one.deadline))
+
+    def _expects_connections(self) -> bool:
+        """Return True if ranks may be about to connect: to the hub, or to a rank that may become the hub."""
+        if not self.members.is_hub:
+            return self._links.hub is None
+        return any(rank not in self._links.clients for rank in self.members.others())
 
     def _serve_connection(self, one: Connection, mask: int) -> None:
         if one.sock.fileno() < 0:
@@ -394,7 +400,7 @@ class Endpoint:
                 self._declare(suspect.exit)
         for packet in self._links.take_for_hub():
             self._forward(packet)
-        allow_descriptors(self.size)
+        allow_descriptors(self.size + _MAX_STRANGERS)
         self._dialer.probe((rank for rank in self.members.others() if rank not in self._links.clients), self._now())
 
     # --- packets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -10,6 +11,7 @@ import socket
 import struct
 import termios
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.connection import WINDOW
@@ -137,17 +139,24 @@ def silence(sock: socket.socket) -> float:
     return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
 
 
-def allow_descriptors(number: int) -> int:
-    """Return the number of descriptors that this process may have.
+def descriptor_limit() -> int:
+    """Return the number of descriptors that this process may have."""
+    return _descriptor_limits()[0]
 
-    The limit is raised, as far as possible, if `number` descriptors would leave few for the program.
+
+def allow_descriptors(more: int) -> None:
+    """Raise the limit, as far as possible, if `more` descriptors beside those in use would leave few for the program.
+
+    Only for connections that the job needs: a program that uses select(2) can't wait for descriptors above 1023.
     """
+    soft, hard = _descriptor_limits()
+    number = len(list(Path("/proc/self/fd").iterdir())) + more
+    if soft < min(number + 4 * RESERVED_DESCRIPTORS, hard):
+        enough = min(number + 8 * RESERVED_DESCRIPTORS, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(_DESCRIPTORS, (enough, resource.getrlimit(_DESCRIPTORS)[1]))
+
+
+def _descriptor_limits() -> tuple[int, int]:
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_DESCRIPTORS))
-    enough = min(number + 8 * RESERVED_DESCRIPTORS, hard)
-    if soft >= min(number + 4 * RESERVED_DESCRIPTORS, hard):
-        return soft
-    try:
-        resource.setrlimit(_DESCRIPTORS, (enough, resource.getrlimit(_DESCRIPTORS)[1]))
-    except (OSError, ValueError):
-        return soft
-    return enough
+    return soft, hard

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import resource
+import select
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 from support.star import SOON, TOKEN, Clock, Make, until
 
-from mpicoll.transport.control import connection, endpoint, timing
+from mpicoll.transport.control import connection, endpoint, listener, sockets, timing
 from mpicoll.transport.control.events import Message
 from mpicoll.transport.control.frame_tags import NO_TAG
 from mpicoll.transport.control.network import ControlNetwork
@@ -97,6 +100,68 @@ def test_strangers_take_a_limited_number_of_descriptors(star: Make, monkeypatch:
                     pass  # a challenge, then the end
         job.meet()
         assert len(job.lines[0]._endpoint._links.unproven) <= limit
+
+
+def test_connections_that_no_rank_needs_are_accepted_at_a_limited_rate(star: Make) -> None:
+    """While all ranks are connected. When the hub is gone, the others connect to the next one at once."""
+    clock = Clock()
+    job = star(3, clock=clock)
+    addresses = [line.address for line in job.lines]
+    for line in job.lines:
+        line.connect(addresses)
+        line.send({"here": line.rank})
+    until(lambda: job.drive(0, 1, 2) or all(len(heard) == 2 for heard in job.heard))
+    burst = 3 + listener._UNEXPECTED
+    with contextlib.ExitStack() as stack:
+        socks: list[socket.socket] = []
+
+        def flood(number: int) -> int:
+            """Connections that rank 1 has accepted, some of which it has closed again."""
+            for _ in range(number):
+                sock = stack.enter_context(socket.socket())
+                sock.setblocking(False)
+                sock.connect_ex(("127.0.0.1", addresses[1]["port"]))
+                socks.append(sock)
+            for _ in range(20):
+                job.drive(1)
+            return len(select.select(socks, [], [], 0)[0])  # these have a challenge
+
+        assert flood(60) == 60
+        assert flood(20) == burst
+        clock.now += 1.0
+        assert flood(60) == burst + listener._UNEXPECTED_RATE
+        job.end(0)
+        before = clock.now
+
+        def step(*ranks: int) -> None:
+            clock.now += 0.001
+            job.drive(*ranks)
+
+        until(lambda: step(1, 2) or job.lines[2].hub == 1)
+        job.lines[2].send({"after": 2})
+        until(lambda: step(1, 2) or {"after": 2} in job.messages(1), lambda: job.heard)
+        assert job.lines[1].hub == 1
+        assert clock.now - before < 1.0
+
+
+def test_strangers_do_not_raise_the_limit_of_descriptors(star: Make) -> None:
+    """Of a program that may use select(2), for which the descriptors of its job are few enough."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    try:
+        job = star(2)
+        # More than the ranks need, and less than a process with so many strangers had.
+        soft = used + 20 + 2 + endpoint._MAX_STRANGERS + 4 * sockets.RESERVED_DESCRIPTORS
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+        job.start().meet()
+        with contextlib.ExitStack() as stack:
+            for _ in range(endpoint._MAX_STRANGERS + 10):
+                stack.enter_context(_connect(job.lines[0]))
+            until(lambda: len(job.lines[0]._endpoint._links.unproven) >= endpoint._MAX_STRANGERS)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, before[1])
+            job.meet()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_an_acknowledgement_of_more_than_was_sent(star: Make, monkeypatch: pytest.MonkeyPatch) -> None:
