@@ -22,19 +22,25 @@ SPINS = 20
 YIELDS = 1000
 """Yields before the waiting thread sleeps between polls."""
 
-YIELD_SECONDS = 0.02
-"""Seconds after which the waiting thread sleeps between polls, after however few: each yield takes tens of milliseconds
-where other processes use the cores.
+YIELD_SECONDS = 0.002
+"""Seconds after which the waiting thread sleeps between polls, after however few yields: each takes milliseconds where
+others use the cores, and takes from them the time to do it. A wait that was so long is extended little by a sleep.
 """
 
-YIELDS_PER_LOOK = 16
+YIELDS_PER_LOOK = 4
 """Yields between two looks at the clock."""
 
 NAP = 50e-6
-"""Seconds between two polls of a sleeping thread."""
+"""Least seconds between two polls of a sleeping thread."""
 
-_NAPS = 20e-6, 1e-3
-"""Seconds between two polls for an event that is not urgent: at first and at most."""
+_NAP_SHARE = 1e-3
+"""Seconds between two polls per second of the wait so far: polls every 50 microseconds would use a fifth of a core."""
+
+_LONGEST_NAP = 1e-3
+"""Most seconds between two polls of a sleeping thread."""
+
+_FIRST_NAP = 20e-6
+"""Seconds between the first two polls for an event that is not urgent."""
 
 
 def _find_yield_core() -> Callable[[], object]:
@@ -50,8 +56,8 @@ yield_core = _find_yield_core()
 
 
 class Backoff:
-    """The yields of a wait that has polled without a pause: as many, and for as long, as it is to yield the core
-    between its polls before it sleeps."""
+    """The pauses of a wait that has polled without a pause: it yields the core between its polls, so many times and for
+    so long, then it sleeps."""
 
     __slots__ = ("_max_yields", "begin", "yields")
 
@@ -69,6 +75,10 @@ class Backoff:
         if self.yields % YIELDS_PER_LOOK == 0 and time.monotonic() - self.begin > YIELD_SECONDS:
             self._max_yields = 0
         return True
+
+    def sleep(self) -> None:
+        """Sleep until the next poll."""
+        time.sleep(min(max(NAP, _NAP_SHARE * (time.monotonic() - self.begin)), _LONGEST_NAP))
 
 
 def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callable[[], object] | None = None) -> T:
@@ -90,7 +100,7 @@ def poll(ready: Callable[[], T], timeout: float | None, what: str, check: Callab
         if not backoff.yield_core():
             if check is not None:
                 check()
-            time.sleep(NAP)
+            backoff.sleep()
     return value
 
 
@@ -100,10 +110,10 @@ def wait_for(ready: Callable[[], T | None], seconds: float, check: Callable[[], 
     Sleeps between the calls, up to a millisecond. `check` is called before each sleep.
     """
     deadline = time.monotonic() + seconds
-    nap = _NAPS[0]
+    nap = _FIRST_NAP
     while (value := ready()) is None and time.monotonic() < deadline:
         if check is not None:
             check()
         time.sleep(nap)
-        nap = min(1.1 * nap, _NAPS[1])
+        nap = min(1.1 * nap, _LONGEST_NAP)
     return value

@@ -33,7 +33,16 @@ def test_a_wait_yields_for_a_limited_time(pauses: list[str], monkeypatch: pytest
     polls = iter([0] * 100 + [7])
     assert waiting.poll(lambda: next(polls), None, "test") == 7
     assert pauses.count("yield") <= waiting.YIELDS_PER_LOOK
-    assert f"sleep {waiting.NAP}" in pauses
+    assert pauses[-1].startswith("sleep")
+
+
+def test_a_long_wait_sleeps_longer_up_to_a_limit(pauses: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 0.1, 0.5, 60.0])
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(times))
+    backoff = waiting.Backoff(0)
+    for _ in range(3):
+        backoff.sleep()
+    assert pauses == ["sleep 0.0001", "sleep 0.0005", "sleep 0.001"]
 
 
 def test_what_is_ready_is_not_waited_for(pauses: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mpicoll.engine.diagnostics.position import Executing, Executor, Position
 from mpicoll.transport.base import Transport
-from mpicoll.transport.waiting import NAP, YIELDS_PER_LOOK, Backoff
+from mpicoll.transport.waiting import Backoff
 from mpicoll.wording import rank_list
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ down where ranks share cores; fewer reads yield the core to unrelated processes 
 _YIELDS = 3000
 """Yields of the core after which a late rank is treated as possibly failed."""
 
-_YIELDS_PER_CHECK = 4 * YIELDS_PER_LOOK
+_YIELDS_PER_CHECK = 64
 """Yields between two checks of the peers, which also let MPI make progress. The yields take long where the cores are
 busy."""
 
@@ -75,4 +75,4 @@ class ArenaWait:
         self._transport.check_peers(time.monotonic() - backoff.begin, peers)
         if self._check_wait is not None:
             self._check_wait()
-        time.sleep(NAP)
+        backoff.sleep()

@@ -18,7 +18,7 @@ from mpicoll.errors import CommunicationError, Timeout
 from mpicoll.parallel.p2p.channels import ChannelMux
 from mpicoll.parallel.p2p.operations import Peer, PendingOperation, PendingRecv, PendingSend, pop_completed
 from mpicoll.transport.base import Memory
-from mpicoll.transport.waiting import NAP, SPINS, Backoff
+from mpicoll.transport.waiting import SPINS, Backoff
 
 _SLEEPS_PER_CHECK = 20
 """Number of sleeps of a wait between two checks that the other stage is alive."""
@@ -204,7 +204,7 @@ class PipeProgress:
             with self.lock:
                 call = self._describe_wait(what(), [] if bounded else peers())
             with self.queue.waiting(call, bound) as waiting:
-                ended = self._sleep_until(ready, peers, deadline, call, waiting)
+                ended = self._sleep_until(ready, peers, deadline, call, waiting, backoff)
         return ended
 
     def _sleep_until(
@@ -214,6 +214,7 @@ class PipeProgress:
         deadline: float,
         call: Call,
         waiting: RegisteredWait,
+        backoff: Backoff,
     ) -> bool | None:
         """Do the same, sleeping between polls. Return None when `call` no longer describes the wait."""
         turns = 0
@@ -232,7 +233,7 @@ class PipeProgress:
             if time.monotonic() > deadline:
                 return False
             turns += 1
-            time.sleep(NAP)
+            backoff.sleep()
 
     def _describe_wait(self, what: str, late: list[Peer]) -> Call:
         """Describe a wait for a message from each of `late`, for the reports of other ranks."""
