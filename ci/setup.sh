@@ -33,8 +33,9 @@ fingerprint() {
         .venv/bin/python -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)'
 }
 
+# Modules are compiled when they are first imported: most never are, and pip would compile them one by one.
 pip_install() {
-    PIP_DISABLE_PIP_VERSION_CHECK=1 timeout --kill-after=10 1800 .venv/bin/python -m pip install --quiet "$@"
+    PIP_DISABLE_PIP_VERSION_CHECK=1 timeout --kill-after=10 1800 .venv/bin/python -m pip install --quiet --no-compile "$@"
 }
 
 # Wheels only: for the build of another package pip would install what it needs without verifying hashes.

@@ -41,7 +41,7 @@ stage() {
     [[ $status -eq 0 ]]
 }
 
-# beside NAME SECONDS COMMAND...: start a stage of tests now, beside the stages up to the call of `tests` with the same
+# beside NAME SECONDS COMMAND...: start a stage now, beside the stages up to the call of `check` or `tests` with the same
 # arguments.
 beside() {
     local name=$1 limit=$2

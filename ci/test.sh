@@ -52,8 +52,16 @@ if wanted lint; then
     check spelling 60 codespell
     check prose 60 codespell --dictionary ci/words.txt README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs
 fi
+compilation=(compilation 300 python -m pytest --collect-only -qq -p no:cacheprovider)
+if [[ $only$tier == alldefault ]]; then
+    # Beside mypy, which uses one core. Otherwise each worker of the next stage would compile all tests.
+    beside "${compilation[@]}"
+fi
 if wanted types; then
     check types 300 mypy
+fi
+if [[ $only$tier == alldefault ]]; then
+    check "${compilation[@]}"
 fi
 if wanted layers; then
     # import-linter finds the contract of ci/layers.py from here.
