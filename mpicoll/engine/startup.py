@@ -200,6 +200,7 @@ def start_watchdog() -> Watchdog | None:
         return None
     watch = Watchdog(1.0, mpi.abort, listen_for_signals())
     watch.peers.rank, watch.peers.size = mpi.world_rank(), mpi.world_size()
+    watch.is_finalizing = mpi.is_finalizing
     atexit.register(_finish_pending, watch, os.getpid())
     abort_on_failure(watch.abort, _cancel_exit)
     os.register_at_fork(

@@ -54,3 +54,23 @@ if mpicoll.world().rank == 0:
 def test_pending_operations_without_mpi(python: Callable[..., CompletedProcess[str]]) -> None:
     done = python("import numpy, mpicoll\nfor _ in range(50): mpicoll.iallreduce(numpy.ones(10_000))")
     assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_finalize_does_not_wait_for_ever_for_a_rank_that_does_not_exit(job: Starter) -> None:
+    """MPI_Finalize runs without the interpreter lock, so that the watchdog can bound it."""
+    done = job(
+        2,
+        """
+import atexit, threading
+mpicoll.barrier()
+if mpicoll.world().rank == 1:
+    atexit.register(threading.Event().wait)
+""",
+        seconds=40,
+        MPICOLL_TIMEOUT="1",
+    )
+    assert done.returncode not in (0, 124), done.stdout
+    assert "mpicoll: rank 0 of 2 has been waiting in MPI_Finalize" in done.stdout
+    assert "rank 1 has not exited; the job is ended" in done.stdout

@@ -25,7 +25,7 @@ from mpicoll.engine.diagnostics.local_waits import LocalWaits, describe_wait
 from mpicoll.engine.diagnostics.mailbox import Mailbox
 from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
-from mpicoll.engine.diagnostics.process_exit import end_by_signal
+from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
 from mpicoll.engine.diagnostics.reporter import Reporter
 from mpicoll.engine.diagnostics.signals import SignalMonitor, has_received_sigterm, reset_signal_handling
 from mpicoll.engine.diagnostics.unsatisfiable import Cause, UnsatisfiableWaits
@@ -68,8 +68,11 @@ class Watchdog:
         self.check = self.unsatisfiable.check
         self._signals = SignalMonitor(signals, self.peers, self.deaths, self.abort, self._handle)
         self._joined = threading.Event()
+        self.is_finalizing: Callable[[], bool] = lambda: False
+        """A function that returns True during MPI_Finalize."""
         self._period = period
         self._leaving = False
+        self._left_at = 0.0
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
 
     def join(
@@ -103,7 +106,7 @@ class Watchdog:
         if has_received_sigterm():
             time.sleep(TAKEOVER)  # in which the watchdog's thread ends this process
             end_by_signal(signal.SIGTERM, f"{self.abort.rank_name} died of SIGTERM")
-        network, self._leaving = self.peers.network, True
+        network, self._leaving, self._left_at = self.peers.network, True, time.monotonic()
         if network is not None:
             network.leave({"kind": "left"} | self.waits.final_state(self.peers.rank))
 
@@ -133,8 +136,9 @@ class Watchdog:
     def _turn(self) -> None:
         """Wait for messages of other ranks, handle them, and check the waits of this rank."""
         events = self._wait(self._pause())
-        if self._leaving:
-            return  # this rank still forwards messages, but handles none
+        if self._leaving:  # this rank still forwards messages, but handles none
+            self._check_finalize(time.monotonic())
+            return
         while self.peers.deferred:
             self._handle(self.peers.deferred.popleft())
         for event in events:
@@ -187,6 +191,23 @@ class Watchdog:
                 self._neighbour.observe(event)
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
+
+    def _check_finalize(self, now: float) -> None:
+        """Abort the job if MPI_Finalize has been waiting for too long for ranks that have not left."""
+        peers, bound, network = self.peers, config().timeout + _TIMEOUT_MARGIN, self.peers.network
+        if network is None or peers.fault_tolerant or now - self._left_at <= bound or not self.is_finalizing():
+            return
+        left = {peers.rank, *network.exits}
+        missing = set(range(peers.size)) - left
+        # The other ranks that have left do so only if the lowest one has failed to.
+        if missing and (peers.rank == min(left) or now - self._left_at > bound + TAKEOVER):
+            log_to_stderr(
+                f"{self.abort.rank_name} has been waiting in MPI_Finalize for more than {config().timeout:g} s"
+                f" (MPICOLL_TIMEOUT); {ranks_and_verb(missing, 'has', 'have')} not exited; the job is"
+                " ended",
+                separate=True,
+            )
+            self.abort.abort_all(1)
 
     def _check_deadlines(self, waiting: list[Entry], now: float) -> None:
         """Abort the job if an operation has been waiting for longer than its bound."""

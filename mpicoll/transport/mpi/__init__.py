@@ -21,7 +21,16 @@ from mpicoll.transport.mpi.fault_tolerance import fault_tolerant, mark_dead
 from mpicoll.transport.mpi.native import MpiNative
 from mpicoll.transport.mpi.ops import reduce_in_place, reduce_local
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
-from mpicoll.transport.mpi.session import abort, expect_exits, finalize, library, world, world_rank, world_size
+from mpicoll.transport.mpi.session import (
+    abort,
+    expect_exits,
+    finalize,
+    is_finalizing,
+    library,
+    world,
+    world_rank,
+    world_size,
+)
 from mpicoll.transport.mpi.transport import MpiTransport, world_ranks
 from mpicoll.transport.mpi.user_comms import cached_communicator, duplicate, is_communicator
 
@@ -37,6 +46,7 @@ __all__ = [
     "fault_tolerant",
     "finalize",
     "is_communicator",
+    "is_finalizing",
     "library",
     "mark_dead",
     "reduce_in_place",

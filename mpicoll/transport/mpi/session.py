@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import os
 import threading
 import time
@@ -32,6 +33,8 @@ _AGREE_INTERVAL = 0.05
 """Seconds between two queries of the exits of other ranks."""
 
 _others_have_exited: Callable[[], bool] = lambda: False  # noqa: E731  replaced by `expect_exits`
+
+_is_finalizing = False
 
 
 class _ExitAgreement:
@@ -117,12 +120,31 @@ def finalize(owner: int) -> None:
     """Finalize MPI at exit, in the process `owner`."""
     if os.getpid() == owner and not mpi4py.rc.finalize and MPI.Is_initialized() and not MPI.Is_finalized():
         if _exit_agreement is None:
-            MPI.Finalize()
+            _call_finalize()
         else:
             # In a fault-tolerant job Open MPI's Finalize sometimes hangs after a failure (1 of 16 times), and the
             # launcher does not require it. As in Finalize, no rank exits while others may need it.
             _exit_agreement.reach()
             _skip_destructors()
+
+
+def is_finalizing() -> bool:
+    """Return True during MPI_Finalize."""
+    return _is_finalizing
+
+
+def _call_finalize() -> None:
+    """Call MPI_Finalize without the interpreter lock, which mpi4py's function holds: it may wait for other ranks, and
+    the watchdog bounds that."""
+    global _is_finalizing  # noqa: PLW0603  the process has one world
+    function: Callable[[], object] = MPI.Finalize
+    for library in (MPI.__file__, None):  # a library that was loaded before all others comes first, as usual
+        with suppress(OSError, AttributeError):
+            function = ctypes.CDLL(library).MPI_Finalize
+    gc.disable()  # the collector might call MPI on another thread
+    _is_finalizing = True
+    function()
+    _is_finalizing = False
 
 
 def _skip_destructors() -> None:

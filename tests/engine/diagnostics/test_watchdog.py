@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from subprocess import CompletedProcess
+from typing import Any, cast
 
 import pytest
 from support.watchdogs import FakeQueue, WatchedRank, entry
 
+from mpicoll.config import Config
 from mpicoll.engine.diagnostics import watchdog
+from mpicoll.transport.control.events import PeerExit
 
 Starter = Callable[..., "CompletedProcess[str]"]
 
@@ -150,3 +153,45 @@ print("done")
         MPICOLL_TIMEOUT="1",
     )
     assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2)
+
+
+class FinalizingNetwork:
+    """The control network of rank `rank` of 4, of which ranks 0 and 1 have left."""
+
+    size, hub = 4, 0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.exits = {other: PeerExit(other, "left", "", 0, "") for other in (0, 1) if other != rank}
+
+    def poll(self, timeout: float) -> list[object]:
+        time.sleep(min(timeout, 0.01))
+        return []
+
+
+def finalizing_watchdog(rank: int, monkeypatch: pytest.MonkeyPatch) -> WatchedRank:
+    monkeypatch.setattr(watchdog, "TAKEOVER", 0.3)
+    monkeypatch.setattr(watchdog, "config", lambda: Config(timeout=0.2))
+    watched = WatchedRank()
+    one = watched.watchdog
+    one.peers.rank, one.peers.size, one.peers.network = rank, 4, cast(Any, FinalizingNetwork(rank))
+    one._joined.set()
+    one._left_at, one._leaving = time.monotonic(), True
+    return watched
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_finalize_is_bounded(rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 ends the job if rank 0 has failed to."""
+    watched = finalizing_watchdog(rank, monkeypatch)
+    begin = time.monotonic()
+    assert not watched.ended.wait(0.4)
+    watched.watchdog.is_finalizing = lambda: True
+    assert watched.ended.wait(20)
+    assert time.monotonic() - begin > (0.2 if rank == 0 else 0.5)
+    assert watched.codes == [1]
+    assert capfd.readouterr().err.startswith(
+        f"\nmpicoll: rank {rank} of 4 has been waiting in MPI_Finalize for more than 0.2 s (MPICOLL_TIMEOUT);"
+        " ranks 2 and 3 have not exited; the job is ended\n"
+    )
