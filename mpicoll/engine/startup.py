@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import json
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from mpicoll.engine.diagnostics.watchdog import Watchdog
 from mpicoll.engine.executors import nccl
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.query import TunedTable
+from mpicoll.engine.time_limit import time_limit
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
@@ -125,14 +126,13 @@ def _mpi_init_waits_for_all_ranks() -> Any:
     this process exits after MPICOLL_TIMEOUT (at least a minute), and the name of this function in the printed stack
     states the cause.
     """
-    stderr = None if "mpi4py.MPI" in sys.modules else sys.__stderr__
-    if stderr is not None:
-        faulthandler.dump_traceback_later(max(_MIN_START_TIMEOUT, config().timeout), exit=True, file=stderr)
-    try:
+    stderr = None
+    if "mpi4py.MPI" not in sys.modules and sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):  # it is closed
+            stderr = sys.__stderr__.fileno()
+    limit = max(_MIN_START_TIMEOUT, config().timeout)
+    with nullcontext() if stderr is None else time_limit(limit, stderr):
         from mpicoll.transport import mpi
-    finally:
-        if stderr is not None:
-            faulthandler.cancel_dump_traceback_later()
     return mpi
 
 
