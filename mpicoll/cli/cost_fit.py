@@ -41,7 +41,9 @@ def read_samples(args: argparse.Namespace, cluster: Cluster) -> tuple[Cluster, l
             for name, result in point["contestants"].items()
             if result.get("median")
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if ranks < 1 or nodes < 1:
+            raise ValueError(f"{ranks} ranks, {nodes} nodes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ArgumentError(
             f"simulate: {args.measured} is not what `mpicoll bench --json` writes: {error!r}"
         ) from error

@@ -125,7 +125,8 @@ def test_prediction_is_shown_with_its_error(tmp_path: Path, capsys: pytest.Captu
 
 def test_files_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "other.json"
-    for text in ("{}", "[]", "no", '{"ranks": 4, "points": [{"collective": "allreduce"}]}'):
+    no_nodes, deep = '{"ranks": 4, "nodes": 0, "points": []}', "[" * 100_000
+    for text in ("{}", "[]", "no", deep, no_nodes, '{"ranks": 4, "points": [{"collective": "allreduce"}]}'):
         file.write_text(text)
         assert main(["simulate", "--measured", str(file)]) == 2
         assert "is not what `mpicoll bench --json` writes" in capsys.readouterr().err

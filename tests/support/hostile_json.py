@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
+
+FUZZING = pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])
+"""Number of examples in the long tier: minutes for each test."""
 
 VALUES = st.one_of(
     st.none(),

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import Analysis, analyse, describe_rank
@@ -104,15 +105,29 @@ def summarize(path: Path) -> str:
     """Return the readable summary of a report, from its JSON. Raises ArgumentError if it is not an mpicoll report."""
     try:
         content = json.loads(Path(path).read_bytes())
-        known = content["format"] == _FORMAT
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if content["format"] == _FORMAT:
+            return _summarize(content)
+    except _MALFORMED as error:
         raise ArgumentError(f"{path} is not an mpicoll report: {type(error).__name__}: {error}") from error
-    if not known:
-        raise ArgumentError(f"{path} is a report in a format that this version can't read: {content['format']!r}")
+    raise ArgumentError(f"{path} is a report in a format that this version can't read: {content['format']!r}")
+
+
+_MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""Exceptions for content that is not that of a report."""
+
+
+def _summarize(content: dict[str, Any]) -> str:
     states = {int(rank): state for rank, state in content["states"].items()}
-    analysis = analyse(states, content["size"])
+    if content["size"] != len(states) or sorted(states) != list(range(len(states))):
+        raise ValueError("it does not have the state of each rank")
+    analysis = analyse(states, len(states))
     when = f"{datetime.fromtimestamp(content['time'], timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     lines = [*analysis.words, "", f"Job {content['job']}, {when}: {content['why']}", ""]
     for rank, state in sorted(states.items()):
         lines += _rank_lines(rank, state)
-    return "\n".join(lines) + "\n"
+    return _printable("\n".join(lines) + "\n")
+
+
+def _printable(text: str) -> str:
+    """Return `text` with escapes for characters that a terminal may take for commands, or that can't be encoded."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)

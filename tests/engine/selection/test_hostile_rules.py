@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hostile_json import VALUES, places, replaced
+from support.hostile_json import FUZZING, VALUES, places, replaced
 
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.rules import format_rules, parse_rules
 from mpicoll.errors import AlgorithmError
-
-MANY = pytest.param(100_000, marks=pytest.mark.long)
 
 WORDS = st.sampled_from(
     [
@@ -40,7 +38,7 @@ WORDS = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("examples", [300, MANY])
+@pytest.mark.parametrize("examples", [300, FUZZING])
 def test_any_rules_are_parsed_or_refused(examples: int) -> None:
     @settings(max_examples=examples, database=None)
     @given(st.one_of(st.text(max_size=40), st.lists(WORDS, max_size=12).map("".join)))
@@ -54,7 +52,7 @@ def test_any_rules_are_parsed_or_refused(examples: int) -> None:
     parse()
 
 
-@pytest.mark.parametrize("examples", [150, MANY])
+@pytest.mark.parametrize("examples", [150, FUZZING])
 def test_any_change_of_a_table_is_read_or_refused(tmp_path: Path, examples: int) -> None:
     costs = {"node": [1e-6, 1e-10], "network": None, "gamma": 1e-10}
     rules = {"float": parse_rules("allreduce:0-64k:native,64k-inf:ring;bcast:chain/8")}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hostile_json import VALUES, places, replaced
+from support.hostile_json import FUZZING, VALUES, places, replaced
 from support.traces import ALLREDUCE, BARRIER, message, part
 
 from mpicoll.cli.trace_summary import summarise
@@ -40,7 +40,7 @@ def read_or_fail(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("merged", [False, True], ids=["part", "file"])
-@pytest.mark.parametrize("examples", [150, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [150, FUZZING])
 def test_any_change_gives_a_trace_or_an_error(tmp_path: Path, merged: bool, examples: int) -> None:
     folder = make_trace(tmp_path / "job")
     path = trace_files.merge(folder) if merged else folder / "rank-1.jsonl"
@@ -68,7 +68,7 @@ def test_any_change_gives_a_trace_or_an_error(tmp_path: Path, merged: bool, exam
     change()
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(100_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("examples", [100, FUZZING])
 def test_any_bytes_give_an_error(tmp_path: Path, examples: int) -> None:
     path = make_trace(tmp_path / "job") / "rank-0.jsonl"
     whole = path.read_bytes()
