@@ -2,13 +2,89 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 
+from mpicoll.engine import startup
+from mpicoll.engine.diagnostics.flight_recorder import Record, Sink
+
 Starter = Callable[..., "CompletedProcess[str]"]
+
+
+class RecordedWatchdog:
+    """What `_finish_pending` uses of a watchdog with one queue, and `sinks`; the abort of the job is an exception."""
+
+    def __init__(self, *, drained: bool = True, failure: Record | None = None, unretrieved: str = "") -> None:
+        self.calls: list[str] = []
+        self.waits = self.abort = self
+        self.peers = SimpleNamespace(fault_tolerant=False, dead=set)
+        self._drained, self._failure, self._unretrieved = drained, failure, unretrieved
+
+    def __repr__(self) -> str:
+        return "<the queue>"
+
+    def queues(self) -> list[RecordedWatchdog]:
+        return [self]
+
+    def drain(self, timeout: float) -> bool:
+        if self._failure is not None:
+            self._sink(self._failure)
+        return self._drained
+
+    def add(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def remove(self, sink: Sink) -> None:
+        assert sink is self._sink
+
+    def unreported_failures(self) -> list[Any]:
+        return [SimpleNamespace(error=self._unretrieved)] if self._unretrieved else []
+
+    def announce(self, of: str) -> None:
+        self.calls.append(of)
+
+    def abort_all(self, status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    def leave(self) -> None:
+        self.calls.append("left")
+
+
+FAILED: Any = (None, None, "an error")
+
+
+@pytest.mark.parametrize(
+    ("watch", "announced"),
+    [
+        (RecordedWatchdog(drained=False), "exits while <the queue> holds operations"),
+        (RecordedWatchdog(failure=FAILED), "exits while <the queue> holds operations"),
+        (RecordedWatchdog(unretrieved="no memory"), "its error was not retrieved: no memory; the job is ended"),
+    ],
+    ids=["not complete", "failed meanwhile", "not retrieved"],
+)
+def test_operations_that_fail_at_exit_are_announced(
+    watch: RecordedWatchdog, announced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "sinks", watch)
+    with pytest.raises(SystemExit) as end:
+        startup._finish_pending(cast(Any, watch), os.getpid())
+    assert end.value.code == 1
+    (call,) = watch.calls
+    assert announced in call
+
+
+def test_nothing_is_announced_at_a_normal_exit() -> None:
+    watch = RecordedWatchdog()
+    startup._finish_pending(cast(Any, watch), os.getpid() + 1)
+    assert watch.calls == []
+    startup._finish_pending(cast(Any, watch), os.getpid())
+    assert watch.calls == ["left"]
 
 
 @pytest.mark.slow
