@@ -1,8 +1,8 @@
-"""Two hosts with two ranks each, joined by 10 Mbit/s: are results right, and how do the ranks end when the hosts lose
+"""Two hosts with two ranks each, joined by slow links: are results right, and how do the ranks end when the hosts lose
 sight of each other in the middle of a loop of operations? Needs root, for ci/hosts.py.
 
     python ci/partition.py                       everything
-    python ci/partition.py right native recv     some of it
+    python ci/partition.py training native recv  some of it
 
 Asked is that the ranks of both sides end within 16 s of the cut, that they say which ranks they can't reach any more,
 and that the launcher ends on both sides within 3 s more. `blink` is a cut of 6.5 s, over which the job has to go on.
@@ -20,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import apart
 
+_RIGHT = ("operations", "training")
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["right", "blink", *apart.LOOPS, []], help="all if left out")
+    parser.add_argument("what", nargs="*", choices=[*_RIGHT, "blink", *apart.LOOPS, []], help="all if left out")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in the jobs")
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that the ranks write")
     return parser.parse_args()
@@ -35,10 +37,10 @@ def main() -> None:
         raise SystemExit(f"this machine can't play hosts: {why}")
     variables = dict(one.split("=", 1) for one in arguments.env)
     failed = False
-    for what in arguments.what or ["right", "blink", *apart.LOOPS]:
-        if what in ("right", "blink"):
+    for what in arguments.what or [*_RIGHT, "blink", *apart.LOOPS]:
+        if what in (*_RIGHT, "blink"):
             begin = time.monotonic()
-            done = apart.right(**variables) if what == "right" else apart.blink(**variables)
+            done = apart.blink(**variables) if what == "blink" else apart.right(what, **variables)
             wrong = done.returncode != 0 or done.stdout.count("all right") != 4
             print(f"{what}: {'FAILED' if wrong else 'ok'}, {time.monotonic() - begin:.1f} s", flush=True)
             if wrong:

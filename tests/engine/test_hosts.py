@@ -1,4 +1,4 @@
-"""Two hosts with two ranks each, over 10 Mbit/s: right results, and a partition. More loops: ci/partition.py."""
+"""Two hosts with two ranks each, over slow links: right results, and a partition. More loops: ci/partition.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def hosts() -> None:
 
 
 @pytest.mark.slow
-def test_results_are_right() -> None:
-    done = apart.right()
+@pytest.mark.parametrize("what", ["operations", pytest.param("training", marks=pytest.mark.long)])
+def test_results_are_right(what: str) -> None:
+    done = apart.right(what)
     assert done.returncode == 0, done.stdout
     assert [done.stdout.count(f"rank {rank}: all right") for rank in range(4)] == [1] * 4, done.stdout
 

@@ -73,13 +73,13 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_command() -> None:
     """On MPI and by torch, and what it prints."""
-    ran = mpirun(2, ROOT / "ci" / "random_operations.py", "--operations", "80", "--torch", seconds=110)
+    ran = mpirun(2, ROOT / "ci" / "random_operations.py", "--operations", "40", "--torch", seconds=110)
     assert ran.returncode == 0, ran.stdout
-    assert ran.stdout.count("80 operations, 0 wrong") == 2, ran.stdout
+    assert ran.stdout.count("40 operations, 0 wrong") == 2, ran.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("2000",), ("500", "--torch")], ids=["native", "torch"])
+@pytest.mark.parametrize("arguments", [("1000",), ("250", "--torch")], ids=["native", "torch"])
 def test_soak(arguments: tuple[str, ...]) -> None:
     # in so few operations memory does not come to rest
     ran = mpirun(2, ROOT / "ci" / "soak.py", "--growth", "8", "--operations", *arguments, seconds=110)

@@ -50,9 +50,9 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
 
 
-def hosts(*arguments: str | Path) -> list[str]:
-    """Return the command for a program of 2 ranks on each of 2 hosts joined by 10 Mbit/s; see ci/hosts.py."""
-    return [sys.executable, str(_ROOT / "ci" / "hosts.py"), "--rate", "10mbit", *map(str, arguments)]
+def hosts(*arguments: str | Path, rate: str = "10mbit") -> list[str]:
+    """Return the command for a program on hosts joined by links of `rate`; see ci/hosts.py."""
+    return [sys.executable, str(_ROOT / "ci" / "hosts.py"), "--rate", rate, *map(str, arguments)]
 
 
 def possible() -> str:
@@ -73,9 +73,9 @@ def _environ(mark: str, variables: dict[str, str]) -> dict[str, str]:
     return environ | {_MARK: mark, "MPICOLL_TUNED": "off", "MPICOLL_REPORT": "off"} | variables
 
 
-def right(seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run dozens of operations and some steps of DDP. Each rank without an error prints "all right"."""
-    return _run(hosts(2, 2), __file__, "right", seconds=seconds, **variables)
+def right(what: str, seconds: float = 100, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run dozens of "operations", or a "training" by DDP. Each rank without an error prints "all right"."""
+    return _run(hosts(2, 2, rate="100mbit"), __file__, what, seconds=seconds, **variables)
 
 
 def start(**variables: str) -> subprocess.CompletedProcess[str]:
@@ -282,17 +282,19 @@ class _Oracle:
             )
 
 
-def _right() -> None:
+def _right(what: str) -> None:
     import mpicoll
 
     world = mpicoll.world()
     assert (world.size, world.num_nodes) == (_RANKS, 2)
-    oracle = _Oracle(world.rank)
-    _reductions(oracle)
-    _movements(oracle)
-    _at_once(oracle, world.split(world.rank % 2))
-    _messages(oracle)
-    _train(world.rank)
+    if what == "training":
+        _train(world.rank)
+    else:
+        oracle = _Oracle(world.rank)
+        _reductions(oracle)
+        _movements(oracle)
+        _at_once(oracle, world.split(world.rank % 2))
+        _messages(oracle)
     mpicoll.barrier()
     print(f"rank {world.rank}: all right", flush=True)
 
@@ -488,8 +490,8 @@ def _loop(loop: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "right":
-        _right()
+    if sys.argv[1] in ("operations", "training"):
+        _right(sys.argv[1])
     elif sys.argv[1] == "blink":
         _blink(Path(sys.argv[2]))
     elif sys.argv[1] == "freeze":

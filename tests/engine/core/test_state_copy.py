@@ -239,16 +239,16 @@ print("fine\\n", end="", flush=True)
     ("what", "victim"),
     [
         ("native", 0),
-        ("schedule", 1),
+        pytest.param("schedule", 1, marks=pytest.mark.long),
         ("shared", 3),
-        ("background", 0),
+        pytest.param("background", 0, marks=pytest.mark.long),
         ("plan", 2),
         ("recv", 0),
-        ("irecv", 3),
+        pytest.param("irecv", 3, marks=pytest.mark.long),
         ("probe", 1),
-        ("send", 2),
+        pytest.param("send", 2, marks=pytest.mark.long),
         ("group", 0),
-        ("split", 3),
+        pytest.param("split", 3, marks=pytest.mark.long),
     ],
 )
 def test_survivors_go_on(what: str, victim: int, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ PRELUDE = Path(__file__).with_name("prelude.hpp")
 _OPTIONS = (
     *("-O2", "-std=c++17", "-ffp-contract=off", "-fcx-limited-range", "-fPIC", "-w"),
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"),
+    *("-pipe", "-nostartfiles"),
 )
 
 
