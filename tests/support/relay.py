@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 import threading
@@ -20,6 +21,7 @@ class Relay:
     def __init__(self, port: int) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
+        self.inodes = [os.fstat(self._listener.fileno()).st_ino]
         self._target = port
         self._ends: list[socket.socket] = []
         self.passed = (bytearray(), bytearray())
@@ -83,7 +85,7 @@ def start_with_relay(job: Star) -> Relay:
     job.lines[0].connect(addresses)
     for line in job.lines[2:]:
         line.connect(addresses)
-    job.lines[1].connect([addresses[0] | {"port": relay.port}, *addresses[1:]])
+    job.lines[1].connect([addresses[0] | {"port": relay.port, "inodes": relay.inodes}, *addresses[1:]])
     for thread in job.threads:
         thread.start()
     return relay

@@ -50,6 +50,10 @@ class AddressBook:
         """Return the port at which `rank` listens."""
         return int(self._entries[rank]["port"])
 
+    def inodes(self, rank: int) -> list[int]:
+        """Return the inodes of the sockets at which `rank` listens."""
+        return list(self._entries[rank]["inodes"])
+
     def exit_of(self, rank: int, why: str, crash_output: str = "") -> PeerExit:
         """Return the event of the exit of `rank`."""
         entry = self._entries[rank] if self._entries else {}

@@ -194,6 +194,9 @@ class Endpoint:
                 self._finish_connecting(one)  # in time, but this process was late to handle it
             elif one.corrupt:
                 self._close_violated(one, ProtocolViolation("a frame with a wrong tag"))
+            elif one.role == "attempt" and not one.connecting:
+                if not self._dialer.wait_longer(one, now):
+                    self._handle_end(one)
             else:
                 one.error = errno.ETIMEDOUT
                 self._handle_end(one)
@@ -294,7 +297,7 @@ class Endpoint:
         self._handle_end(one)
 
     def _finish_connecting(self, one: Connection) -> None:
-        if not self._dialer.finish(one):
+        if not self._dialer.finish(one, self._now()):
             self._handle_end(one)
         elif one.role == "probe":
             self._drop(one)  # the port is open

@@ -64,6 +64,7 @@ class Links:
         """Make an attempt the connection to the hub."""
         self.unproven.discard(connection)
         connection.role = "hub"
+        connection.deadline = float("inf")
         self.hub = connection
 
     def add_client(self, connection: Connection) -> None:

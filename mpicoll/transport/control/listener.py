@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -49,6 +50,11 @@ class Listener:
     def port(self) -> int:
         """The port at which this rank listens."""
         return int(self._sockets[0].getsockname()[1])
+
+    @property
+    def inodes(self) -> list[int]:
+        """The inodes of the sockets, by which other processes of this host can recognise them."""
+        return [os.fstat(listening.fileno()).st_ino for listening in self._sockets]
 
     @property
     def next_time(self) -> float:

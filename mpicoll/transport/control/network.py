@@ -57,8 +57,8 @@ class ControlNetwork:
     arrived. Messages of one rank arrive in the order in which they were sent. Those in transit through a hub that
     dies may be lost; those that had not left this process are sent through the next hub.
 
-    A rank that has never connected to the hub is dead if it is on the same host and its port is no longer open;
-    otherwise its absence is only logged.
+    A rank that has never connected to the hub is dead if it is on the same host and its socket no longer listens, even
+    if another process has its port; otherwise its absence is only logged.
 
     A rank that leaves may end once its farewell is with a rank that can't end before it has forwarded it: a rank
     that stays and has forwarded all farewells, or one with a higher number that has connected to it. The order of
@@ -107,7 +107,11 @@ class ControlNetwork:
     @property
     def address(self) -> dict[str, Any]:
         """The address at which this rank listens, for JSON, to be passed to all other ranks' :meth:`connect`."""
-        return describe_address(self._endpoint.listener.port, self._listen_at) | {"outage": self._endpoint.outage}
+        listener = self._endpoint.listener
+        return describe_address(listener.port, self._listen_at) | {
+            "inodes": listener.inodes,
+            "outage": self._endpoint.outage,
+        }
 
     def connect(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Set every rank's :attr:`address`, by rank. The connections are made within :meth:`poll`."""

@@ -10,7 +10,7 @@ import resource
 import socket
 import struct
 import termios
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from mpicoll.transport.control import timing
@@ -55,6 +55,31 @@ def _listen_at(addresses: Sequence[str], backlog: int, retries: int = 20) -> lis
             raise
         return _listen_at(addresses, backlog, retries - 1)  # another process has the port at one of the addresses
     return listening
+
+
+def is_listening(port: int, inodes: Collection[int]) -> bool:
+    """Return False if none of the sockets with these inodes listens at `port` of this host.
+
+    Another process may have the port now. Returns True if the kernel does not say which sockets listen.
+    """
+    try:
+        found = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(Path("/proc/net", table), port)}
+    except OSError:
+        return True
+    return not found.isdisjoint(inodes)
+
+
+def _listening_inodes(table: Path, port: int) -> Iterator[int]:
+    if not table.exists():
+        return  # there is no IPv6
+    with table.open() as lines:
+        next(lines)
+        for line in lines:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state != "0A":
+                return  # the sockets that listen come first, and there may be very many others
+            if int(local.rpartition(":")[2], 16) == port:
+                yield int(inode)
 
 
 def tune(sock: socket.socket, outage: float) -> None:

@@ -1,0 +1,60 @@
+"""Another process that has the port of a rank that died before it was connected does not hide the death."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from support.star import Clock, Make, until
+
+from mpicoll.transport.control import timing
+from mpicoll.transport.control.sockets import is_listening
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_port_of_another_process_is_no_sign_of_life(star: Make, dead: int) -> None:
+    """Neither for the hub nor for a rank that connects to the hub. The other process accepts, and is silent."""
+    clock = Clock()
+    job = star(3, clock=clock)
+    addresses = [line.address for line in job.lines]
+    job.end(dead)
+    with socket.create_server(("127.0.0.1", addresses[dead]["port"])):
+        alive = [rank for rank in range(3) if rank != dead]
+        for rank in alive:
+            job.lines[rank].connect(addresses)
+
+        def has_ended() -> bool:
+            clock.now += 0.05
+            job.drive(*alive)
+            return all(job.gone(rank) == [(dead, "closed")] for rank in alive)
+
+        until(has_ended, lambda: job.heard)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_silent_is_alive(star: Make, stopped: int) -> None:
+    clock = Clock()
+    job = star(2, clock=clock)
+    addresses = [line.address for line in job.lines]
+    other = 1 - stopped
+    job.lines[other].connect(addresses)
+    for _ in range(100):
+        clock.now += timing.PROVE_WITHIN / 10
+        job.drive(other)
+    assert job.heard[other] == []
+    job.lines[stopped].connect(addresses)
+    job.lines[stopped].send({"here": stopped})
+    until(lambda: job.drive(0, 1) or job.messages(other) == [{"here": stopped}], lambda: job.heard)
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_which_socket_listens(family: socket.AddressFamily, address: str) -> None:
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("there is no IPv6")
+    with socket.create_server((address, 0), family=family) as sock:
+        port, inode = sock.getsockname()[1], os.fstat(sock.fileno()).st_ino
+        assert is_listening(port, [inode])
+        assert is_listening(port, [0, inode])
+        assert not is_listening(port, [inode + 1])
+    assert not is_listening(port, [inode])
