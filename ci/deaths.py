@@ -2,13 +2,15 @@
 
     python ci/deaths.py                              all cases, one after the other: some 500 jobs
     python ci/deaths.py --only "KILL|TERM" --only "native.*/3"     those whose names match all of these
+    python ci/deaths.py --only " native.*1/3" --times 5            how long a job lasts after each kind of death
     python ci/deaths.py --list
     python ci/deaths.py --ulfm --times 20            jobs with MPI's fault tolerance, in which the others continue
 
 A case is named by the kind of death, the moment, the victim and the number of ranks, such as `KILL in-shared 2/3`. Of
 each job is asked that it is over within 10 s of the death, with an exit status other than 0; that mpicoll's first line
 says which rank died of what; and that no process and no file of it is left. What Open MPI itself leaves is counted
-apart. The exit status is 1 if a case failed.
+apart. In the end, the time from the death to the end of mpirun, and to that of the last process, is listed by the kind
+of death. The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -31,7 +35,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="REGEX", help="may be given several times")
     parser.add_argument("--list", action="store_true", help="name the cases instead of running them")
     parser.add_argument("--ulfm", action="store_true", help="jobs with MPI's fault tolerance (ULFM)")
-    parser.add_argument("--times", type=int, default=1, metavar="N", help="with --ulfm: run each case N times")
+    parser.add_argument("--times", type=int, default=1, metavar="N", help="run each case N times")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="set in the jobs")
     return parser.parse_args()
 
@@ -61,6 +65,18 @@ def _run_ulfm(arguments: argparse.Namespace) -> NoReturn:
     raise SystemExit(bool(failed))
 
 
+def _print_times(outcomes: Sequence[dying.Outcome]) -> None:
+    """Print the seconds from the death to the end, by the kind of death."""
+    print("\n| death | jobs | mpirun ends: median | at most | last process: median | at most |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for kind in dying.KINDS:
+        of_kind = [outcome for outcome in outcomes if outcome.case.kind == kind]
+        if of_kind:
+            times = [[outcome.seconds for outcome in of_kind], [outcome.gone for outcome in of_kind]]
+            cells = " | ".join(f"{median(one):.2f} s | {max(one):.2f} s" for one in times)
+            print(f"| {kind} | {len(of_kind)} | {cells} |")
+
+
 def main() -> None:
     arguments = _arguments()
     if arguments.ulfm:
@@ -74,7 +90,7 @@ def main() -> None:
     variables = dict(one.split("=", 1) for one in arguments.env)
     outcomes = []
     print(f"{'case':30} {'outcome':7} {'status':>6} {'end':>6} {'gone':>6}  first line")
-    for case in cases:
+    for case in [case for case in cases for _ in range(arguments.times)]:
         outcome = dying.run(case, **variables)
         outcomes.append(outcome)
         verdict = "FAILED" if outcome.problems else "ok"
@@ -88,6 +104,7 @@ def main() -> None:
         if outcome.problems:
             for name, text in (("stdout", outcome.out), ("stderr", outcome.err)):
                 print("\n".join(f"    {name}| {line}" for line in text.splitlines()), flush=True)
+    _print_times(outcomes)
     failed = [outcome for outcome in outcomes if outcome.problems]
     longest = max(outcome.gone for outcome in outcomes)
     print(f"\n{len(outcomes)} cases, {len(failed)} failed; the last process gone after at most {longest:.2f} s")

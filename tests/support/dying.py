@@ -37,6 +37,7 @@ KINDS = {
     "_exit3": r"status 3\b",
     "_exit0": r"status 0\b",
     "TERM": "SIGTERM",
+    "INT": "SIGINT|KeyboardInterrupt|interrupted",
     "KILL": "SIGKILL",
     "SEGV": "SIGSEGV",
     "ABRT": "SIGABRT",
@@ -51,7 +52,7 @@ INSIDE = ("in native", "in schedule", "in shared", "in background", "in p2p")
 
 MOMENTS = OUTSIDE + INSIDE
 
-_SIGNALS = {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL, "ABRT": signal.SIGABRT}
+_SIGNALS = {"TERM": signal.SIGTERM, "INT": signal.SIGINT, "KILL": signal.SIGKILL, "ABRT": signal.SIGABRT}
 
 
 @dataclass(frozen=True)
