@@ -81,6 +81,7 @@ WAITS = {
     "bounded by the program, or by seconds": {
         "engine/diagnostics/process_exit.py::call_within",
         "engine/diagnostics/process_exit.py::end_by_signal",
+        "engine/diagnostics/deaths.py::DeathHandler.report_ended",
         "engine/diagnostics/watchdog.py::Watchdog.leave",
         "transport/mpi/session.py::_ExitAgreement.reach",
         "engine/executors/nccl.py::Nccl.abort",

@@ -74,8 +74,9 @@ def reject_child_processes() -> None:
 
 def start_mpi(registry: Registry) -> CommunicatorCore:
     """Start MPI, connect the watchdogs of all ranks, and return the communicator of all ranks. Collective."""
-    if "mpicoll.transport.mpi" not in sys.modules:
-        # Before that module is loaded, hence called after MPI was finalised.
+    # Before that module is loaded, hence called after MPI was finalised.
+    is_first = "mpicoll.transport.mpi" not in sys.modules
+    if is_first:
         atexit.register(_close_watchdog)
     try:
         mpi = _mpi_init_waits_for_all_ranks()
@@ -89,6 +90,7 @@ def start_mpi(registry: Registry) -> CommunicatorCore:
     watch = start_watchdog()
     transport = run_within_deadline(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
     if watch is not None:
+        watch.is_closed_at_exit = is_first
         watch.deaths.mark_dead, watch.waits.started = mpi.mark_dead, mpi.active_transfers.list_started
         run_within_deadline(
             watch,

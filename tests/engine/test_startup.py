@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable
 from subprocess import CompletedProcess
 from types import SimpleNamespace
@@ -150,3 +151,25 @@ if mpicoll.world().rank == 1:
     assert done.returncode not in (0, 124), done.stdout
     assert "mpicoll: rank 0 of 2 has been waiting in MPI_Finalize" in done.stdout
     assert "rank 1 has not exited; the job is ended" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_death_during_finalize_of_the_others_is_reported(job: Starter) -> None:
+    done = job(
+        3,
+        """
+import atexit, os, signal, time
+
+def die():
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+mpicoll.barrier()
+if mpicoll.world().rank == 2:
+    atexit.register(die)
+""",
+        seconds=40,
+    )
+    assert done.returncode == 128 + signal.SIGKILL, done.stdout
+    assert done.stdout.count("mpicoll: rank 2 of 3 was killed by SIGKILL") == 1, done.stdout

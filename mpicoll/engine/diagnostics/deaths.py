@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,6 +18,9 @@ from mpicoll.wording import rank_list
 
 GRACE = 1.0
 """Seconds that a rank has to raise Timeout after it has the report, and the coordinator to abort after a death."""
+
+_STATUS_TIMEOUT = 0.2
+"""Seconds in which the exit status of a process is available after the launcher's reaction to it."""
 
 
 class DeathHandler:
@@ -49,6 +54,29 @@ class DeathHandler:
         if process is not None:
             with suppress(OSError):  # it has just ended
                 process.kill()
+
+    def report_ended(self, ranks: Collection[int]) -> None:
+        """Report those of `ranks` on this host whose processes have ended, except by the launcher's SIGTERM.
+
+        Only the lowest of the other ranks on this host reports.
+        """
+        peers = self._peers
+        here = {rank: process for rank, process in self._processes.items() if rank in ranks}
+        if any(rank < peers.rank for rank in self._processes.keys() - here.keys()):
+            return
+        deadline = time.monotonic() + _STATUS_TIMEOUT
+        while here and time.monotonic() < deadline:
+            for rank, process in list(here.items()):
+                status = process.status(0.0)
+                if status is None:
+                    continue
+                del here[rank]
+                if status not in (0, -signal.SIGTERM):
+                    gone = PeerExit(rank, "closed", "", 0, "")
+                    log_to_stderr(
+                        f"rank {rank} of {peers.size} {describe_exit(gone, status)}; the job is ended", separate=True
+                    )
+            time.sleep(0.01)
 
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import TAKEOVER, JobAbort
@@ -70,6 +70,8 @@ class Watchdog:
         self._joined = threading.Event()
         self.is_finalizing: Callable[[], bool] = lambda: False
         """A function that returns True during MPI_Finalize."""
+        self.is_closed_at_exit = False
+        """True if :meth:`close` is called after MPI_Finalize."""
         self._period = period
         self._leaving = False
         self._left_at = 0.0
@@ -102,7 +104,8 @@ class Watchdog:
 
     def leave(self) -> None:
         """Announce to the other ranks that this rank makes no more calls."""
-        reset_signal_handling()
+        if self.peers.fault_tolerant or not self.is_closed_at_exit:
+            reset_signal_handling()  # else the SIGTERM of the launcher is handled that follows the death of a rank
         if has_received_sigterm():
             time.sleep(TAKEOVER)  # in which the watchdog's thread ends this process
             end_by_signal(signal.SIGTERM, f"{self.abort.rank_name} died of SIGTERM")
@@ -112,6 +115,9 @@ class Watchdog:
 
     def close(self) -> None:
         """Close the control network after all ranks have left and MPI is finalized."""
+        reset_signal_handling()
+        if has_received_sigterm():
+            end_by_signal(signal.SIGTERM)
         network, self.peers.network = self.peers.network, None
         self._joined.clear()
         if network is not None:
@@ -137,6 +143,8 @@ class Watchdog:
         """Wait for messages of other ranks, handle them, and check the waits of this rank."""
         events = self._wait(self._pause())
         if self._leaving:  # this rank still forwards messages, but handles none
+            if has_received_sigterm():
+                self._end_after_death()
             self._check_finalize(time.monotonic())
             return
         while self.peers.deferred:
@@ -157,7 +165,7 @@ class Watchdog:
         waiting, now = self.waits.entries(), time.monotonic()
         bounds = [entry.group.timeout / 4 for entry in waiting]
         bounds += self.unsatisfiable.seconds_to_next(waiting, now)
-        if self.abort.is_expected or self.deaths.suspicion or self._neighbour.is_late:
+        if self._leaving or self.abort.is_expected or self.deaths.suspicion or self._neighbour.is_late:
             bounds.append(0.05)  # after a suspicion the launcher's SIGTERM follows, and leaves little time
         return min(self._period, *bounds) if bounds else self._period
 
@@ -192,15 +200,29 @@ class Watchdog:
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 
+    def _missing(self) -> set[int]:
+        """Return the ranks that have neither left nor died, as far as a rank knows that has left itself."""
+        network = self.peers.network
+        known = () if network is None else network.exits
+        return set(range(self.peers.size)) - {self.peers.rank, *known}
+
+    def _end_after_death(self) -> NoReturn:
+        """End this process by SIGTERM, which the launcher sends after the death of a rank; report which one died.
+
+        The control network reports no deaths to ranks that have left.
+        """
+        self.deaths.report_ended(self._missing())
+        end_by_signal(signal.SIGTERM)
+
     def _check_finalize(self, now: float) -> None:
         """Abort the job if MPI_Finalize has been waiting for too long for ranks that have not left."""
-        peers, bound, network = self.peers, config().timeout + _TIMEOUT_MARGIN, self.peers.network
-        if network is None or peers.fault_tolerant or now - self._left_at <= bound or not self.is_finalizing():
+        peers, bound = self.peers, config().timeout + _TIMEOUT_MARGIN
+        if peers.network is None or peers.fault_tolerant or now - self._left_at <= bound or not self.is_finalizing():
             return
-        left = {peers.rank, *network.exits}
-        missing = set(range(peers.size)) - left
+        missing = self._missing()
         # The other ranks that have left do so only if the lowest one has failed to.
-        if missing and (peers.rank == min(left) or now - self._left_at > bound + TAKEOVER):
+        is_lowest = peers.rank == min(set(range(peers.size)) - missing)
+        if missing and (is_lowest or now - self._left_at > bound + TAKEOVER):
             log_to_stderr(
                 f"{self.abort.rank_name} has been waiting in MPI_Finalize for more than {config().timeout:g} s"
                 f" (MPICOLL_TIMEOUT); {ranks_and_verb(missing, 'has', 'have')} not exited; the job is"

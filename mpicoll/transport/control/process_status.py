@@ -104,14 +104,14 @@ class Process:
         finally:
             os.close(pidfd)
 
-    def status(self) -> int | None:
+    def status(self, timeout: float = _STATUS_DELAY) -> int | None:
         """Return its exit status, or the negative number of the signal that killed it, as
-        :func:`os.waitstatus_to_exitcode` does. None if it is alive or if the status can't be read. Takes at most a
-        tenth of a second."""
+        :func:`os.waitstatus_to_exitcode` does. None if it is alive after `timeout` seconds or if the status can't be
+        read."""
         if self._pidfd is None and self._stat is None:
             with suppress(OSError):
                 self._stat = self._open_stat()
-        found = wait_for(self._query, _STATUS_DELAY)
+        found = wait_for(self._query, timeout)
         return None if found is None else os.waitstatus_to_exitcode(found & ~0x80)  # without the bit for a core dump
 
     def _query(self) -> int | None:

@@ -195,3 +195,30 @@ def test_finalize_is_bounded(rank: int, monkeypatch: pytest.MonkeyPatch, capfd: 
         f"\nmpicoll: rank {rank} of 4 has been waiting in MPI_Finalize for more than 0.2 s (MPICOLL_TIMEOUT);"
         " ranks 2 and 3 have not exited; the job is ended\n"
     )
+
+
+class FakeProcess:
+    """A process with a fixed exit status."""
+
+    def __init__(self, status: int | None) -> None:
+        self._status = status
+
+    def status(self, timeout: float) -> int | None:
+        return self._status
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, True), (1, False)])
+def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
+    rank: int, said: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The lowest rank reports that rank 2 was killed. Rank 3 is killed by the launcher, and others are alive."""
+    watched = finalizing_watchdog(rank, monkeypatch)
+    statuses = {0: None, 1: None, 2: -signal.SIGKILL, 3: -signal.SIGTERM}
+    processes = {other: FakeProcess(status) for other, status in statuses.items() if other != rank}
+    monkeypatch.setattr(watched.watchdog.deaths, "_processes", processes)
+    monkeypatch.setattr(watchdog, "end_by_signal", watched._abort)
+    monkeypatch.setattr(watchdog, "has_received_sigterm", lambda: True)
+    assert watched.ended.wait(20)
+    assert watched.codes == [signal.SIGTERM]
+    line = "rank 2 of 4 was killed by SIGKILL (kill -9, or the kernel's out-of-memory killer); the job is ended"
+    assert capfd.readouterr().err == (f"\nmpicoll: {line}\n" if said else "")
