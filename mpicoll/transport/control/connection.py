@@ -237,10 +237,14 @@ class Connection:
         self.crash_output += data[: max(0, 2 * CRASH_OUTPUT_LIMIT - len(self.crash_output))]
 
     def crash_text(self) -> str:
-        """Return the crash output, without the remains of the message that it has cut."""
+        """Return the crash output, without the remains of the message that it has cut.
+
+        Control characters are replaced: it has no tag, so other processes may have written it, and it is printed.
+        """
         start = self.crash_output.find(_FATAL)
         found = self.crash_output[start : start + CRASH_OUTPUT_LIMIT] if start >= 0 else b""
-        return found.decode("utf-8", "backslashreplace")
+        text = found.decode("utf-8", "backslashreplace")
+        return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 
 def _frame_start(buffer: bytearray) -> int:

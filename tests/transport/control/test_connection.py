@@ -27,7 +27,7 @@ from mpicoll.transport.control.connection import (
 
 KEYS = b"of one direction", b"of the other one"
 WORDS = b'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File "a.py", line 1\n'
-EXAMPLES = [100, pytest.param(50_000, marks=pytest.mark.long)]
+EXAMPLES = [50, pytest.param(50_000, marks=pytest.mark.long)]
 
 
 def pair(role: str = "client", keys: tuple[bytes, bytes] = KEYS) -> tuple[Connection, Connection]:
@@ -225,6 +225,11 @@ def test_crash_output_goes_on_behind_the_message_that_it_has_cut() -> None:
         assert got == []
         assert reader.crash_text().startswith(WORDS.decode() * 10)
         assert reader.crash_text().endswith(WORDS.decode())
+
+
+def test_crash_output_does_not_control_a_terminal() -> None:
+    _, reader = outcome(WORDS + b"\x1b[2J\x9b2J \xc2\x9b2J\r\0\ttext \xc3\xa4\n")
+    assert reader.crash_text() == WORDS.decode() + "\\x1b[2J\\x9b2J \\x9b2J\\x0d\\x00\ttext ä\n"
 
 
 def test_crash_output_in_pieces_and_a_message_after_them() -> None:

@@ -44,7 +44,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("source", [1, 0])
+@pytest.mark.parametrize("source", [1, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_relay_changes_is_not_received(relayed: tuple[Star, Relay], source: int, change: str) -> None:
     """The connection is closed instead, so that the ranks do not wait for what never arrives."""
