@@ -19,6 +19,9 @@ from mpicoll.wording import rank_list
 GRACE = 1.0
 """Seconds that a rank has to raise Timeout after it has the report, and the coordinator to abort after a death."""
 
+_MPI_LEARNS_WITHIN = 8.0
+"""Seconds within which Open MPI's launcher reports a death to MPI on the other ranks, if it does."""
+
 _STATUS_TIMEOUT = 0.2
 """Seconds in which the exit status of a process is available after the launcher's reaction to it."""
 
@@ -27,13 +30,16 @@ class DeathHandler:
     """Handler of ranks that end unannounced: they end the job, unless ranks may die (ULFM).
 
     ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason; ``mark_dead`` with
-    a rank that has died in a job in which ranks may die. ``suspicion`` is the reason why the launcher may be about to
+    a rank that has died in a job in which ranks may die. ``unknown_to_mpi`` returns the ranks of whose death MPI does
+    not know. ``suspicion`` is the reason why the launcher may be about to
     end the job.
     """
 
     def __init__(self, peers: Peers, reporter: Reporter, abort: JobAbort) -> None:
         self.report: Callable[[int, str], None] = lambda rank, why: None
         self.mark_dead: Callable[[int], None] = lambda rank: None
+        self.unknown_to_mpi: Callable[[], set[int]] = set
+        self._died_at: dict[int, float] = {}  # in a job in which ranks may die
         self.suspicion = ""
         self._peers = peers
         self._reporter = reporter
@@ -47,6 +53,11 @@ class DeathHandler:
             if rank != self._peers.rank and one["place"] == addresses[self._peers.rank]["place"]:
                 with suppress(OSError):  # of another PID namespace, or just ended
                     self._processes[rank] = Process(one, descriptor=len(self._processes) < most)
+
+    def never_reported(self, now: float) -> set[int]:
+        """Return the ranks that have died in a job in which ranks may die, of which MPI has not learned in time."""
+        late = {rank for rank, since in self._died_at.items() if now - since > _MPI_LEARNS_WITHIN}
+        return late & self.unknown_to_mpi() if late else set()
 
     def kill(self, rank: int) -> None:
         """End the process of a rank of this host."""
@@ -84,6 +95,7 @@ class DeathHandler:
         if gone.why == "left":
             return
         if peers.fault_tolerant:
+            self._died_at[gone.rank] = time.monotonic()
             self.mark_dead(gone.rank)
             return
         if gone.rank in peers.announced or gone.rank in peers.left:

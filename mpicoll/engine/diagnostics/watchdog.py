@@ -154,6 +154,7 @@ class Watchdog:
         now = time.monotonic()
         waiting = self.waits.entries()
         self._check_deadlines(waiting, now)
+        self._check_recovery(waiting, now)
         self.unsatisfiable.update(waiting, now)
         self._signals.check(waiting, now)
         self._neighbour.check(now)
@@ -230,6 +231,16 @@ class Watchdog:
                 separate=True,
             )
             self.abort.abort_all(1)
+
+    def _check_recovery(self, waiting: list[Entry], now: float) -> None:
+        """Abort the job if MPI's recovery waits for a rank of whose death MPI does not learn."""
+        entry = next((one for one in waiting if one.call.name in ("shrink", "agree")), None)
+        if entry is not None and (dead := self.deaths.never_reported(now)):
+            self.abort.request(
+                f"{describe_wait(entry, self.peers.own_state())} can't complete: {ranks_and_verb(dead, 'has', 'have')}"
+                " died, but Open MPI's launcher has not reported it, as for a process that C code ends with an exit"
+                " status other than 0"
+            )
 
     def _check_deadlines(self, waiting: list[Entry], now: float) -> None:
         """Abort the job if an operation has been waiting for longer than its bound."""

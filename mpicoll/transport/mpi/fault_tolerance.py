@@ -88,13 +88,26 @@ def _poll_dead() -> set[int]:
 
 def _query_dead() -> set[int]:
     """Return the ranks of the job that are known to be dead, those included that MPI knows of now."""
+    for rank in _failed_ranks() - _dead:
+        mark_dead(rank)
+    return set(_dead)
+
+
+def _failed_ranks() -> set[int]:
+    """Return the ranks of the job of whose failure MPI knows."""
     failed, whole = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), whole)
     failed.Free()
     whole.Free()
-    for rank in set(ranks) - _dead:
-        mark_dead(rank)
-    return set(_dead)
+    return set(ranks)
+
+
+def unknown_failures() -> set[int]:
+    """Return the ranks that were marked as dead, but of whose failure MPI does not know: its recovery waits for them.
+
+    Open MPI's launcher reports no exits with a status other than 0.
+    """
+    return _dead - _failed_ranks() if _dead and not MPI.Is_finalized() else set()
 
 
 class FailureState:

@@ -24,3 +24,14 @@ CHOSEN = [
 def test_the_survivors_continue(case: Case) -> None:
     done = survivors.run(case)
     assert not survivors.find_problem(case, done), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_an_exit_of_c_code_ends_the_job() -> None:
+    """The launcher does not report it to MPI, whose recovery would wait for that rank until MPICOLL_TIMEOUT."""
+    done = survivors.run(Case("C_exit3", "step", 1))
+    assert done.returncode not in (0, 124), done.stdout
+    assert "shrink() on world" in done.stdout
+    assert "can't complete: rank 1 has died, but Open MPI's launcher has not reported it" in done.stdout

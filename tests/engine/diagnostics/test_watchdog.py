@@ -14,7 +14,7 @@ import pytest
 from support.watchdogs import FakeQueue, WatchedRank, entry
 
 from mpicoll.config import Config
-from mpicoll.engine.diagnostics import watchdog
+from mpicoll.engine.diagnostics import deaths, watchdog
 from mpicoll.transport.control.events import PeerExit
 
 Starter = Callable[..., "CompletedProcess[str]"]
@@ -138,7 +138,7 @@ def test_many_short_operations_are_no_long_one(job: Starter) -> None:
         2,
         """
 import time
-from mpicoll.engine.diagnostics import watchdog
+from mpicoll.engine.diagnostics import deaths, watchdog
 watchdog._TIMEOUT_MARGIN = 0.5  # the loop takes longer than this and the bound
 x, begin = np.ones(2), time.monotonic()
 go_on = True
@@ -222,3 +222,29 @@ def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
     assert watched.codes == [signal.SIGTERM]
     line = "rank 2 of 4 was killed by SIGKILL (kill -9, or the kernel's out-of-memory killer); the job is ended"
     assert capfd.readouterr().err == (f"\nmpicoll: {line}\n" if said else "")
+
+
+@pytest.mark.parametrize(
+    ("operation", "unknown", "ends"), [("shrink", {2}, True), ("shrink", set(), False), ("allreduce", {2}, False)]
+)
+def test_recovery_that_waits_for_a_rank_of_whose_death_mpi_does_not_know(
+    operation: str,
+    unknown: set[int],
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(deaths, "_MPI_LEARNS_WITHIN", 0.2)
+    watched = WatchedRank()
+    one = watched.watchdog
+    one.peers.fault_tolerant = True
+    one.deaths.unknown_to_mpi = lambda: unknown
+    queue = FakeQueue(entry(operation, 60.0))
+    one.waits.add(queue)
+    assert not watched.ended.wait(0.2)
+    one.deaths.handle(PeerExit(2, "closed", "", 0, ""))
+    assert watched.ended.wait(20 if ends else 0.5) == ends
+    if ends:
+        assert "mpicoll: shrink(8 bytes) number 1 on world, rank 1 of 2 can't complete: rank 2 has died, but" in (
+            capfd.readouterr().err
+        )
