@@ -37,6 +37,7 @@ WAITS = {
         "engine/diagnostics/mailbox.py::Mailbox.take",
         "torch/process_group.py::ProcessGroupMpicoll.monitored_barrier",
         "transport/waiting.py::Backoff.yield_core",
+        "transport/waiting.py::Backoff.sleep",
         "transport/waiting.py::poll",
         "transport/mpi/pending.py::MpiPending.wait",
         "transport/mpi/fault_tolerance.py::FailureState.wait_all",
