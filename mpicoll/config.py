@@ -44,9 +44,9 @@ class Config:
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
     ``MPICOLL_INTERFACE`` (all)
-        the network interfaces at which the control network of a job on several hosts listens: names of interfaces,
-        addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one of them must
-        be there. A job on one host listens at 127.0.0.1 only
+        the network interfaces at which the control network and torch's store of a job on several hosts listen: names
+        of interfaces, addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one
+        of them must be there. A job on one host listens at 127.0.0.1 only
     ``MPICOLL_OUTAGE`` (7)
         seconds for which hosts may be unreachable without the job being ended; the value of rank 0 applies to
         all ranks. A host that stays unreachable is reported as lost 5 s later; on Linux before 6.15, after 2 *

@@ -31,7 +31,7 @@ _SETTINGS = {
 
 _OWN_SETTINGS = {
     CONTROL: "MPICOLL_INTERFACE selects the interface",
-    STORE: "MASTER_ADDR selects the address",
+    STORE: "MPICOLL_INTERFACE selects the interface, MASTER_ADDR the address",
 }
 
 

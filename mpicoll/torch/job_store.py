@@ -20,8 +20,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from mpicoll.collectives.objects import allgather_object, bcast_object
+from mpicoll.config import config
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import SetupError
+from mpicoll.transport.control.interfaces import select_addresses
 
 STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -139,9 +141,10 @@ def _create_tcp_store(comm: Communicator) -> JobStore:
     """Return a store that rank 0 serves at a free port of one interface, which all ranks reach. Collective.
 
     On one node it is the loopback interface. If no interface is reached by all ranks, the store is served at all of
-    them.
+    them, or SetupError is raised on all ranks if rank 0 has MPICOLL_INTERFACE.
     """
-    candidates = bcast_object(_find_addresses() if comm.rank == 0 else None, comm=comm)
+    mine = (_find_addresses(), config().interface) if comm.rank == 0 else None
+    candidates, selection = bcast_object(mine, comm=comm)
     for address in [_LOOPBACK] if comm.num_nodes == 1 else candidates:
         listening = _listen(address) if comm.rank == 0 else None
         port = bcast_object(None if listening is None else listening.getsockname()[1], comm=comm)
@@ -157,6 +160,12 @@ def _create_tcp_store(comm: Communicator) -> JobStore:
             return JobStore(comm, store, address, port)
         else:
             listening.close()
+    if selection and comm.num_nodes > 1:
+        raise SetupError(
+            f"init_process_group: MPICOLL_INTERFACE={','.join(selection)} selects {', '.join(candidates)} on the host"
+            " of rank 0, and not all ranks can connect to one of these addresses; select another interface, or open"
+            " the firewall"
+        )
     return _create_open_store(comm, candidates)
 
 
@@ -212,6 +221,9 @@ def _connect(address: str, port: int, *, is_master: bool = False, listening: int
 def _find_addresses() -> list[str]:
     """Return the addresses of this host, those that other hosts are most likely to reach first."""
     found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
+    with suppress(ValueError):  # nodes of one host, which need no other interface
+        if config().interface:
+            return [*found, *select_addresses(config().interface)]
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Sends nothing: connecting a UDP socket only selects the local address of the route to another network.
         probe.connect(("192.0.2.1", 9))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import mpicoll
 from mpicoll.cli import listening
+from mpicoll.config import Config
 from mpicoll.torch import job_store, rendezvous_handler
 
 BOUND = timedelta(seconds=120)
@@ -277,6 +278,28 @@ def test_between_nodes_the_store_listens_where_all_ranks_reach_it(monkeypatch: p
     new = [f"127.0.0.2:{made.port}"] if world.rank == 0 else []
     assert [one for one in listening.list_sockets() if one not in before] == new
     mpicoll.barrier()
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("_apart")
+def test_the_store_listens_at_the_selected_interface_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not all ranks reach it, that is an error on all of them."""
+    world = mpicoll.world()
+    if world.size == 1:
+        pytest.skip("needs two ranks")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if world.rank == 0:
+        monkeypatch.setattr(job_store, "config", lambda: Config(interface=("ib0",)))
+        monkeypatch.setattr(job_store, "select_addresses", lambda _: ["127.0.0.2"])
+    made = job_store._create_tcp_store(world)
+    assert made.address == "127.0.0.2"
+    use(made)
+    before = listening.list_sockets()
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(job_store, "_can_connect", lambda *_: False)
+    with pytest.raises(mpicoll.SetupError, match=r"MPICOLL_INTERFACE=ib0 selects 127\.0\.0\.2 on the host of"):
+        job_store._create_tcp_store(world)
+    assert listening.list_sockets() == before
 
 
 @pytest.mark.mpi
