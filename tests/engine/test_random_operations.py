@@ -73,7 +73,7 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_command() -> None:
     """On MPI and by torch, and what it prints."""
-    ran = mpirun(2, ROOT / "ci" / "random_operations.py", "--operations", "40", "--torch", seconds=110)
+    ran = mpirun(2, ROOT / "ci" / "random_operations.py", "--operations", "40", "--torch", seconds=110, warm=True)
     assert ran.returncode == 0, ran.stdout
     assert ran.stdout.count("40 operations, 0 wrong") == 2, ran.stdout
 
@@ -82,7 +82,7 @@ def test_the_command() -> None:
 @pytest.mark.parametrize("arguments", [("1000",), ("250", "--torch")], ids=["native", "torch"])
 def test_soak(arguments: tuple[str, ...]) -> None:
     # in so few operations memory does not come to rest
-    ran = mpirun(2, ROOT / "ci" / "soak.py", "--growth", "8", "--operations", *arguments, seconds=110)
+    ran = mpirun(2, ROOT / "ci" / "soak.py", "--growth", "8", "--operations", *arguments, seconds=110, warm=True)
     assert ran.returncode == 0, ran.stdout
     assert "after the warm-up" in ran.stdout
 

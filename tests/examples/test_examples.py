@@ -18,7 +18,7 @@ HELLO = ROOT / "examples" / "hello.py"
 
 
 def digits(size: int, *arguments: str | Path) -> str:
-    done = mpirun(size, DIGITS, *arguments)
+    done = mpirun(size, DIGITS, *arguments, warm=True)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
