@@ -155,9 +155,10 @@ class Watchdog:
         waiting = self.waits.entries()
         self._check_deadlines(waiting, now)
         self._check_recovery(waiting, now)
-        self.unsatisfiable.update(waiting, now)
         self._signals.check(waiting, now)
         self._neighbour.check(now)
+        if not self._neighbour.is_late:  # it would not reply to the queries of an examination
+            self.unsatisfiable.update(waiting, now)
         self.reporter.serve_requests()
         self.abort.abort_if_overdue(now)
 
