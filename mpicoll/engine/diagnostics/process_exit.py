@@ -300,10 +300,12 @@ def _observe_exit_code() -> None:
 
     Python does not expose it, and SystemExit reaches no hook. But the interpreter reads the attribute ``code`` of that
     exception when no Python code is left to run. The attribute of a built-in class can be replaced in the dictionary of
-    the class only.
+    the class only. In a Python that does not show it to the garbage collector nothing is recorded: the other ranks then
+    end the job because this one has exited.
     """
-    gc.get_referents(SystemExit.__dict__)[0]["code"] = property(_read_code, _CODE.__set__, _CODE.__delete__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    for attributes in gc.get_referents(SystemExit.__dict__):
+        attributes["code"] = property(_read_code, _CODE.__set__, _CODE.__delete__)
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
 
 def _read_code(error: SystemExit) -> object:
