@@ -22,6 +22,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sink
 from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure, make_exits_deaths
 from mpicoll.engine.diagnostics.signals import (
     block_sigterm,
+    describe_sigterm_pipe,
     listen_for_signals,
     reset_signal_handling,
     restore_signal_mask,
@@ -167,7 +168,8 @@ def _connect(
     else:
         listen_at = [LOOPBACK, *selected] if selected else []
     line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, listen_at=listen_at)
-    addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(line.address))]
+    address = line.address | {"sigterm_pipe": describe_sigterm_pipe()}
+    addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(address))]
     line.connect(addresses)
     folder = None if config().report == "off" else Path(config().report)
     watch.join(line, addresses, job, folder, fault_tolerant=fault_tolerant)

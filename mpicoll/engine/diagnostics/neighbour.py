@@ -18,8 +18,7 @@ from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.deaths import DeathHandler
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import log_to_stderr
-from mpicoll.engine.diagnostics.signals import is_readable, sigterm_pipe
-from mpicoll.transport.control.events import Message
+from mpicoll.engine.diagnostics.signals import is_readable
 
 HANDLE_WITHIN = 1.5
 """Seconds in which a rank handles SIGTERM unless its interpreter lock is held."""
@@ -28,38 +27,44 @@ _MAX_STACK = 16 << 10
 
 
 class Neighbour:
-    """The next rank on this host, in the order of ranks and cyclically. Used by the watchdog's thread."""
+    """The next living rank on this host, in the order of ranks and cyclically. Used by the watchdog's thread."""
 
     def __init__(self, peers: Peers, deaths: DeathHandler, abort: JobAbort) -> None:
         self._peers = peers
         self._deaths = deaths
         self._abort = abort
-        self._rank, self._pid = -1, 0
+        self._others: list[tuple[int, dict[str, Any]]] = []  # on this host, the next one first
+        self._rank = -1
         self._pipe: int | None = None
         self._readable_since = float("inf")
 
-    def find(self, addresses: Sequence[dict[str, Any]]) -> None:
-        """Find the neighbour, and let this rank be observed by that of which it is the neighbour."""
-        rank = self._peers.rank
-        here = [other for other, one in enumerate(addresses) if one["place"] == addresses[rank]["place"]]
-        at = here.index(rank)
-        self._rank = here[(at + 1) % len(here)]
-        self._pid = addresses[self._rank]["pid"]
-        pipe = sigterm_pipe()
-        if len(here) > 1 and pipe is not None:
-            self._peers.send("sigterm pipe", here[at - 1], descriptor=pipe, inode=os.fstat(pipe).st_ino)
+    def observe(self, addresses: Sequence[dict[str, Any]]) -> None:
+        """Observe the neighbour from now on. `addresses` are the addresses of all ranks."""
+        rank, place = self._peers.rank, addresses[self._peers.rank]["place"]
+        cyclic = [(rank + distance) % len(addresses) for distance in range(1, len(addresses))]
+        self._others = [(other, addresses[other]) for other in cyclic if addresses[other]["place"] == place]
 
-    def observe(self, message: Message) -> None:
-        """Open the pipe that a rank has named."""
-        descriptor, inode = message.body["descriptor"], message.body["inode"]
-        if message.source != self._rank or self._pipe is not None:
+    def _find(self) -> None:
+        """Open the pipe of the next rank if the neighbour is gone."""
+        network = self._peers.network
+        exits = {} if network is None else network.exits
+        if self._rank >= 0 and self._rank not in exits:
             return
-        with suppress(OSError):  # not permitted, or just gone
-            pipe = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            if os.fstat(pipe).st_ino == inode:  # else a process of another namespace has this id
-                self._pipe = pipe
-            else:
-                os.close(pipe)
+        self._close()
+        self._rank, address = next(((rank, one) for rank, one in self._others if rank not in exits), (-1, {}))
+        if pipe := address.get("sigterm_pipe"):
+            descriptor, inode = pipe
+            with suppress(OSError):  # not permitted, or just gone
+                self._pipe = os.open(
+                    f"/proc/{address['pid']}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                )
+                if os.fstat(self._pipe).st_ino != inode:  # a process of another namespace has this id
+                    self._close()
+
+    def _close(self) -> None:
+        if self._pipe is not None:
+            os.close(self._pipe)
+        self._pipe, self._readable_since = None, float("inf")
 
     @property
     def is_late(self) -> bool:
@@ -68,14 +73,14 @@ class Neighbour:
 
     def check(self, now: float) -> None:
         """End the neighbour, or the job, if the neighbour has received SIGTERM and does not handle it."""
+        self._find()
         if self._pipe is None or not is_readable(self._pipe):
             return
         self._readable_since = min(now, self._readable_since)
         if now - self._readable_since < HANDLE_WITHIN:
             return
         stack = os.read(self._pipe, _MAX_STACK).decode("ascii", "replace").rstrip()
-        os.close(self._pipe)
-        self._pipe, self._readable_since = None, float("inf")
+        self._close()
         rank, peers = self._rank, self._peers
         if rank not in peers.reachable():
             return

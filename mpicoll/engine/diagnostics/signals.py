@@ -89,9 +89,9 @@ def _handle_sigterm() -> None:
     faulthandler.register(signal.SIGTERM, file=_sigterm_pipe[1], all_threads=False, chain=True)
 
 
-def sigterm_pipe() -> int | None:
-    """Return the descriptor from which the stack at a SIGTERM can be read, None if SIGTERM is not handled here."""
-    return _sigterm_pipe[0] if _sigterm_pipe else None
+def describe_sigterm_pipe() -> list[int] | None:
+    """Return the descriptor from which the stack at a SIGTERM can be read, and its inode; None if there is none."""
+    return [_sigterm_pipe[0], os.fstat(_sigterm_pipe[0]).st_ino] if _sigterm_pipe else None
 
 
 def has_received_sigterm() -> bool:

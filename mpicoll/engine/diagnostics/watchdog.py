@@ -99,7 +99,7 @@ class Watchdog:
         if network.crash_fd is not None and not faulthandler.is_enabled():
             faulthandler.enable(file=network.crash_fd)
         peers.network = network
-        self._neighbour.find(addresses)
+        self._neighbour.observe(addresses)
         self._joined.set()
 
     def leave(self) -> None:
@@ -146,6 +146,7 @@ class Watchdog:
             if has_received_sigterm():
                 self._end_after_death()
             self._check_finalize(time.monotonic())
+            self._neighbour.check(time.monotonic())
             return
         while self.peers.deferred:
             self._handle(self.peers.deferred.popleft())
@@ -197,8 +198,6 @@ class Watchdog:
                 self.unsatisfiable.request_examination()
             case "mail":
                 self.mailbox.put(source, body["subject"], body["number"], body["text"])
-            case "sigterm pipe":
-                self._neighbour.observe(event)
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 

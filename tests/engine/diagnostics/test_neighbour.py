@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,17 +23,14 @@ from mpicoll.engine.diagnostics.deaths import DeathHandler
 from mpicoll.engine.diagnostics.local_waits import LocalWaits
 from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
-from mpicoll.transport.control.events import Message
 from mpicoll.transport.control.process_status import describe_process
 
 BUSY = """
-import json, os
+import json
 from mpicoll.engine.diagnostics import signals
 from mpicoll.transport.control.process_status import describe_process
 signals.listen_for_signals()
-pipe = signals.sigterm_pipe()
-print(json.dumps(describe_process()))
-print(pipe, os.fstat(pipe).st_ino, flush=True)
+print(json.dumps(describe_process() | {"sigterm_pipe": signals.describe_sigterm_pipe()}), flush=True)
 sum(range(10**11))
 """
 
@@ -41,27 +39,29 @@ sum(range(10**11))
 def test_a_rank_that_holds_the_interpreter_lock_is_ended(
     fault_tolerant: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Rank 1 is observed first; after it has died, rank 2."""
     monkeypatch.setattr(neighbour, "HANDLE_WITHIN", 0.1)
     monkeypatch.setattr(abort, "run_exit_hooks", lambda: None)  # of a process that has the objects of many tests
     codes: list[int] = []
+    network = SimpleNamespace(exits={}, send=lambda body: None, flush=lambda timeout: True)
     peers = Peers(LocalWaits())
-    peers.rank, peers.size, peers.fault_tolerant = 0, 2, fault_tolerant
+    peers.rank, peers.size, peers.fault_tolerant, peers.network = 0, 3, fault_tolerant, cast(Any, network)
     job_abort = JobAbort(peers, cast(Any, None), codes.append)
     deaths = DeathHandler(peers, cast(Any, None), job_abort)
     one = Neighbour(peers, deaths, job_abort)
     with subprocess.Popen([sys.executable, "-c", BUSY], cwd=ROOT, stdout=subprocess.PIPE, text=True) as busy:
         assert busy.stdout is not None
         try:
-            described = describe_process(), json.loads(busy.stdout.readline())
-            addresses = [{"place": "here"} | one for one in described]
-            job_abort.places = ["here", "here"]
+            own, other = describe_process(), json.loads(busy.stdout.readline())
+            descriptor, inode = other["sigterm_pipe"]
+            wrong = other | {"sigterm_pipe": [descriptor, inode + 1]}
+            addresses = [{"place": "here"} | process for process in (own, wrong, other)]
+            job_abort.places = ["here"] * 3
             deaths.observe_processes(addresses)
-            one.find(addresses)
-            descriptor, inode = map(int, busy.stdout.readline().split())
-            for number in (inode + 1, inode):  # the first is not that pipe
-                one.observe(Message(1, {"descriptor": descriptor, "inode": number}))
+            one.observe(addresses)
             one.check(time.monotonic())
-            assert not one.is_late
+            assert one._pipe is None
+            network.exits[1] = None
             busy.send_signal(signal.SIGTERM)
 
             def has_acted() -> bool:
@@ -72,8 +72,8 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
         finally:
             busy.kill()
     said = capsys.readouterr().err
-    assert "mpicoll: rank 1 of 2 died of SIGTERM, in code that holds the interpreter lock" in said
-    assert re.search(r'File "<string>", line [89] in <module>', said)
+    assert "mpicoll: rank 2 of 3 died of SIGTERM, in code that holds the interpreter lock" in said
+    assert re.search(r'File "<string>", line \d in <module>', said)
     assert codes == ([] if fault_tolerant else [128 + signal.SIGTERM])
     assert busy.returncode == -signal.SIGKILL
 
