@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
 from inspect import signature
 
 import pytest
@@ -17,6 +19,18 @@ in_given_order = pytest.mark.skipif(not ORDERED, reason="torch makes groups in o
 barrier_has_timeout = pytest.mark.skipif(
     "timeout" not in signature(dist.barrier).parameters, reason="torch's barrier has a timeout from 2.13 on"
 )
+
+
+@cache
+def gloo_has_alltoall() -> bool:
+    """Return True if gloo has the exchange of lists, which it has from a later version of torch on."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=30))
+    try:
+        group.alltoall([torch.empty(1)], [torch.ones(1)]).wait()
+    except RuntimeError:
+        return False
+    return True
+
 
 # The newest names are what the tests call these by.
 for _new, _old in (("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor")):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.process_group import gloo_has_alltoall
 
 import mpicoll
 from mpicoll.torch.process_group import ProcessGroupMpicoll
@@ -141,6 +142,9 @@ LISTS: dict[str, Callable[[Any, int, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", LISTS)
 def test_lists(name: str) -> None:
+    if name.startswith("all_to_all ") and not gloo_has_alltoall():
+        pytest.skip("this version of gloo has no alltoall to compare with")
+
     def body(group: Any, rank: int) -> torch.Tensor:
         x = memory(rank)
         # gloo gets copies of the inputs, as it does not look for overlap here.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from support.process_group import gloo_has_alltoall
 from torch.distributed import distributed_c10d as c10d
 
 import mpicoll
@@ -27,6 +28,8 @@ OP = dist.ReduceOp.MAX
 
 METHODS = (*_FORMS, "_allgather_base", "_reduce_scatter_base", "alltoall_base")
 METHODS += ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "send", "recv")
+# Older versions of torch lack the newest names.
+METHODS = tuple(method for method in METHODS if hasattr(dist.ProcessGroup, method))
 
 
 class Parameter(NamedTuple):
@@ -169,6 +172,8 @@ def outcome(group: Any, method: str, by_position: list[Parameter], by_name: list
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_signature_of_torch(method: str) -> None:
+    if method == "alltoall" and not gloo_has_alltoall():
+        pytest.skip("this version of gloo has no alltoall to compare with")
     store = dist.HashStore()
 
     def body() -> list[list[Any]]:
