@@ -124,7 +124,7 @@ def main(kind: str, moment: str, victim: int) -> None:
 def _wait_for_death(pid: int) -> None:
     """Wait until a process is gone or a zombie, at most 20 s."""
     deadline = time.monotonic() + 20
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):
         while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z" and time.monotonic() < deadline:
             time.sleep(0.01)
 

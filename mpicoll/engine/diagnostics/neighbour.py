@@ -84,7 +84,8 @@ class Neighbour:
         rank, peers = self._rank, self._peers
         if rank not in peers.reachable():
             return
-        died = f"rank {rank} of {peers.size} died of SIGTERM, in code that holds the interpreter lock"
+        died = f"rank {rank} of {peers.size} died of SIGTERM, while a thread held its interpreter lock"
+        stack = f"The stack of its main thread:\n{stack.partition(chr(10))[2]}"  # without the title
         if peers.fault_tolerant:
             log_to_stderr(f"{died}; the other ranks continue. {stack}", separate=True)
             self._deaths.kill(rank)
