@@ -73,7 +73,11 @@ if [[ $only$tier == alldefault ]]; then
     beside "${suite[@]}"
 fi
 if wanted unit; then
-    tests unit 5400 python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
+    limit=5400
+    if [[ $tier == long ]]; then
+        limit=14400 # with an hour of random input to parsers
+    fi
+    tests unit "$limit" python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
         --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
 fi
 if wanted suite && [[ $tier != quick ]]; then

@@ -27,7 +27,7 @@ from mpicoll.transport.control.connection import (
 
 KEYS = b"of one direction", b"of the other one"
 WORDS = b'Fatal Python error: Segmentation fault\n\nThread 0x1 (most recent call first):\n  File "a.py", line 1\n'
-EXAMPLES = [50, pytest.param(50_000, marks=pytest.mark.long)]
+EXAMPLES = [50, pytest.param(50_000, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 
 
 def pair(role: str = "client", keys: tuple[bytes, bytes] = KEYS) -> tuple[Connection, Connection]:

@@ -140,7 +140,7 @@ def send_messages(job: Star, sent: list[int], interval: float, over: threading.E
             sent[line.rank] += 1
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(300.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(300.0, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_random_connections_change_nothing(star: Make, seconds: float) -> None:
     """All messages arrive, none of others, no rank seems dead, and the number of connections has its limit."""
     seed = int(os.environ.get("FUZZING_SEED", secrets.randbits(32)))
