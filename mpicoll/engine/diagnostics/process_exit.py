@@ -96,7 +96,10 @@ def _run_atexit_handlers(abort: Abort) -> None:
 
     timer = threading.Timer(_ATEXIT_TIMEOUT, abort_late)
     timer.daemon = True
-    timer.start()
+    try:
+        timer.start()
+    except RuntimeError:  # no thread can be started, so nothing would bound the handlers
+        return
     atexit._run_exitfuncs()  # noqa: SLF001  multiprocessing calls it likewise
     _flush()
     _flush_files()

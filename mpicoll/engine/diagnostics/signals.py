@@ -89,6 +89,14 @@ def _handle_sigterm() -> None:
     faulthandler.register(signal.SIGTERM, file=_sigterm_pipe[1], all_threads=False, chain=True)
 
 
+def renew_sigterm_handling() -> None:
+    """Install the handler of SIGTERM again if the program has replaced and restored it, which drops faulthandler's."""
+    with suppress(ValueError):  # this is not the main thread
+        if _sigterm_pipe and signal.getsignal(signal.SIGTERM) is handle_sigterm:
+            faulthandler.unregister(signal.SIGTERM)
+            _handle_sigterm()
+
+
 def describe_sigterm_pipe() -> list[int] | None:
     """Return the descriptor from which the stack at a SIGTERM can be read, and its inode; None if there is none."""
     return [_sigterm_pipe[0], os.fstat(_sigterm_pipe[0]).st_ino] if _sigterm_pipe else None

@@ -27,7 +27,12 @@ from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
 from mpicoll.engine.diagnostics.reporter import Reporter
-from mpicoll.engine.diagnostics.signals import SignalMonitor, has_received_sigterm, reset_signal_handling
+from mpicoll.engine.diagnostics.signals import (
+    SignalMonitor,
+    has_received_sigterm,
+    renew_sigterm_handling,
+    reset_signal_handling,
+)
 from mpicoll.engine.diagnostics.unsatisfiable import Cause, UnsatisfiableWaits
 from mpicoll.errors import RankFailed
 from mpicoll.transport.control.events import Message, PeerExit
@@ -105,7 +110,9 @@ class Watchdog:
     def leave(self) -> None:
         """Announce to the other ranks that this rank makes no more calls."""
         if self.peers.fault_tolerant or not self.is_closed_at_exit:
-            reset_signal_handling()  # else the SIGTERM of the launcher is handled that follows the death of a rank
+            reset_signal_handling()
+        else:
+            renew_sigterm_handling()  # for the SIGTERM of the launcher that follows the death of a rank
         if has_received_sigterm():
             time.sleep(TAKEOVER)  # in which the watchdog's thread ends this process
             end_by_signal(signal.SIGTERM, f"{self.abort.rank_name} died of SIGTERM")
@@ -226,8 +233,8 @@ class Watchdog:
         if missing and (is_lowest or now - self._left_at > bound + TAKEOVER):
             log_to_stderr(
                 f"{self.abort.rank_name} has been waiting in MPI_Finalize for more than {config().timeout:g} s"
-                f" (MPICOLL_TIMEOUT); {ranks_and_verb(missing, 'has', 'have')} not exited; the job is"
-                " ended",
+                f" (MPICOLL_TIMEOUT; raise it for programs that work for so long after others have ended);"
+                f" {ranks_and_verb(missing, 'has', 'have')} not exited; the job is ended",
                 separate=True,
             )
             self.abort.abort_all(1)

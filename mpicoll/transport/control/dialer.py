@@ -12,7 +12,7 @@ from mpicoll.transport.control.addresses import AddressBook
 from mpicoll.transport.control.attempts import Attempts
 from mpicoll.transport.control.connection import Connection
 from mpicoll.transport.control.links import Links
-from mpicoll.transport.control.sockets import connecting_error, is_listening, start_connecting
+from mpicoll.transport.control.sockets import connecting_error, is_taken, start_connecting
 
 _log = logging.getLogger("mpicoll")
 
@@ -90,7 +90,7 @@ class Dialer:
         """Handle the end of connecting. Returns True if there is a connection, otherwise sets its error."""
         one.error = connecting_error(one.sock) or None
         if one.error is None and one.role == "probe":
-            self._look_behind(one)
+            self._check_port(one)
         if one.error is not None:
             return False
         one.connecting = False
@@ -102,14 +102,14 @@ class Dialer:
 
     def wait_longer(self, one: Connection, now: float) -> bool:
         """Handle an attempt that has no answer yet. Returns False, and sets its error, if there can be none."""
-        self._look_behind(one)
+        self._check_port(one)
         one.deadline = now + timing.PROVE_WITHIN
         return one.error is None  # a stopped process may be silent for long
 
-    def _look_behind(self, one: Connection) -> None:
+    def _check_port(self, one: Connection) -> None:
         """Set the error of a port that another process has taken, which can be seen on the same host only."""
         book = self._addresses
-        if book.is_local(one.rank) and not is_listening(book.port(one.rank), book.inodes(one.rank)):
+        if book.is_local(one.rank) and is_taken(book.port(one.rank), book.inodes(one.rank)):
             one.error = errno.ECONNREFUSED
 
     def retry(self, one: Connection, now: float) -> None:

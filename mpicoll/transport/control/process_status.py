@@ -65,7 +65,8 @@ class Process:
         if not descriptor:
             return
         if _keeps_status:
-            with suppress(OSError):  # a filter of system calls may forbid it
+            # A filter of system calls may forbid it; a Python that was built with old headers does not have it.
+            with suppress(OSError, AttributeError):
                 self._pidfd = os.pidfd_open(self._pid)
         try:
             stat = self._open_stat()
@@ -97,6 +98,10 @@ class Process:
 
     def kill(self) -> None:
         """Send it SIGKILL. Raises OSError if it has ended."""
+        if not hasattr(os, "pidfd_open"):
+            os.close(self._open_stat())
+            os.kill(self._pid, signal.SIGKILL)
+            return
         pidfd = os.pidfd_open(self._pid)
         try:
             os.close(self._open_stat())  # the number is still that of the process
@@ -108,14 +113,15 @@ class Process:
         """Return its exit status, or the negative number of the signal that killed it, as
         :func:`os.waitstatus_to_exitcode` does. None if it is alive after `timeout` seconds or if the status can't be
         read."""
-        if self._pidfd is None and self._stat is None:
-            with suppress(OSError):
-                self._stat = self._open_stat()
         found = wait_for(self._query, timeout)
         return None if found is None else os.waitstatus_to_exitcode(found & ~0x80)  # without the bit for a core dump
 
     def _query(self) -> int | None:
-        return self._read_stat() if self._pidfd is None else self._query_kernel(self._pidfd)
+        status = None if self._pidfd is None else self._query_kernel(self._pidfd)
+        if status is None and self._stat is None:
+            with suppress(OSError):  # a pidfd has the status only after the parent has waited
+                self._stat = self._open_stat()
+        return self._read_stat() if status is None else status
 
     def _query_kernel(self, pidfd: int) -> int | None:
         answer = bytearray(64)

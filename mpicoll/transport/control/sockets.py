@@ -57,16 +57,14 @@ def _listen_at(addresses: Sequence[str], backlog: int, retries: int = 20) -> lis
     return listening
 
 
-def is_listening(port: int, inodes: Collection[int]) -> bool:
-    """Return False if none of the sockets with these inodes listens at `port` of this host.
-
-    Another process may have the port now. Returns True if the kernel does not say which sockets listen.
-    """
+def is_taken(port: int, inodes: Collection[int]) -> bool:
+    """Return True if sockets listen at `port` of this host, and none of them has one of these inodes: another process
+    has the port now. Returns False if the kernel does not say which sockets listen."""
     try:
         found = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(Path("/proc/net", table), port)}
     except OSError:
-        return True
-    return not found.isdisjoint(inodes)
+        return False
+    return bool(found) and found.isdisjoint(inodes)
 
 
 def _listening_inodes(table: Path, port: int) -> Iterator[int]:
@@ -76,9 +74,7 @@ def _listening_inodes(table: Path, port: int) -> Iterator[int]:
         next(lines)
         for line in lines:
             _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-            if state != "0A":
-                return  # the sockets that listen come first, and there may be very many others
-            if int(local.rpartition(":")[2], 16) == port:
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
                 yield int(inode)
 
 

@@ -28,6 +28,21 @@ assert not signals.has_received_sigterm()
     assert (done.returncode, bool(done.stdout)) == ((0, True) if handler == "print" else (-signal.SIGTERM, False))
 
 
+def test_sigterm_is_recorded_after_the_program_has_restored_the_handler(
+    python: Callable[..., CompletedProcess[str]],
+) -> None:
+    done = python("""
+import os, signal
+from mpicoll.engine.diagnostics import signals
+assert signals.listen_for_signals() is not None
+signal.signal(signal.SIGTERM, signal.signal(signal.SIGTERM, print))
+signals.renew_sigterm_handling()
+os.kill(os.getpid(), signal.SIGTERM)
+assert signals.has_received_sigterm()
+""")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 @pytest.mark.slow
 def test_an_interrupt_ends_the_job(job: Starter) -> None:
     done = job(

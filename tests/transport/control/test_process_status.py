@@ -59,13 +59,14 @@ def end(child: subprocess.Popen[str], status: int, *, reap: bool) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 3, -signal.SIGKILL])
-@pytest.mark.parametrize("way", ["pidfd", "stat", "late"])
+@pytest.mark.parametrize("way", ["pidfd", "pidfd without wait", "no pidfd", "stat", "late"])
 def test_status(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, way: str, status: int) -> None:
-    """With a pidfd, with the file of older kernels, and with no descriptor."""
-    kept = process_status._keeps_status
-    if way == "pidfd" and not kept:
+    """With a pidfd, also before the parent waits, with the file of older kernels, and with no descriptor."""
+    if way.startswith("pidfd") and not process_status._keeps_status:
         pytest.skip("needs Linux 6.15")
-    monkeypatch.setattr(process_status, "_keeps_status", way == "pidfd")
+    monkeypatch.setattr(process_status, "_keeps_status", "pidfd" in way)
+    if way == "no pidfd":
+        monkeypatch.delattr(os, "pidfd_open")
     before = descriptors()
     process = Process(description(child), descriptor=way != "late")
     assert descriptors() == before + (way != "late")
@@ -77,12 +78,15 @@ def test_status(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, w
     assert descriptors() == before
 
 
-def test_kill(child: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_kill(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, has_pidfd: bool) -> None:
     what = description(child)
     before = descriptors()
     with pytest.raises(ProcessLookupError):
         Process(what | {"start": 1}, descriptor=False).kill()
     assert child.poll() is None
+    if not has_pidfd:
+        monkeypatch.delattr(os, "pidfd_open")
     Process(what, descriptor=False).kill()
     assert child.wait(10) == -signal.SIGKILL
     assert descriptors() == before

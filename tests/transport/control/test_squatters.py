@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from support.star import Clock, Make, until
 
 from mpicoll.transport.control import timing
-from mpicoll.transport.control.sockets import is_listening
+from mpicoll.transport.control.sockets import _listening_inodes, is_taken
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -54,7 +55,15 @@ def test_which_socket_listens(family: socket.AddressFamily, address: str) -> Non
         pytest.skip("there is no IPv6")
     with socket.create_server((address, 0), family=family) as sock:
         port, inode = sock.getsockname()[1], os.fstat(sock.fileno()).st_ino
-        assert is_listening(port, [inode])
-        assert is_listening(port, [0, inode])
-        assert not is_listening(port, [inode + 1])
-    assert not is_listening(port, [inode])
+        assert not is_taken(port, [inode])
+        assert not is_taken(port, [0, inode])
+        assert is_taken(port, [inode + 1])
+    assert not is_taken(port, [inode])
+
+
+def test_sockets_of_a_kernel_that_does_not_list_listening_ones_first(tmp_path: Path) -> None:
+    """Such as gVisor's."""
+    table = tmp_path / "tcp"
+    row = "{}: 0100007F:{:04X} 00000000:0000 {} 00000000:00000000 00:00000000 00000000 0 0 {} 1 0 100 0 0 10 0\n"
+    table.write_text("sl local_address ...\n" + row.format(0, 80, "01", 7) + row.format(1, 80, "0A", 8))
+    assert list(_listening_inodes(table, 80)) == [8]
