@@ -8,13 +8,13 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
-"""Files with the limit and the usage of a control group, and the field of memory.stat with the part of the usage that
-the kernel can reclaim at once: the cache of files."""
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+_V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
+"""Files with the limit and the usage of a control group, and the fields of memory.stat with the parts of the usage that
+the kernel can reclaim: the cache of files."""
 
 
-def free_memory() -> int | None:
+def query_free_memory() -> int | None:
     """Return the free bytes of the machine, or of the control group (cgroup v1 or v2) that has the least; None if that
     can't be found out."""
     free = []
@@ -26,7 +26,7 @@ def free_memory() -> int | None:
     return min(free, default=None)
 
 
-def _find_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _find_groups() -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
     """Yield the directories of the control groups of this process that may limit its memory, up to the root of their
     hierarchy, each with the names of its files."""
     paths = {}
@@ -46,11 +46,11 @@ def _find_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
                 yield Path(directory) / group, _V2 if kind == "cgroup2" else _V1
 
 
-def _free_in_group(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+def _free_in_group(group: Path, limit: str, usage: str, *reclaimable: str) -> int | None:
     """Return the free bytes of a control group; None if it has no limit, as the root of a hierarchy."""
     with suppress(OSError, ValueError):
         most = int((group / limit).read_text())  # "max": no limit
         used = int((group / usage).read_text())
         statistics = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, most - used + int(statistics.get(reclaimable, 0)))
+        return max(0, most - used + sum(int(statistics.get(field, 0)) for field in reclaimable))
     return None

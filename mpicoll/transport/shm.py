@@ -17,7 +17,7 @@ from weakref import finalize
 import numpy as np
 
 from mpicoll.transport.base import Memory
-from mpicoll.transport.free_memory import free_memory
+from mpicoll.transport.free_memory import query_free_memory
 
 _PAGE = mmap.PAGESIZE
 
@@ -202,7 +202,7 @@ def _check_free(nbytes: int) -> None:
 
     A page is allocated when it is first touched, and then no error can be raised any more.
     """
-    free = free_memory()
+    free = query_free_memory()
     if free is not None and nbytes > free:
         raise MemoryError(f"the ranks need {nbytes} bytes, and {free} are free")
 
