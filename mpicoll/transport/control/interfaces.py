@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import ipaddress
 import re
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 LOOPBACK = "127.0.0.1"
+
+_SIOCGIFCONF = 0x8912
+
+_IFCONF = struct.Struct("iP")
+
+_IFREQ = struct.Struct(f"16s4x4s{struct.calcsize('2LH3B0L') - 8}x")
+"""A struct ifreq with the label of an IPv4 address and a sockaddr_in. Its union is as large as the struct ifmap."""
 
 
 class InterfaceAddress(NamedTuple):
@@ -29,16 +37,10 @@ def find_addresses() -> list[InterfaceAddress]:
     """
     found: list[tuple[int, InterfaceAddress]] = []
     likely = _outward()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            address = socket.inet_ntoa(answer[20:24])
-            if not address.startswith(("127.", "169.254.")):
-                bridge = re.match("docker|br-|virbr|cni|veth|lxc", name) is not None
-                found.append((0 if address == likely else 2 if bridge else 1, InterfaceAddress(name, address)))
+    for one in _find_ipv4_addresses():
+        if not one.address.startswith(("127.", "169.254.")):
+            bridge = re.match("docker|br-|virbr|cni|veth|lxc", one.interface) is not None
+            found.append((0 if one.address == likely else 2 if bridge else 1, one))
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
@@ -48,6 +50,20 @@ def find_addresses() -> list[InterfaceAddress]:
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
+def _find_ipv4_addresses() -> Iterator[InterfaceAddress]:
+    """Yield the IPv4 addresses of this host, the secondary ones included."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        # A struct ifconf: the length of the answer, and where it is to be written; without that, the kernel only says
+        # its length.
+        length, _ = _IFCONF.unpack(fcntl.ioctl(sock, _SIOCGIFCONF, _IFCONF.pack(0, 0)))
+        answer = ctypes.create_string_buffer(length)
+        request = _IFCONF.pack(length, ctypes.addressof(answer))
+        length, _ = _IFCONF.unpack(fcntl.ioctl(sock, _SIOCGIFCONF, request))
+        for label, address in _IFREQ.iter_unpack(answer.raw[:length]):
+            name = label.partition(b"\0")[0].decode().partition(":")[0]  # without that of an alias, as in "eth0:1"
+            yield InterfaceAddress(name, socket.inet_ntoa(address))
+
+
 def select_addresses(selection: Sequence[str]) -> list[str]:
     """Return the addresses of this host that the words of MPICOLL_INTERFACE select.
 
@@ -55,7 +71,8 @@ def select_addresses(selection: Sequence[str]) -> list[str]:
     they select nothing.
     """
     there = find_addresses()
-    selected = [one.address for one in there if any(_is_selected(one, word) for word in selection)]
+    # Two interfaces may have the same address.
+    selected = list(dict.fromkeys(one.address for one in there if any(_is_selected(one, word) for word in selection)))
     if not selected:
         available = ", ".join(f"{one.interface} ({one.address})" for one in there) or "none"
         raise ValueError(

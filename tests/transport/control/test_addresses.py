@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
+from support.launch import ROOT
 from support.star import TOKEN
 
 from mpicoll.transport.control import addresses, interfaces
@@ -50,6 +53,42 @@ def test_selected_addresses(selection: list[str], selected: list[str], monkeypat
     monkeypatch.setattr(interfaces, "find_addresses", lambda: THERE)
     assert select_addresses(selection) == selected
     assert describe_address(1000, ["127.0.0.1", *selected])["addresses"] == selected
+
+
+COMMANDS = """
+ip link add first type veth peer name second
+ip addr add 10.77.0.1/24 dev first
+ip addr add 10.77.0.2/24 dev first
+ip addr add 10.77.0.3/24 dev first label first:1
+ip addr add 10.77.0.1/24 dev second
+exec "$@"
+"""
+
+SELECT = """
+import sys
+from mpicoll.transport.control.interfaces import find_addresses, select_addresses
+print(*sorted(find_addresses()), sep="\\n")
+for word in sys.argv[1:]:
+    print(word, *select_addresses([word]))
+"""
+
+
+def test_secondary_addresses_and_an_address_of_two_interfaces() -> None:
+    try:
+        subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs root and iproute2: {error}")
+    within = ["unshare", "--net", "sh", "-ec", COMMANDS, "sh", sys.executable, "-c", SELECT]
+    words = ["10.77.0.2", "10.77.0.1", "first", "10.77.0.0/16"]
+    done = subprocess.run([*within, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [
+        *(f"InterfaceAddress(interface='first', address='10.77.0.{number}')" for number in (1, 2, 3)),
+        "InterfaceAddress(interface='second', address='10.77.0.1')",
+        "10.77.0.2 10.77.0.2",
+        "10.77.0.1 10.77.0.1",
+        "first 10.77.0.1 10.77.0.2 10.77.0.3",
+        "10.77.0.0/16 10.77.0.1 10.77.0.2 10.77.0.3",
+    ]
 
 
 @pytest.mark.parametrize("selection", [["lo"], ["eth"], ["127.0.0.1"], ["192.168.0.0/16", "fd01::/16"]])
