@@ -16,14 +16,16 @@ def time_limit(seconds: float, stderr: int) -> Iterator[None]:
     """End this process after `seconds` within the block, with its stacks written to the descriptor `stderr`.
 
     The timer is one of POSIX, which needs no Python code. The timer of faulthandler, of which there is one only,
-    belongs to the program, such as pytest.
+    belongs to the program, such as pytest. There is no limit without such a timer, or if the program uses all real-time
+    signals.
     """
     timers = _find_timers()
-    number = next(one for one in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if signal.getsignal(one) == signal.SIG_DFL)
+    unused = (one for one in range(signal.SIGRTMAX, signal.SIGRTMIN, -1) if signal.getsignal(one) == signal.SIG_DFL)
+    number = next(unused, 0)
     # A sigevent: a value of 8 bytes, the signal, the kind of notification, and 48 bytes that are not used.
     event = (ctypes.c_int * 16)(0, 0, number, _NOTIFY_BY_SIGNAL)
     timer = ctypes.c_void_p()
-    if timers is None or timers.timer_create(_MONOTONIC, event, ctypes.byref(timer)) != 0:
+    if number == 0 or timers is None or timers.timer_create(_MONOTONIC, event, ctypes.byref(timer)) != 0:
         yield
         return
     faulthandler.register(number, file=stderr, chain=True)  # then the default action, which ends the process

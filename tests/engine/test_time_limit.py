@@ -6,6 +6,10 @@ import signal
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
+import pytest
+
+from mpicoll.engine.time_limit import time_limit
+
 Python = Callable[..., "CompletedProcess[str]"]
 
 
@@ -21,6 +25,14 @@ with time_limit(0.2, stderr=2):
 """)
     assert done.returncode == -signal.SIGRTMAX
     assert "in holds_the_lock" in done.stdout
+
+
+def test_there_is_no_limit_without_an_unused_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    done = []
+    with time_limit(10, stderr=2):
+        done.append("the block")
+    assert done
 
 
 def test_the_start_of_mpi_leaves_the_timer_of_faulthandler_to_the_program(python: Python) -> None:
