@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mpicoll.engine.diagnostics.abort import JobAbort
@@ -40,26 +41,29 @@ class Neighbour:
 
     def observe(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Observe the neighbour from now on. `addresses` are the addresses of all ranks."""
-        rank, place = self._peers.rank, addresses[self._peers.rank]["place"]
+        rank = self._peers.rank
+        own = addresses[rank]
         cyclic = [(rank + distance) % len(addresses) for distance in range(1, len(addresses))]
-        self._others = [(other, addresses[other]) for other in cyclic if addresses[other]["place"] == place]
+        # In another PID namespace, the id of a rank is that of a process that has nothing to do with the job.
+        self._others = [
+            (other, addresses[other])
+            for other in cyclic
+            if all(addresses[other][name] == own[name] for name in ("place", "pid_namespace"))
+        ]
 
-    def _find(self) -> None:
-        """Open the pipe of the next rank if the neighbour is gone."""
-        network = self._peers.network
-        exits = {} if network is None else network.exits
+    def _find(self, exits: Collection[int]) -> None:
+        """Open the pipe of the next rank if the neighbour is gone. `exits` are the ranks that have ended."""
         if self._rank >= 0 and self._rank not in exits:
             return
         self._close()
         self._rank, address = next(((rank, one) for rank, one in self._others if rank not in exits), (-1, {}))
         if pipe := address.get("sigterm_pipe"):
             descriptor, inode = pipe
+            path = Path(f"/proc/{address['pid']}/fd/{descriptor}")
             with suppress(OSError):  # not permitted, or just gone
-                self._pipe = os.open(
-                    f"/proc/{address['pid']}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-                )
-                if os.fstat(self._pipe).st_ino != inode:  # a process of another namespace has this id
-                    self._close()
+                # Else another process has this id now; to open its file could have effects, as for a FIFO.
+                if path.stat().st_ino == inode:
+                    self._pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
 
     def _close(self) -> None:
         if self._pipe is not None:
@@ -73,7 +77,11 @@ class Neighbour:
 
     def check(self, now: float) -> None:
         """End the neighbour, or the job, if the neighbour has received SIGTERM and does not handle it."""
-        self._find()
+        network = self._peers.network
+        if network is None:  # MPI is finalized, or not started
+            self._close()
+            return
+        self._find(network.exits)
         if self._pipe is None or not is_readable(self._pipe):
             return
         self._readable_since = min(now, self._readable_since)

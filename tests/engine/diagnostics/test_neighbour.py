@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -39,13 +40,13 @@ sum(range(10**11))
 def test_a_rank_that_holds_the_interpreter_lock_is_ended(
     fault_tolerant: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 1 is observed first; after it has died, rank 2."""
+    """Rank 1 has another id, and rank 2 is in another PID namespace: their files are not opened. Rank 3 is ended."""
     monkeypatch.setattr(neighbour, "HANDLE_WITHIN", 0.1)
     monkeypatch.setattr(abort, "run_exit_hooks", lambda: None)  # of a process that has the objects of many tests
     codes: list[int] = []
     network = SimpleNamespace(exits={}, send=lambda body: None, flush=lambda timeout: True)
     peers = Peers(LocalWaits())
-    peers.rank, peers.size, peers.fault_tolerant, peers.network = 0, 3, fault_tolerant, cast(Any, network)
+    peers.rank, peers.size, peers.fault_tolerant, peers.network = 0, 4, fault_tolerant, cast(Any, network)
     job_abort = JobAbort(peers, cast(Any, None), codes.append)
     deaths = DeathHandler(peers, cast(Any, None), job_abort)
     one = Neighbour(peers, deaths, job_abort)
@@ -55,12 +56,19 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
             own, other = describe_process(), json.loads(busy.stdout.readline())
             descriptor, inode = other["sigterm_pipe"]
             wrong = other | {"sigterm_pipe": [descriptor, inode + 1]}
-            addresses = [{"place": "here"} | process for process in (own, wrong, other)]
-            job_abort.places = ["here"] * 3
+            foreign = other | {"pid_namespace": "pid:[1]"}
+            addresses = [{"place": "here"} | process for process in (own, wrong, foreign, other)]
+            job_abort.places = ["here"] * 4
             deaths.observe_processes(addresses)
             one.observe(addresses)
-            one.check(time.monotonic())
-            assert one._pipe is None
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "open", lambda *_: pytest.fail("opened"))
+                peers.network = None  # as after MPI_Finalize
+                network.exits[1] = None
+                one.check(time.monotonic())
+                peers.network = cast(Any, network)
+                del network.exits[1]
+                one.check(time.monotonic())
             network.exits[1] = None
             busy.send_signal(signal.SIGTERM)
 
@@ -72,7 +80,7 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended(
         finally:
             busy.kill()
     said = capsys.readouterr().err
-    assert "mpicoll: rank 2 of 3 died of SIGTERM, while a thread held its interpreter lock" in said
+    assert "mpicoll: rank 3 of 4 died of SIGTERM, while a thread held its interpreter lock" in said
     assert re.search(r'File "<string>", line \d in <module>', said)
     assert codes == ([] if fault_tolerant else [128 + signal.SIGTERM])
     assert busy.returncode == -signal.SIGKILL
