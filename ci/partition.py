@@ -1,5 +1,5 @@
 """Two hosts with two ranks each, joined by slow links: are results right, and how do the ranks end when the hosts lose
-sight of each other in the middle of a loop of operations? Needs root, for ci/hosts.py.
+their connection in the middle of a loop of operations? Needs root, for ci/hosts.py.
 
     python ci/partition.py                       everything
     python ci/partition.py training native recv  some of it

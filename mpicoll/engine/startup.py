@@ -92,7 +92,7 @@ def start_mpi(registry: Registry) -> CommunicatorCore:
     transport = run_within_deadline(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
     if watch is not None:
         watch.is_closed_at_exit = is_first
-        watch.deaths.unknown_to_mpi = mpi.unknown_failures
+        watch.deaths.find_undetected_failures = mpi.find_undetected_failures
         watch.deaths.mark_dead, watch.waits.started = mpi.mark_dead, mpi.active_transfers.list_started
         run_within_deadline(
             watch,

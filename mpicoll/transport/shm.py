@@ -160,8 +160,8 @@ class ProcessMemory(NamedTuple):
     cookie: int
 
 
-def describe_process() -> ProcessMemory:
-    """Return the handle of this process, as its peers use it."""
+def describe_memory() -> ProcessMemory:
+    """Return the handle of the private memory of this process, for the :class:`ProcessReader` of other processes."""
     return ProcessMemory(os.getpid(), _cookie.ctypes.data, int(_cookie[0]))
 
 

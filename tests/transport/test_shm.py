@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from support.launch import ROOT, mpirun
 
-from mpicoll.transport.shm import MemoryHandle, ProcessReader, SharedBlock, attach, describe_process, share
+from mpicoll.transport.shm import MemoryHandle, ProcessReader, SharedBlock, attach, describe_memory, share
 
 SHM = Path("/dev/shm")
 
@@ -241,7 +241,7 @@ def test_an_exchange_that_fails_leaves_nothing() -> None:
 
 def test_reading_a_process() -> None:
     source, target = np.arange(100_000), np.zeros(100_000, int)
-    reader = ProcessReader(describe_process())
+    reader = ProcessReader(describe_memory())
     reader.check()
     reader.read(source.ctypes.data, target.ctypes.data, source.nbytes)
     np.testing.assert_array_equal(source, target)
@@ -252,7 +252,7 @@ def test_reading_a_process() -> None:
 
 
 def test_a_process_with_the_number_of_another_one_is_not_read() -> None:
-    process = describe_process()
+    process = describe_memory()
     with pytest.raises(OSError, match="another PID namespace"):
         ProcessReader(process._replace(cookie=process.cookie ^ 1)).check()
 
@@ -269,7 +269,7 @@ def test_reading_what_ends_too_early_is_an_error() -> None:
     assert libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, 0) == 0
     try:
         with pytest.raises(OSError, match="Bad address"):
-            ProcessReader(describe_process()).read(last - end, at, 2 * end)
+            ProcessReader(describe_memory()).read(last - end, at, 2 * end)
     finally:
         libc.mprotect(ctypes.c_void_p(last), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
 
@@ -277,7 +277,7 @@ def test_reading_what_ends_too_early_is_an_error() -> None:
 def test_reading_a_process_that_is_gone() -> None:
     child = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     with pytest.raises(OSError, match="No such process"):
-        ProcessReader(describe_process()._replace(pid=int(child.stdout))).check()
+        ProcessReader(describe_memory()._replace(pid=int(child.stdout))).check()
 
 
 # --- jobs

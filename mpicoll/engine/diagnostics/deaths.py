@@ -19,7 +19,7 @@ from mpicoll.wording import rank_list
 GRACE = 1.0
 """Seconds that a rank has to raise Timeout after it has the report, and the coordinator to abort after a death."""
 
-_MPI_LEARNS_WITHIN = 8.0
+_MPI_DETECTION_TIME = 8.0
 """Seconds within which Open MPI's launcher reports a death to MPI on the other ranks, if it does."""
 
 _STATUS_TIMEOUT = 0.2
@@ -30,15 +30,15 @@ class DeathHandler:
     """Handler of ranks that end unannounced: they end the job, unless ranks may die (ULFM).
 
     ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason; ``mark_dead`` with
-    a rank that has died in a job in which ranks may die. ``unknown_to_mpi`` returns the ranks of whose death MPI does
-    not know. ``suspicion`` is the reason why the launcher may be about to
-    end the job.
+    a rank that has died in a job in which ranks may die. ``find_undetected_failures`` returns
+    the dead ranks whose death MPI has not detected. ``suspicion`` is the reason why the launcher may be about to end
+    the job.
     """
 
     def __init__(self, peers: Peers, reporter: Reporter, abort: JobAbort) -> None:
         self.report: Callable[[int, str], None] = lambda rank, why: None
         self.mark_dead: Callable[[int], None] = lambda rank: None
-        self.unknown_to_mpi: Callable[[], set[int]] = set
+        self.find_undetected_failures: Callable[[], set[int]] = set
         self._died_at: dict[int, float] = {}  # in a job in which ranks may die
         self.suspicion = ""
         self._peers = peers
@@ -55,9 +55,9 @@ class DeathHandler:
                     self._processes[rank] = Process(one, descriptor=len(self._processes) < most)
 
     def never_reported(self, now: float) -> set[int]:
-        """Return the ranks that have died in a job in which ranks may die, of which MPI has not learned in time."""
-        late = {rank for rank, since in self._died_at.items() if now - since > _MPI_LEARNS_WITHIN}
-        return late & self.unknown_to_mpi() if late else set()
+        """Return the ranks that have died in a job in which ranks may die, that MPI has not detected in time."""
+        late = {rank for rank, since in self._died_at.items() if now - since > _MPI_DETECTION_TIME}
+        return late & self.find_undetected_failures() if late else set()
 
     def kill(self, rank: int) -> None:
         """End the process of a rank of this host."""

@@ -376,7 +376,7 @@ class Endpoint:
         self._elect()
 
     def _report_of(self, gone: PeerExit) -> Packet:
-        """Return the packet by which other ranks learn of an exit: the farewell if there was one."""
+        """Return the packet that reports an exit to other ranks: the farewell if there was one."""
         if gone.rank in self.farewells.received:
             return self.farewells.received[gone.rank]
         content = {

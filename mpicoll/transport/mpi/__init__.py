@@ -17,7 +17,7 @@ if "mpi4py.MPI" not in sys.modules:
     # mpi4py would finalise MPI in forked children too, which hangs there; session.py finalises instead.
     mpi4py.rc.finalize = False
 
-from mpicoll.transport.mpi.fault_tolerance import fault_tolerant, mark_dead, unknown_failures
+from mpicoll.transport.mpi.fault_tolerance import fault_tolerant, find_undetected_failures, mark_dead
 from mpicoll.transport.mpi.native import MpiNative
 from mpicoll.transport.mpi.ops import reduce_in_place, reduce_local
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
@@ -45,13 +45,13 @@ __all__ = [
     "expect_exits",
     "fault_tolerant",
     "finalize",
+    "find_undetected_failures",
     "is_communicator",
     "is_finalizing",
     "library",
     "mark_dead",
     "reduce_in_place",
     "reduce_local",
-    "unknown_failures",
     "world",
     "world_rank",
     "world_ranks",

@@ -1,7 +1,7 @@
 """Fault tolerance: jobs in which communication goes on after the failure of a rank (MPI's ULFM extension).
 
-MPI reports a failure only to calls that involve the failed rank. So this process also learns of failures from the
-control network (:func:`mark_dead`), and revokes every communicator that has a failed member: all its ranks then leave
+MPI reports a failure only to calls that involve the failed rank. So failures are also obtained from the
+control network (:func:`mark_dead`). Every communicator that has a failed member is revoked: all its ranks then leave
 their waits with RankFailed.
 """
 
@@ -32,7 +32,7 @@ _DETECTION_TIME = 1.0
 """Seconds within which a failure becomes known to the surviving ranks."""
 
 _IDENTIFICATION_TIME = 2.0
-"""Seconds within which a survivor learns which rank has failed, after one of its operations has failed."""
+"""Seconds within which it is known to a survivor which rank has failed, after one of its operations has failed."""
 
 # Error classes that report a failed rank. Not every MPI library defines all of them.
 _FAILURES = tuple(
@@ -94,7 +94,7 @@ def _query_dead() -> set[int]:
 
 
 def _failed_ranks() -> set[int]:
-    """Return the ranks of the job of whose failure MPI knows."""
+    """Return the ranks of the job whose failure MPI has detected."""
     failed, whole = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(failed, range(failed.size), whole)
     failed.Free()
@@ -102,8 +102,8 @@ def _failed_ranks() -> set[int]:
     return set(ranks)
 
 
-def unknown_failures() -> set[int]:
-    """Return the ranks that were marked as dead, but of whose failure MPI does not know: its recovery waits for them.
+def find_undetected_failures() -> set[int]:
+    """Return the ranks that were marked as dead, but whose failure MPI has not detected: its recovery waits for them.
 
     Open MPI's launcher reports no exits with a status other than 0.
     """

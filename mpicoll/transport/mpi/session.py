@@ -109,7 +109,7 @@ def expect_exits(others_have_exited: Callable[[], bool]) -> None:
 
 def abort(code: int) -> None:
     """End all ranks of the job with exit status `code`."""
-    # The launcher forwards output, and stops doing so when it learns of the abort.
+    # The launcher forwards output, and stops doing so when the abort is reported to it.
     time.sleep(_OUTPUT_DELAY)
     # If the launcher can't be reached, this process ends nevertheless. That must not need Python: MPI holds the GIL.
     faulthandler.dump_traceback_later(_ABORT_TIME, exit=True, file=os.open(os.devnull, os.O_WRONLY))

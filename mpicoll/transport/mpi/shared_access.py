@@ -47,7 +47,7 @@ def probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> SharedAccess:
 def _try_reading_peers(node: MPI.Intracomm, rank: int) -> str | None:
     """Collective over a node: return why this rank can't read the memory of another one, or None."""
     reason: str | None = None
-    for process in node.allgather(shm.describe_process()):
+    for process in node.allgather(shm.describe_memory()):
         try:
             shm.ProcessReader(process).check()
         except OSError as error:

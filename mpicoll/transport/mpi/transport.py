@@ -92,7 +92,7 @@ class MpiTransport(MessagePassing):
         return memories
 
     def open_readers(self) -> list[Reader]:
-        return [shm.ProcessReader(process) for process in self._collective.allgather(shm.describe_process())]
+        return [shm.ProcessReader(process) for process in self._collective.allgather(shm.describe_memory())]
 
     @property
     def has_own_cores(self) -> bool:

@@ -236,18 +236,18 @@ def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
 @pytest.mark.parametrize(
     ("operation", "unknown", "ends"), [("shrink", {2}, True), ("shrink", set(), False), ("allreduce", {2}, False)]
 )
-def test_recovery_that_waits_for_a_rank_of_whose_death_mpi_does_not_know(
+def test_recovery_that_waits_for_a_rank_whose_death_mpi_has_not_detected(
     operation: str,
     unknown: set[int],
     ends: bool,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(deaths, "_MPI_LEARNS_WITHIN", 0.2)
+    monkeypatch.setattr(deaths, "_MPI_DETECTION_TIME", 0.2)
     watched = WatchedRank()
     one = watched.watchdog
     one.peers.fault_tolerant = True
-    one.deaths.unknown_to_mpi = lambda: unknown
+    one.deaths.find_undetected_failures = lambda: unknown
     queue = FakeQueue(entry(operation, 60.0))
     one.waits.add(queue)
     assert not watched.ended.wait(0.2)
