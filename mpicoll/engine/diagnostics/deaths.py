@@ -13,7 +13,7 @@ from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import log_to_stderr
 from mpicoll.engine.diagnostics.reporter import BRIEF_QUERY_TIMEOUT, Reporter
 from mpicoll.transport.control.events import PeerExit
-from mpicoll.transport.control.process_status import Process, max_descriptors, signal_name
+from mpicoll.transport.control.process_status import Process, compute_max_descriptors, signal_name
 from mpicoll.wording import rank_list
 
 GRACE = 1.0
@@ -48,13 +48,13 @@ class DeathHandler:
 
     def observe_processes(self, addresses: Sequence[dict[str, Any]]) -> None:
         """Observe the processes of the ranks on this host. `addresses` are the addresses of all ranks."""
-        most = max_descriptors()
+        most = compute_max_descriptors()
         for rank, one in enumerate(addresses):
             if rank != self._peers.rank and one["place"] == addresses[self._peers.rank]["place"]:
                 with suppress(OSError):  # of another PID namespace, or just ended
                     self._processes[rank] = Process(one, descriptor=len(self._processes) < most)
 
-    def never_reported(self, now: float) -> set[int]:
+    def find_overdue(self, now: float) -> set[int]:
         """Return the ranks that have died in a job in which ranks may die, that MPI has not detected in time."""
         late = {rank for rank, since in self._died_at.items() if now - since > _MPI_DETECTION_TIME}
         return late & self.find_undetected_failures() if late else set()

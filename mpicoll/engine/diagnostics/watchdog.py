@@ -208,8 +208,8 @@ class Watchdog:
             case "unsatisfiable":
                 self.unsatisfiable.mark(body["waits"], Cause(body["why"], body["mismatch"]))
 
-    def _missing(self) -> set[int]:
-        """Return the ranks that have neither left nor died, as far as a rank knows that has left itself."""
+    def _find_missing(self) -> set[int]:
+        """Return the ranks that are not known to have left or died."""
         network = self.peers.network
         known = () if network is None else network.exits
         return set(range(self.peers.size)) - {self.peers.rank, *known}
@@ -219,7 +219,7 @@ class Watchdog:
 
         The control network reports no deaths to ranks that have left.
         """
-        self.deaths.report_ended(self._missing())
+        self.deaths.report_ended(self._find_missing())
         end_by_signal(signal.SIGTERM)
 
     def _check_finalize(self, now: float) -> None:
@@ -227,7 +227,7 @@ class Watchdog:
         peers, bound = self.peers, config().timeout + _TIMEOUT_MARGIN
         if peers.network is None or peers.fault_tolerant or now - self._left_at <= bound or not self.is_finalizing():
             return
-        missing = self._missing()
+        missing = self._find_missing()
         # The other ranks that have left do so only if the lowest one has failed to.
         is_lowest = peers.rank == min(set(range(peers.size)) - missing)
         if missing and (is_lowest or now - self._left_at > bound + TAKEOVER):
@@ -240,9 +240,9 @@ class Watchdog:
             self.abort.abort_all(1)
 
     def _check_recovery(self, waiting: list[Entry], now: float) -> None:
-        """Abort the job if MPI's recovery waits for a rank of whose death MPI does not learn."""
+        """Abort the job if MPI's recovery waits for a rank whose death MPI does not detect."""
         entry = next((one for one in waiting if one.call.name in ("shrink", "agree")), None)
-        if entry is not None and (dead := self.deaths.never_reported(now)):
+        if entry is not None and (dead := self.deaths.find_overdue(now)):
             self.abort.request(
                 f"{describe_wait(entry, self.peers.own_state())} can't complete: {ranks_and_verb(dead, 'has', 'have')}"
                 " died, but Open MPI's launcher has not reported it, as for a process that C code ends with an exit"

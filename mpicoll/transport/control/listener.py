@@ -8,7 +8,7 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
-from mpicoll.transport.control.sockets import RESERVED_DESCRIPTORS, descriptor_limit, listen, tune
+from mpicoll.transport.control.sockets import RESERVED_DESCRIPTORS, listen, query_descriptor_limit, tune
 
 _log = logging.getLogger("mpicoll")
 
@@ -81,7 +81,7 @@ class Listener:
                 return
             if not expected:
                 self._allowed -= 1
-            limit = descriptor_limit()
+            limit = query_descriptor_limit()
             if sock.fileno() > limit - RESERVED_DESCRIPTORS:
                 sock.close()
                 self._pause(f"the limit of {limit} descriptors is near", now)

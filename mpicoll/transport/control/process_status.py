@@ -40,7 +40,7 @@ def describe_process() -> dict[str, object]:
     return {"pid": os.getpid(), "pid_namespace": namespace, "start": start}
 
 
-def max_descriptors() -> int:
+def compute_max_descriptors() -> int:
     """Return the number of processes that may be observed with a descriptor each, so that most are left to the
     program."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -160,9 +160,9 @@ def silence(sock: socket.socket) -> float:
     return float(struct.unpack_from("I", info, 56)[0]) / 1000  # tcpi_last_ack_recv
 
 
-def descriptor_limit() -> int:
+def query_descriptor_limit() -> int:
     """Return the number of descriptors that this process may have."""
-    return _descriptor_limits()[0]
+    return _query_descriptor_limits()[0]
 
 
 def allow_descriptors(more: int) -> None:
@@ -170,7 +170,7 @@ def allow_descriptors(more: int) -> None:
 
     Only for connections that the job needs: a program that uses select(2) can't wait for descriptors above 1023.
     """
-    soft, hard = _descriptor_limits()
+    soft, hard = _query_descriptor_limits()
     number = len(list(Path("/proc/self/fd").iterdir())) + more
     if soft < min(number + 4 * RESERVED_DESCRIPTORS, hard):
         enough = min(number + 8 * RESERVED_DESCRIPTORS, hard)
@@ -178,6 +178,6 @@ def allow_descriptors(more: int) -> None:
             resource.setrlimit(_DESCRIPTORS, (enough, resource.getrlimit(_DESCRIPTORS)[1]))
 
 
-def _descriptor_limits() -> tuple[int, int]:
+def _query_descriptor_limits() -> tuple[int, int]:
     soft, hard = (1 << 30 if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(_DESCRIPTORS))
     return soft, hard

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mpicoll.transport.control import process_status
-from mpicoll.transport.control.process_status import Process, describe_process, max_descriptors
+from mpicoll.transport.control.process_status import Process, compute_max_descriptors, describe_process
 
 CHILD = """
 import json, sys
@@ -123,4 +123,4 @@ def test_a_process_that_has_ended_leaves_no_descriptor(
 def test_most_descriptors_are_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((256, 16), (resource.RLIM_INFINITY, 1024)):
         monkeypatch.setattr(resource, "getrlimit", lambda what, soft=soft: (soft, soft))
-        assert max_descriptors() == most
+        assert compute_max_descriptors() == most
