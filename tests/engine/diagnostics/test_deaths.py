@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Callable
-from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 from support import dying
+from support.descriptors import count_process_descriptors
 
 from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.deaths import DeathHandler
@@ -60,9 +60,9 @@ def test_ranks_of_a_large_node_leave_descriptors_to_the_program(monkeypatch: pyt
     peers.size = 100
     reporter = Reporter(peers)
     deaths = DeathHandler(peers, reporter, JobAbort(peers, reporter, lambda status: None))
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = count_process_descriptors()
     deaths.observe_processes([describe_process() | {"place": "here"}] * 100)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 16
+    assert count_process_descriptors() == before + 16
     assert len(deaths._processes) == 99
     for process in deaths._processes.values():
         process.close()

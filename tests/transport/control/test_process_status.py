@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.descriptors import count_process_descriptors
 
 from mpicoll.transport.control import process_status
 from mpicoll.transport.control.process_status import Process, compute_max_descriptors, describe_process
@@ -23,10 +23,6 @@ from mpicoll.transport.control.process_status import describe_process
 print(json.dumps(describe_process()), flush=True)
 sys.exit(int(sys.stdin.readline()))
 """
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
@@ -67,21 +63,21 @@ def test_status(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, w
     monkeypatch.setattr(process_status, "_keeps_status", "pidfd" in way)
     if way == "no pidfd":
         monkeypatch.delattr(os, "pidfd_open")
-    before = descriptors()
+    before = count_process_descriptors()
     process = Process(description(child), descriptor=way != "late")
-    assert descriptors() == before + (way != "late")
+    assert count_process_descriptors() == before + (way != "late")
     assert way == "late" or process.status() is None
     end(child, status, reap=way == "pidfd")
     assert process.status() == status
     process.close()
     process.close()
-    assert descriptors() == before
+    assert count_process_descriptors() == before
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
 def test_kill(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, has_pidfd: bool) -> None:
     what = description(child)
-    before = descriptors()
+    before = count_process_descriptors()
     with pytest.raises(ProcessLookupError):
         Process(what | {"start": 1}, descriptor=False).kill()
     assert child.poll() is None
@@ -89,16 +85,16 @@ def test_kill(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, has
         monkeypatch.delattr(os, "pidfd_open")
     Process(what, descriptor=False).kill()
     assert child.wait(10) == -signal.SIGKILL
-    assert descriptors() == before
+    assert count_process_descriptors() == before
 
 
 @pytest.mark.parametrize("change", [{"start": 1}, {"pid_namespace": "pid:[1]"}, {"pid_namespace": ""}])
 def test_another_process_with_its_number_is_not_taken_for_it(change: dict[str, Any]) -> None:
     """In another PID namespace, or after its end."""
-    before = descriptors()
+    before = count_process_descriptors()
     with pytest.raises(ProcessLookupError):
         Process(describe_process() | change)
-    assert descriptors() == before
+    assert count_process_descriptors() == before
 
 
 def test_its_number_is_reused_before_it_is_looked_at(child: subprocess.Popen[str]) -> None:
@@ -114,10 +110,10 @@ def test_a_process_that_has_ended_leaves_no_descriptor(
     end(child, 0, reap=True)
     # As if it ended between the two.
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
-    before = descriptors()
+    before = count_process_descriptors()
     with pytest.raises(OSError, match="No such file"):
         Process(what)
-    assert descriptors() == before
+    assert count_process_descriptors() == before
 
 
 def test_most_descriptors_are_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
