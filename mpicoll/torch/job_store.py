@@ -23,7 +23,7 @@ from mpicoll.collectives.objects import allgather_object, bcast_object
 from mpicoll.config import config
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import SetupError
-from mpicoll.transport.control.interfaces import select_addresses
+from mpicoll.transport.control.interfaces import find_default_address, select_addresses
 
 STORE_TIMEOUT = timedelta(minutes=5)
 
@@ -224,10 +224,8 @@ def _find_addresses() -> list[str]:
     with suppress(ValueError):  # nodes of one host, which need no other interface
         if config().interface:
             return [*found, *select_addresses(config().interface)]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing: connecting a UDP socket only selects the local address of the route to another network.
-        probe.connect(("192.0.2.1", 9))
-        found.append(probe.getsockname()[0])
+    if default := find_default_address():
+        found.append(default)
     with suppress(OSError):
         found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     with suppress(OSError):

@@ -87,8 +87,10 @@ def group() -> Iterator[None]:
 
 @pytest.fixture
 def _apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks seem to be on a node each."""
+    """The ranks seem to be on a node each, of which there are two or more."""
     world, kind = mpicoll.world(), mpicoll.Communicator
+    if world.size == 1:
+        pytest.skip("needs two ranks")
     monkeypatch.setattr(kind, "num_nodes", property(lambda comm: comm.size))
     monkeypatch.setattr(kind, "node", property(lambda comm: comm.rank))
     monkeypatch.setattr(world, "nodes", tuple(range(world.size)))
@@ -264,8 +266,6 @@ def test_ranks_without_a_common_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_between_nodes_the_store_listens_where_all_ranks_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first address is not of this host, and one rank can't connect to the second."""
     world = mpicoll.world()
-    if world.size == 1:
-        pytest.skip("needs two ranks")
     before = listening.list_sockets()
     monkeypatch.setattr(job_store, "_find_addresses", lambda: ["192.0.2.99", "127.0.0.3", "127.0.0.2"])
     monkeypatch.setattr(job_store, "_LOOPBACK", "127.0.0.3")
@@ -285,8 +285,6 @@ def test_between_nodes_the_store_listens_where_all_ranks_reach_it(monkeypatch: p
 def test_the_store_listens_at_the_selected_interface_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """If not all ranks reach it, that is an error on all of them."""
     world = mpicoll.world()
-    if world.size == 1:
-        pytest.skip("needs two ranks")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if world.rank == 0:
         monkeypatch.setattr(job_store, "config", lambda: Config(interface=("ib0",)))
@@ -306,8 +304,6 @@ def test_the_store_listens_at_the_selected_interface_only(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("_apart")
 def test_no_interface_that_all_ranks_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     world = mpicoll.world()
-    if world.size == 1:
-        pytest.skip("needs two ranks")
     mine = f"127.0.0.{world.rank + 1}"
     monkeypatch.setattr(job_store, "_find_addresses", lambda: [f"127.0.0.{rank + 1}" for rank in range(world.size)])
     monkeypatch.setattr(job_store, "_LOOPBACK", "192.0.2.99")

@@ -14,6 +14,7 @@ from mpicoll.engine.diagnostics.process_exit import log_to_stderr
 from mpicoll.engine.diagnostics.reporter import BRIEF_QUERY_TIMEOUT, Reporter
 from mpicoll.transport.control.events import PeerExit
 from mpicoll.transport.control.process_status import Process, compute_max_descriptors, signal_name
+from mpicoll.transport.waiting import wait_for
 from mpicoll.wording import rank_list
 
 GRACE = 1.0
@@ -30,9 +31,8 @@ class DeathHandler:
     """Handler of ranks that end unannounced: they end the job, unless ranks may die (ULFM).
 
     ``report`` is called on the coordinator, before it aborts the job, with the rank and the reason; ``mark_dead`` with
-    a rank that has died in a job in which ranks may die. ``find_undetected_failures`` returns
-    the dead ranks whose death MPI has not detected. ``suspicion`` is the reason why the launcher may be about to end
-    the job.
+    a rank that has died in a job in which ranks may die. ``find_undetected_failures`` returns the dead ranks whose
+    death MPI has not detected. ``suspicion`` is the reason why the launcher may be about to end the job.
     """
 
     def __init__(self, peers: Peers, reporter: Reporter, abort: JobAbort) -> None:
@@ -75,8 +75,8 @@ class DeathHandler:
         here = {rank: process for rank, process in self._processes.items() if rank in ranks}
         if any(rank < peers.rank for rank in self._processes.keys() - here.keys()):
             return
-        deadline = time.monotonic() + _STATUS_TIMEOUT
-        while here and time.monotonic() < deadline:
+
+        def report_all() -> bool | None:
             for rank, process in list(here.items()):
                 status = process.status(0.0)
                 if status is None:
@@ -87,7 +87,9 @@ class DeathHandler:
                     log_to_stderr(
                         f"rank {rank} of {peers.size} {describe_exit(gone, status)}; the job is ended", separate=True
                     )
-            time.sleep(0.01)
+            return None if here else True
+
+        wait_for(report_all, _STATUS_TIMEOUT)
 
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""

@@ -34,8 +34,8 @@ class AddressBook:
         """Return the IP addresses at which this rank may reach `rank`.
 
         An address that this host has too, such as that of a bridge for containers, would lead to a process of this
-        host, which may be that of another user. Only ranks of the same network
-        whose :func:`place` differs, such as in containers with names of their own, have no other address.
+        host, which may be that of another user. Only ranks of the same network whose :func:`place` differs, such as in
+        containers with names of their own, have no other address.
         """
         if self.is_local(rank):
             return [LOOPBACK]

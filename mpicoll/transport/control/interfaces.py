@@ -36,7 +36,7 @@ def find_addresses() -> list[InterfaceAddress]:
     That of the default route comes first, those of bridges and of IPv6 last.
     """
     found: list[tuple[int, InterfaceAddress]] = []
-    likely = _outward()
+    likely = find_default_address()
     for one in _find_ipv4_addresses():
         if not one.address.startswith(("127.", "169.254.")):
             bridge = re.match("docker|br-|virbr|cni|veth|lxc", one.interface) is not None
@@ -91,7 +91,7 @@ def _is_selected(one: InterfaceAddress, word: str) -> bool:
         return False
 
 
-def _outward() -> str:
+def find_default_address() -> str:
     """Return the source address of the default route, or an empty string."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
