@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,10 +14,11 @@ from mpicoll.transport import waiting
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The pauses between polls, which take no time."""
+    """The pauses between polls, which take no time. Other threads of the process keep the real module `time`."""
     made: list[str] = []
     monkeypatch.setattr(waiting, "yield_core", lambda: made.append("yield"))
-    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: made.append(f"sleep {seconds}"))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: made.append(f"sleep {seconds}"))
+    monkeypatch.setattr(waiting, "time", clock)
     return made
 
 
