@@ -3,6 +3,8 @@
     python ci/hosts.py --rate 1gbit 2 4 python program.py     2 hosts, 4 ranks on each, links of 1 Gbit/s
     python ci/hosts.py --cut 1 cut --heal back 2 2 python program.py
                                     host 1 loses its link when the file `cut` appears, and has it again with `back`
+    python ci/hosts.py --setup 'ip addr add 10.79.0.$HOST/24 dev eth0' 2 1 python program.py
+                                    each host has another address; the hosts are numbered from 0
 
 Each host has its own name, address and /dev/shm; mpirun (Open MPI 5) reaches them without ssh. All of it lives in
 namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. TMPDIR is a folder
@@ -53,6 +55,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", help="of each host's link, such as 1gbit; as fast as it goes if left out")
     parser.add_argument("--cut", nargs=2, metavar=("HOST", "FILE"), help="take this host's link away when FILE appears")
     parser.add_argument("--heal", metavar="FILE", help="and give it back when this one does")
+    parser.add_argument(
+        "--setup", default="", metavar="COMMANDS", help="of the shell, run on each host before the start"
+    )
     parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun, in one word")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
@@ -62,7 +67,7 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def _make_host(number: int, folder: Path, rate: str | None) -> int:
+def _make_host(number: int, folder: Path, rate: str | None, setup: str) -> int:
     """A host. Returns the process that holds its namespaces."""
     name = f"h{number}"
     text = _HOST.format(name=name, names=folder / "hosts")
@@ -81,6 +86,7 @@ def _make_host(number: int, folder: Path, rate: str | None) -> int:
     if rate is not None:
         shape = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
         subprocess.run([*inside, *shape], check=True)
+    subprocess.run([*inside, "sh", "-ec", setup], check=True, env=os.environ | {"HOST": str(number)})
     (folder / name).write_text(pid)
     return holder.pid
 
@@ -108,7 +114,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     _ip("link", "set", "lo", "up")
     _ip("link", "add", "name", "switch", "type", "bridge")
     _ip("link", "set", "switch", "up")
-    first, *_ = [_make_host(number, folder, arguments.rate) for number in range(arguments.hosts)]
+    first, *_ = [_make_host(number, folder, arguments.rate, arguments.setup) for number in range(arguments.hosts)]
     if arguments.cut is not None:
         host, file = arguments.cut
         heal = None if arguments.heal is None else Path(arguments.heal)

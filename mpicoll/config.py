@@ -43,8 +43,8 @@ class Config:
     ``MPICOLL_CUDA_AWARE`` (``auto``)
         whether the MPI library accepts CUDA memory: ``auto`` (tested once, the result is stored), ``on``,
         ``off``, or some of ``send``, ``move``, ``reduce``, separated by commas
-    ``MPICOLL_INTERFACE`` (all)
-        the network interfaces at which the control network and torch's store of a job on several hosts listen: names
+    ``MPICOLL_INTERFACE`` (one that all hosts reach)
+        the network interfaces of which the control network and torch's store of a job on several hosts use one: names
         of interfaces, addresses, or networks such as ``10.0.0.0/16``, separated by commas. On each host at least one
         of them must be there. A job on one host listens at 127.0.0.1 only
     ``MPICOLL_OUTAGE`` (7)

@@ -105,6 +105,7 @@ WAITS = {
         "engine/diagnostics/reporter.py::Reporter.request",
         "parallel/p2p/progress.py::PipeProgress._wait_until",
         "torch/callback_comms.py::CallbackComms.drain",
+        "transport/control/address_choice.py::_connect_to",
         "transport/control/network.py::ControlNetwork.flush",
         "transport/mpi/fault_tolerance.py::FailureState.rank_failed",
         "transport/mpi/fault_tolerance.py::FailureState.has_failed",

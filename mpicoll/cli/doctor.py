@@ -340,18 +340,15 @@ def _control_of_hosts() -> Finding:
     from mpicoll.transport.control.interfaces import find_addresses, select_addresses
 
     name = "control, several hosts"
-    there = find_addresses()
-    listed = ", ".join(f"{one.interface} ({one.address})" for one in there) or "none"
     try:
-        selected = select_addresses(config().interface) if config().interface else []
+        usable = select_addresses(config().interface) if config().interface else find_addresses()
     except (SetupError, ValueError) as error:
         return Finding("ports", name, "problem", str(error), "change or unset MPICOLL_INTERFACE")
-    if not selected:
-        return Finding(
-            "ports", name, "open", f"all interfaces; other hosts reach {listed}", "MPICOLL_INTERFACE selects some"
-        )
-    chosen = ", ".join(f"{one.interface} ({one.address})" for one in there if one.address in selected)
-    return Finding("ports", name, "open", f"MPICOLL_INTERFACE selects {chosen}, of {listed}")
+    if not usable:
+        return Finding("ports", name, "not there", "this host has no interface that other hosts can reach")
+    listed = ", ".join(f"{one.interface} ({one.address})" for one in usable)
+    text = f"one address that all hosts reach, of {listed}" if len(usable) > 1 else listed
+    return Finding("ports", name, "open", text, "MPICOLL_INTERFACE selects the interfaces")
 
 
 # --- machine

@@ -35,8 +35,8 @@ from mpicoll.engine.time_limit import time_limit
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
-from mpicoll.transport.control.addresses import place
-from mpicoll.transport.control.interfaces import LOOPBACK, select_addresses
+from mpicoll.transport.control.address_choice import AddressChoice, describe_host
+from mpicoll.transport.control.interfaces import LOOPBACK, InterfaceAddress, find_addresses, select_addresses
 from mpicoll.transport.control.network import ControlNetwork
 
 T = TypeVar("T")
@@ -151,25 +151,28 @@ def _connect(
 
     Raises SetupError on all ranks if MPICOLL_INTERFACE selects nothing on one of several hosts.
     """
-    selected: list[str] = []
-    problem = ""
+
+    def exchange(value: Any) -> list[Any]:
+        return [json.loads(text) for text in transport.allgather_text(json.dumps(value))]
+
+    mine: dict[str, Any] = {"job": secrets.token_hex(4), "secret": secrets.token_hex(16), "problem": ""}
+    selected: list[InterfaceAddress] = []
     if config().interface:
         try:
             selected = select_addresses(config().interface)
         except ValueError as error:
-            problem = str(error)
-    mine = {"job": secrets.token_hex(4), "secret": secrets.token_hex(16), "place": place(), "problem": problem}
-    offers = [json.loads(text) for text in transport.allgather_text(json.dumps(mine))]
+            mine["problem"] = str(error)
+    offers = exchange(mine | describe_host(selected or find_addresses()))
     job, secret = offers[0]["job"], offers[0]["secret"]
-    if len({offer["place"] for offer in offers}) == 1:
-        listen_at = [LOOPBACK]
-    elif problems := [f"rank {rank}: {offer['problem']}" for rank, offer in enumerate(offers) if offer["problem"]]:
+    problems = [f"rank {rank}: {offer['problem']}" for rank, offer in enumerate(offers) if offer["problem"]]
+    if problems and len({offer["place"] for offer in offers}) > 1:
         raise SetupError("; ".join(problems))
-    else:
-        listen_at = [LOOPBACK, *selected] if selected else []
+    listen_at = AddressChoice(transport.rank, offers, exchange).choose()
+    if selected and not listen_at:
+        listen_at = [LOOPBACK, *(one.address for one in selected)]
     line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, listen_at=listen_at)
     address = line.address | {"sigterm_pipe": describe_sigterm_pipe()}
-    addresses = [json.loads(text) for text in transport.allgather_text(json.dumps(address))]
+    addresses = exchange(address)
     line.connect(addresses)
     folder = None if config().report == "off" else Path(config().report)
     watch.join(line, addresses, job, folder, fault_tolerant=fault_tolerant)

@@ -223,7 +223,7 @@ def _find_addresses() -> list[str]:
     found = [os.environ["MASTER_ADDR"]] if "MASTER_ADDR" in os.environ else []
     with suppress(ValueError):  # nodes of one host, which need no other interface
         if config().interface:
-            return [*found, *select_addresses(config().interface)]
+            return [*found, *(one.address for one in select_addresses(config().interface))]
     if default := find_default_address():
         found.append(default)
     with suppress(OSError):

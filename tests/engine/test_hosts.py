@@ -65,6 +65,38 @@ def test_the_control_network_listens_at_the_selected_interface() -> None:
     ]
 
 
+BRIDGE = "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker0; ip link set docker0 up; "
+"""A bridge for containers, which has the same address on each host."""
+
+LOST = """
+ip link add lost type bridge; ip link set lost up
+ip addr add 10.79.$SUBNET.$((HOST + 1))/24 dev lost; ip route add default dev lost
+"""
+"""An interface with the default route, which joins no hosts."""
+
+ROUTED = """
+ip addr flush dev eth0
+ip addr add 10.78.0.$((HOST + 1))/32 dev eth0; ip route add 10.78.0.0/24 dev eth0
+"""
+"""Hosts without a common subnet on the interface that joins them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setup",
+    [
+        pytest.param(BRIDGE, id="a bridge", marks=pytest.mark.long),
+        pytest.param(f"SUBNET=0; {LOST} {BRIDGE}", id="two shared subnets", marks=pytest.mark.long),
+        pytest.param(f"SUBNET=$HOST; {LOST} {ROUTED} {BRIDGE}", id="routes only"),
+    ],
+)
+def test_the_control_network_listens_where_the_hosts_reach_each_other(setup: str) -> None:
+    """Not at a bridge, and not at the first interface, though it has the default route."""
+    done = apart.listen(setup)
+    assert done.returncode == 0, done.stdout
+    assert sorted(done.stdout.splitlines()) == ["rank 0: 10.78.0.1 127.0.0.1", "rank 1: 10.78.0.2 127.0.0.1"]
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_selection_that_one_host_does_not_have() -> None:

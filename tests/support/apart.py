@@ -95,9 +95,11 @@ mpicoll.barrier()
 """
 
 
-def listen(**variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a rank on each of two hosts that prints at which addresses mpicoll listens, such as "rank 0: 127.0.0.1"."""
-    return _run(hosts(2, 1), "-c", _LISTEN, seconds=60, **variables)
+def listen(setup: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a rank on each of two hosts that prints at which addresses mpicoll listens, such as "rank 0: 127.0.0.1".
+
+    `setup` are commands that are run on each host before."""
+    return _run(hosts("--setup", setup, 2, 1), "-c", _LISTEN, seconds=60, **variables)
 
 
 def _run(launch: list[str], *program: str, seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ import mpicoll
 from mpicoll.cli import listening
 from mpicoll.config import Config
 from mpicoll.torch import job_store, rendezvous_handler
+from mpicoll.transport.control.interfaces import InterfaceAddress
 
 BOUND = timedelta(seconds=120)
 
@@ -288,7 +289,7 @@ def test_the_store_listens_at_the_selected_interface_only(monkeypatch: pytest.Mo
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if world.rank == 0:
         monkeypatch.setattr(job_store, "config", lambda: Config(interface=("ib0",)))
-        monkeypatch.setattr(job_store, "select_addresses", lambda _: ["127.0.0.2"])
+        monkeypatch.setattr(job_store, "select_addresses", lambda _: [InterfaceAddress("ib0", "127.0.0.2", 8)])
     made = job_store._create_tcp_store(world)
     assert made.address == "127.0.0.2"
     use(made)

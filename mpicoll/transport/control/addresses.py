@@ -42,6 +42,15 @@ class AddressBook:
         addresses = list(self._entries[rank]["addresses"])
         return [address for address in addresses if address not in self._own] or addresses
 
+    def describe_paths(self, ranks: Sequence[int]) -> str:
+        """Return where the first ones of `ranks` on other hosts listen, and what selects that, for messages."""
+        own, other = self._entries[self._rank]["host"], [rank for rank in ranks if not self.is_local(rank)][:3]
+        paths = [
+            f"{own} to {self._entries[rank]['host']} at {', '.join(self.addresses_of(rank)) or 'no address'}"
+            for rank in other
+        ]
+        return f"; MPICOLL_INTERFACE selects the interface ({'; '.join(paths)})" if paths else ""
+
     def is_local(self, rank: int) -> bool:
         """Return True if `rank` is on the host of this rank."""
         return bool(self._entries[rank]["place"] == self._entries[self._rank]["place"])

@@ -236,10 +236,12 @@ class Endpoint:
         else:
             missing = [] if self._links.hub else [self.members.hub]
         if missing:
-            _log.info(
-                "rank %d is not connected with %s yet; a death there would not be detected at once",
+            _log.log(
+                logging.WARNING if self.members.is_hub else logging.INFO,
+                "rank %d is not connected with %s yet; a death there would not be detected at once%s",
                 self.rank,
                 rank_list(missing),
+                self._addresses.describe_paths(missing),
             )
 
     # --- connections

@@ -16,6 +16,7 @@ Modules, lowest first: :mod:`~mpicoll.transport.control.timing` and :mod:`~mpico
 :mod:`~mpicoll.transport.control.frame_tags` and :mod:`~mpicoll.transport.control.connection` (framing and flow
 control), :mod:`~mpicoll.transport.control.sockets`, :mod:`~mpicoll.transport.control.interfaces`;
 the parts of the state, each by itself: :mod:`~mpicoll.transport.control.addresses`,
+:mod:`~mpicoll.transport.control.address_choice` (before the start),
 :mod:`~mpicoll.transport.control.attempts` and :mod:`~mpicoll.transport.control.dialer` (connecting),
 :mod:`~mpicoll.transport.control.crash_descriptor`, :mod:`~mpicoll.transport.control.farewells`,
 :mod:`~mpicoll.transport.control.handshake`, :mod:`~mpicoll.transport.control.links` (connections),
@@ -67,7 +68,8 @@ class ControlNetwork:
     have connected and reported the exits that they have seen.
 
     `outage` are the seconds for which the network may be down while no rank counts as dead; rank 0's counts for
-    all. `listen_at` are the IP addresses at which this rank listens, by default all of its host. 127.0.0.1 must be
+    all. `listen_at` are the IP addresses at which this rank listens, by default all of its host;
+    :mod:`~mpicoll.transport.control.address_choice` chooses one. 127.0.0.1 must be
     among them, because ranks with the same :func:`~mpicoll.transport.control.addresses.place` use it.
     """
 

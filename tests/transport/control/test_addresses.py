@@ -17,7 +17,7 @@ from mpicoll.transport.control.network import ControlNetwork
 from mpicoll.transport.control.sockets import listen
 
 OWN = ["10.0.0.1", "172.17.0.1"]
-THERE = [InterfaceAddress(*one) for one in (("eth0", OWN[0]), ("docker0", OWN[1]), ("eth0", "fd00::1"))]
+THERE = [InterfaceAddress(*one) for one in (("eth0", OWN[0], 24), ("docker0", OWN[1], 16), ("eth0", "fd00::1", 64))]
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,21 @@ def test_addresses_of_this_host_are_not_tried_for_another_host(
 )
 def test_selected_addresses(selection: list[str], selected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "find_addresses", lambda: THERE)
-    assert select_addresses(selection) == selected
+    assert [one.address for one in select_addresses(selection)] == selected
     assert describe_address(1000, ["127.0.0.1", *selected])["addresses"] == selected
 
 
 COMMANDS = """
 ip link add first type veth peer name second
+ip link add third type veth peer name fourth
 ip addr add 10.77.0.1/24 dev first
-ip addr add 10.77.0.2/24 dev first
+ip addr add 10.77.0.2/16 dev first
 ip addr add 10.77.0.3/24 dev first label first:1
 ip addr add 10.77.0.1/24 dev second
+ip addr add 10.77.0.4/24 dev third
+ip addr add fd00::1/48 dev first nodad
+ip link set first up
+ip link set second up
 exec "$@"
 """
 
@@ -69,11 +74,11 @@ import sys
 from mpicoll.transport.control.interfaces import find_addresses, select_addresses
 print(*sorted(find_addresses()), sep="\\n")
 for word in sys.argv[1:]:
-    print(word, *select_addresses([word]))
+    print(word, *[one.address for one in select_addresses([word])])
 """
 
 
-def test_secondary_addresses_and_an_address_of_two_interfaces() -> None:
+def test_secondary_addresses_an_address_of_two_interfaces_and_one_that_is_down() -> None:
     try:
         subprocess.run(["unshare", "--net", "ip", "link"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -82,11 +87,14 @@ def test_secondary_addresses_and_an_address_of_two_interfaces() -> None:
     words = ["10.77.0.2", "10.77.0.1", "first", "10.77.0.0/16"]
     done = subprocess.run([*within, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [
-        *(f"InterfaceAddress(interface='first', address='10.77.0.{number}')" for number in (1, 2, 3)),
-        "InterfaceAddress(interface='second', address='10.77.0.1')",
+        "InterfaceAddress(interface='first', address='10.77.0.1', prefix=24)",
+        "InterfaceAddress(interface='first', address='10.77.0.2', prefix=16)",
+        "InterfaceAddress(interface='first', address='10.77.0.3', prefix=24)",
+        "InterfaceAddress(interface='first', address='fd00::1', prefix=48)",
+        "InterfaceAddress(interface='second', address='10.77.0.1', prefix=24)",
         "10.77.0.2 10.77.0.2",
         "10.77.0.1 10.77.0.1",
-        "first 10.77.0.1 10.77.0.2 10.77.0.3",
+        "first 10.77.0.1 10.77.0.2 10.77.0.3 fd00::1",
         "10.77.0.0/16 10.77.0.1 10.77.0.2 10.77.0.3",
     ]
 
