@@ -14,7 +14,6 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.executors import schedule
 from mpicoll.engine.executors.hierarchical import HierarchicalCollective
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
 from mpicoll.engine.selection.catalogue import (
@@ -30,6 +29,7 @@ from mpicoll.errors import ScheduleError
 
 if TYPE_CHECKING:
     from mpicoll.engine.executors.device import DeviceContext
+    from mpicoll.engine.executors.schedule import Exchanger
 
 
 class Task:
@@ -98,7 +98,16 @@ def bind(
         return _bind_shared_memory(operation, choice, call)
     if isinstance(algorithm, HierarchicalAlgorithm):
         return HierarchicalCollective(operation, lambda phase: bind(phase, select_algorithm(phase)))
-    return schedule.bind_operation(operation, choice, operation.comm.transport, fixed=fixed)
+    return _bind_schedule(operation, choice, operation.comm.transport, fixed=fixed)
+
+
+def _bind_schedule(
+    operation: Operation, choice: Choice, exchanger: Exchanger, *, fixed: bool = False
+) -> Callable[[], None]:
+    # Not at module level, as it loads the schedules, which most calls don't need.
+    from mpicoll.engine.executors.schedule import bind_operation
+
+    return bind_operation(operation, choice, exchanger, fixed=fixed)
 
 
 def _bind_native(operation: Operation, *, fixed: bool, persistent: bool) -> Callable[[], None]:
@@ -212,6 +221,6 @@ def _run_on_device(operation: Operation, choice: Choice, device: Device) -> None
         assert comm.transport.native is not None
         arrays.run_native(device_context.synchronized_native(comm.transport.native))
     else:
-        schedule.bind_operation(operation, choice, device_context.make_exchanger())()
+        _bind_schedule(operation, choice, device_context.make_exchanger())()
         # Pending copies through page-locked memory must have completed.
         device.synchronize()

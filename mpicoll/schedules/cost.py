@@ -8,10 +8,11 @@ from fractions import Fraction
 from heapq import heappop, heappush
 from itertools import count
 
+from mpicoll.collective_kinds import BLOCKS
 from mpicoll.errors import ScheduleError
 from mpicoll.schedules.formula import evaluate
 from mpicoll.schedules.matching import Exchange, Match
-from mpicoll.schedules.model import BLOCKS, Algorithm, Reduce, Round, find
+from mpicoll.schedules.model import Algorithm, Reduce, Round, find
 from mpicoll.schedules.patterns import ceil_log2, power_below
 
 

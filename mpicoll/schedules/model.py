@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TypeAlias
 
+from mpicoll.collective_kinds import BLOCKS, ROOTED
 from mpicoll.errors import AlgorithmError, RankError
 from mpicoll.schedules.formula import check_formula
 
@@ -97,12 +98,6 @@ class Schedule:
 
 Generator: TypeAlias = Callable[..., Iterator[Round]]
 Count: TypeAlias = Callable[[int, int], int]
-
-BLOCKS = frozenset({"allgather", "gather", "scatter", "reduce_scatter", "alltoall"})
-"""Collectives whose chunks are the blocks of the ranks; other algorithms choose how to cut their vector."""
-
-ROOTED = frozenset({"bcast", "reduce", "gather", "scatter"})
-"""Collectives with a root: their generators are called with ``(rank, size, root)``, others with ``(rank, size)``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpicoll.schedules.model import BLOCKS
+from mpicoll.collective_kinds import BLOCKS
 
 
 class Seat(NamedTuple):

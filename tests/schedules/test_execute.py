@@ -13,8 +13,8 @@ from itertools import accumulate
 
 import pytest
 
+from mpicoll.collective_kinds import ROOTED
 from mpicoll.schedules import Algorithm, Copy, Schedule, algorithms_of
-from mpicoll.schedules.model import ROOTED
 
 Data = list[str]
 Memory = dict[int, Data]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mpicoll.collective_kinds import ROOTED
 from mpicoll.schedules import Algorithm, algorithms_of, closed_form, collectives, cost, get, verify
-from mpicoll.schedules.model import ROOTED, Schedule
+from mpicoll.schedules.model import Schedule
 
 SIZES = (*range(1, 34), 64)
 LARGE_SIZES = (100, 127, 128)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from mpicoll.buffers.device import empty_beside
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold, Reduction
-from mpicoll.schedules import Schedule
 from mpicoll.transport.base import Native
+
+if TYPE_CHECKING:
+    from mpicoll.schedules import Schedule
 
 NativeCall: TypeAlias = Callable[[Any, Any], None]
 """Function of `source` and `target` that calls one of the MPI library's collectives."""

@@ -9,11 +9,11 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import Device, StreamEvent, device_of
 from mpicoll.buffers.pair import parts_of
 from mpicoll.buffers.streams import record_events
+from mpicoll.collective_kinds import ROOTED
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.selection.query import SelectionQuery
-from mpicoll.schedules.model import ROOTED
 
 
 @dataclass(slots=True)

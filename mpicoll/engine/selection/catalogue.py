@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from mpicoll import schedules
 from mpicoll.engine.selection.nbytes import parse_bytes
 from mpicoll.errors import AlgorithmError
-from mpicoll.schedules import Algorithm
+
+if TYPE_CHECKING:
+    from mpicoll.schedules import Algorithm
 
 NATIVE = "native"
 
@@ -107,11 +108,10 @@ def resolve_name(collective: str, text: str) -> tuple[AnyAlgorithm, int | None]:
         return DeviceAlgorithm(name), None
     if name in SHARED_MEMORY.get(collective, ()):
         return SharedMemoryAlgorithm(name), _piece_bytes(collective, name, detail) if slash else None
-    if name not in schedules.algorithms_of(collective):
+    if (algorithm := schedules_of(collective).get(name)) is None:
         raise AlgorithmError(
             f"{collective} has no algorithm {name!r}; there are {', '.join(algorithms_of(collective))}"
         )
-    algorithm = schedules.get(collective, name)
     if not slash:
         return algorithm, None
     if not algorithm.segmented:
@@ -143,4 +143,19 @@ def _piece_bytes(collective: str, name: str, text: str) -> int:
 def algorithms_of(collective: str) -> tuple[str, ...]:
     """Return the names of all algorithms of a collective: native, shared memory, hierarchical, devices, schedules."""
     by_nodes = (HIERARCHICAL, *DEVICE) if collective in _HIERARCHICAL_COLLECTIVES else ()
-    return (NATIVE, *SHARED_MEMORY.get(collective, ()), *by_nodes, *schedules.algorithms_of(collective))
+    return (NATIVE, *SHARED_MEMORY.get(collective, ()), *by_nodes, *schedules_of(collective))
+
+
+def schedules_of(collective: str) -> dict[str, Algorithm]:
+    """Return all schedules of `collective` by name."""
+    # Not at module level: most calls need no schedule, and all of them take tens of milliseconds to load.
+    from mpicoll import schedules
+
+    return schedules.algorithms_of(collective)
+
+
+def collectives() -> tuple[str, ...]:
+    """Return the collectives that have schedules."""
+    from mpicoll import schedules
+
+    return schedules.collectives()

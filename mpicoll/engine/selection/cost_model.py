@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
+from mpicoll.collective_kinds import BLOCKS
+from mpicoll.engine.selection.costs import Costs, Link
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.schedules import Algorithm, Cluster, Profile, closed_form, cost, profile
-from mpicoll.schedules.model import BLOCKS
 
 _MAX_SIMULATED_RANKS = 16
 """Largest number of ranks at which each message is simulated: milliseconds for all algorithms of a collective."""
@@ -21,29 +21,6 @@ _SAMPLED_ROUNDS = 64
 
 _CALIBRATION_RANKS = 8
 """Number of ranks at which estimates are calibrated by a simulation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Seconds per message, and per byte."""
-
-    alpha: float
-    beta: float
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Costs of messages within a node (`node`) and between nodes (`network`); seconds per byte reduced (`gamma`)."""
-
-    node: Link
-    network: Link
-    gamma: float
-    measured: bool
-
-
-TYPICAL = Costs(Link(5e-6, 0.15e-9), Link(20e-6, 0.8e-9), 0.1e-9, measured=False)
-"""Costs assumed until `mpicoll tune` has measured: messages through Python and shared memory within a node, and through
-10 Gbit/s Ethernet between nodes."""
 
 
 def predict(algorithm: Algorithm, shape: NodeLayout, nbytes: int, segments: int, costs: Costs) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from mpicoll.engine.selection.cost_model import TYPICAL, Costs
+from mpicoll.engine.selection.costs import TYPICAL, Costs
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.rules import Rules
 

@@ -11,8 +11,7 @@ import re
 from functools import lru_cache
 from typing import TypeAlias
 
-from mpicoll import schedules
-from mpicoll.engine.selection.catalogue import canonical_name, resolve_name
+from mpicoll.engine.selection.catalogue import canonical_name, collectives, resolve_name
 from mpicoll.engine.selection.nbytes import format_bytes, parse_bytes
 from mpicoll.errors import AlgorithmError
 
@@ -24,23 +23,25 @@ Rules: TypeAlias = tuple[tuple[str, tuple[Rule, ...]], ...]
 
 
 @lru_cache(maxsize=256)
-def parse_rules(text: str) -> Rules:
-    """Return the rules that `text` holds. Raises AlgorithmError that quotes the wrong part."""
-    return tuple(_parse_collective(part.strip()) for part in text.split(";") if part.strip())
+def parse_rules(text: str, *, built_in: bool = False) -> Rules:
+    """Return the rules that `text` holds. Raises AlgorithmError that quotes the wrong part.
+
+    The names in built-in rules are not looked up: the first call of a program rarely needs a schedule, and to load all
+    schedules takes tens of milliseconds.
+    """
+    return tuple(_parse_collective(part.strip(), built_in) for part in text.split(";") if part.strip())
 
 
-def _parse_collective(text: str) -> tuple[str, tuple[Rule, ...]]:
+def _parse_collective(text: str, built_in: bool) -> tuple[str, tuple[Rule, ...]]:
     collective, colon, rest = text.partition(":")
     if not colon or not rest:
         raise AlgorithmError(f"rule {text!r}: expected collective:algorithm or collective:from-to:algorithm,...")
-    if collective not in schedules.collectives():
-        raise AlgorithmError(
-            f"rule {text!r}: no collective {collective!r}; there are {', '.join(schedules.collectives())}"
-        )
-    return collective, tuple(_parse_rule(collective, part.strip()) for part in rest.split(","))
+    if not built_in and collective not in collectives():
+        raise AlgorithmError(f"rule {text!r}: no collective {collective!r}; there are {', '.join(collectives())}")
+    return collective, tuple(_parse_rule(collective, part.strip(), built_in) for part in rest.split(","))
 
 
-def _parse_rule(collective: str, text: str) -> Rule:
+def _parse_rule(collective: str, text: str, built_in: bool) -> Rule:
     extent, colon, name = text.rpartition(":")
     if not colon:
         low, high = 0.0, float("inf")
@@ -51,7 +52,8 @@ def _parse_rule(collective: str, text: str) -> Rule:
         low, high = parse_bytes(match[1]), parse_bytes(match[2])
         if low >= high:
             raise AlgorithmError(f"rule {text!r} of {collective}: the range {extent} is empty")
-    resolve_name(collective, name)
+    if not built_in:
+        resolve_name(collective, name)
     return low, high, canonical_name(name)
 
 

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from mpicoll import schedules
 from mpicoll.config import config
 from mpicoll.engine.selection.catalogue import (
     DEVICE,
@@ -27,8 +26,8 @@ from mpicoll.engine.selection.catalogue import (
     algorithms_of,
     canonical_name,
     resolve_name,
+    schedules_of,
 )
-from mpicoll.engine.selection.cost_model import predict
 from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import Rules, format_range, parse_rules
@@ -159,12 +158,13 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
         for name in SHARED_MEMORY.get(query.collective, ())[-2:]:
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
     yield from _iter_tuned(query)
-    for name, extent in _match_rules(parse_rules(DEFAULT_RULES if query.device is None else DEVICE_RULES), query):
+    text = DEFAULT_RULES if query.device is None else DEVICE_RULES
+    for name, extent in _match_rules(parse_rules(text, built_in=True), query):
         yield name, f"table{extent}"
     yield from _predict_schedules(query)
-    for name, _ in _match_rules(parse_rules(FALLBACK_RULES), query):
+    for name, _ in _match_rules(parse_rules(FALLBACK_RULES, built_in=True), query):
         yield name, "fallback table"
-    for name in schedules.algorithms_of(query.collective):
+    for name in schedules_of(query.collective):
         yield name, "first schedule that can serve the request"
 
 
@@ -191,11 +191,13 @@ def _predict_schedules(query: SelectionQuery) -> Iterator[tuple[str, str]]:
     """Yield the schedule with the least predicted time, if the sizes are known."""
     if query.nbytes is None or query.context.layout.ranks == 1:
         return
+    # Not at module level, as it loads the schedules.
+    from mpicoll.engine.selection.cost_model import predict
+
     costs = query.context.table.costs
     segments = get_default_segments(query)
     expected: list[tuple[float, str]] = []
-    for name in schedules.algorithms_of(query.collective):
-        algorithm = schedules.get(query.collective, name)
+    for name, algorithm in schedules_of(query.collective).items():
         if _find_unsupported_reason(query, algorithm) is None:
             expected.append((predict(algorithm, query.context.layout, query.nbytes, segments, costs), name))
     if expected:

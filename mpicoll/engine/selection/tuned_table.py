@@ -19,7 +19,7 @@ from typing import Any
 
 from mpicoll import atomic_files, user_cache
 from mpicoll.config import config
-from mpicoll.engine.selection.cost_model import TYPICAL, Costs, Link
+from mpicoll.engine.selection.costs import TYPICAL, Costs, Link
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import UNTUNED, TunedTable, is_dtype_class
 from mpicoll.engine.selection.rules import Rules, format_rules, overlay, parse_rules

@@ -14,7 +14,8 @@ import mpicoll
 from mpicoll import config
 from mpicoll.engine.selection import selector
 from mpicoll.engine.selection.catalogue import SHARED_MEMORY, algorithms_of
-from mpicoll.engine.selection.cost_model import TYPICAL, Costs, Link, predict
+from mpicoll.engine.selection.cost_model import predict
+from mpicoll.engine.selection.costs import TYPICAL, Costs, Link
 from mpicoll.engine.selection.defaults import DEFAULT_RULES, FALLBACK_RULES
 from mpicoll.engine.selection.layout import NodeLayout, make_layout
 from mpicoll.engine.selection.query import (

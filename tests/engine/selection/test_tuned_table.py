@@ -14,7 +14,7 @@ import pytest
 import mpicoll
 from mpicoll import config
 from mpicoll.engine.selection import tuned_table
-from mpicoll.engine.selection.cost_model import TYPICAL, Link
+from mpicoll.engine.selection.costs import TYPICAL, Link
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import UNTUNED
 from mpicoll.engine.selection.rules import format_rules, parse_rules
