@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.descriptors import count_descriptors
 from support.launch import ROOT, mpirun
 
 from mpicoll.transport.shm import MemoryHandle, ProcessReader, SharedBlock, attach, describe_memory, share
@@ -49,8 +50,9 @@ def _mappings(pid: int | str = "self") -> int:
 
 
 def _descriptors() -> int:
+    """How many descriptors of shared memory of this library this process has."""
     gc.collect()  # so that what earlier tests have left behind goes before, not meanwhile
-    return len(list(Path("/proc/self/fd").iterdir()))
+    return count_descriptors(MAPPED)
 
 
 # --- one process

@@ -76,9 +76,9 @@ class AddressChoice:
         """
         if len(self._hosts) == 1:
             return [LOOPBACK]
-        candidates = self._list_candidates()
         if all(len(host.addresses) == 1 for host in self._hosts):
-            return [LOOPBACK, candidates[0]]  # there is nothing else to try
+            return [LOOPBACK, self._hosts[self._own].addresses[0][0]]  # there is nothing else to try
+        candidates = self._list_candidates()
         # The first one is nearly always right. The others wait for connections that fail at the same time.
         chosen = self._try(candidates[:1]) or self._try(candidates[1:])
         if chosen is not None:
