@@ -130,11 +130,17 @@ def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None)
     def run() -> None:
         try:
             collective(arrays.source, arrays.target, arrays.load)
-        except SharedMemoryLost:
-            if call is not None:
-                call.signature = 0
+        except SharedMemoryLost as lost:
             operation.query = replace(operation.query, shm_failed_reason=operation.comm.shm_failed_reason)
-            context.copy().run(lambda: bind(operation, choose(operation.query, None)))()
+            own_context = context.copy()
+            other = own_context.run(choose, operation.query, None)
+            if call is not None:
+                # Other ranks may have bound the same call after shared memory was lost.
+                call.algorithm = other.name
+                if not lost.is_compared:
+                    operation.comm.match_now()
+                call.signature = 0
+            own_context.run(bind, operation, other)()
         else:
             arrays.store()
 

@@ -173,7 +173,7 @@ class CommunicatorCore:
         if arena is None or self.shm_failed_reason is not None:
             return None
         if not arena.has_slots:
-            self._match_now()
+            self.match_now()
             return self._try_sharing(arena.allocate_slots)
         return arena
 
@@ -220,10 +220,10 @@ class CommunicatorCore:
         """Return the function that begins a collective where there is no shared memory."""
         return BatchedComparison(self.transport, self.queue).match if self.requested.batched else accept_any_call
 
-    def _match_now(self) -> None:
-        """Compare the running collective now, if it would be compared in shared memory that is not allocated yet."""
+    def match_now(self) -> None:
+        """Compare the running collective now, if it would be compared in shared memory that is not allocated."""
         call = None if self.queue.current is None else self.queue.current[2]
-        if call is not None and call.signature == COMPARED_BY_EXECUTOR:
+        if self._arena is not None and call is not None and call.signature == COMPARED_BY_EXECUTOR:
             call.signature = call.sign()
             try:
                 self.queue.match(call)

@@ -92,7 +92,12 @@ def bind(arena: Arena, spec: CollectiveSpec) -> Body:
 
 
 class SharedMemoryLost(Exception):
-    """Raised if shared memory turns out to be unavailable at its first use. No rank has exchanged data."""
+    """Raised if shared memory turns out to be unavailable at its first use, or was found to be in another collective
+    after this one was bound. No rank has exchanged data. `is_compared` is True if the ranks' calls were compared."""
+
+    def __init__(self, *, is_compared: bool) -> None:
+        super().__init__("shared memory is not available; another algorithm is used")
+        self.is_compared = is_compared
 
 
 class SharedMemoryCollective:
@@ -152,9 +157,10 @@ class SharedMemoryCollective:
         exchanged."""
         arena = self._arena
         if arena is None:
+            was_lost = self._comm.shm_failed_reason is not None
             arena = self._arena = self._comm.arena()
             if arena is None:
-                raise SharedMemoryLost("shared memory is not available; another algorithm is used")
+                raise SharedMemoryLost(is_compared=not was_lost)
             self._body = (self._bind or bind)(arena, self._spec)
         assert self._body is not None
         arena.run(self._body, source, target, load, self._signature, synchronize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,6 +89,63 @@ def test_where_shared_memory_turns_out_to_be_lost(monkeypatch: pytest.MonkeyPatc
         return str(world._core.shm_failed_reason)
 
     assert mpicoll.run_local(body, 2) == ["there is no memory"] * 2
+
+
+@pytest.fixture
+def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have memory to compare their calls, and none for data, which they find out at the first use."""
+    share = LocalTransport.share
+
+    def share_little(transport: LocalTransport, nbytes: int) -> list[Any]:
+        if nbytes > 1 << 16:
+            raise mpicoll.CommunicationError("there is no memory")
+        return share(transport, nbytes)
+
+    monkeypatch.setattr(LocalTransport, "share", share_little)
+
+
+@pytest.mark.usefixtures("no_slots")
+def test_a_plan_that_was_made_before_shared_memory_was_lost() -> None:
+    """Each of its runs is compared with the calls of other ranks."""
+
+    def body() -> str:
+        world = mpicoll.world()
+        plan = mpicoll.allreduce_init(_x())
+        mpicoll.allreduce(_x())
+        for _ in range(2):
+            with pytest.raises(mpicoll.MismatchError, match="they differ in operation"):
+                mpicoll.barrier() if world.rank else plan()
+            assert plan()[0] == world.size
+        return str(world._core.shm_failed_reason)
+
+    assert mpicoll.run_local(body, 2, timeout=5) == ["there is no memory"] * 2
+
+
+@pytest.mark.usefixtures("no_slots")
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_call_that_was_bound_before_shared_memory_was_lost(differ: bool) -> None:
+    """Another rank has bound the same call afterwards, and waits for the comparison."""
+    bound = threading.Event()
+
+    def body() -> float:
+        world = mpicoll.world()
+        mpicoll.barrier()
+        if world.rank == 0:
+            requests = [mpicoll.iallreduce(_x()), mpicoll.iallreduce(_x(500))]
+            bound.set()
+            requests[0].wait()
+            request = requests[1]
+        else:
+            assert bound.wait(20)
+            mpicoll.iallreduce(_x()).wait()
+            request = mpicoll.iallreduce(_x(501 if differ else 500))
+        if differ:
+            with pytest.raises(mpicoll.MismatchError, match="they differ in shape"):
+                request.wait()
+            return 2.0
+        return float(request.wait()[0])
+
+    assert mpicoll.run_local(body, 2, timeout=20) == [2.0, 2.0]
 
 
 def _x(count: int = 2, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
