@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +36,7 @@ def create(path: Path, content: str | bytes | Iterable[str] | Iterable[bytes]) -
 @contextmanager
 def _draft(path: Path, content: str | bytes | Iterable[str] | Iterable[bytes]) -> Iterator[Path]:
     """Write a temporary file in the folder of `path`, and remove it in the end if it still exists."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         # Unlike tempfile, open applies the user's umask.
         with draft.open("xb") as file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -155,7 +154,7 @@ def _connect(
     def exchange(value: Any) -> list[Any]:
         return [json.loads(text) for text in transport.allgather_text(json.dumps(value))]
 
-    mine: dict[str, Any] = {"job": secrets.token_hex(4), "secret": secrets.token_hex(16), "problem": ""}
+    mine: dict[str, Any] = {"job": os.urandom(4).hex(), "secret": os.urandom(16).hex(), "problem": ""}
     selected: list[InterfaceAddress] = []
     if config().interface:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -38,7 +37,7 @@ _JOB_MCA_PREFIXES = (
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables set by torchrun, or for a process group of this program: its ranks are not those of the new job."""
 
-_PLACEMENT_VARIABLES = re.compile(
+_PLACEMENT_VARIABLES = (
     r"(SLURM|PBS|LSB|SGE|FLUX|COBALT)_|(PE_HOSTFILE|HYDRA_HOST_FILE)$"
     r"|(OMPI|PRTE)_MCA_(rmaps_|ras_|hwloc_(base|default)_(binding|cpu)|\w*host_?file)"
 )
@@ -102,6 +101,9 @@ def find_launcher() -> str | None:
 
     It is the one that has started this process, else the one beside this Python, beside the library, or in PATH.
     """
+    # Not at module level: the first call of each rank of a job loads this module, and looks for no launcher.
+    import shutil
+
     library = _find_library_file()
     places = [
         *(program.parent for _, program in find_parents()),
@@ -155,7 +157,8 @@ def find_mapped_library() -> str:
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             path = line.partition("/")[2]
-            if re.match(r"libmpi(ch|_cray|_ibm)?\.so", path.rpartition("/")[2]):
+            # The first condition is the faster one: hundreds of files are mapped.
+            if "libmpi" in path and re.match(r"libmpi(ch|_cray|_ibm)?\.so", path.rpartition("/")[2]):
                 return f"/{path}"
     return ""
 
@@ -214,7 +217,7 @@ def local_job_environment(environ: Mapping[str, str], *, root: bool) -> dict[str
 
     Placement by `environ` and by the batch system is removed.
     """
-    placed = {name: value for name, value in environ.items() if not _PLACEMENT_VARIABLES.match(name)}
+    placed = {name: value for name, value in environ.items() if not re.match(_PLACEMENT_VARIABLES, name)}
     # A rank that is bound to one core has no second one to bind a rank to.
     unbound = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     return job_environment(placed, root=root) | unbound
@@ -275,8 +278,8 @@ def _read_end(file: Any) -> str:
 
 
 _REFUSALS = {
-    "as root": re.compile(r"attempt to run as root", re.IGNORECASE),
-    "slots": re.compile(r"not enough slots available", re.IGNORECASE),
+    "as root": "attempt to run as root",
+    "slots": "not enough slots available",
 }
 
 
@@ -285,7 +288,7 @@ def classify_refusal(errors: str) -> str | None:
 
     It is ``as root``, or ``slots`` (there are fewer cores than ranks); None if it is neither.
     """
-    return next((why for why, pattern in _REFUSALS.items() if pattern.search(errors)), None)
+    return next((why for why, text in _REFUSALS.items() if text in errors.lower()), None)
 
 
 def suggest_remedies(why: str, errors: str) -> tuple[str, str]:

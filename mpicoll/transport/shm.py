@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +40,10 @@ class MemoryHandle:
     cookie: int | None
 
 
+def _draw_cookie() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1
+
+
 _NOTHING = MemoryHandle("", 0, None)
 """The handle of no bytes, for which there is no file."""
 
@@ -57,7 +60,7 @@ class SharedBlock:
         total = nbytes + _PAGE
         self._name: str | None = None
         if named:
-            self._name = f"{_DIRECTORY}/{_NAME}-{secrets.token_hex(16)}"
+            self._name = f"{_DIRECTORY}/{_NAME}-{os.urandom(16).hex()}"
             self._fd = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         else:
             self._fd = os.memfd_create(_NAME)
@@ -71,7 +74,7 @@ class SharedBlock:
         except BaseException:
             self.seal()
             raise
-        cookie = secrets.randbits(63)
+        cookie = _draw_cookie()
         whole[:8].view(np.int64)[0] = cookie
         path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
         self.handle = MemoryHandle(path, nbytes, cookie)
@@ -147,7 +150,7 @@ if _READ is not None:
         ctypes.c_ulong,
     ]
 
-_cookie = np.array([secrets.randbits(63)])
+_cookie = np.array([_draw_cookie()])
 """A word in the private memory of this process, by which other processes verify that they read the right process."""
 
 

@@ -1,4 +1,4 @@
-"""The exit of a process of a job."""
+"""The start and the exit of a process of a job."""
 
 from __future__ import annotations
 
@@ -86,6 +86,21 @@ def test_nothing_is_announced_at_a_normal_exit() -> None:
     assert watch.calls == []
     startup._finish_pending(cast(Any, watch), os.getpid())
     assert watch.calls == ["left"]
+
+
+@pytest.mark.slow
+def test_first_operation_loads_only_what_it_needs(job: Starter) -> None:
+    """Each rank of a job pays for what its first call loads."""
+    done = job(
+        2,
+        """
+import sys
+mpicoll.allreduce(np.ones(1))
+unneeded = {"mpicoll.schedules", "secrets", "shutil", "subprocess", "sysconfig"} & set(sys.modules)
+assert not unneeded, unneeded
+""",
+    )
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.slow

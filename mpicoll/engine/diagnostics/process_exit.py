@@ -8,7 +8,6 @@ import gc
 import io
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -153,6 +152,9 @@ def end_launcher(after: float = 0.0) -> None:
     The launcher waits for a lost host as long as TCP retransmits, a quarter of an hour, and for a frozen one
     without limit. A separate process sends the signals, since the end of the launcher ends this process.
     """
+    # Not at module level: only this needs it.
+    import subprocess
+
     launcher = os.getppid()
     with suppress(OSError, IndexError):
         # PID (NAME) STATE PARENT ..., where the name may contain anything.

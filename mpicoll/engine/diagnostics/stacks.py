@@ -11,15 +11,15 @@ import faulthandler
 import linecache
 import os
 import re
-import sysconfig
+import site
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
 
 from mpicoll.engine.diagnostics.flight_recorder import CallSite, is_framework_file, is_own_file
 
-_STANDARD = sysconfig.get_path("stdlib") + os.sep
-_INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
+_STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  a string that others begin with
+_INSTALLED = tuple(f"{folder}{os.sep}" for folder in site.getsitepackages())
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')

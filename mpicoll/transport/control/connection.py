@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hmac
 import json
-import secrets
+import os
 import socket
 import struct
 from collections import deque
@@ -75,7 +75,7 @@ class Connection:
         self.connecting = False
         self.has_reported = False  # the peer has reported all exits that it had seen when the connection was made
         self.deadline = float("inf")
-        self.nonce = secrets.token_hex(16)
+        self.nonce = os.urandom(16).hex()
         self.error: int | None = None
         self.events = 0  # for which the selector waits
         self.unacknowledged = False  # the other host's kernel may not have acknowledged everything yet

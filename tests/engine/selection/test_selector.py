@@ -16,7 +16,7 @@ from mpicoll.engine.selection import selector
 from mpicoll.engine.selection.catalogue import SHARED_MEMORY, algorithms_of
 from mpicoll.engine.selection.cost_model import predict
 from mpicoll.engine.selection.costs import TYPICAL, Costs, Link
-from mpicoll.engine.selection.defaults import DEFAULT_RULES, FALLBACK_RULES
+from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
 from mpicoll.engine.selection.layout import NodeLayout, make_layout
 from mpicoll.engine.selection.query import (
     KINDS,
@@ -82,6 +82,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
 
 
 # --- the grammar
+
+
+@pytest.mark.parametrize("text", [DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES], ids=["host", "device", "fallback"])
+def test_built_in_rules_name_algorithms_that_exist(text: str) -> None:
+    assert parse_rules(text, built_in=True) == parse_rules(text)
 
 
 @pytest.mark.parametrize(
