@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mpicoll.engine.diagnostics import stacks
@@ -57,7 +58,7 @@ def listen_for_signals() -> int | None:
     if previous == -1:
         _wakeup_fds[:] = [writer]
         signal.set_wakeup_fd = _set_wakeup_fd_of_program
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not _is_caught_in_c(signal.SIGTERM):
             _handle_sigterm()
         return reader
     _set_wakeup_fd(previous)
@@ -77,6 +78,16 @@ def _set_wakeup_fd_of_program(fd: int, /, *, warn_on_full_buffer: bool = True) -
     else:
         previous = _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
     return -1 if previous == own else previous
+
+
+def _is_caught_in_c(number: int) -> bool:
+    """Return True if there is a handler of the signal `number`, though Python has none: as of ``faulthandler.register``
+    in the program, whose file would be replaced by ours."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> number - 1 & 1)
+    return False
 
 
 def _handle_sigterm() -> None:

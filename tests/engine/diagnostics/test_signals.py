@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -26,6 +27,23 @@ os.kill(os.getpid(), signal.SIGTERM)
 assert not signals.has_received_sigterm()
 """)
     assert (done.returncode, bool(done.stdout)) == ((0, True) if handler == "print" else (-signal.SIGTERM, False))
+
+
+def test_what_the_program_registers_with_faulthandler_for_sigterm_stays(
+    python: Callable[..., CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """It writes the stack to the file of the program, and SIGTERM has the effect that the program asked for."""
+    stack = tmp_path / "stack"
+    done = python(f"""
+import faulthandler, os, signal
+faulthandler.register(signal.SIGTERM, file=open({str(stack)!r}, "w"))
+from mpicoll.engine.diagnostics import signals
+assert signals.listen_for_signals() is not None
+os.kill(os.getpid(), signal.SIGTERM)
+print("goes on")
+""")
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+    assert "most recent call first" in stack.read_text()
 
 
 def test_sigterm_is_recorded_after_the_program_has_restored_the_handler(
