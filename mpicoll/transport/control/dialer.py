@@ -95,10 +95,15 @@ class Dialer:
             return False
         one.connecting = False
         one.deadline = now + timing.PROVE_WITHIN
+        if one.role == "attempt" or self._addresses.is_local(one.rank):
+            self.confirm(one)
+        return True  # on another host, another process may have the port
+
+    def confirm(self, one: Connection) -> None:
+        """Record that an attempt or a probe has found the rank, or may have."""
         attempts = self._attempts_of(one)
         if attempts is not None:
             attempts.record_success(one.address)
-        return True
 
     def wait_longer(self, one: Connection, now: float) -> bool:
         """Handle an attempt that has no answer yet. Returns False, and sets its error, if there can be none."""

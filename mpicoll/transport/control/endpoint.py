@@ -301,8 +301,8 @@ class Endpoint:
     def _finish_connecting(self, one: Connection) -> None:
         if not self._dialer.finish(one, self._now()):
             self._handle_end(one)
-        elif one.role == "probe":
-            self._drop(one)  # the port is open
+        elif one.role == "probe" and self._addresses.is_local(one.rank):
+            self._drop(one)  # the port is open, and no other process has it
 
     def _drop(self, one: Connection) -> None:
         """Close a connection."""
@@ -425,6 +425,9 @@ class Endpoint:
                 ("attempt", CHALLENGE): lambda: self._answer_challenge(one, content),
                 ("attempt", WELCOME): lambda: self._add_hub(one),
                 ("attempt", REJECTED): lambda: self._handle_rejection(one),
+                ("probe", CHALLENGE): lambda: self._handshake.answer(one, content),
+                ("probe", WELCOME): lambda: self._confirm_probe(one),
+                ("probe", REJECTED): lambda: self._confirm_probe(one),
             }
             if one.role not in ("client", "hub"):
                 steps[one.role, kind]()
@@ -457,6 +460,11 @@ class Endpoint:
             one.queue.extend(self._links.take_for_client(one.rank))
             one.queue.append(self.farewells.own)
         self._redirect_crash_output()
+
+    def _confirm_probe(self, one: Connection) -> None:
+        """Handle the answer to a probe, which proves by its tag that it comes from the rank."""
+        self._dialer.confirm(one)
+        self._drop(one)
 
     def _handle_rejection(self, one: Connection) -> None:
         """Handle a rejection: this rank counts as dead for the other one, since the network was interrupted."""

@@ -59,7 +59,9 @@ class ControlNetwork:
     dies may be lost; those that had not left this process are sent through the next hub.
 
     A rank that has never connected to the hub is dead if it is on the same host and its socket no longer listens, even
-    if another process has its port; otherwise its absence is only logged.
+    if another process has its port; otherwise its absence is only logged. The next hub, to which all have had time to
+    connect, also takes a rank on another host for dead if no port there answers, or what has its port is no rank: only
+    a rank with the token can answer.
 
     A rank that leaves may end once its farewell is with a rank that can't end before it has forwarded it: a rank
     that stays and has forwarded all farewells, or one with a higher number that has connected to it. The order of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from support.star import Clock, Make, until
 
 from mpicoll.transport.control import timing
+from mpicoll.transport.control.dialer import Dialer
 from mpicoll.transport.control.sockets import _listening_inodes, is_taken
 
 
@@ -31,6 +33,48 @@ def test_a_port_of_another_process_is_no_sign_of_life(star: Make, dead: int) -> 
             return all(job.gone(rank) == [(dead, "closed")] for rank in alive)
 
         until(has_ended, lambda: job.heard)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_only_a_rank_answers_a_probe_on_another_host(star: Make, alive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't be seen there which process has the port; one that says something else has taken it. The hub probes
+    after the death of another one, when all ranks have had time to connect."""
+    clock = Clock()
+    job = star(3, clock=clock)
+    addresses = [line.address for line in job.lines]
+    for rank, one in enumerate(addresses):
+        one |= {"place": f"host {rank}", "addresses": ["127.0.0.1"]}
+    asked, confirmed = [], []
+    monkeypatch.setattr(Dialer, "confirm", lambda dialer, one: confirmed.append((one.role, one.rank)))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        if not alive:
+            addresses[2]["port"] = other.getsockname()[1]
+            job.end(2)
+        other.setblocking(False)
+        for line in job.lines[:2]:
+            line.connect(addresses)
+        until(lambda: job.drive(0, 1) or 1 in job.lines[0]._endpoint._links.clients)
+        job.end(0)
+
+        def step() -> None:
+            clock.now += 0.02
+            job.drive(1, *([2] if alive else []))
+            with contextlib.suppress(BlockingIOError):
+                sock, _ = other.accept()
+                asked.append(sock)
+                sock.sendall(b"HTTP/1.1 400 Bad Request")
+
+        try:
+            if alive:
+                # It has not been given the addresses yet, so it does not connect.
+                until(lambda: step() or ("probe", 2) in confirmed, lambda: job.heard)
+                assert job.gone(1) == [(0, "closed")]
+            else:
+                until(lambda: step() or job.gone(1) == [(0, "closed"), (2, "closed")], lambda: job.heard)
+                assert asked
+        finally:
+            for sock in asked:
+                sock.close()
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
