@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mpicoll.config import config
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.registered_wait import RegisteredWait
-from mpicoll.engine.core.registry import Registry, agree_on_options
+from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
 from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure, make_exits_deaths
 from mpicoll.engine.diagnostics.signals import (
@@ -72,8 +72,9 @@ def reject_child_processes() -> None:
         )
 
 
-def start_mpi(registry: Registry) -> CommunicatorCore:
-    """Start MPI, connect the watchdogs of all ranks, and return the communicator of all ranks. Collective."""
+def start_mpi(registry: Registry) -> tuple[CommunicatorCore, str]:
+    """Start MPI, connect the watchdogs of all ranks, and return the communicator of all ranks, and the folder of the
+    trace that a rank requests, or "". Collective."""
     # Before that module is loaded, hence called after MPI was finalised.
     is_first = "mpicoll.transport.mpi" not in sys.modules
     if is_first:
@@ -108,18 +109,29 @@ def make_communicator(
     name: str,
     library: Callable[[], str],
     known: TunedTable | None = None,
-) -> CommunicatorCore:
-    """Return a communicator whose ranks agree on the tuned table and on the options of checks. Collective.
+) -> tuple[CommunicatorCore, str]:
+    """Return a communicator whose ranks agree on the tuned table and on the options of checks (the union of those that
+    they request, and no default checks if one rank disables them), and the folder of the trace that a rank requests, or
+    "". Collective.
 
     `library` returns the name of the MPI library, `known` is the table of the world if there is one.
     """
+    settings: list[dict[str, Any]] = []
+
+    def exchange(table: str) -> list[str]:
+        # One exchange for all: with more ranks than cores, each one takes several slices of the scheduler's time.
+        mine = {"table": table, "checks": config().check, "trace": config().trace}
+        settings.extend(json.loads(text) for text in transport.allgather_text(json.dumps(mine)))
+        return [one["table"] for one in settings]
+
     table = run_within_deadline(
-        watch, "sharing the tuned table", lambda: tuned_table.share(transport, library(), known)
+        watch, "agreeing on settings", lambda: tuned_table.share(transport.rank, exchange, library(), known)
     )
-    checks = run_within_deadline(watch, "agreeing on checks", lambda: agree_on_options(transport, config().check))
-    return CommunicatorCore(
+    checks = Options.parse([word for one in settings for word in one["checks"]])
+    core = CommunicatorCore(
         transport, watch, name=name, world=name == "world", table=table, checks=checks, registry=registry
     )
+    return core, next((one["trace"] for one in settings if one["trace"]), "")
 
 
 def _mpi_init_waits_for_all_ranks() -> Any:

@@ -66,7 +66,7 @@ def _make_world() -> Communicator:
             if kind != "local":
                 startup.reject_child_processes()
             if kind == "mpi" or (kind == "auto" and launch_env.is_launched(os.environ)):
-                core = startup.start_mpi(_registry)
+                core, trace_folder = startup.start_mpi(_registry)
             else:
                 # Not at module level: an MPI job does not need it, and starts faster without it.
                 from mpicoll.transport import local
@@ -75,9 +75,11 @@ def _make_world() -> Communicator:
                 core = CommunicatorCore(
                     alone, None, name="world", checks=Options.parse(config().check), registry=_registry
                 )
+                trace_folder = config().trace
             _world = Communicator(core, _replace_world)
             startup.exit_callbacks.append(_warn_of_messages)
-            _start_trace(core)
+            if trace_folder:
+                _start_trace(core, trace_folder)
     return _world
 
 
@@ -88,12 +90,8 @@ def _replace_world(comm: Communicator) -> None:
         _world = comm
 
 
-def _start_trace(comm: CommunicatorCore) -> None:
-    """Trace the job, if a rank requests it. Collective."""
-    folders = startup.run_within_deadline(comm.watch, "starting", lambda: comm.transport.allgather_text(config().trace))
-    folder = next(filter(None, folders), "")
-    if not folder:
-        return
+def _start_trace(comm: CommunicatorCore, folder: str) -> None:
+    """Trace the job. Collective."""
     from mpicoll.engine.tracing.session import TraceSession  # late: only traced jobs need it
 
     session = startup.run_within_deadline(
@@ -167,4 +165,5 @@ def _adopt(
     if known is None and transport.size == mpi_size:
         _make_world()  # which connects the watchdogs, and starts the trace
     table = None if known is None else known.context.table
-    return Communicator(startup.make_communicator(transport, watch, _registry, "mpi4py", library, table))
+    core, _ = startup.make_communicator(transport, watch, _registry, "mpi4py", library, table)
+    return Communicator(core)

@@ -89,13 +89,17 @@ def test_nothing_is_announced_at_a_normal_exit() -> None:
 
 
 @pytest.mark.slow
-def test_first_operation_loads_only_what_it_needs(job: Starter) -> None:
-    """Each rank of a job pays for what its first call loads."""
+def test_first_operation_does_only_what_it_needs(job: Starter) -> None:
+    """Each rank of a job pays for what its first call loads, and for each exchange between the ranks."""
     done = job(
         2,
         """
 import sys
+from mpicoll.transport.mpi import MpiTransport
+original, texts = MpiTransport.allgather_text, []
+MpiTransport.allgather_text = lambda self, text: texts.append(text) or original(self, text)
 mpicoll.allreduce(np.ones(1))
+assert len(texts) == 3, texts  # two to connect the ranks, one for their settings
 unneeded = {"mpicoll.schedules", "secrets", "shutil", "subprocess", "sysconfig"} & set(sys.modules)
 assert not unneeded, unneeded
 """,

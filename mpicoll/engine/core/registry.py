@@ -45,15 +45,6 @@ Change: TypeAlias = "tuple[bool | None, bool | None, bool | None]"
 """New values of `calls`, `numerics` and `checksum`; None leaves a value unchanged."""
 
 
-def agree_on_options(transport: Transport, words: Sequence[str]) -> Options:
-    """Return the union of the checks that the ranks request with their `words`; no default checks if one rank disables
-    them. Collective."""
-    if transport.size == 1:
-        return Options.parse(words)
-    requested = transport.allgather_text(",".join(words))
-    return Options.parse([word for text in requested for word in text.split(",") if word])
-
-
 class Member(Protocol):
     """A communicator, as the registry needs it: `requested` are the checks that the environment requests, `checks` are
     the checks in effect."""

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import isfinite
@@ -24,7 +25,6 @@ from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import UNTUNED, TunedTable, is_dtype_class
 from mpicoll.engine.selection.rules import Rules, format_rules, overlay, parse_rules
 from mpicoll.errors import SetupError
-from mpicoll.transport.base import Transport
 
 FORMAT = "mpicoll tuned table"
 VERSION = 1
@@ -54,19 +54,19 @@ def describe_machine() -> dict[str, Any]:
     return {"cpu": model or platform.processor() or platform.machine(), "cores": os.cpu_count() or 1}
 
 
-def share(transport: Transport, library: str, known: TunedTable | None = None) -> TunedTable:
-    """Return the table of rank 0 on all ranks of `transport`. Collective.
+def share(
+    rank: int, exchange: Callable[[str], Sequence[str]], library: str, known: TunedTable | None = None
+) -> TunedTable:
+    """Return the table of rank 0 on all ranks. Collective. ``exchange(text)`` returns the texts of all ranks, by rank.
 
     The table is `known` on rank 0 if that is not None, otherwise the one that its environment variable and its file
     specify for `library`. Raises SetupError on all ranks if MPICOLL_TUNED of rank 0 names a file that is not a valid
     table. An invalid file at the default path is ignored, with a warning on rank 0.
     """
     text = warning = ""
-    if transport.rank == 0:
+    if rank == 0:
         text, warning = (known.text, "") if known is not None else _read(library)
-    if transport.size > 1:
-        text = transport.allgather_text(text)[0]
-    table = _parse_table(text)
+    table = _parse_table(exchange(text)[0])
     if warning:
         warnings.warn(warning, stacklevel=2)
     return table
