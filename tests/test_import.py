@@ -69,8 +69,8 @@ BY_NAME = {
     "__init__.py": {"mpicoll.", "mpicoll.schedules"},
     # torch's entry point lies below mpicoll.torch, and loads it when the backend is used.
     "autoload.py": {"mpicoll.torch.c10d_patches", "mpicoll.torch.group_creation", "mpicoll.torch.process_group"},
-    # Whether MPI has been loaded is asked without loading it.
-    "engine/startup.py": {"mpicoll.transport.mpi"},
+    # Whether MPI and NCCL have been used is asked without loading them.
+    "engine/startup.py": {"mpicoll.engine.executors.nccl", "mpicoll.transport.mpi"},
 }
 """The modules that are named by a string, where the contracts on imports don't see them."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -35,8 +35,7 @@ class Event(Protocol):
         """Return True if all work submitted before is done."""
 
 
-@dataclass(frozen=True, slots=True)
-class Export:
+class Export(NamedTuple):
     """Device memory that other processes of the node can reach: the allocation in which it lies, identified by
     `number` within the process, and its position there. `handle` opens the allocation in other processes, `process`
     uniquely identifies the process that made it, `address` is the begin of the allocation in that process."""

@@ -270,8 +270,6 @@ def _devices() -> dict[str, Any]:
 
 def _ipc() -> str:
     """Check that another process can read and write device memory of this one."""
-    from dataclasses import asdict
-
     device, count = _device(0), 1 << 20
     here, there = np.random.default_rng(1).integers(0, 256, (2, count), np.uint8)
     with device.working():
@@ -281,7 +279,7 @@ def _ipc() -> str:
         export = device.export(memory)
     if export is None:
         raise probes.ProbeImpossible(f"memory of {device.name} can't be exported")
-    description = json.dumps(asdict(export) | {"handle": export.handle.hex()})
+    description = json.dumps(export._asdict() | {"handle": export.handle.hex()})
     probes.report(step="opening memory of another process")
     ended = launcher.run_bounded(launcher.module_command(PROGRAM, "ipc-peer", description), os.environ, 20.0)
     reports = probes.merge_reports(ended.output)
@@ -331,6 +329,5 @@ _PROBES: dict[str, Callable[..., Any]] = {
     "ipc": _ipc,
     "ipc-peer": _ipc_peer,
 }
-
 if __name__ == "__main__":
     sys.exit(probes.run(_PROBES, *sys.argv[1:]))

@@ -14,7 +14,6 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.executors.hierarchical import HierarchicalCollective
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
 from mpicoll.engine.selection.catalogue import (
     IPC,
@@ -97,6 +96,9 @@ def bind(
     if isinstance(algorithm, SharedMemoryAlgorithm):
         return _bind_shared_memory(operation, choice, call)
     if isinstance(algorithm, HierarchicalAlgorithm):
+        # Not at module level: only a job on several nodes needs it.
+        from mpicoll.engine.executors.hierarchical import HierarchicalCollective
+
         return HierarchicalCollective(operation, lambda phase: bind(phase, select_algorithm(phase)))
     return _bind_schedule(operation, choice, operation.comm.transport, fixed=fixed)
 

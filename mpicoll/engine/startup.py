@@ -27,7 +27,6 @@ from mpicoll.engine.diagnostics.signals import (
     restore_signal_mask,
 )
 from mpicoll.engine.diagnostics.watchdog import Watchdog
-from mpicoll.engine.executors import nccl
 from mpicoll.engine.selection import tuned_table
 from mpicoll.engine.selection.query import TunedTable
 from mpicoll.engine.time_limit import time_limit
@@ -297,7 +296,9 @@ def _finish_pending(watch: Watchdog, owner: int) -> None:
             )
             watch.abort.abort_all(1)
     sinks.remove(add_failure)
-    nccl.free_all(watch.peers.dead())
+    # Where no data was on a device, it was not loaded.
+    if (nccl := sys.modules.get("mpicoll.engine.executors.nccl")) is not None:
+        nccl.free_all(watch.peers.dead())
     for callback in exit_callbacks:
         callback()
     watch.leave()

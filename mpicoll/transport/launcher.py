@@ -8,10 +8,9 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpicoll.transport import launch_env
 
@@ -69,8 +68,7 @@ print(json.dumps([MPI.Get_library_version(), find_mapped_library(), mpi4py.__ver
 """
 
 
-@dataclass(frozen=True, slots=True)
-class MpiLibrary:
+class MpiLibrary(NamedTuple):
     """The MPI library that mpi4py loads: its version string, its file, and mpi4py's version."""
 
     version: str
@@ -83,8 +81,7 @@ class MpiLibrary:
         return " ".join(self.version.split(",")[0].strip().splitlines()[0].split())
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
+class RunResult(NamedTuple):
     """The end of a process.
 
     `status` is its exit status as a shell would return it, or None if it exceeded its time and was ended. `output`

@@ -8,7 +8,6 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -28,8 +27,7 @@ _ALWAYS_FREE = 1 << 20
 """Bytes that any machine has free: it takes longer to query the free memory than to share so few."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryHandle:
+class MemoryHandle(NamedTuple):
     """The handle by which another process of this node maps memory.
 
     It is a file; a page that begins with `cookie` lies before the memory in it, or nothing if `cookie` is None.

@@ -100,8 +100,9 @@ original, texts = MpiTransport.allgather_text, []
 MpiTransport.allgather_text = lambda self, text: texts.append(text) or original(self, text)
 mpicoll.allreduce(np.ones(1))
 assert len(texts) == 3, texts  # two to connect the ranks, one for their settings
-unneeded = {"mpicoll.schedules", "secrets", "shutil", "subprocess", "sysconfig"} & set(sys.modules)
-assert not unneeded, unneeded
+executors = {"mpicoll.engine.executors." + one for one in ("hierarchical", "nccl", "schedule")}
+unneeded = executors | {"mpicoll.schedules", "secrets", "shutil", "subprocess", "sysconfig"}
+assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
 """,
     )
     assert (done.returncode, done.stdout) == (0, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import errno
 import gc
 import mmap
@@ -133,18 +132,18 @@ def test_another_file_is_not_taken_for_the_memory(tmp_path: Path) -> None:
     own = SharedBlock(1000)
     try:
         with pytest.raises(OSError, match="belongs to another process") as caught:
-            attach(dataclasses.replace(own.handle, cookie=own.handle.cookie ^ 1))
+            attach(own.handle._replace(cookie=own.handle.cookie ^ 1))
         assert caught.value.errno == errno.ESRCH
         mappings = _mappings()
         assert mappings >= 1
         with pytest.raises((OSError, ValueError)):
-            attach(dataclasses.replace(own.handle, nbytes=10**9))  # a smaller file
+            attach(own.handle._replace(nbytes=10**9))  # a smaller file
         short = tmp_path / "short"
         short.write_bytes(b"")
         with pytest.raises((OSError, ValueError)):
-            attach(dataclasses.replace(own.handle, path=str(short)))
+            attach(own.handle._replace(path=str(short)))
         with pytest.raises(OSError):  # noqa: PT011  a directory, or nothing at all
-            attach(dataclasses.replace(own.handle, path=str(tmp_path)))
+            attach(own.handle._replace(path=str(tmp_path)))
         assert _mappings() == mappings
     finally:
         own.seal()
@@ -496,8 +495,7 @@ def test_a_process_of_another_namespace_is_not_taken_for_a_rank(program: Callabl
 from mpicoll.transport import shm
 original, made = shm.attach, shm.SharedBlock(100)
 def attach(handle):
-    import dataclasses
-    return original(dataclasses.replace(handle, path=made.handle.path, nbytes=min(handle.nbytes, 100)))
+    return original(handle._replace(path=made.handle.path, nbytes=min(handle.nbytes, 100)))
 if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
     shm.attach = attach
 {SWEEP}

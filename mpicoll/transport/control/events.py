@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A message from another rank."""
 
     source: int
     body: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerExit:
+class PeerExit(NamedTuple):
     """A rank that has exited.
 
     `why` is one of

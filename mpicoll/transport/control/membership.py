@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.events import PeerExit
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(NamedTuple):
     """A rank that seems to have died, while other ranks may have its farewell. It can't have left if `certain`."""
 
     exit: PeerExit
