@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.patches import patch_within
 
 from mpicoll import atomic_files
 
@@ -50,7 +51,7 @@ def test_create_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def link(source: Path, target: Path) -> None:
         raise PermissionError(errno.EPERM, "no hard links here")
 
-    monkeypatch.setattr(os, "link", link)
+    patch_within(monkeypatch, atomic_files, os, link=link)
     assert atomic_files.create(tmp_path / "file", "first")
     assert not atomic_files.create(tmp_path / "file", "second")
     assert (tmp_path / "file").read_text() == "first"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.patches import patch_within
 
 import mpicoll
 from mpicoll.cli import listening
@@ -186,8 +187,7 @@ def test_the_file_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             raise PermissionError(dir)
         return make(prefix=prefix, dir=dir)
 
-    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    patch_within(monkeypatch, job_store, tempfile, mkdtemp=mkdtemp, gettempdir=lambda: str(tmp_path))
     file = job_store._create_file()
     assert file is not None
     assert file.parent.parent == tmp_path
@@ -196,7 +196,7 @@ def test_the_file_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     usable.clear()
     assert job_store._create_file() is None
     usable.append(str(tmp_path))
-    monkeypatch.setattr(os, "write", full)
+    patch_within(monkeypatch, job_store, os, write=full)
     before = list(tmp_path.iterdir())
     assert job_store._create_file() is None
     assert list(tmp_path.iterdir()) == before

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import sys
 
 import pytest
 from support.launch import mpirun
+from support.patches import patch_within
 
 from mpicoll.transport import claim
 
@@ -57,7 +59,7 @@ def test_others_can_not_keep_a_rank_from_starting(monkeypatch: pytest.MonkeyPatc
     def forbidden(*args: object) -> None:
         raise PermissionError(errno.EPERM, "no sockets here")
 
-    monkeypatch.setattr(claim.socket, "socket", forbidden)
+    patch_within(monkeypatch, claim, socket, socket=forbidden)
     assert claim.claim(LAUNCHED) is None
 
 

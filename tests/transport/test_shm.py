@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 from support.descriptors import count_descriptors
 from support.launch import ROOT, mpirun
+from support.patches import patch_within
 
+from mpicoll.transport import shm
 from mpicoll.transport.shm import MemoryHandle, ProcessReader, SharedBlock, attach, describe_memory, share
 
 SHM = Path("/dev/shm")
@@ -155,7 +157,7 @@ def test_an_allocation_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     before, descriptors = _ours(), _descriptors()
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    patch_within(monkeypatch, shm, os, posix_fallocate=full)
     with pytest.raises(OSError, match="No space left"):
         SharedBlock(1000, named=True)
     assert not _left(before)

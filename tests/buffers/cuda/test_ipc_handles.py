@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from support import fake_cuda
 from support.device_memory import down, up
+from support.patches import patch_within
 
 from mpicoll.buffers.device import view
 from mpicoll.buffers.recognise import recognise
@@ -92,21 +94,20 @@ def test_the_name_of_a_process(on: Any, ipc_handles: Any, monkeypatch: pytest.Mo
     name = on.export(x).process
     assert on.export(x[10:]).process == name
     assert str(os.getpid()) != name
-    monkeypatch.setattr(os, "getpid", lambda: -1)  # as after a fork
+    patch_within(monkeypatch, ipc_handles, os, getpid=lambda: -1)  # as after a fork
     assert ipc_handles.process_name() != name
 
 
 def test_concurrent_threads_get_the_same_name(ipc_handles: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank that is a thread would take memory of its own process for another's."""
     together = threading.Barrier(3, timeout=20)
-    draw = ipc_handles.secrets.token_hex
 
     def token_hex(size: int) -> str:
         together.wait()
-        return str(draw(size))
+        return secrets.token_hex(size)
 
-    monkeypatch.setattr(ipc_handles.secrets, "token_hex", token_hex)
-    monkeypatch.setattr(os, "getpid", lambda: -2)
+    patch_within(monkeypatch, ipc_handles, secrets, token_hex=token_hex)
+    patch_within(monkeypatch, ipc_handles, os, getpid=lambda: -2)
     with ThreadPoolExecutor(3) as pool:
         names = {one.result() for one in [pool.submit(ipc_handles.process_name) for _ in range(3)]}
     assert len(names) == 1

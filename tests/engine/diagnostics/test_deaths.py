@@ -10,12 +10,14 @@ from subprocess import CompletedProcess
 import pytest
 from support import dying
 from support.descriptors import count_process_descriptors
+from support.patches import patch_within
 
 from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.deaths import DeathHandler
 from mpicoll.engine.diagnostics.local_waits import LocalWaits
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.reporter import Reporter
+from mpicoll.transport.control import process_status
 from mpicoll.transport.control.process_status import describe_process
 
 CASES = [
@@ -55,7 +57,7 @@ def test_the_matrix_has_each_kind_at_each_moment() -> None:
 
 
 def test_ranks_of_a_large_node_leave_descriptors_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 256))
+    patch_within(monkeypatch, process_status, resource, getrlimit=lambda what: (256, 256))
     peers = Peers(LocalWaits())
     peers.size = 100
     reporter = Reporter(peers)

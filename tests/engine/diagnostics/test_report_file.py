@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from support.patches import patch_within
 from support.rank_states import WHAT, at_work, crossed, waits
 
+from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import find_deadlock
 from mpicoll.engine.diagnostics.rank_state import departed_state
@@ -37,7 +40,7 @@ def test_files_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.Monk
     def refuse(*args: object) -> None:
         raise PermissionError("no links here")
 
-    monkeypatch.setattr("os.link", refuse)
+    patch_within(monkeypatch, atomic_files, os, link=refuse)
     names = [write(tmp_path, "job", "asked for", {0: at_work()}, analyse({0: at_work()}, 1))[1].name for _ in range(2)]
     assert names == ["mpicoll-report-job.json", "mpicoll-report-job-2.json"]
     assert len(list(tmp_path.iterdir())) == 4

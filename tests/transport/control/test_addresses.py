@@ -8,9 +8,10 @@ import sys
 
 import pytest
 from support.launch import ROOT
+from support.patches import patch_within
 from support.star import TOKEN
 
-from mpicoll.transport.control import addresses, interfaces
+from mpicoll.transport.control import addresses, interfaces, sockets
 from mpicoll.transport.control.addresses import AddressBook, describe_address
 from mpicoll.transport.control.interfaces import InterfaceAddress, select_addresses
 from mpicoll.transport.control.network import ControlNetwork
@@ -135,7 +136,7 @@ def test_a_port_that_is_free_at_one_address_only(monkeypatch: pytest.MonkeyPatch
         return create(address, **options)  # type: ignore[arg-type]
 
     with socket.socket() as blocker:
-        monkeypatch.setattr(socket, "create_server", create_server)
+        patch_within(monkeypatch, sockets, socket, create_server=create_server)
         one, other = listen(2, ["127.0.0.1", "127.0.0.2"])
         with one, other:
             assert one.getsockname()[1] == other.getsockname()[1] != tried[1][1]

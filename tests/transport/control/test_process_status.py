@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support.descriptors import count_process_descriptors
+from support.patches import patch_within
 
 from mpicoll.transport.control import process_status
 from mpicoll.transport.control.process_status import Process, compute_max_descriptors, describe_process
@@ -109,7 +110,7 @@ def test_a_process_that_has_ended_leaves_no_descriptor(
     what = description(child)
     end(child, 0, reap=True)
     # As if it ended between the two.
-    monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/dev/null", os.O_RDONLY))
+    patch_within(monkeypatch, process_status, os, pidfd_open=lambda pid: os.open("/dev/null", os.O_RDONLY))
     before = count_process_descriptors()
     with pytest.raises(OSError, match="No such file"):
         Process(what)
@@ -118,5 +119,6 @@ def test_a_process_that_has_ended_leaves_no_descriptor(
 
 def test_most_descriptors_are_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     for soft, most in ((256, 16), (resource.RLIM_INFINITY, 1024)):
-        monkeypatch.setattr(resource, "getrlimit", lambda what, soft=soft: (soft, soft))
-        assert compute_max_descriptors() == most
+        with monkeypatch.context() as within:
+            patch_within(within, process_status, resource, getrlimit=lambda what, soft=soft: (soft, soft))
+            assert compute_max_descriptors() == most
