@@ -37,9 +37,15 @@ def test_addresses_of_this_host_are_not_tried_for_another_host(
     book = AddressBook(0)
     here = describe_address(1000, [])
     assert here["addresses"] == [*OWN, "fd00::1"]
-    book.set([here, here, here | {"place": "elsewhere", "addresses": others}])
+    book.set([here, here, here | {"place": "elsewhere", "host": "h2", "addresses": others}])
     assert book.addresses_of(1) == ["127.0.0.1"]
     assert book.addresses_of(2) == tried
+    paths = book.describe_paths([1, 2])
+    assert (
+        paths
+        == f"; MPICOLL_INTERFACE selects the interface ({here['host']} to h2 at {', '.join(tried) or 'no address'})"
+    )
+    assert book.describe_paths([1]) == ""
 
 
 @pytest.mark.parametrize(
