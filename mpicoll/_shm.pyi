@@ -1,0 +1,7 @@
+"""Collectives of the ranks of one node, in C."""
+
+from collections.abc import Sequence
+
+from mpicoll.buffers.dtypes import Array
+
+def fold(op: str, dtype: str, parts: Sequence[Array], out: Array) -> None: ...
