@@ -32,7 +32,7 @@ wheels=${MPICOLL_WHEELS:-$([[ -d wheels ]] && echo wheels || echo .whl)}
 unset MPICOLL_WHEELS # no setting of mpicoll's own, and doctor would say so
 # What mpicoll, its tests and its bench need, beside torch and cupy; the last ones make the editable install.
 needed=("cloudpickle>=3.0" "mpi4py>=4.0" "numpy>=1.24" "rich>=13.7" "hypothesis>=6.100" "ml_dtypes>=0.4" "pytest>=9.0"
-    "pytest-mpi>=0.6" "pytest-timeout>=2.3" "hatchling>=1.27" "editables>=0.5")
+    "pytest-mpi>=0.6" "pytest-timeout>=2.3" "setuptools>=77")
 
 die() {
     printf '%s\n' "$@" >&2
@@ -100,7 +100,7 @@ install() {
 
 # What was installed is told by a hash of what asked for it, so that a second run costs nothing.
 fingerprint() {
-    { echo "${needed[*]}" "$PWD" "$cuda"; ls "$wheels" 2>/dev/null || true; cat pyproject.toml; } |
+    { echo "${needed[*]}" "$PWD" "$cuda"; ls "$wheels" 2>/dev/null || true; cat pyproject.toml setup.py mpicoll/csrc/*; } |
         "$env/bin/python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest(), sys.version)'
 }
 

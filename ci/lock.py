@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the hashes of what CI installs: ci/requirements.txt and ci/requirements-cuda.txt.
+"""Write the hashes of what CI installs: ci/requirements.txt, and -cuda.txt and -compiler.txt beside it.
 
     pip install uv
     python ci/lock.py          # after a change of ci/constraints.txt or of the dependencies in pyproject.toml
@@ -26,10 +26,15 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 
 EXTRAS = ("openmpi", "plot", "torch", "test", "dev")
 
-BUILD = ("hatchling", "editables")
+BUILD = ("setuptools", "ziglang")
 """What the editable installation needs, which pip does without an environment of its own for the build."""
 
-CUDA = re.compile(r"(nvidia|cuda|triton)\b")
+FILES = (
+    ("-cuda", "the CUDA libraries of torch from PyPI", r"(nvidia|cuda|triton)\b"),
+    ("-compiler", "the C compiler for machines without one", r"ziglang\b"),
+    ("", "what CI installs", ""),
+)
+"""The end of the name of each file, its contents, and the packages in it that no file before has."""
 
 HEADER = """\
 # Hashes of {what}, for pip install --require-hashes --no-deps.
@@ -50,8 +55,11 @@ def main() -> None:
     if not hashes:
         sys.exit(f"{cpu}: no build of torch {pinned('torch')}; run {sys.argv[0]} --cpu")
     requirements = [add_hashes(one, hashes) if one.startswith("torch==") else one for one in requirements]
-    for name, what, cuda in (("", "what CI installs", False), ("-cuda", "the CUDA libraries of torch from PyPI", True)):
-        chosen = [one for one in requirements if (CUDA.match(one) is not None) == cuda]
+    for name, what, packages in FILES:
+        others = "|".join(found for _, _, found in FILES if found)
+        chosen = [
+            one for one in requirements if (re.match(rf"({packages or others})\b", one) is None) == (not packages)
+        ]
         (CI / f"requirements{name}.txt").write_text(HEADER.format(what=what) + "".join(chosen))
 
 

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one node, in C."""
+# Collectives of the ranks of one node, in C.
 
 from collections.abc import Sequence
 

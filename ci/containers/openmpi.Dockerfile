@@ -13,9 +13,9 @@
 ARG BASE=debian:bookworm-20260918-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 FROM $BASE
 
-# A Python with venv, and nothing of MPI: mpirun and libmpi come from the wheel, into .venv.
+# A Python with venv, what compiles its extensions, and nothing of MPI: mpirun and libmpi come from the wheel, into .venv.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+    && apt-get install --yes --no-install-recommends ca-certificates gcc libc6-dev python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
 # Not root: mpirun refuses root, and the tests are to show that nothing needs it.
@@ -24,11 +24,12 @@ RUN useradd --create-home --uid "$UID" mpi && mkdir /mpicoll && chown mpi: /mpic
 USER mpi
 WORKDIR /mpicoll
 
-# The dependencies first, so that a change of the code alone does not install them again.
+# The dependencies first, so that a change of the Python code alone does not install them again.
 ARG PIP_EXTRA_INDEX_URL=
-COPY --chown=mpi pyproject.toml README.md LICENSE ./
+COPY --chown=mpi pyproject.toml setup.py README.md LICENSE ./
 COPY --chown=mpi ci ci
-RUN mkdir mpicoll && touch mpicoll/__init__.py \
+COPY --chown=mpi mpicoll/csrc mpicoll/csrc
+RUN touch mpicoll/__init__.py \
     && PIP_NO_CACHE_DIR=1 bash -euo pipefail -c 'source ci/setup.sh'
 
 COPY --chown=mpi . .
