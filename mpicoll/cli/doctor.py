@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from mpicoll import extension
 from mpicoll.cli import formatting
 from mpicoll.wording import inflect
 
@@ -149,6 +150,7 @@ def _versions() -> Iterator[Finding]:
         return Finding("versions", name, "ok", value)
 
     yield ok("mpicoll", f"{_version('mpicoll') or 'not installed'}, {Path(__file__).parents[1]}")
+    yield _extension()
     yield ok("Python", f"{platform.python_version()}, {sys.executable}")
     for name in ("numpy", "mpi4py", "torch", *(_cupys() or ["cupy"]), *_WHEELS):
         version = _version(name)
@@ -162,6 +164,16 @@ def _versions() -> Iterator[Finding]:
         if len(names) > 1:
             remedy = f"keep one of them: pip uninstall {' '.join(names)}; then install that one again"
             yield Finding("versions", what, "problem", f"{' and '.join(names)} are in each other's way", remedy)
+
+
+def _extension() -> Finding:
+    """Return the finding on the extension in C, without which the algorithms in shared memory are not there."""
+    missing = extension.find_missing_reason()
+    if missing is not None:
+        return Finding("versions", "extension in C", "not there", missing, extension.REMEDY)
+    from mpicoll import _shm
+
+    return Finding("versions", "extension in C", "ok", _shm.__file__)
 
 
 # --- MPI

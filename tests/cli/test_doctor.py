@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from support.launch import ROOT
 
+import mpicoll
+from mpicoll import extension
 from mpicoll.cli import doctor, main
 from mpicoll.cli.doctor import Finding
 from mpicoll.config import config
@@ -237,6 +239,17 @@ def test_nothing_is_tried_if_that_is_not_wanted(tmp_path: Path) -> None:
     assert said["CUDA", "MPI: messages"].value == "takes device memory: MPICOLL_CUDA_AWARE=send"
     assert said["CUDA", "MPI: reductions"].state == "not there"
     assert said["settings", "MPICOLL_CUDA_AWARE"].value == "send, environment"
+
+
+def test_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = extension.find_missing_reason()
+    found = {one.name: one for one in doctor._versions()}["extension in C"]
+    assert found.state == ("ok" if missing is None else "not there")
+    assert found.value == (mpicoll._shm.__file__ if missing is None else missing)
+    monkeypatch.setattr(extension, "find_missing_reason", lambda: "a reason")
+    found = {one.name: one for one in doctor._versions()}["extension in C"]
+    assert (found.state, found.value) == ("not there", "a reason")
+    assert "install mpicoll again" in found.remedy
 
 
 @pytest.mark.slow

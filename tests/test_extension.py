@@ -1,0 +1,50 @@
+"""The extension in C may be absent."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch import ROOT
+
+import mpicoll
+from mpicoll import extension
+
+PRINT = """
+from mpicoll import extension
+print(extension.find_missing_reason())
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package, without what was compiled."""
+    shutil.copytree(
+        ROOT / "mpicoll", tmp_path / "mpicoll", ignore=shutil.ignore_patterns("*.so", "__pycache__", "csrc")
+    )
+    return tmp_path
+
+
+def find_missing_reason(folder: Path) -> str:
+    """What a process says of the package in a folder."""
+    command = [sys.executable, "-c", PRINT]
+    return subprocess.run(
+        command, cwd=folder, env={"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
+
+
+def test_no_extension(copy: Path) -> None:
+    assert find_missing_reason(copy) == "mpicoll was installed without it"
+
+
+def test_extension_that_can_not_be_loaded(copy: Path) -> None:
+    (copy / "mpicoll" / "_shm.abi3.so").write_text("not an object file")
+    assert "mpicoll/_shm.abi3.so" in find_missing_reason(copy)
+
+
+@pytest.mark.skipif(extension.find_missing_reason() is not None, reason="no extension")
+def test_extension_before_the_module_in_its_place() -> None:
+    assert mpicoll._shm.__file__.endswith(".so")
