@@ -28,7 +28,7 @@ setup(
             extra_link_args=["-pthread"],
             libraries=["m"],
             py_limited_api=abi3,
-            optional="MPICOLL_REQUIRE_EXTENSION" not in os.environ,
+            optional="REQUIRE_EXTENSION" not in os.environ,
         )
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if abi3 else {},

@@ -84,10 +84,10 @@ install_package() {
     if [[ -z $(find_headers) ]]; then
         echo "mpicoll: no extension in C, which needs the headers of Python: apt-get install python3-dev"
     elif [[ -n $cc ]]; then
-        settings=(MPICOLL_REQUIRE_EXTENSION=1 "CC=$cc")
+        settings=(REQUIRE_EXTENSION=1 "CC=$cc")
     elif install_verified --requirement ci/requirements-compiler.txt; then
         # By itself it compiles for the processor of this machine, unlike other compilers.
-        settings=(MPICOLL_REQUIRE_EXTENSION=1 "CC=python -m ziglang cc -mcpu=baseline"
+        settings=(REQUIRE_EXTENSION=1 "CC=python -m ziglang cc -mcpu=baseline"
             "PATH=$PWD/.venv/bin:$PATH" "ZIG_GLOBAL_CACHE_DIR=$PWD/.venv/zig")
     else
         echo "mpicoll: no extension in C, which needs a C compiler: apt-get install gcc"

@@ -220,6 +220,8 @@ def check_python(words: list[str], page: str) -> None:
         assert not rejects(parser, words[1:]), words
         if words[0] == "ci/hosts.py":
             check_command(parser.parse_args(words[1:]).program, page)
+    elif words[0] == "setup.py":
+        assert words[1:] == ["build_ext", "--inplace"], words
     elif not words[0].startswith("-"):
         assert f"Save this as `{words[0]}`" in PAGES[page], words
 
