@@ -3,31 +3,272 @@
 #define PY_SSIZE_T_CLEAN
 #include "kernels.h"
 
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
 
-static void sum_float32(void *out, const void *const *parts, int nparts, size_t count)
+typedef enum { SUM, PROD, AVG, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR, OPS } OpName;
+typedef enum { BASE, AVX2, AVX512, LEVELS } Level;
+typedef enum {
+    BOOL, INT8, UINT8, INT16, UINT16, INT32, UINT32, INT64, UINT64,
+    FLOAT16, BFLOAT16, FLOAT32, FLOAT64, COMPLEX64, COMPLEX128, DTYPES
+} DTypeName;
+
+static const char *const op_names[OPS] = {"sum", "prod", "avg",  "min", "max", "band",
+                                          "bor", "bxor", "land", "lor", "lxor"};
+static const char *const dtype_names[DTYPES] = {
+    "bool",   "int8",    "uint8",    "int16",   "uint16",  "int32",     "uint32",    "int64",
+    "uint64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"};
+
+static const char *const level_names[LEVELS] = {"base", "avx2", "avx512"};
+
+/* Each with the signed integer of its size. */
+#define EACH_UNSIGNED(X) X(uint8_t, int8_t) X(uint16_t, int16_t) X(uint32_t, int32_t) X(uint64_t, int64_t)
+#define EACH_SIGNED(X) X(int8_t, int8_t) X(int16_t, int16_t) X(int32_t, int32_t) X(int64_t, int64_t)
+#define EACH_INTEGER(X) EACH_UNSIGNED(X) EACH_SIGNED(X)
+#define EACH_FLOAT(X) X(float, int32_t) X(double, int64_t)
+#define EACH_NUMBER(X) EACH_INTEGER(X) EACH_FLOAT(X)
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+/* Copy less than a vector, which a call of memcpy takes longer for. */
+static void copy_rest(char *to, const char *from, size_t bytes)
 {
-    float *to = out;
-    for (size_t i = 0; i < count; i++) {
-        float total = ((const float *)parts[0])[i];
-        for (int part = 1; part < nparts; part++)
-            total += ((const float *)parts[part])[i];
-        to[i] = total;
+    for (; bytes >= 8; bytes -= 8, to += 8, from += 8)
+        memcpy(to, from, 8);
+    if (bytes & 4) {
+        memcpy(to, from, 4);
+        to += 4, from += 4;
     }
+    if (bytes & 2) {
+        memcpy(to, from, 2);
+        to += 2, from += 2;
+    }
+    if (bytes & 1)
+        *to = *from;
 }
 
-ReduceKernel find_kernel(const char *op, const char *dtype)
+#define LEVEL(name) base_##name
+#define VECTOR_BYTES 16
+#include "kernels_vectors.h"
+#include "kernels_table.h"
+#undef LEVEL
+#undef VECTOR_BYTES
+
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#define LEVEL(name) avx2_##name
+#define VECTOR_BYTES 32
+#include "kernels_vectors.h"
+#include "kernels_table.h"
+#undef LEVEL
+#undef VECTOR_BYTES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+/* Only bfloat16, for which there is more to do than to wait for memory. */
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw")
+#endif
+#define LEVEL(name) avx512_##name
+#define VECTOR_BYTES 64
+#include "kernels_vectors.h"
+#undef LEVEL
+#undef VECTOR_BYTES
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+static const ReduceKernel avx512_bfloat16[OPS] = {
+    [SUM] = avx512_reduce_sum_bfloat16, [PROD] = avx512_reduce_prod_bfloat16, [AVG] = avx512_reduce_avg_bfloat16,
+    [MIN] = avx512_reduce_min_bfloat16, [MAX] = avx512_reduce_max_bfloat16};
+
+/* The registers that the operating system saves: XCR0. */
+static uint64_t saved_registers(void)
 {
-    return strcmp(op, "sum") == 0 && strcmp(dtype, "float32") == 0 ? sum_float32 : NULL;
+    uint32_t low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
 }
 
-const char shm_fold_doc[] = "fold(op, dtype, parts, out)\n--\n\nReduce the arrays `parts` to `out`.";
+/* Asked of the processor, not by __builtin_cpu_supports, which not every compiler's runtime has. */
+static Level ask_processor(void)
+{
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_AVX) || !(c & bit_F16C))
+        return BASE;
+    uint64_t saved = saved_registers();
+    if ((saved & 0x06) != 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
+        return BASE;
+    unsigned needed = bit_AVX512F | bit_AVX512BW;
+    return (saved & 0xE6) == 0xE6 && (b & needed) == needed ? AVX512 : AVX2;
+}
+
+static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
+{
+    if (level == AVX512 && dtype == BFLOAT16)
+        return avx512_bfloat16[op];
+    return level == BASE ? base_table[op][dtype] : avx2_table[op][dtype];
+}
+#else
+static Level ask_processor(void) { return BASE; }
+
+static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
+{
+    (void)level;
+    return base_table[op][dtype];
+}
+#endif
+
+static Level best_level(void)
+{
+    static _Atomic int known = -1; /* every thread finds the same */
+    int level = atomic_load_explicit(&known, memory_order_relaxed);
+    if (level < 0) {
+        level = (int)ask_processor();
+        atomic_store_explicit(&known, level, memory_order_relaxed);
+    }
+    return (Level)level;
+}
+
+static int find_name(const char *name, const char *const *names, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (strcmp(name, names[i]) == 0)
+            return i;
+    return -1;
+}
+
+static ReduceKernel find_kernel_of(const char *op, const char *dtype, Level level)
+{
+    /* Operands of premul_sum have been multiplied before. */
+    int row = find_name(strcmp(op, "premul_sum") == 0 ? "sum" : op, op_names, OPS);
+    int column = find_name(dtype, dtype_names, DTYPES);
+    return row < 0 || column < 0 ? NULL : choose((OpName)row, (DTypeName)column, level);
+}
+
+ReduceKernel find_kernel(const char *op, const char *dtype) { return find_kernel_of(op, dtype, best_level()); }
+
+static size_t dtype_size(const char *dtype)
+{
+    static const size_t sizes[DTYPES] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16};
+    return sizes[find_name(dtype, dtype_names, DTYPES)];
+}
+
+/* --- For Python --- */
+
+/* Above this number of bytes other threads may run meanwhile; below, handing the GIL over costs more than the work. */
+#define KEEP_GIL 32768
+
+const char shm_fold_doc[] =
+    "fold(op, dtype, parts, out, instructions=None, /)\n--\n\n"
+    "Write the combination of the contiguous arrays `parts`, in their order, to `out`, which may be the memory of parts\n"
+    "but must not overlap them otherwise. Raises ValueError for names, sizes and memory that can't be served.\n\n"
+    "`instructions` (base, avx2 or avx512) is for tests; by default it is the best set that the processor has.";
+
+static int check_parts(const Py_buffer *views, Py_ssize_t nparts, const char *dtype)
+{
+    const Py_buffer *out = &views[nparts];
+    const char *from = out->buf;
+    for (Py_ssize_t i = 0; i < nparts; i++) {
+        const char *part = views[i].buf;
+        if (views[i].len != out->len) {
+            PyErr_Format(PyExc_ValueError, "fold: parts[%zd] has %zd bytes and out has %zd", i, views[i].len, out->len);
+            return -1;
+        }
+        if (part != from && part < from + out->len && from < part + out->len) {
+            PyErr_Format(PyExc_ValueError, "fold: out begins within parts[%zd], or that within out", i);
+            return -1;
+        }
+    }
+    if (out->len % (Py_ssize_t)dtype_size(dtype)) {
+        PyErr_Format(PyExc_ValueError, "fold: %zd bytes are no whole number of elements of %s", out->len, dtype);
+        return -1;
+    }
+    return 0;
+}
 
 PyObject *shm_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    (void)args;
-    (void)nargs;
-    PyErr_SetString(PyExc_NotImplementedError, "fold");
-    return NULL;
+    const char *names[3] = {NULL, NULL, NULL}; /* op, dtype, instructions */
+    if (nargs != 4 && nargs != 5)
+        return PyErr_Format(PyExc_TypeError, "fold takes 4 or 5 arguments, got %zd", nargs);
+    for (int i = 0; i < (nargs == 5 && args[4] != Py_None ? 3 : 2); i++) {
+        PyObject *name = args[i == 2 ? 4 : i];
+        if (!PyUnicode_Check(name))
+            return PyErr_Format(PyExc_TypeError, "fold: op, dtype and instructions are names, got %R", name);
+        if ((names[i] = PyUnicode_AsUTF8AndSize(name, NULL)) == NULL)
+            return NULL;
+    }
+    const char *op = names[0], *dtype = names[1];
+    int level = names[2] == NULL ? (int)best_level() : find_name(names[2], level_names, LEVELS);
+    if (level < 0 || level > (int)best_level())
+        return PyErr_Format(PyExc_ValueError, "fold: this processor has no instructions %s", names[2]);
+    ReduceKernel kernel = find_kernel_of(op, dtype, (Level)level);
+    if (kernel == NULL)
+        return PyErr_Format(PyExc_ValueError, "fold: there is no reduction %s of %s", op, dtype);
+    PyObject *parts = PySequence_Tuple(args[2]);
+    if (parts == NULL)
+        return NULL;
+
+    Py_ssize_t nparts = PyTuple_Size(parts), held = 0;
+    PyObject *result = NULL;
+    Py_buffer *views = NULL;
+    if (nparts == 0 || nparts > INT_MAX / 2) {
+        PyErr_Format(PyExc_ValueError, "fold: parts must be at least one array, got %zd", nparts);
+        goto done;
+    }
+    views = PyMem_Malloc((size_t)(nparts + 1) * (sizeof(Py_buffer) + sizeof(void *)));
+    if (views == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (; held < nparts; held++)
+        if (PyObject_GetBuffer(PyTuple_GetItem(parts, held), &views[held], PyBUF_SIMPLE) < 0)
+            goto done;
+    if (PyObject_GetBuffer(args[3], &views[nparts], PyBUF_WRITABLE) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_BufferError))
+            PyErr_SetString(PyExc_ValueError, "fold: out must be contiguous memory that can be written");
+        goto done;
+    }
+    held++;
+    if (check_parts(views, nparts, dtype) < 0)
+        goto done;
+
+    const void **from = (const void **)(views + nparts + 1);
+    for (Py_ssize_t i = 0; i < nparts; i++)
+        from[i] = views[i].buf;
+    size_t bytes = (size_t)views[nparts].len;
+    PyThreadState *state = bytes > KEEP_GIL ? PyEval_SaveThread() : NULL;
+    kernel(views[nparts].buf, from, (int)nparts, bytes / dtype_size(dtype));
+    if (state != NULL)
+        PyEval_RestoreThread(state);
+    result = Py_NewRef(Py_None);
+
+done:
+    while (held > 0)
+        PyBuffer_Release(&views[--held]);
+    PyMem_Free(views);
+    Py_DECREF(parts);
+    return result;
 }

@@ -7,21 +7,15 @@ import shutil
 from collections.abc import Iterator
 from itertools import product
 
-import ml_dtypes
 import numpy as np
 import pytest
 from support.fake_cuda import fakecuda
+from support.reductions import CASES, DTYPES, HALVES, assert_same, by_numpy, make_operands
 
 from mpicoll.buffers import kernels
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.ops import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-
-DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in kernels.ITEMSIZE}
-OPS = (*NAMES[:-2], "premul_sum")
-CASES = [(op, dtype) for op, dtype in product(OPS, DTYPES) if kernels.known(op, dtype)]
-HALVES = tuple(kernels.HALVES)
 
 SIZES = (1, 7, 16, 37)
 """Elements: less than a thread combines at once, and more, with and without some that are left."""
@@ -74,86 +68,24 @@ def kernel() -> Kernels:
     return Kernels(ctypes.CDLL(str(library)))
 
 
-def _operands(dtype: str, parts: int, size: int) -> list[Array]:
-    kind = DTYPES[dtype]
-    random = np.random.default_rng([parts, size, *dtype.encode()])
-    if kind == np.bool_:
-        return [random.integers(0, 2, size).astype(kind) for _ in range(parts)]
-    if kind.kind in "iu":
-        bounds = np.iinfo(kind)
-        made = [random.integers(bounds.min, bounds.max, size, kind, endpoint=True) for _ in range(parts)]
-        for one in made:
-            one[random.random(size) < 0.3] = 0
-        return made
-    made = [random.normal(size=size).astype(np.float64) for _ in range(parts)]
-    for one in made:
-        one[random.random(size) < 0.1] = random.choice([np.nan, np.inf, -np.inf, 0.0, 70000.0, 1e-7, 1e-40])
-    if kind.kind == "c":
-        return [(one + 1j * random.normal(size=size)).astype(kind) for one in made]
-    return [one.astype(kind) for one in made]
-
-
-UFUNCS = {
-    **dict.fromkeys(("sum", "avg", "premul_sum"), np.add),
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "land": np.logical_and,
-    "lor": np.logical_or,
-    "lxor": np.logical_xor,
-}
-
-
-def _by_numpy(op: str, parts: list[Array], count: int = 0) -> Array:
-    """Combined in the dtype of the policy, rounded once."""
-    dtype = parts[0].dtype
-    wide = [one.astype(np.float32) if dtype.itemsize == 2 and dtype.kind in "fV" else one for one in parts]
-    logical = op in ("land", "lor", "lxor")
-    total = (wide[0] != 0).astype(dtype) if logical else wide[0].copy()
-    for one in wide[1:]:
-        total = UFUNCS[op](total, one).astype(total.dtype)
-    if op == "avg":
-        total = np.divide(total, count or len(parts)).astype(total.dtype)
-    return total.astype(dtype)
-
-
-def assert_same(got: Array, wanted: Array, exactly: bool = True) -> None:
-    """The same bits, but for what kind of NaN it is."""
-    assert got.dtype == wanted.dtype
-    if not exactly:
-        np.testing.assert_allclose(got, wanted, rtol=4 * np.finfo(got.dtype).eps)
-        return
-    views = [one.view(one.real.dtype) if one.dtype.kind == "c" else one for one in (got, wanted)]
-    if got.dtype.kind in "fcV":
-        nan = [np.isnan(one.astype(np.float64)) for one in views]
-        np.testing.assert_array_equal(*nan)
-        views = [np.where(nan[0], one.dtype.type(0), one) for one in views]
-    words = f"u{views[0].itemsize}"
-    if got.dtype.kind in "iub" or got.dtype.kind in "fcV":
-        np.testing.assert_array_equal(views[0].view(words), views[1].view(words))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=[f"{op}-{dtype}" for op, dtype in CASES])
 def test_combination(kernel: Kernels, op: str, dtype: str, size: int) -> None:
     for parts in range(1, 6):
-        operands = _operands(dtype, parts, size)
+        operands = make_operands(dtype, parts, size)
         out = np.empty(size, DTYPES[dtype])
         kernel(op, dtype, max(16, kernels.ITEMSIZE[dtype]), operands, [out])
         # numpy's own products of complex numbers are fused or not, as the processor has it.
-        assert_same(out, _by_numpy(op, operands), exactly=not (op == "prod" and dtype.startswith("complex")))
+        assert_same(out, by_numpy(op, operands), exactly=not (op == "prod" and dtype.startswith("complex")))
 
 
 @pytest.mark.parametrize(("op", "dtype"), CASES, ids=[f"{op}-{dtype}" for op, dtype in CASES])
 def test_narrow_steps_and_several_results(kernel: Kernels, op: str, dtype: str) -> None:
     item = kernels.ITEMSIZE[dtype]
     for width, size in product({item, max(4, item)}, SIZES):
-        operands = _operands(dtype, 3, size)
-        wanted = _by_numpy(op, operands)
+        operands = make_operands(dtype, 3, size)
+        wanted = by_numpy(op, operands)
         other = np.empty(size, DTYPES[dtype])
         # The first result is where an operand was.
         kernel(op, dtype, width, operands, [operands[1], other])
@@ -196,20 +128,20 @@ def test_float32_is_rounded_to_the_nearest_half(kernel: Kernels, dtype: str, wid
 @pytest.mark.parametrize("dtype", HALVES)
 def test_halves_in_several_steps(kernel: Kernels, dtype: str) -> None:
     """With totals in float32 in between, they are rounded as if there were one step."""
-    operands = _operands(dtype, 23, 37)
+    operands = make_operands(dtype, 23, 37)
     once, total = np.empty(37, DTYPES[dtype]), np.empty(37, np.float32)
     kernel("sum", dtype, 16, operands[:12], [total])
     kernel("avg", dtype, 16, [total, *operands[12:]], [once], count=23)
-    assert_same(once, _by_numpy("avg", operands))
+    assert_same(once, by_numpy("avg", operands))
 
 
 def test_many_operands(kernel: Kernels) -> None:
     """More of them than a thread reads at once."""
     for op in ("sum", "avg"):
-        operands = _operands("bfloat16", 12, 37)
+        operands = make_operands("bfloat16", 12, 37)
         out = np.empty(37, DTYPES["bfloat16"])
         kernel(op, "bfloat16", 16, operands, [out])
-        assert_same(out, _by_numpy(op, operands))
+        assert_same(out, by_numpy(op, operands))
 
 
 @pytest.mark.parametrize(("op", "dtype"), [(op, dtype) for op, dtype in CASES if DTYPES[dtype].kind in "fcV"])
