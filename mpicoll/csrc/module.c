@@ -3,14 +3,30 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "collectives.h"
 #include "kernels.h"
+#include "steps.h"
 
 static PyMethodDef functions[] = {
     {"fold", (PyCFunction)(void (*)(void))shm_fold, METH_FASTCALL, shm_fold_doc},
     {NULL, NULL, 0, NULL},
 };
 
+static int add_types(PyObject *module)
+{
+    PyType_Spec *specs[] = {&steps_spec, &collective_spec};
+    for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
+        PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
+        int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
+        Py_XDECREF(type);
+        if (status < 0)
+            return -1;
+    }
+    return 0;
+}
+
 static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, add_types},
     {0, NULL},
 };
 

@@ -1,40 +1,33 @@
-"""Shared memory of one communicator on one node, and the synchronisation of its ranks through flags in that memory."""
+"""Shared memory of one communicator on one node, and the operations that its ranks carry out in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpicoll._shm import Steps
 from mpicoll.buffers.dtypes import Array
-from mpicoll.engine.core.arena_layout import (
-    ENDED,
-    FAILED,
-    FAILED_END,
-    OPERATIONS,
-    POSTED,
-    ROWS,
-    SIGNATURES,
-    UNUSABLE,
-    WORDS,
-    UnusableFlags,
-)
-from mpicoll.engine.core.arena_wait import SPINS, ArenaWait, CheckWait
+from mpicoll.engine.core.arena_wait import ArenaWait, CheckWait
 from mpicoll.engine.core.call_descriptions import CallDescriptions, DescribeCall, MismatchErrorOf, description_bytes
 from mpicoll.engine.core.segments import SegmentTable
 from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
-from mpicoll.errors import CommunicationError, RankFailed
+from mpicoll.errors import CommunicationError
 from mpicoll.transport.base import Memory, Reader, Transport
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
 has none on this rank."""
 
+_DESCRIBING = 0xD15C0FFE
+"""Signature of the step in which ranks that have begun different operations exchange descriptions of them."""
 
-class Arena:
+
+class Arena(Steps):
     """Slots of all ranks of a node, and the flags that synchronise the ranks.
 
     Every rank has two slots to write its data to, and the arena has two more for results: ``slots[w]`` and
@@ -43,8 +36,9 @@ class Arena:
     suffice: a rank that writes to one of them has seen the end of the step in which it was last read. Reads after an
     operation's last ``sync`` belong to the next step, so they need no further ``sync``.
 
-    An operation that uses no slots, because MPI or messages carry it out, begins with :meth:`matcher` and has no step.
-    :meth:`allocate_slots` allocates the slots; before that the arena has only flags, which take a few KiB.
+    Each step compares the signatures of the ranks' operations. An operation that uses no slots, because MPI or messages
+    carry it out, begins with :meth:`match`, a single step. :meth:`allocate_slots` allocates the slots; before that the
+    arena has only flags, which take a few KiB.
 
     `describe_call` and `mismatch_error` produce the error when ranks carry out different operations;
     `row_mismatch_error`, which is collective, does so when blocks differ from what their receivers expect.
@@ -60,13 +54,12 @@ class Arena:
         row_mismatch_error: Callable[[], Exception] | None = None,
     ) -> None:
         rank, size = transport.rank, transport.size
-        words = size * WORDS * 8
-        first = transport.share(words + description_bytes(size) if rank == 0 else 0)[0]
-        self.rank, self.size = rank, size
+        flags = Steps.count_flag_bytes(size)
+        first = transport.share(flags + description_bytes(size) if rank == 0 else 0)[0]
+        super().__init__(first[:flags].data, rank, size, transport.has_own_cores)
         self.has_slots = False
         self.slots: tuple[tuple[Memory, ...], ...] = ()
         self.results: tuple[Memory, ...] = ()
-        self.parity = 0
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
         self.segments = SegmentTable(transport)
@@ -75,20 +68,14 @@ class Arena:
         # Reason why the ranks could not read each other's memory in the last operation for that.
         self.cma_failed_reason: str | None = None
         self._transport = transport
-        self._flags = memoryview(first[:words].data).cast("B").cast("q")
-        # Replaced by UnusableFlags when an operation is abandoned.
-        self._words: memoryview[int] | UnusableFlags = self._flags
-        self._descriptions = CallDescriptions(first[words:], rank, size, describe_call, mismatch_error)
+        self._descriptions = CallDescriptions(first[flags:], rank, size, describe_call, mismatch_error)
         self._row_mismatch_error = row_mismatch_error
         self._check_wait = check_wait
         self._executing = executing or Executing()
-        self._step = 0
-        self._operation = 0
-        self._abandoned = False  # the wait was abandoned because other ranks did not enter the operation
-        self._mine = rank * WORDS
-        self._others = tuple(peer * WORDS for peer in range(size) if peer != rank)
-        self._fence = transport.memory_fence
-        self._spins = range(SPINS[transport.has_own_cores])
+        # The number of the last step of the running operation, and True when the operation has ended before that.
+        self._last = 0
+        self._left = False
+        self._interrupt: BaseException | None = None
 
     def allocate_slots(self) -> Arena:
         """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
@@ -98,292 +85,167 @@ class Arena:
         parts = [slice(w * SLOT_BYTES, (w + 1) * SLOT_BYTES) for w in range(4)]
         self.slots = tuple(tuple(memory[part] for memory in memories) for part in parts[:2])
         self.results = tuple(memories[0][part] for part in parts[2:])
+        even, odd = (_get_address(one) for one in self.results)
+        self.set_slots([_get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
         self.has_slots = True
         return self
 
-    def matcher(self) -> Callable[[Call], None]:
-        """Return the function that begins an operation without steps: ``match(call)`` returns when all ranks have begun
-        the operation with calls of the same signature. Calls that begin with :meth:`run` are compared there instead.
+    def match(self, call: Call) -> BaseException | None:
+        """Begin an operation without further steps: return when all ranks have begun the operation with calls of the
+        same signature. Calls that begin with :meth:`run` are compared there instead.
 
-        ``match`` raises MismatchError on all ranks if they have begun different operations, after which the ranks are
-        synchronised again; otherwise it raises what :meth:`run` raises.
+        Raises MismatchError on all ranks if they have begun different operations, after which the ranks are synchronised
+        again; otherwise it raises what :meth:`run` raises. Returns the exception that a signal handler has raised
+        meanwhile, which the caller raises when it has carried out the operation: the other ranks have begun it.
         """
-        spins = self._spins
-        # Positions of the signatures of even and odd operations: of this rank, and of the other ranks.
-        mine = tuple(self._mine + which for which in SIGNATURES)
-        others = tuple(tuple(at + which for at in self._others) for which in SIGNATURES)
+        signature = call.signature
+        if signature <= 0:
+            if signature:
+                return None
+            if call.arrivals:
+                return self._match_rows(call)
+            signature = call.sign()
+        self._left = False
+        self.step_signature(signature)
+        return self._take_interrupt() if self.interrupted else None
 
-        # A closure, because it precedes the shortest operations and attribute access is slower.
-
-        def match(call: Call) -> None:
-            signature = call.signature
-            if signature <= 0:
-                if signature:
-                    return
-                if call.arrivals:
-                    self._match_rows(call)
-                    return
-                signature = call.sign()
-            self._operation = operation = self._operation + 1 & OPERATIONS
-            words, odd = self._words, operation & 1
-            words[mine[odd]] = word = operation << 32 | signature
-            for at in others[odd]:
-                if words[at] != word:
-                    for _ in spins:
-                        if words[at] == word:
-                            break
-                    else:
-                        self._match_late(SIGNATURES[odd])
-                        return
-
-        return match
-
-    def _match_rows(self, call: Call) -> None:
+    def _match_rows(self, call: Call) -> BaseException | None:
         """Match an operation whose block sizes are known only to the sender and the receiver of each block. Raises
         MismatchError on all ranks if these sizes differ."""
         signature, mine = call.row_signature(self.rank)
-        self._operation = operation = self._operation + 1 & OPERATIONS
-        words, asked, rows = self._words, SIGNATURES[operation & 1], ROWS[operation & 1]
-        words[self._mine + rows] = mine
-        if self._fence is not None:
-            self._fence()
-        words[self._mine + asked] = word = operation << 32 | signature
-        for at in self._others:
-            if words[at + asked] != word and not any(words[at + asked] == word for _ in self._spins):
-                self._match_late(asked)
-                break
-        if self._fence is not None:
-            self._fence()
-        if (
-            sum(words[peer * WORDS + rows] for peer in range(self.size)) % ROW_MODULUS
-            and self._row_mismatch_error is not None
-        ):
+        self._left = False
+        self.post(mine)
+        self.step_signature(signature)
+        if sum(row for (row,) in self.read_posted(1)) % ROW_MODULUS and self._row_mismatch_error is not None:
             raise self._row_mismatch_error()
-
-    def _match_late(self, which: int) -> None:
-        """Match an operation when another rank is late or has begun a different operation."""
-        begin = self._step
-        try:
-            try:
-                self._await(which)
-            except BaseException:
-                # Ranks that enter the operation later must see that this rank has left it.
-                self._words[self._mine + which] = self._operation << 32
-                raise
-            self.check_same_operation()
-        except BaseException as failure:
-            self._recover(failure, begin)
-            raise
-
-    def _await(self, which: int) -> None:
-        """Return when all ranks have begun this operation, or a different one in its place."""
-        operation, words = self._operation, self._words
-        late = list(range(self.size))
-        with self._wait_for(lambda: late) as wait:
-            while late := [peer for peer in late if words[peer * WORDS + which] >> 32 != operation]:
-                try:
-                    for peer in late:
-                        if words[peer * WORDS] >= UNUSABLE:
-                            raise CommunicationError(
-                                f"rank {self.rank} of {self.size} (of this node): rank {peer} has abandoned an"
-                                " operation, as its own error explains; create another communicator"
-                            )
-                    wait.pause(late)
-                except RankFailed:
-                    if any(words[peer * WORDS + which] >> 32 != operation for peer in late):
-                        raise  # otherwise the ranks have entered the operation and exited since
-                except CommunicationError:
-                    self._abandoned = True
-                    raise
+        return self._take_interrupt() if self.interrupted else None
 
     def sync(self) -> None:
         """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
-        another rank has failed in this operation."""
+        another rank has failed in this operation, or carries out a different one."""
         if self.synchronize is not None:
             self.synchronize()
-        self._step = step = self._step + 2
-        self.parity = step >> 1 & 1
-        words = self._words
-        if self._fence is not None:
-            self._fence()
-        words[self._mine] = step
-        for at in self._others:
-            seen = words[at]
-            if seen < step:
-                seen = self._wait(at, step)
-            if seen & FAILED and self._failed_here(at):
-                raise CommunicationError(
-                    f"rank {self.rank} of {self.size} (of this node): rank {at // WORDS} failed in this operation, as"
-                    " its own error explains"
-                )
-        if self._fence is not None:
-            self._fence()
+        self.step()
 
-    def _failed_here(self, at: int) -> bool:
-        """Return True if another rank has failed in this operation, not at the beginning of the next one."""
-        self._barrier()
-        ended = self._words[at + ENDED[self._operation & 1]]
-        return ended >> 32 != self._operation or bool(ended & FAILED_END)
-
-    def _wait(self, at: int, step: int) -> int:
-        words = self._words
-        for _ in self._spins:
-            seen = words[at]
-            if seen >= step:
-                return seen
-        which = SIGNATURES[self._operation & 1]
-        mine = words[self._mine + which]
-        with self._wait_for(self._late_ranks) as wait:
-            while (seen := words[at]) < step:
-                asked = words[at + which]
-                if asked >> 32 == self._operation and asked != mine:
-                    self.check_same_operation()  # a different operation may have fewer steps and never reach this one
-                try:
-                    wait.pause([at // WORDS])
-                except RankFailed:
-                    if words[at] < step:  # otherwise the rank has reached the step and exited since
-                        raise
-                except CommunicationError:
-                    # This rank stops waiting, so it cannot stay synchronised with ranks that may still enter the
-                    # operation.
-                    self._abandoned = True
-                    raise
-        return seen
-
-    def _wait_for(self, late: Callable[[], Sequence[int]]) -> ArenaWait:
-        """Return a wait for the ranks that `late` returns."""
-        return ArenaWait(self._transport, self._executing, self._check_wait, late)
-
-    def _late_ranks(self) -> list[int]:
-        """Return the ranks that have not reached the current step of this rank."""
-        return [at // WORDS for at in self._others if self._flags[at] < self._step]
-
-    def post(self, *values: int) -> None:
-        """Publish up to 8 numbers, which the other ranks read with :meth:`read_posted` after the next ``sync``."""
-        at = self._mine + POSTED[self.parity]
-        for i, value in enumerate(values):
-            self._words[at + i] = value
-
-    def read_posted(self, count: int) -> list[tuple[int, ...]]:
-        """Return the first `count` numbers that each rank published in the step that has just ended."""
-        first = POSTED[1 - self.parity]
-        words = self._words
-        return [tuple(words[peer * WORDS + first + i] for i in range(count)) for peer in range(self.size)]
+    def extend(self, steps: int) -> None:
+        """State that the running operation has so many steps more than stated before, on all ranks."""
+        self._last += steps
 
     def run(
         self,
         body: Body,
-        source: Array | None,
-        target: Array | None,
+        steps: int,
+        source: Array | None = None,
+        target: Array | None = None,
         load: Callable[[], None] | None = None,
-        signature: int = 0,
+        signature: int = 1,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        """Carry out an operation: ``body(source, target)``, after `load`. Each :meth:`sync` first calls
-        `synchronize`, if given.
+        """Carry out an operation of `steps` steps: ``body(source, target)``, after `load`. Each :meth:`sync` first
+        calls `synchronize`, if given.
 
-        Raises CommunicationError if ranks carry out operations of different `signature`, a number of 32 bits. If one
-        rank fails here, the other ranks are released from the operation and get CommunicationError, unless they already
-        have all data that they need. The ranks are synchronised again afterwards, except after Timeout, when other
-        ranks did not enter the operation: then it is the last operation of the arena, and ranks that enter it late get
-        CommunicationError.
+        Raises CommunicationError if ranks carry out operations of different `signature`, a number of 32 bits that is not
+        0. If one rank fails here, all ranks leave the operation at its next step, and the other ranks get
+        CommunicationError, unless they already have all data that they need. The ranks remain synchronised, except after
+        Timeout, when other ranks did not enter the operation: then it is the last operation of the arena, and ranks that
+        enter it late get CommunicationError.
         """
-        begin = self._step
-        self._operation = operation = self._operation + 1 & OPERATIONS
-        self._words[self._mine + SIGNATURES[operation & 1]] = operation << 32 | signature
+        self._last = self.number + steps
+        self._left = False
+        self.signature = signature
         self.synchronize = synchronize
         try:
             if load is not None:
                 load()
             body(source, target)
-            self.check_same_operation()
-        except BaseException as failure:
-            self._recover(failure, begin)
+        except BaseException:
+            if not (self._left or self.unusable) and (self._last - self.number) & 0xFFFFFFFF:
+                # What this rank has failed with is raised, not what the wait for the others may fail with.
+                with suppress(CommunicationError):
+                    self.step_failed()
+                self.raise_interrupt()
             raise
         finally:
             self.synchronize = None
-        self._words[self._mine + ENDED[operation & 1]] = operation << 32 | self._step - begin
+        if self.interrupted:
+            self.raise_interrupt()
 
-    def _recover(self, failure: BaseException, begin: int) -> None:
-        """Synchronise with the other ranks after a failure. Raises if that is impossible, or with the error for ranks
-        that have begun different operations, if that is the cause."""
-        try:
-            if self._operations_differ():
-                self._descriptions.publish(self._operation)
-                self._barrier()
-            if self._abandoned:
-                raise failure  # do not wait a second time for ranks that exceeded the timeout
-            self._release_waiters(begin)
-        except BaseException:
-            self._step = self._words[self._mine] = UNUSABLE | FAILED
-            self._words = UnusableFlags(self.rank, self.size)
-            raise
-        if isinstance(failure, CommunicationError) and self._operations_differ():
-            found = self._descriptions.mismatch_error(self._operation)
-            if found is not None:
-                raise found from None
-
-    def check_same_operation(self) -> None:
-        """Raise CommunicationError if another rank carries out a different operation. Valid after a first step."""
-        words, which = self._words, SIGNATURES[self._operation & 1]
-        mine = words[self._mine + which]
-        for at in self._others:
-            if (other := words[at + which]) != mine:
-                what = (
-                    "has called another collective, or one of another size, dtype, op, root or algorithm"
-                    if other & (1 << 32) - 1
-                    else "has abandoned this operation, as its own error explains"
-                )
-                raise CommunicationError(f"rank {self.rank} of {self.size} (of this node): rank {at // WORDS} {what}")
-
-    def _operations_differ(self) -> bool:
-        """Return True if another rank carries out a different operation. Valid after a first step."""
-        words, which = self._words, SIGNATURES[self._operation & 1]
-        mine = words[self._mine + which]
-        return any(words[at + which] != mine for at in self._others)
-
-    def _release_waiters(self, begin: int) -> None:
-        """Release the other ranks after a failure: block none of them until all have ended this operation, successfully
-        or not, then synchronise with them."""
-        words = self._words
-        words[self._mine + ENDED[self._operation & 1]] = self._operation << 32 | FAILED_END | self._step - begin
-        late: list[int] = []
-        with self._wait_for(lambda: late) as wait:
-            while True:
-                reached = [self._reached(at, begin) for at in self._others]
-                self._barrier()
-                words[self._mine] = max(self._step, *(step for step, _ in reached)) | FAILED
-                late = [at // WORDS for at, (_, ended) in zip(self._others, reached, strict=True) if not ended]
-                if not late:
-                    break
-                try:
-                    wait.pause(late)
-                except RankFailed:
-                    if not all(self._reached(peer * WORDS, begin)[1] for peer in late):
-                        raise
-        self._step = max(self._step, *(step for step, _ in reached))
-        self.parity = self._step >> 1 & 1
-        # A rank that waits for this one in the next operation must not attribute this failure to that operation.
-        words[self._mine] = self._step
-
-    def _reached(self, at: int, begin: int) -> tuple[int, bool]:
-        """Return the step of this operation that another rank has reached, and True if that rank has ended the
-        operation."""
-        # Read in this order: the step belongs to the next operation only if the end of this operation is visible.
-        step = self._words[at] & ~FAILED
-        self._barrier()
-        ended = self._words[at + ENDED[self._operation & 1]]
-        if step >= UNUSABLE:
+    def conclude_difference(self) -> None:
+        """Raise the error that follows from the signatures of the ranks in the step that has just ended, on all ranks
+        alike. Return if this rank has failed itself. Called by ``step``."""
+        if self.unusable:
             raise CommunicationError(
-                f"rank {self.rank} of {self.size} (of this node): rank {at // WORDS} has abandoned an operation"
+                f"{self._name_rank()}: an operation was abandoned, and the ranks are not synchronised any more; create"
+                " another communicator"
             )
-        if ended >> 32 == self._operation:
-            return begin + (ended & FAILED_END - 1), True
-        return step, False
+        self._left = True
+        signatures = self.list_signatures()
+        failed = [rank for rank, signature in enumerate(signatures) if not signature]
+        if len(set(signatures) - {0}) > 1:
+            self._descriptions.publish(self.number)
+            begun = self.number
+            self.step_signature(_DESCRIBING)
+            if self.rank not in failed:
+                self.raise_interrupt()
+                raise self._descriptions.mismatch_error(begun) or CommunicationError(
+                    f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype, op,"
+                    " root or algorithm"
+                )
+        elif self.rank not in failed:
+            self.raise_interrupt()
+            what = "failed in this operation"
+            if failed[0] in self.list_unusable_ranks():
+                self.abandon()
+                what = "has abandoned this operation"
+            raise CommunicationError(f"{self._name_rank()}: rank {failed[0]} {what}, as its own error explains")
 
-    def _barrier(self) -> None:
-        if self._fence is not None:
-            self._fence()
+    def wait_for_late_ranks(self) -> None:
+        """Wait until all ranks have reached the current step of this rank. Called by ``step``."""
+        with ArenaWait(self._transport, self._executing, self._check_wait, self.list_late_ranks) as wait:
+            while late := self.list_late_ranks():
+                try:
+                    self._check_usable(late)
+                    wait.pause(late)
+                except CommunicationError:
+                    if not self.list_late_ranks():
+                        return  # the ranks have reached the step and exited since
+                    # This rank stops waiting, so it cannot stay synchronised with ranks that may still enter the
+                    # operation.
+                    self.abandon()
+                    self.raise_interrupt()
+                    raise
+                except BaseException as interrupt:
+                    if self._interrupt is not None:
+                        self.abandon()
+                        self._take_interrupt()
+                        raise
+                    # The other ranks may have seen that this rank has entered the operation.
+                    self.defer(interrupt)
+
+    def _check_usable(self, late: Sequence[int]) -> None:
+        for peer in self.list_unusable_ranks():
+            if peer in late and peer in self.list_late_ranks():
+                raise CommunicationError(
+                    f"{self._name_rank()}: rank {peer} has abandoned an operation, as its own error explains; create"
+                    " another communicator"
+                )
+
+    def defer(self, interrupt: BaseException) -> None:
+        """Raise `interrupt` when the operation has ended."""
+        self._interrupt, self.interrupted = interrupt, True
+
+    def _take_interrupt(self) -> BaseException | None:
+        interrupt, self._interrupt, self.interrupted = self._interrupt, None, False
+        return interrupt
+
+    def raise_interrupt(self) -> None:
+        """Raise the exception that a signal handler has raised during the operation, which has ended."""
+        interrupt = self._take_interrupt()
+        if interrupt is not None:
+            raise interrupt
+
+    def _name_rank(self) -> str:
+        return f"rank {self.rank} of {self.size} (of this node)"
 
     @property
     def scratch(self) -> list[Array]:
@@ -391,3 +253,7 @@ class Arena:
         if not self._scratch:
             self._scratch = [np.empty(SLOT_BYTES, np.uint8) for _ in range(self.size)]
         return self._scratch
+
+
+def _get_address(memory: Memory) -> int:
+    return int(memory.__array_interface__["data"][0])

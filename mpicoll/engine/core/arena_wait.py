@@ -14,9 +14,6 @@ from mpicoll.wording import rank_list
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SPINS = {True: 1000, False: 20}
-"""Reads of a flag before the core is yielded, by whether each rank has its own cores. More reads slow the other ranks
-down where ranks share cores; fewer reads yield the core to unrelated processes where they do not."""
 
 _YIELDS = 3000
 """Yields of the core after which a late rank is treated as possibly failed."""

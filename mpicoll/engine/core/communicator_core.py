@@ -210,11 +210,11 @@ class CommunicatorCore:
         finally:
             executing.executor = outer
 
-    def _match_first(self, call: Call) -> None:
+    def _match_first(self, call: Call) -> BaseException | None:
         """Begin the first collective, which all ranks have to enter, regardless of the operation that they call."""
         flags = self._flags()
-        self.queue.match = self._message_matcher() if flags is None else flags.matcher()
-        self.queue.match(call)
+        self.queue.match = self._message_matcher() if flags is None else flags.match
+        return self.queue.match(call)
 
     def _message_matcher(self) -> Callable[[Call], None]:
         """Return the function that begins a collective where there is no shared memory."""
@@ -226,9 +226,11 @@ class CommunicatorCore:
         if self._arena is not None and call is not None and call.signature == COMPARED_BY_EXECUTOR:
             call.signature = call.sign()
             try:
-                self.queue.match(call)
+                interrupt = self.queue.match(call)
             finally:
                 call.signature = COMPARED_BY_EXECUTOR
+            if interrupt is not None and self._arena is not None:
+                self._arena.defer(interrupt)
 
     def _describe_call(self) -> str:
         """Return a description of the running collective, for ranks that have called a different one."""

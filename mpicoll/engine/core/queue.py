@@ -66,7 +66,8 @@ class OperationQueue:
         self._closed = False
         self.observer: Observer | None = None
         # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
-        self.match: Callable[[Call], None] = accept_any_call
+        # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have begun.
+        self.match: Callable[[Call], BaseException | None] = accept_any_call
         # The number of collectives begun, which is the same on all ranks; the running collective; its executor; and its
         # thread, which is stored first.
         self.number = 0
@@ -156,8 +157,10 @@ class OperationQueue:
             self.number = number = self.number + 1
             self.current = entry = (self.group, number, call, monotonic(), None)
             try:
-                self.match(call)
+                interrupt = self.match(call)
                 value = function(*args)
+                if interrupt is not None:
+                    raise interrupt
             except BaseException as error:  # noqa: BLE001  raised again
                 raise self.conclude_failure(entry, error)  # noqa: B904  it has its cause
             self.current = None
@@ -228,12 +231,15 @@ class OperationQueue:
         if self.runner_thread is not None:
             self._background_entry = entry
         self.current = entry
+        interrupt = None
         try:
             if observer is None or not observer.compares_calls:
-                self.match(call)
+                interrupt = self.match(call)
             if observer is not None:
                 observer.before(entry, function)
             value = function(*args)
+            if interrupt is not None:
+                raise interrupt
             if observer is not None:
                 observer.after(entry, function)
         except BaseException as error:  # noqa: BLE001  raised again

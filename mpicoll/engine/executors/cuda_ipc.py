@@ -26,9 +26,9 @@ import numpy as np
 from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.core.arena import Arena, Body
+from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.core.arrays import displacements
-from mpicoll.engine.executors.shared_memory import CollectiveSpec, Move, get_share_offsets, make_moves, make_own_copy
+from mpicoll.engine.executors.shared_memory import CollectiveSpec, Move, Program, get_share_offsets, make_moves, make_own_copy
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
 
@@ -299,7 +299,7 @@ def _decode(written: Sequence[Any]) -> Export:
     return Export(process, device, number, bytes.fromhex(handle), address, nbytes, offset)
 
 
-def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec) -> Body:
+def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec) -> Program:
     """Return a function that carries out `spec` on device memory, by :meth:`Arena.run` inside of ``device.working``,
     each time that it is called.
 
@@ -318,7 +318,8 @@ def bind(arena: Arena, peers: PeerMemory, spec: CollectiveSpec) -> Body:
 
     Memory that other processes can't open is copied to and from substitute memory: n more read and n more written.
     """
-    return _PeerCollective(arena, peers, spec).run
+    collective = _PeerCollective(arena, peers, spec)
+    return collective.run, collective.steps
 
 
 class _PeerCollective:
@@ -346,6 +347,7 @@ class _PeerCollective:
         # The next rank first, so that not all ranks read from the same one.
         theirs = [one for one in moves if one.peer != rank and one.count]
         self._incoming_moves = sorted(theirs, key=lambda one: (one.peer - rank) % size)
+        self.steps = 3 if everywhere and self._fused is None else 2
         # Other ranks write to the memory, or read it.
         self._exports_target = everywhere or (
             spec.collective == "reduce" and rank == spec.root and self._fused is not None
@@ -376,8 +378,6 @@ class _PeerCollective:
         arena.post(peers.has_unpublished, *at, *to)
         arena.sync()
         exchanged = arena.read_posted(5)
-        # Before any data is exchanged or written to the memory of other ranks.
-        arena.check_same_operation()
         if any(news for news, *_ in exchanged):
             peers.publish_exports()
         sources, targets = [one[1:3] for one in exchanged], [one[3:5] for one in exchanged]

@@ -16,11 +16,11 @@ from mpicoll.buffers import ops
 from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
 from mpicoll.engine import cuda_probes
-from mpicoll.engine.core.arena import Arena, Body
+from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.executors import cuda_ipc, nccl, shared_memory
 from mpicoll.engine.executors.schedule import Exchanger
-from mpicoll.engine.executors.shared_memory import CollectiveSpec
+from mpicoll.engine.executors.shared_memory import CollectiveSpec, Program
 from mpicoll.engine.executors.staging import DirectExchanger, StagedExchanger, SynchronizedNative
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.errors import DeviceError, MpicollError
@@ -116,7 +116,7 @@ class DeviceContext:
         """Return the MPI library's own collectives, each called after all work queued on the device is done."""
         return cast(Native, SynchronizedNative(native, self.device))
 
-    def bind_shared_memory(self, direct: bool) -> Callable[[Arena, CollectiveSpec], Body]:
+    def bind_shared_memory(self, direct: bool) -> Callable[[Arena, CollectiveSpec], Program]:
         """Return the function that binds a collective on device memory to the arena: `direct` in the device memory of
         the other ranks, otherwise through the host's shared memory."""
         peers = self._peers
@@ -124,7 +124,7 @@ class DeviceContext:
             assert peers is not None
             return lambda arena, spec: cuda_ipc.bind(arena, peers, spec)
 
-        def bind(arena: Arena, spec: CollectiveSpec) -> Body:
+        def bind(arena: Arena, spec: CollectiveSpec) -> Program:
             self._register_host_memory(arena)
             return shared_memory.bind(arena, spec)
 

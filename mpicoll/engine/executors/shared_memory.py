@@ -21,16 +21,17 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
+from mpicoll._shm import Collective
 from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arena import Arena, Body
-from mpicoll.engine.core.arrays import CollectiveArrays, displacements, even_displacements
+from mpicoll.engine.core.arrays import CollectiveArrays, displacements, do_nothing, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.segments import Segment
@@ -74,12 +75,15 @@ def get_piece_bytes(size: int) -> int:
     return min(SLOT_BYTES, size * 512 * 1024)
 
 
-def bind(arena: Arena, spec: CollectiveSpec) -> Body:
-    """Return a function that carries out `spec` on `arena`, by :meth:`Arena.run`, each time that it is called."""
-    if spec.collective == "barrier":
-        return lambda source, target: arena.sync()
-    reads, staged = spec.method == "cma", _STAGED[spec.collective](arena, spec)
-    direct, segments = _DirectAccess(arena, spec), arena.segments
+Program: TypeAlias = "tuple[Body, int]"
+"""A function that carries out a collective by :meth:`Arena.run`, and the number of its steps, which it may extend."""
+
+
+def bind(arena: Arena, spec: CollectiveSpec, collective: Collective | None = None) -> Program:
+    """Return what carries out `spec` in the buffers of the other ranks where that is possible, and otherwise by
+    `collective`, or by slots in Python (None)."""
+    staged, steps = _STAGED[spec.collective](arena, spec) if collective is None else (collective.run, collective.step_count)
+    reads, direct, segments = spec.method == "cma", _DirectAccess(arena, spec, steps), arena.segments
     # Ranks reduce their shares of each other's buffers.
     splits = spec.fold is None or spec.fold.elementwise
 
@@ -88,7 +92,30 @@ def bind(arena: Arena, spec: CollectiveSpec) -> Body:
         if not ((reads or (segments.allocated and splits)) and direct.run(source, target)):
             staged(source, target)
 
-    return body
+    return body, steps
+
+
+def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Collective | None:
+    """Return the compiled collective for host memory; None for reductions that are carried out in Python."""
+    op, dtype = "", ""
+    if spec.fold is not None:
+        if spec.fold.fused is None:
+            return None
+        op, dtype = spec.fold.fused
+        if (op, dtype) != ("sum", "float32"):
+            return None  # TEMPORARY
+    return Collective(
+        arena,
+        spec.collective,
+        op,
+        dtype,
+        spec.dtype.itemsize,
+        spec.counts,
+        spec.root,
+        min(SLOT_BYTES, spec.segment or get_piece_bytes(arena.size)),
+        spec.method == "shm_flat",
+        signature,
+    )
 
 
 class SharedMemoryLost(Exception):
@@ -104,10 +131,10 @@ class SharedMemoryCollective:
     """Collective through shared memory, on any arrays of one kind.
 
     `call` is the call that the queue records, if only the queue calls the object. The comparison of the ranks' calls is
-    then done here. `bind` binds the collective to the arena.
+    then done here. `bind` binds collectives on the memory of a device to the arena.
     """
 
-    __slots__ = ("_arena", "_bind", "_body", "_comm", "_signature", "_spec")
+    __slots__ = ("_arena", "_bind", "_carry_out", "_comm", "_program", "_segments", "_signature", "_spec")
 
     def __init__(
         self,
@@ -115,7 +142,7 @@ class SharedMemoryCollective:
         choice: Choice,
         arrays: CollectiveArrays,
         dtype: np.dtype[Any],
-        bind: Callable[[Arena, CollectiveSpec], Body] | None = None,
+        bind: Callable[[Arena, CollectiveSpec], Program] | None = None,
         call: Call | None = None,
     ) -> None:
         assert isinstance(choice.algorithm, SharedMemoryAlgorithm | DeviceAlgorithm)
@@ -128,8 +155,12 @@ class SharedMemoryCollective:
         if call is not None:
             self._signature ^= call.sign()
             call.signature = COMPARED_BY_EXECUTOR
+        self._signature = self._signature or 1  # 0 is that of a failure
         self._arena: Arena | None = None
-        self._body: Body | None = None
+        self._program: Program | None = None
+        # The compiled collective, where nothing but that is to be done.
+        self._carry_out: Callable[[Any, Any], None] | None = None
+        self._segments = 0
 
     @classmethod
     def of(
@@ -137,7 +168,7 @@ class SharedMemoryCollective:
         operation: Operation,
         choice: Choice,
         arrays: CollectiveArrays,
-        bind: Callable[[Arena, CollectiveSpec], Body] | None = None,
+        bind: Callable[[Arena, CollectiveSpec], Program] | None = None,
         call: Call | None = None,
     ) -> SharedMemoryCollective:
         """Return the collective for `operation`, which works on arrays like `arrays`."""
@@ -149,21 +180,39 @@ class SharedMemoryCollective:
         self,
         source: Array | None,
         target: Array | None,
-        load: Callable[[], None] | None = None,
+        load: Callable[[], None] = do_nothing,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
         """Carry out the collective, in queue order, after `load`. `synchronize` waits for asynchronous work of this
         rank to complete before the other ranks read its results. Raises SharedMemoryLost before any data has been
         exchanged."""
         arena = self._arena
+        if arena is None or arena.segments.allocated != self._segments:
+            arena = self._prepare()
+        if self._carry_out is not None and load is do_nothing:
+            self._carry_out(source, target)
+            return
+        assert self._program is not None
+        body, steps = self._program
+        arena.run(body, steps, source, target, load, self._signature, synchronize)
+
+    def _prepare(self) -> Arena:
+        """Bind the collective to the arena: at the first run, and when ranks have allocated shared memory since."""
+        was_lost = self._comm.shm_failed_reason is not None
+        arena = self._comm.arena()
         if arena is None:
-            was_lost = self._comm.shm_failed_reason is not None
-            arena = self._arena = self._comm.arena()
-            if arena is None:
-                raise SharedMemoryLost(is_compared=not was_lost)
-            self._body = (self._bind or bind)(arena, self._spec)
-        assert self._body is not None
-        arena.run(self._body, source, target, load, self._signature, synchronize)
+            raise SharedMemoryLost(is_compared=not was_lost)
+        self._arena, self._segments, self._carry_out = arena, arena.segments.allocated, None
+        if self._bind is not None:
+            self._program = self._bind(arena, self._spec)
+            return arena
+        collective = make_collective(arena, self._spec, self._signature)
+        if collective is None or self._spec.method == "cma" or (self._segments and self._spec.collective != "barrier"):
+            self._program = bind(arena, self._spec, collective)
+        else:
+            self._program = collective.run, collective.step_count
+            self._carry_out = collective.carry_out
+        return arena
 
 
 class _Pieces:
@@ -195,7 +244,7 @@ def _get_slots(arena: Arena, spec: CollectiveSpec) -> tuple[list[Array], list[Ar
     return even, odd
 
 
-def _allreduce_flat(arena: Arena, spec: CollectiveSpec) -> Body:
+def _allreduce_flat(arena: Arena, spec: CollectiveSpec) -> Program:
     """Synchronise once, then reduce all vectors on every rank: n bytes written and n P read per rank."""
     (count,), fold = spec.counts, spec.fold
     assert fold is not None
@@ -218,7 +267,7 @@ def _allreduce_flat(arena: Arena, spec: CollectiveSpec) -> Body:
         np.copyto(target, result)
         device.synchronize()
 
-    return body
+    return body, 1
 
 
 def get_share_offsets(count: int, size: int, itemsize: int) -> list[int]:
@@ -228,7 +277,7 @@ def get_share_offsets(count: int, size: int, itemsize: int) -> list[int]:
     return [min(count, at * line) for at in lines]
 
 
-def _allreduce_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
+def _allreduce_pipelined(arena: Arena, spec: CollectiveSpec) -> Program:
     """In each step, write a piece, reduce this rank's share of the previous piece, and fetch the result of the piece
     before that. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one
     synchronisation a piece and one more."""
@@ -276,10 +325,10 @@ def _allreduce_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
             if i <= last:
                 arena.sync()
 
-    return body
+    return body, len(cuts) + 1
 
 
-def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
+def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Program:
     """In each step, write a piece of every block, and reduce the pieces of this rank's block of the previous step. Per
     rank n(P-1)/P bytes written to slots, and n read in reducing; one synchronisation a piece."""
     counts, fold, rank, size = spec.counts, spec.fold, arena.rank, arena.size
@@ -317,7 +366,7 @@ def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
         if device is not None:
             device.synchronize()
 
-    return body
+    return body, len(pieces.cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +409,7 @@ def make_own_copy(moves: Sequence[Move], rank: int) -> Callable[[Any, Any], None
     return copy
 
 
-def _move_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
+def _move_pipelined(arena: Arena, spec: CollectiveSpec) -> Program:
     """In each step, write a piece of the data for other ranks, and copy the pieces that they wrote in the previous
     step. A rank that sends the same data to all ranks writes it once. One synchronisation a piece."""
     rank, size = arena.rank, arena.size
@@ -397,14 +446,14 @@ def _move_pipelined(arena: Arena, spec: CollectiveSpec) -> Body:
             previous = piece
         copy_own(source, target)
 
-    return body
+    return body, len(pieces.cuts)
 
 
-def _bind_reduction(arena: Arena, spec: CollectiveSpec) -> Body:
+def _bind_reduction(arena: Arena, spec: CollectiveSpec) -> Program:
     return (_allreduce_flat if spec.method == "shm_flat" else _allreduce_pipelined)(arena, spec)
 
 
-_STAGED: dict[str, Callable[[Arena, CollectiveSpec], Body]] = {
+_STAGED: dict[str, Callable[[Arena, CollectiveSpec], Program]] = {
     "allreduce": _bind_reduction,
     "reduce": _bind_reduction,
     "reduce_scatter": _reduce_scatter_pipelined,
@@ -420,9 +469,10 @@ class _DirectAccess:
     only the locations have been exchanged.
     """
 
-    def __init__(self, arena: Arena, spec: CollectiveSpec) -> None:
+    def __init__(self, arena: Arena, spec: CollectiveSpec, staged_steps: int) -> None:
         self._arena = arena
         self._spec = spec
+        self._staged_steps = staged_steps
         self._reads = spec.method == "cma"
         self._moves = make_moves(spec, arena.rank, arena.size) if spec.fold is None else []
         self._copy_own = make_own_copy(self._moves, arena.rank)
@@ -440,23 +490,26 @@ class _DirectAccess:
             target = self._allocate_share()
         # The memory that is still in use may differ from rank to rank; the number of allocations does not.
         allocated = table.allocated > 0
+        arena.extend(1)
         where = (*table.find(source), *table.find(target)) if allocated else (0, 0, 0, 0)
         arena.post(*where, _address(source), _address(target), *self._check_reading())
         arena.sync()
         locations = arena.read_posted(8)
-        # Before anything is written to the memory of others.
-        arena.check_same_operation()
         if allocated:
             # Copied for this run, because another thread may release memory.
             self._segments = table.by_number.copy()
             try:
-                if self._run_in_segments(locations, source, target):
+                if self._lie_in_segments(locations):
+                    arena.extend(1 - self._staged_steps)
+                    self._run_in_segments(locations, source, target)
                     arena.sync()
                     return True
             finally:
                 self._segments = {}
         if not self._reads or not self._can_all_read(locations):
             return False
+        splits = self._spec.fold is not None and self._spec.collective != "reduce_scatter"
+        arena.extend((2 if splits else 1) - self._staged_steps)
         self._run_with_reads(locations, source, target)
         arena.sync()
         return True
@@ -483,37 +536,29 @@ class _DirectAccess:
                 return False
         return True
 
-    def _run_in_segments(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> bool:
-        """Work in memory that all ranks can access, if all their buffers lie in it. Return False otherwise."""
-        collective, root, rank = self._spec.collective, self._spec.root, self._arena.rank
-        sources, targets = ({one[i] for one in locations} for i in (0, 2))
-        sources_known = len(sources) == 1 and 0 not in sources
-        targets_known = len(targets) == 1 and 0 not in targets
-        if collective == "allreduce":
-            if not sources_known or not targets_known:
-                return False
-            self._reduce_everywhere(locations, source, target)
-        elif collective == "reduce_scatter":
-            if not sources_known:
-                return False
-            self._reduce_own_block(self._get_views(locations, 0, source), source, target)
-        elif collective == "reduce":
-            if not sources_known:
-                return False
-            if rank == root:
-                self._reduce_range(self._get_views(locations, 0, source), target, 0, self._spec.counts[0])
-        elif collective in ("bcast", "scatter"):
+    def _lie_in_segments(self, locations: list[tuple[int, ...]]) -> bool:
+        """Return True if all buffers that other ranks access lie in memory that all ranks can access."""
+        collective, root = self._spec.collective, self._spec.root
+        if collective in ("bcast", "scatter"):
             # Only the root has data; another rank can access the root's memory if its own buffer lies in the same
             # segment.
             numbers = {one[0] if peer == root else one[2] for peer, one in enumerate(locations)}
-            if len(numbers) != 1 or 0 in numbers:
-                return False
+            return len(numbers) == 1 and 0 not in numbers
+        sources, targets = ({one[i] for one in locations} for i in (0, 2))
+        if len(sources) != 1 or 0 in sources:
+            return False
+        return collective != "allreduce" or (len(targets) == 1 and 0 not in targets)
+
+    def _run_in_segments(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
+        collective, rank = self._spec.collective, self._arena.rank
+        if collective == "allreduce":
+            self._reduce_everywhere(locations, source, target)
+        elif collective == "reduce_scatter":
+            self._reduce_own_block(self._get_views(locations, 0, source), source, target)
+        elif collective != "reduce":
             self._move(locations, source, target)
-        else:
-            if not sources_known:
-                return False
-            self._move(locations, source, target)
-        return True
+        elif rank == self._spec.root:
+            self._reduce_range(self._get_views(locations, 0, source), target, 0, self._spec.counts[0])
 
     def _get_view(self, locations: list[tuple[int, ...]], which: int, peer: int) -> Array:
         """Return the buffer of another rank, from its beginning on."""

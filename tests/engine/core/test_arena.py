@@ -99,7 +99,7 @@ def test_slots_of_all_ranks_are_apart(several: Ranks) -> None:
                 assert slot.ctypes.data % 64 == 0 or mpicoll.world()._core.transport.native is None
             assert (arena.results[w] == w + 1).all()
         mpicoll.barrier()
-        arena.run(lambda source, target: arena.sync(), None, None)  # the header is where none of them is
+        arena.run(lambda source, target: arena.sync(), 1)  # the header is where none of them is
 
     several(body)
 
@@ -115,25 +115,9 @@ def test_reported_numbers_are_integers(several: Ranks) -> None:
             assert arena.read_posted(8) == [(*values[:3], rank, *values[4:]) for rank in range(arena.size)]
 
         for _ in range(3):
-            arena.run(tell, None, None)
+            arena.run(tell, 1)
 
     several(body)
-
-
-def test_fences_surround_the_flags() -> None:
-    """Ahead of this rank's flag for what it has written, and after those of the others for what it will read."""
-
-    def body(arena: Arena) -> None:
-        log: list[int] = []
-        arena._fence = lambda: log.append(arena._words[arena._mine])
-        for _ in range(3):
-            before = arena._words[arena._mine]
-            log.clear()
-            arena.sync()
-            assert log[0] == before
-            assert log[-1] == before + 2
-
-    _together(2, body)
 
 
 # --- run
@@ -159,9 +143,9 @@ def _operation(
     return operate
 
 
-def _outcome(arena: Arena, operation: Callable[..., None]) -> str:
+def _outcome(arena: Arena, operation: Callable[..., None], steps: int) -> str:
     try:
-        arena.run(operation, None, None)
+        arena.run(operation, steps)
     except _Fault:
         return "own"
     except CommunicationError as error:
@@ -177,7 +161,7 @@ def test_a_failure_ends_one_operation() -> None:
         for turn in range(200):
             steps = int(plan.integers(1, 5))
             failing = {rank: int(plan.integers(0, steps + 1)) for rank in range(arena.size) if plan.random() < 0.3}
-            seen = _outcome(arena, _operation(arena, turn, steps, failing, own))
+            seen = _outcome(arena, _operation(arena, turn, steps, failing, own), steps)
             early = [where for where in failing.values() if where < steps]
             if seen == "own":
                 assert arena.rank in failing
@@ -205,9 +189,9 @@ def test_failing_at_once_after_a_failure() -> None:
             if own.random() < 0.1:
                 time.sleep(own.random() * 1e-4)
             with pytest.raises(_Fault):
-                arena.run(refuse, None, None)
+                arena.run(refuse, 1)
             if turn % 10 == 0:
-                arena.run(lambda source, target: arena.sync(), None, None)
+                arena.run(lambda source, target: arena.sync(), 1)
 
     for size in (2, 3):
         _together(size, body)
@@ -225,11 +209,11 @@ def test_a_failure_is_one_of_its_own_operation() -> None:
             arena.sync()
 
         for _ in range(300):
-            arena.run(lambda source, target: arena.sync(), None, None)
+            arena.run(lambda source, target: arena.sync(), 1)
             if own.random() < 0.1:
                 time.sleep(own.random() * 1e-4)
             with pytest.raises(_Fault if arena.rank == 1 else CommunicationError):
-                arena.run(refuse, None, None)
+                arena.run(refuse, 1)
 
     for size in (2, 3):
         _together(size, body)
@@ -254,9 +238,9 @@ def test_nothing_of_a_failed_step_is_used() -> None:
         for turn in range(4):
             if turn == 2:
                 with pytest.raises(_Fault if arena.rank == 1 else CommunicationError):
-                    arena.run(operate(turn), None, None)
+                    arena.run(operate(turn), 1)
             else:
-                arena.run(operate(turn), None, None)
+                arena.run(operate(turn), 1)
         assert used == [[(turn,)] * arena.size for turn in (0, 1, 3)]
 
     _together(3, body)
@@ -271,31 +255,29 @@ def test_an_interrupt_is_a_failure_like_any_other() -> None:
             arena.sync()
 
         with pytest.raises(KeyboardInterrupt if arena.rank == 0 else CommunicationError):
-            arena.run(interrupted, None, None)
-        arena.run(lambda source, target: arena.sync(), None, None)
+            arena.run(interrupted, 2)
+        arena.run(lambda source, target: arena.sync(), 1)
 
     _together(2, body)
 
 
-def test_there_is_no_last_operation() -> None:
-    """The count of operations may wrap; failures are told apart all the same."""
+def test_the_number_of_steps_wraps() -> None:
+    """Operations and failures go on when the number of the step has reached its maximum."""
 
     def body(arena: Arena) -> None:
         def operate(source: Any, target: Any) -> None:
             arena.sync()
-            if arena._operation % 3 == arena.rank:
+            if arena.number % 3 == arena.rank:
                 raise _Fault
             arena.sync()
 
-        for start in (2**31 - 4, 2**32 - 4, 2**63 - 4):
-            arena.run(lambda source, target: arena.sync(), None, None)
-            arena.sync()
-            arena._operation = start
-            arena.sync()
-            for _ in range(8):
-                with suppress(_Fault, CommunicationError):
-                    arena.run(operate, None, None)
-                arena.run(lambda source, target: arena.sync(), None, None)
+        # As many steps as take the number there.
+        arena.number = 2**32 - 6
+        for _ in range(8):
+            with suppress(_Fault, CommunicationError):
+                arena.run(operate, 2)
+            arena.run(lambda source, target: arena.sync(), 1)
+        assert arena.number < 100
 
     _together(2, body)
 
@@ -314,7 +296,7 @@ def test_different_operations_are_noticed_with_and_without_steps() -> None:
     has begun another than the others, and are in step afterwards."""
 
     def body(arena: Arena) -> None:
-        plan, match = random("match"), arena.matcher()
+        plan = random("match")
         for turn in range(300):
             # Odd signatures have no steps.
             usual, odd = (int(one) for one in plan.integers(1, 8, 2))
@@ -326,59 +308,89 @@ def test_different_operations_are_noticed_with_and_without_steps() -> None:
 
             with pytest.raises(CommunicationError) if usual != odd else nullcontext():
                 if mine % 2:
-                    match(_signed(mine))
+                    arena.match(_signed(mine))
                 else:
-                    arena.run(operate, None, None, None, mine)
+                    arena.run(operate, mine // 2, signature=mine)
 
     for size in (2, 3, 4):
         _together(size, body)
 
 
-def test_who_is_interrupted_before_the_others_come_lets_none_of_them_begin() -> None:
-    waits = threading.Event()
+def _interrupt_wait(arena: Arena, waits: threading.Event) -> None:
+    """Raise KeyboardInterrupt in the next wait of rank 0, during which the other ranks are late."""
+    transport: Any = arena._transport
+    if arena.rank > 0:
+        waits.wait(10)
+        return
+
+    def interrupted(*arguments: Any) -> None:
+        del transport.check_peers
+        waits.set()
+        raise KeyboardInterrupt
+
+    transport.check_peers = interrupted
+
+
+def test_an_interrupt_of_a_wait_is_raised_after_the_operation() -> None:
+    """The other ranks have seen that this rank has begun it."""
+    matching, running = threading.Event(), threading.Event()
+
+    def body(arena: Arena) -> None:
+        _interrupt_wait(arena, matching)
+        interrupt = arena.match(_signed(1))
+        assert isinstance(interrupt, KeyboardInterrupt if arena.rank == 0 else type(None))
+        assert arena.match(_signed(2)) is None
+        _interrupt_wait(arena, running)
+        seen = []
+        with pytest.raises(KeyboardInterrupt) if arena.rank == 0 else nullcontext():
+            arena.run(lambda source, target: seen.extend((arena.sync(), arena.sync())), 2)
+        assert len(seen) == 2
+        arena.run(lambda source, target: arena.sync(), 1)
+
+    _together(3, body)
+
+
+def test_a_second_interrupt_ends_the_wait() -> None:
+    interrupted = threading.Event()
 
     def body(arena: Arena) -> None:
         transport: Any = arena._transport
-        match = arena.matcher()
         if arena.rank == 0:
 
-            def interrupted(*arguments: Any) -> None:
-                del transport.check_peers
-                waits.set()
+            def interrupt(*arguments: Any) -> None:
                 raise KeyboardInterrupt
 
-            transport.check_peers = interrupted
+            transport.check_peers = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                arena.match(_signed(1))
+            interrupted.set()
         else:
-            waits.wait(10)
-        own = arena.rank == 0
-        with pytest.raises(KeyboardInterrupt if own else CommunicationError, match=None if own else "abandoned"):
-            match(_signed(1))
-        match(_signed(2))
-        arena.run(lambda source, target: arena.sync(), None, None)
+            interrupted.wait(10)
+            with pytest.raises(CommunicationError, match="has abandoned this operation"):
+                arena.match(_signed(1))
 
-    _together(3, body)
+    _together(2, body)
 
 
 def test_who_does_not_come_in_time_finds_it_given_up() -> None:
     late = threading.Event()
 
     def body(arena: Arena) -> None:
-        match = arena.matcher()
-        match(_signed(1))
+        arena.match(_signed(1))
         if arena.rank == 0:
             late.wait(20)
             with pytest.raises(CommunicationError, match="abandoned"):
-                match(_signed(1))
+                arena.match(_signed(1))
         else:
             arena._transport.timeout = 0.2
             with pytest.raises(Timeout, match=r"rank 0 did not arrive within 0\.2 s"):
-                match(_signed(1))
+                arena.match(_signed(1))
             late.set()
         for _ in range(3):
             with pytest.raises(CommunicationError, match="an operation was abandoned"):
-                match(_signed(1))
+                arena.match(_signed(1))
             with pytest.raises(CommunicationError, match="an operation was abandoned"):
-                arena.run(lambda source, target: arena.sync(), None, None)
+                arena.run(lambda source, target: arena.sync(), 1)
 
     _together(2, body)
 
@@ -408,7 +420,7 @@ def test_a_rank_that_has_done_its_part_may_go() -> None:
             transport.check_peers = check_peers
         if arena.rank == 2:
             gone.wait(10)
-        arena.run(lambda source, target: arena.sync(), None, None)
+        arena.run(lambda source, target: arena.sync(), 1)
         if arena.rank == 1:
             transport.job.mark_dead(1)
         return "done"
@@ -419,13 +431,13 @@ def test_a_rank_that_has_done_its_part_may_go() -> None:
 def test_a_wait_for_a_rank_that_has_exited_raises() -> None:
     def body(arena: Arena) -> None:
         transport: Any = arena._transport
-        arena.run(lambda source, target: arena.sync(), None, None)
+        arena.run(lambda source, target: arena.sync(), 1)
         if arena.rank == 1:
             transport.job.mark_dead(1)
             return
         for _ in range(3):
             with pytest.raises((RankFailed, CommunicationError)):
-                arena.run(lambda source, target: arena.sync(), None, None)
+                arena.run(lambda source, target: arena.sync(), 1)
 
     _together(2, body)
 

@@ -74,9 +74,9 @@ class Node:
         return values
 
     def run(self, spec: CollectiveSpec, source: Any, target: Any, load: Callable[[], None] | None = None) -> None:
-        body = cuda_ipc.bind(self.arena, self.peers, spec)
+        body, steps = cuda_ipc.bind(self.arena, self.peers, spec)
         with self.device.working():
-            self.arena.run(body, source, target, load, spec.signature, self.device.synchronize)
+            self.arena.run(body, steps, source, target, load, spec.signature, self.device.synchronize)
 
 
 class Own:
@@ -681,14 +681,14 @@ def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, syn
         news = node.device.pinned(4000).view(np.int32)
         news[:] = values[node.rank]
         spec = Case(node, "allreduce", [1000] * node.size).spec(source.dtype, _fold("sum", news))
-        body = cuda_ipc.bind(node.arena, node.peers, spec)
+        body, steps = cuda_ipc.bind(node.arena, node.peers, spec)
 
         def load() -> None:
             node.device.copy(source, news)
 
         synchronize = node.device.synchronize if synchronizes else lambda: None
         with node.device.working():
-            node.arena.run(body, source, target, load, spec.signature, synchronize)
+            node.arena.run(body, steps, source, target, load, spec.signature, synchronize)
             if node.rank == 0:
                 node.transport.allgather_text("")
         if node.rank != 0:
@@ -791,7 +791,7 @@ def test_others_that_call_something_else_do_not_come_to_an_exchange(several: Ran
         source = node.put(values[node.rank])
 
         def other() -> None:
-            node.arena.run(lambda source, target: node.arena.sync(), None, None, None, 1)
+            node.arena.run(lambda source, target: node.arena.sync(), 1)
 
         call = other if node.rank == 0 else lambda: _sum(node, source, source, values)
         with pytest.raises(CommunicationError):

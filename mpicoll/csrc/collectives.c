@@ -1,0 +1,501 @@
+/* Collectives of the ranks of a node through slots of shared memory.
+ *
+ * The data goes through the slots in pieces, one step each: what a rank has written to its slot of one parity is read by
+ * the others after the step, while it writes the next piece to its other slot. A collective of one piece has one step,
+ * except for reductions by shares.
+ *
+ * Operands are combined in the order of ranks, each element by one rank or by all alike: results have the same bits on
+ * every rank and in every run.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include "collectives.h"
+
+#include <stdint.h>
+#include <string.h>
+#include <structmember.h>
+
+#include "kernels.h"
+#include "steps.h"
+
+enum {
+    LINE = 64,             /* alignment of what different ranks write to */
+    RELEASE_AT = 64 * 1024 /* bytes from which on the GIL is released for the whole collective */
+};
+
+/* Bytes that a rank copies to its own slot, or from the slot of another rank. */
+typedef struct {
+    size_t from, to, nbytes;
+} Move;
+
+typedef struct Collective Collective;
+
+struct Collective {
+    PyObject_HEAD
+    Steps *steps;
+    int (*run)(const Collective *, const char *source, char *target);
+    uint32_t signature, step_count;
+    bool has_result;
+    size_t itemsize;
+    size_t source_bytes, target_bytes;
+    size_t nbytes;         /* of the vector */
+    size_t width;          /* bytes of a piece of each block */
+    ReduceKernel reduce;
+    const void **parts;    /* operands of the ranks */
+    Move *moves;           /* of each rank to this rank's output, then from this rank's input for each rank */
+    int outgoing;          /* number of the latter: one where all ranks get the same */
+    Move own;              /* from input to output */
+};
+
+static size_t min_size(size_t one, size_t other) { return one < other ? one : other; }
+
+/* Copy to a slot, or from one. */
+static void copy(char *to, const char *from, size_t nbytes)
+{
+    if (nbytes > 0)
+        memcpy(to, from, nbytes);
+}
+
+static int run_barrier(const Collective *one, const char *source, char *target)
+{
+    (void)source;
+    (void)target;
+    return sync_ranks(one->steps);
+}
+
+/* Synchronise once, then reduce all vectors on every rank: n bytes written and n P read per rank. */
+static int reduce_flat(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    int parity = get_parity(steps);
+    copy(get_slot(steps, parity, steps->rank), source, one->nbytes);
+    if (sync_ranks(steps) < 0)
+        return -1;
+    if (!one->has_result)
+        return 0;
+    for (int rank = 0; rank < steps->size; rank++)
+        one->parts[rank] = get_slot(steps, parity, rank);
+    one->parts[steps->rank] = source;
+    one->reduce(target, one->parts, steps->size, one->nbytes / one->itemsize);
+    return 0;
+}
+
+/* The offset of a rank's share of a piece, aligned to cache lines; the shares of all ranks differ by at most a line. */
+static size_t get_share_offset(size_t nbytes, int rank, int size)
+{
+    size_t lines = (nbytes + LINE - 1) / LINE, share = lines / (size_t)size, more = lines % (size_t)size;
+    size_t before = share * (size_t)rank + min_size((size_t)rank, more);
+    return min_size(nbytes, before * LINE);
+}
+
+/* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the step.
+ * Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one step a piece and one
+ * more. */
+static int reduce_pieces(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    const int rank = steps->rank, size = steps->size;
+    const size_t width = one->width;
+    for (uint32_t i = 0; i < one->step_count; i++) {
+        const int parity = get_parity(steps);
+        const size_t start = i * width;
+        if (start < one->nbytes) {
+            size_t nbytes = min_size(width, one->nbytes - start);
+            size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
+            char *slot = get_slot(steps, parity, rank);
+            /* No other rank reads this rank's own share. */
+            copy(slot, source + start, low);
+            copy(slot + high, source + start + high, nbytes - high);
+        }
+        if (i > 0) {
+            size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
+            size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
+            for (int peer = 0; peer < size; peer++)
+                one->parts[peer] = get_slot(steps, 1 - parity, peer) + low;
+            one->parts[rank] = source + previous + low;
+            one->reduce(steps->results[parity] + low, one->parts, size, (high - low) / one->itemsize);
+        }
+        if (sync_ranks(steps) < 0)
+            return -1;
+        if (i > 0 && one->has_result)
+            copy(target + start - width, steps->results[parity], min_size(width, one->nbytes - (start - width)));
+    }
+    return 0;
+}
+
+/* Write the piece of each block that begins at `start` to this rank's slot. */
+static void write_moves(const Collective *one, const char *source, size_t start)
+{
+    Steps *steps = one->steps;
+    char *slot = get_slot(steps, get_parity(steps), steps->rank);
+    const Move *outgoing = one->moves + steps->size;
+    for (int i = 0; i < one->outgoing; i++) {
+        if (start < outgoing[i].nbytes)
+            copy(slot + outgoing[i].to, source + outgoing[i].from + start,
+                 min_size(one->width, outgoing[i].nbytes - start));
+    }
+}
+
+/* In each step, write a piece of every block, then reduce the pieces of this rank's block. Per rank n(P-1)/P bytes
+ * written to slots, and n read in reducing; one step a piece. */
+static int reduce_blocks(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    const Move *own = &one->own;
+    for (uint32_t i = 0; i < one->step_count; i++) {
+        const int parity = get_parity(steps);
+        const size_t start = i * one->width;
+        write_moves(one, source, start);
+        if (sync_ranks(steps) < 0)
+            return -1;
+        if (start < own->nbytes) {
+            for (int peer = 0; peer < steps->size; peer++)
+                one->parts[peer] = get_slot(steps, parity, peer) + one->moves[peer].from;
+            one->parts[steps->rank] = source + own->from + start;
+            one->reduce(target + start, one->parts, steps->size,
+                        min_size(one->width, own->nbytes - start) / one->itemsize);
+        }
+    }
+    return 0;
+}
+
+/* In each step, write a piece of the data for other ranks, then copy the pieces that they wrote. A rank that sends the
+ * same data to all ranks writes it once. One step a piece. */
+static int move_blocks(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    for (uint32_t i = 0; i < one->step_count; i++) {
+        const int parity = get_parity(steps);
+        const size_t start = i * one->width;
+        write_moves(one, source, start);
+        if (sync_ranks(steps) < 0)
+            return -1;
+        for (int peer = 0; peer < steps->size; peer++) {
+            const Move *move = &one->moves[peer];
+            if (start < move->nbytes)
+                copy(target + move->to + start, get_slot(steps, parity, peer) + move->from,
+                     min_size(one->width, move->nbytes - start));
+        }
+    }
+    if (one->own.nbytes > 0 && target + one->own.to != source + one->own.from)
+        memmove(target + one->own.to, source + one->own.from, one->own.nbytes);
+    return 0;
+}
+
+/* --- the Python type */
+
+/* The output of a rank: its sizes, and the moves to it and from its input. */
+typedef struct {
+    const size_t *blocks; /* bytes of the ranks' blocks, or of the vector alone */
+    size_t total, largest;
+    int root;
+} Layout;
+
+static size_t get_offset(const Layout *layout, int rank)
+{
+    size_t offset = 0;
+    for (int before = 0; before < rank; before++)
+        offset += layout->blocks[before];
+    return offset;
+}
+
+/* Set the width of pieces for slots that hold a piece of each of `blocks` blocks, and return the number of pieces. */
+static uint32_t cut(Collective *one, size_t nbytes, size_t piece, int blocks)
+{
+    size_t width = piece / (size_t)blocks;
+    width = width < LINE ? LINE : width - width % LINE;
+    if (nbytes <= width) {
+        one->width = nbytes ? nbytes : 1;
+        return 1;
+    }
+    one->width = width;
+    return (uint32_t)((nbytes + width - 1) / width);
+}
+
+static void plan_vector_reduction(Collective *one, const Layout *layout, size_t piece, bool flat, bool everywhere)
+{
+    const Steps *steps = one->steps;
+    one->nbytes = layout->total;
+    one->has_result = everywhere || layout->root == steps->rank;
+    one->source_bytes = layout->total;
+    one->target_bytes = one->has_result ? layout->total : 0;
+    one->run = flat ? reduce_flat : reduce_pieces;
+    one->step_count = flat ? 1 : cut(one, layout->total, piece, 1) + 1;
+}
+
+static void plan_block_reduction(Collective *one, const Layout *layout, size_t piece)
+{
+    const Steps *steps = one->steps;
+    one->run = reduce_blocks;
+    one->step_count = cut(one, layout->largest, piece, steps->size);
+    one->outgoing = steps->size;
+    for (int peer = 0; peer < steps->size; peer++) {
+        Move *out = &one->moves[steps->size + peer];
+        out->from = get_offset(layout, peer);
+        out->to = (size_t)peer * one->width;
+        /* No other rank reads the block for this rank. */
+        out->nbytes = peer == steps->rank ? 0 : layout->blocks[peer];
+        one->moves[peer].from = (size_t)steps->rank * one->width;
+    }
+    one->own.from = get_offset(layout, steps->rank);
+    one->own.nbytes = layout->blocks[steps->rank];
+    one->source_bytes = layout->total;
+    one->target_bytes = one->own.nbytes;
+}
+
+/* bcast, allgather, gather: each rank writes one block for all others. */
+static void plan_gathering(Collective *one, const Layout *layout, size_t piece, bool everywhere)
+{
+    const Steps *steps = one->steps;
+    const int rank = steps->rank;
+    one->run = move_blocks;
+    one->step_count = cut(one, layout->largest, piece, 1);
+    one->outgoing = 1;
+    one->moves[steps->size].nbytes = one->source_bytes = layout->blocks[rank];
+    if (!everywhere && layout->root != rank)
+        return;
+    for (int peer = 0; peer < steps->size; peer++) {
+        one->moves[peer].to = get_offset(layout, peer);
+        one->moves[peer].nbytes = peer == rank ? 0 : layout->blocks[peer];
+    }
+    one->own.to = get_offset(layout, rank);
+    one->own.nbytes = layout->blocks[rank];
+    one->target_bytes = layout->total;
+}
+
+static void plan_bcast(Collective *one, const Layout *layout, size_t piece)
+{
+    const Steps *steps = one->steps;
+    const bool root = layout->root == steps->rank;
+    one->run = move_blocks;
+    one->step_count = cut(one, layout->total, piece, 1);
+    one->outgoing = 1;
+    one->target_bytes = layout->total;
+    if (root)
+        one->moves[steps->size].nbytes = one->source_bytes = one->own.nbytes = layout->total;
+    else
+        one->moves[layout->root].nbytes = layout->total;
+}
+
+/* scatter, alltoall: a rank writes another block for each rank. */
+static void plan_scattering(Collective *one, const Layout *layout, size_t piece, bool all)
+{
+    const Steps *steps = one->steps;
+    const int rank = steps->rank, size = steps->size;
+    one->run = move_blocks;
+    one->step_count = cut(one, layout->largest, piece, size);
+    one->target_bytes = all ? layout->total : layout->blocks[rank];
+    for (int peer = 0; peer < size; peer++) {
+        if (peer == rank || (!all && peer != layout->root))
+            continue;
+        one->moves[peer].from = (size_t)rank * one->width;
+        one->moves[peer].to = all ? get_offset(layout, peer) : 0;
+        one->moves[peer].nbytes = all ? layout->blocks[peer] : layout->blocks[rank];
+    }
+    if (!all && layout->root != rank)
+        return;
+    one->source_bytes = layout->total;
+    one->outgoing = size;
+    for (int peer = 0; peer < size; peer++) {
+        Move *out = &one->moves[size + peer];
+        out->from = get_offset(layout, peer);
+        out->to = (size_t)peer * one->width;
+        out->nbytes = peer == rank ? 0 : layout->blocks[peer];
+    }
+    one->own.from = get_offset(layout, rank);
+    one->own.to = all ? one->own.from : 0;
+    one->own.nbytes = layout->blocks[rank];
+}
+
+/* Returns -1 with an exception if there is no such collective. */
+static int plan(Collective *one, const char *name, const Layout *layout, size_t piece, bool flat)
+{
+    if (strcmp(name, "barrier") == 0) {
+        one->run = run_barrier;
+        one->step_count = 1;
+    } else if (strcmp(name, "allreduce") == 0 || strcmp(name, "reduce") == 0) {
+        plan_vector_reduction(one, layout, piece, flat, strcmp(name, "allreduce") == 0);
+    } else if (strcmp(name, "reduce_scatter") == 0) {
+        plan_block_reduction(one, layout, piece);
+    } else if (strcmp(name, "bcast") == 0) {
+        plan_bcast(one, layout, piece);
+    } else if (strcmp(name, "allgather") == 0 || strcmp(name, "gather") == 0) {
+        plan_gathering(one, layout, piece, strcmp(name, "allgather") == 0);
+    } else if (strcmp(name, "scatter") == 0 || strcmp(name, "alltoall") == 0) {
+        plan_scattering(one, layout, piece, strcmp(name, "alltoall") == 0);
+    } else {
+        PyErr_Format(PyExc_ValueError, "Collective: there is no %s", name);
+        return -1;
+    }
+    if ((one->run == reduce_flat || one->run == reduce_pieces || one->run == reduce_blocks) && one->reduce == NULL) {
+        PyErr_Format(PyExc_ValueError, "Collective: there is no kernel for this %s", name);
+        return -1;
+    }
+    if (one->run == reduce_flat)
+        piece = layout->total;
+    if (one->run != run_barrier && (piece > one->steps->slot_bytes || one->steps->slots == NULL)) {
+        PyErr_Format(PyExc_ValueError, "Collective: slots of %zu bytes are too small for pieces of %zu bytes",
+                     one->steps->slot_bytes, piece);
+        return -1;
+    }
+    return 0;
+}
+
+static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {
+        "steps", "collective", "op", "dtype", "itemsize", "counts", "root", "piece", "flat", "signature", NULL};
+    Collective *one = (Collective *)self;
+    PyObject *steps, *counts;
+    const char *name, *op, *dtype;
+    Py_ssize_t itemsize, piece;
+    int root, flat;
+    unsigned long signature;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk", names, &steps, &name, &op, &dtype, &itemsize, &counts,
+                                     &root, &piece, &flat, &signature))
+        return -1;
+    /* Objects are initialised once: other threads may run them. */
+    if (one->steps != NULL || itemsize < 1 || piece < 1 || !PyObject_HasAttrString(steps, "list_late_ranks")) {
+        PyErr_SetString(PyExc_ValueError, "Collective: invalid arguments, or initialised twice");
+        return -1;
+    }
+    one->steps = (Steps *)Py_NewRef(steps);
+    const int size = one->steps->size;
+    const Py_ssize_t blocks = PySequence_Size(counts);
+    if (blocks < 0)
+        return -1;
+    if (blocks > size || root < 0 || root >= size) {
+        PyErr_SetString(PyExc_ValueError, "Collective: invalid counts or root");
+        return -1;
+    }
+    one->signature = (uint32_t)signature;
+    one->itemsize = (size_t)itemsize;
+    one->reduce = find_kernel(op, dtype);
+    one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
+    one->parts = PyMem_Calloc((size_t)size, sizeof(void *));
+    size_t *nbytes = PyMem_Calloc((size_t)size, sizeof(size_t));
+    if (one->moves == NULL || one->parts == NULL || nbytes == NULL) {
+        PyMem_Free(nbytes);
+        PyErr_NoMemory();
+        return -1;
+    }
+    Layout layout = {.blocks = nbytes, .root = root};
+    for (Py_ssize_t block = 0; block < blocks; block++) {
+        PyObject *count = PySequence_GetItem(counts, block);
+        nbytes[block] = count == NULL ? 0 : PyLong_AsSize_t(count) * one->itemsize;
+        Py_XDECREF(count);
+        layout.total += nbytes[block];
+        layout.largest = nbytes[block] > layout.largest ? nbytes[block] : layout.largest;
+    }
+    int status = PyErr_Occurred() ? -1 : plan(one, name, &layout, (size_t)piece, flat != 0);
+    PyMem_Free(nbytes);
+    return status;
+}
+
+static void dealloc_collective(PyObject *self)
+{
+    Collective *one = (Collective *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    Py_XDECREF((PyObject *)one->steps);
+    PyMem_Free(one->moves);
+    PyMem_Free(one->parts);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* Get the address of an argument: an array, or None where the rank has no data. Returns -1 with an exception. */
+static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nbytes, char **address)
+{
+    view->obj = NULL;
+    *address = NULL;
+    if (argument == Py_None && nbytes == 0)
+        return 0;
+    if (PyObject_GetBuffer(argument, view, flags) < 0)
+        return -1;
+    if ((size_t)view->len < nbytes) {
+        PyErr_Format(PyExc_ValueError, "Collective: an array of %zd bytes was passed for %zu", view->len, nbytes);
+        return -1;
+    }
+    *address = view->buf;
+    return 0;
+}
+
+static int run_on(const Collective *one, PyObject *const *args, Py_ssize_t nargs)
+{
+    Steps *steps = one->steps;
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "Collective: source and target are needed");
+        return -1;
+    }
+    Py_buffer from = {0}, to = {0};
+    char *source, *target;
+    int status = get_address(args[0], &from, PyBUF_SIMPLE, one->source_bytes, &source);
+    if (status == 0)
+        status = get_address(args[1], &to, PyBUF_WRITABLE, one->target_bytes, &target);
+    if (status == 0) {
+        if (one->source_bytes + one->target_bytes >= RELEASE_AT)
+            release_gil(steps);
+        status = one->run(one, source, target);
+        acquire_gil(steps);
+    }
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    return status;
+}
+
+static PyObject *run_collective(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    return run_on((Collective *)self, args, nargs) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    const Collective *one = (Collective *)self;
+    Steps *steps = one->steps;
+    const uint32_t begin = steps->step;
+    steps->signature = one->signature;
+    int status = run_on(one, args, nargs);
+    if (status < 0 && steps->step == begin && !steps->unusable) {
+        /* The arguments are invalid: the other ranks must not wait for this one. */
+        PyObject *type, *value, *traceback;
+        PyErr_Fetch(&type, &value, &traceback);
+        if (sync_failed(steps) < 0)
+            PyErr_Clear();
+        PyErr_Restore(type, value, traceback);
+    }
+    if (status == 0 && steps->interrupted)
+        status = raise_interrupt(steps);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef methods[] = {
+    {"carry_out", (PyCFunction)(void (*)(void))carry_out, METH_FASTCALL,
+     "carry_out(source, target)\n--\n\nCarry out the collective as an operation. Both are contiguous arrays, or None where"
+     " this rank has no data."},
+    {"run", (PyCFunction)(void (*)(void))run_collective, METH_FASTCALL,
+     "run(source, target)\n--\n\nCarry out the collective, as `carry_out` does, within the running operation."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"step_count", T_UINT, offsetof(Collective, step_count), READONLY, "Number of steps."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Collective(steps, collective, op, dtype, itemsize, counts, root, piece, flat, signature)\n--\n\n"
+                "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector."},
+    {Py_tp_init, init_collective},
+    {Py_tp_dealloc, dealloc_collective},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {0, NULL},
+};
+
+PyType_Spec collective_spec = {
+    .name = "mpicoll._shm.Collective",
+    .basicsize = sizeof(Collective),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};

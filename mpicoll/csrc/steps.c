@@ -1,0 +1,454 @@
+/* The synchronisation of the ranks of a node by flags in memory that they share.
+ *
+ * Each rank has two words, for steps of even and odd number: the number of the step in the upper half, and the signature
+ * of the operation that the rank carries out in the lower half. A rank ends a step by storing its word, then waits until
+ * the words of all other ranks have the same number. No rank is more than one step ahead of another one, so a word of a
+ * step is replaced only after all ranks have seen it, and all of them draw the same conclusion from the words:
+ *
+ * - all are equal: the operation goes on;
+ * - the signature of a rank is 0: the rank has failed in this operation, which ends with this step on all ranks;
+ * - other signatures differ: the ranks have begun different operations, which end with this step on all ranks.
+ *
+ * So the ranks remain synchronised in each case. A rank that stops waiting for the others, because they are late or dead,
+ * abandons the operation: it can't be synchronised any more, which it states in a word of its own.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include "steps.h"
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <structmember.h>
+#include <time.h>
+
+enum {
+    LINE = 128,              /* processors fetch pairs of cache lines */
+    RANK_BYTES = 4 * LINE,   /* flags, the state, posted numbers of both parities */
+    STATE_AT = 16,
+    POSTED_AT = LINE,
+    SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
+    SHARED_SPINS = 20,       /* the same where ranks share cores */
+    YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
+    POLLS_PER_LOOK = 32,     /* polls between two looks at the clock */
+    POLLING_NS = 50 * 1000   /* nanoseconds of polling without the GIL, where each rank has a core */
+};
+
+_Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
+
+typedef _Atomic uint64_t Word;
+
+static inline char *get_block(const Steps *steps, int rank) { return steps->flags + (size_t)rank * RANK_BYTES; }
+
+static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
+{
+    return (Word *)(void *)get_block(steps, rank) + (step & 1);
+}
+
+static inline Word *get_state(const Steps *steps, int rank) { return (Word *)(void *)(get_block(steps, rank) + STATE_AT); }
+
+static inline int64_t *get_posted(const Steps *steps, int rank, int parity)
+{
+    return (int64_t *)(void *)(get_block(steps, rank) + POSTED_AT) + parity * POSTED;
+}
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline bool has_reached(const Steps *steps, int rank)
+{
+    uint64_t word = atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
+    return (uint32_t)(word >> 32) == steps->step;
+}
+
+void release_gil(Steps *steps)
+{
+    if (steps->released == NULL)
+        steps->released = PyEval_SaveThread();
+}
+
+void acquire_gil(Steps *steps)
+{
+    if (steps->released != NULL) {
+        PyThreadState *state = steps->released;
+        steps->released = NULL;
+        PyEval_RestoreThread(state);
+    }
+}
+
+static int64_t read_clock(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Poll until all ranks from `rank` on have reached the step, without the GIL. Returns the first that has not. */
+static int poll_ranks(Steps *steps, int rank)
+{
+    int64_t begin = steps->has_own_core ? read_clock() : 0;
+    int polls = 0, yields = 0;
+    while (rank < steps->size) {
+        if (has_reached(steps, rank)) {
+            rank++;
+            continue;
+        }
+        if (begin) {
+            relax();
+            if (++polls % POLLS_PER_LOOK == 0 && read_clock() - begin > POLLING_NS)
+                begin = 0;
+        } else {
+            if (yields++ == YIELDS)
+                break;
+            sched_yield();
+        }
+    }
+    return rank;
+}
+
+/* Wait for the ranks from `rank` on. Returns -1 if the wait has failed. */
+static int wait_for_ranks(Steps *steps, int rank)
+{
+    for (int spin = steps->has_own_core ? SPINS : SHARED_SPINS; spin > 0; spin--) {
+        if (!has_reached(steps, rank))
+            relax();
+        else if (++rank == steps->size)
+            return 0;
+    }
+    bool held = steps->released == NULL;
+    release_gil(steps);
+    rank = poll_ranks(steps, rank);
+    int status = 0;
+    if (rank < steps->size) {
+        acquire_gil(steps);
+        PyObject *none = PyObject_CallMethod((PyObject *)steps, "wait_for_late_ranks", NULL);
+        status = none == NULL ? -1 : 0;
+        Py_XDECREF(none);
+        if (!held)
+            release_gil(steps);
+    } else if (held) {
+        acquire_gil(steps);
+    }
+    return status;
+}
+
+/* Have Python conclude what follows from words that differ. Returns -1 with its exception, 0 if this rank has failed. */
+static int conclude(Steps *steps)
+{
+    bool held = steps->released == NULL;
+    acquire_gil(steps);
+    PyObject *none = PyObject_CallMethod((PyObject *)steps, "conclude_difference", NULL);
+    int status = none == NULL ? -1 : 0;
+    Py_XDECREF(none);
+    if (!held)
+        release_gil(steps);
+    return status;
+}
+
+static int sync_signature(Steps *steps, uint32_t signature)
+{
+    if (steps->unusable)
+        return conclude(steps);
+    uint32_t step = ++steps->step;
+    uint64_t own = (uint64_t)step << 32 | signature, difference = 0;
+    atomic_store_explicit(get_flag(steps, steps->rank, step), own, memory_order_release);
+    for (int rank = 0; rank < steps->size; rank++) {
+        Word *flag = get_flag(steps, rank, step);
+        uint64_t word = atomic_load_explicit(flag, memory_order_acquire);
+        if ((uint32_t)(word >> 32) != step) {
+            if (wait_for_ranks(steps, rank) < 0)
+                return -1;
+            word = atomic_load_explicit(flag, memory_order_acquire);
+        }
+        difference |= word ^ own;
+    }
+    return difference == 0 && signature != 0 ? 0 : conclude(steps);
+}
+
+int sync_ranks(Steps *steps) { return sync_signature(steps, steps->signature); }
+
+int sync_failed(Steps *steps) { return sync_signature(steps, 0); }
+
+int raise_interrupt(Steps *steps)
+{
+    PyObject *none = PyObject_CallMethod((PyObject *)steps, "raise_interrupt", NULL);
+    Py_XDECREF(none);
+    return none == NULL ? -1 : 0;
+}
+
+/* --- the Python type */
+
+static int init_steps(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    Steps *steps = (Steps *)self;
+    (void)keywords;
+    PyObject *memory;
+    int has_own_core;
+    if (!PyArg_ParseTuple(args, "Oiip", &memory, &steps->rank, &steps->size, &has_own_core))
+        return -1;
+    steps->has_own_core = has_own_core != 0;
+    if (steps->flags != NULL || steps->size < 1 || steps->rank < 0 || steps->rank >= steps->size) {
+        PyErr_SetString(PyExc_ValueError, "Steps: invalid rank or size, or initialised twice");
+        return -1;
+    }
+    if (PyObject_GetBuffer(memory, &steps->memory, PyBUF_WRITABLE) < 0)
+        return -1;
+    size_t shift = -(uintptr_t)steps->memory.buf & (LINE - 1);
+    if ((size_t)steps->memory.len < shift + (size_t)steps->size * RANK_BYTES) {
+        PyBuffer_Release(&steps->memory);
+        PyErr_Format(PyExc_ValueError, "Steps: %zd bytes are too few for %d ranks", steps->memory.len, steps->size);
+        return -1;
+    }
+    steps->flags = (char *)steps->memory.buf + shift;
+    steps->signature = 1;
+    return 0;
+}
+
+static void dealloc_steps(PyObject *self)
+{
+    Steps *steps = (Steps *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    if (steps->flags != NULL)
+        PyBuffer_Release(&steps->memory);
+    PyMem_Free(steps->slots);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyObject *count_flag_bytes(PyObject *type, PyObject *args)
+{
+    (void)type;
+    int size;
+    if (!PyArg_ParseTuple(args, "i", &size))
+        return NULL;
+    return PyLong_FromLong((long)size * RANK_BYTES + LINE);
+}
+
+static PyObject *set_slots(PyObject *self, PyObject *args)
+{
+    Steps *steps = (Steps *)self;
+    PyObject *addresses;
+    unsigned long long even, odd;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "OKKn", &addresses, &even, &odd, &nbytes))
+        return NULL;
+    if (PySequence_Size(addresses) != 2 * (Py_ssize_t)steps->size) {
+        PyErr_SetString(PyExc_ValueError, "Steps: two slots are needed for each rank");
+        return NULL;
+    }
+    char **slots = PyMem_Calloc(2 * (size_t)steps->size, sizeof(char *));
+    if (slots == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < 2 * (Py_ssize_t)steps->size; i++) {
+        PyObject *address = PySequence_GetItem(addresses, i);
+        slots[i] = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+        Py_XDECREF(address);
+    }
+    if (PyErr_Occurred()) {
+        PyMem_Free(slots);
+        return NULL;
+    }
+    PyMem_Free(steps->slots);
+    steps->slots = slots;
+    steps->results[0] = (char *)(uintptr_t)even;
+    steps->results[1] = (char *)(uintptr_t)odd;
+    steps->slot_bytes = (size_t)nbytes;
+    Py_RETURN_NONE;
+}
+
+static PyObject *step(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return sync_ranks((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *step_signature(PyObject *self, PyObject *signature)
+{
+    unsigned long value = PyLong_AsUnsignedLong(signature);
+    if (value == (unsigned long)-1 && PyErr_Occurred())
+        return NULL;
+    Steps *steps = (Steps *)self;
+    steps->signature = (uint32_t)value;
+    return sync_ranks(steps) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *step_failed(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return sync_failed((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *abandon(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    Steps *steps = (Steps *)self;
+    steps->unusable = true;
+    /* Ranks that reach this step later must see that this rank has left it. */
+    atomic_store_explicit(
+        get_flag(steps, steps->rank, steps->step), (uint64_t)steps->step << 32, memory_order_release);
+    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
+    Py_RETURN_NONE;
+}
+
+/* Return the ranks for which `is_wanted` is true. */
+static PyObject *list_ranks(const Steps *steps, bool (*is_wanted)(const Steps *, int))
+{
+    PyObject *ranks = PyList_New(0);
+    for (int rank = 0; ranks != NULL && rank < steps->size; rank++) {
+        if (!is_wanted(steps, rank))
+            continue;
+        PyObject *number = PyLong_FromLong(rank);
+        if (number == NULL || PyList_Append(ranks, number) < 0)
+            Py_CLEAR(ranks);
+        Py_XDECREF(number);
+    }
+    return ranks;
+}
+
+static bool is_late(const Steps *steps, int rank) { return !has_reached(steps, rank); }
+
+static bool is_unusable(const Steps *steps, int rank)
+{
+    return atomic_load_explicit(get_state(steps, rank), memory_order_acquire) != 0;
+}
+
+static PyObject *list_late_ranks(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return list_ranks((Steps *)self, is_late);
+}
+
+static PyObject *list_unusable_ranks(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return list_ranks((Steps *)self, is_unusable);
+}
+
+static PyObject *list_signatures(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    Steps *steps = (Steps *)self;
+    PyObject *signatures = PyList_New(0);
+    for (int rank = 0; signatures != NULL && rank < steps->size; rank++) {
+        uint64_t word = atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
+        PyObject *number = PyLong_FromUnsignedLong((uint32_t)word);
+        if (number == NULL || PyList_Append(signatures, number) < 0)
+            Py_CLEAR(signatures);
+        Py_XDECREF(number);
+    }
+    return signatures;
+}
+
+static PyObject *post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Steps *steps = (Steps *)self;
+    if (nargs > POSTED)
+        return PyErr_Format(PyExc_ValueError, "Steps: at most %d numbers are posted in a step", POSTED);
+    int64_t *posted = get_posted(steps, steps->rank, get_parity(steps));
+    for (Py_ssize_t i = 0; i < nargs; i++)
+        posted[i] = PyLong_AsLongLong(args[i]);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *read_posted(PyObject *self, PyObject *argument)
+{
+    Steps *steps = (Steps *)self;
+    long count = PyLong_AsLong(argument);
+    if (count < 0 || count > POSTED) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "Steps: at most %d numbers are posted in a step", POSTED);
+        return NULL;
+    }
+    PyObject *ranks = PyList_New(steps->size);
+    for (int rank = 0; ranks != NULL && rank < steps->size; rank++) {
+        const int64_t *posted = get_posted(steps, rank, 1 - get_parity(steps));
+        PyObject *numbers = PyTuple_New(count);
+        for (long i = 0; numbers != NULL && i < count; i++) {
+            PyObject *number = PyLong_FromLongLong(posted[i]);
+            if (number == NULL)
+                Py_CLEAR(numbers);
+            else
+                PyTuple_SetItem(numbers, i, number);
+        }
+        if (numbers == NULL)
+            Py_CLEAR(ranks);
+        else
+            PyList_SetItem(ranks, rank, numbers);
+    }
+    return ranks;
+}
+
+static PyObject *get_parity_attribute(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(get_parity((Steps *)self));
+}
+
+static PyMethodDef methods[] = {
+    {"count_flag_bytes", count_flag_bytes, METH_VARARGS | METH_STATIC,
+     "count_flag_bytes(size)\n--\n\nReturn the bytes of the memory for the flags of `size` ranks."},
+    {"set_slots", set_slots, METH_VARARGS,
+     "set_slots(addresses, even, odd, nbytes)\n--\n\nSet the addresses of the slots (those of even steps by rank, then of"
+     " odd ones), of the results of even and odd steps, and the bytes of each."},
+    {"step", step, METH_NOARGS,
+     "step()\n--\n\nEnd a step of the running operation: what the ranks wrote before is visible to all of them."},
+    {"step_signature", step_signature, METH_O,
+     "step_signature(signature)\n--\n\nBegin an operation, and end its first step."},
+    {"step_failed", step_failed, METH_NOARGS,
+     "step_failed()\n--\n\nEnd a step in which this rank has failed, and with it the operation on all ranks."},
+    {"abandon", abandon, METH_NOARGS, "abandon()\n--\n\nGive up the synchronisation with the other ranks, for ever."},
+    {"list_late_ranks", list_late_ranks, METH_NOARGS,
+     "list_late_ranks()\n--\n\nReturn the ranks that have not ended the step that this rank has."},
+    {"list_unusable_ranks", list_unusable_ranks, METH_NOARGS,
+     "list_unusable_ranks()\n--\n\nReturn the ranks that have abandoned an operation."},
+    {"list_signatures", list_signatures, METH_NOARGS,
+     "list_signatures()\n--\n\nReturn the signatures of all ranks in the step that has just ended."},
+    {"post", (PyCFunction)(void (*)(void))post, METH_FASTCALL,
+     "post(*values)\n--\n\nPublish up to 8 numbers, which the other ranks read by `read_posted` after the next step."},
+    {"read_posted", read_posted, METH_O,
+     "read_posted(count)\n--\n\nReturn the first `count` numbers that each rank posted in the step that has just ended."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"rank", T_INT, offsetof(Steps, rank), READONLY, "Rank of this process on the node."},
+    {"size", T_INT, offsetof(Steps, size), READONLY, "Number of ranks of the node."},
+    {"number", T_UINT, offsetof(Steps, step), 0, "Number of the last step, modulo 2 to the power of 32."},
+    {"signature", T_UINT, offsetof(Steps, signature), 0, "Signature of the running operation, never 0."},
+    {"unusable", T_BOOL, offsetof(Steps, unusable), READONLY, "True if this rank has abandoned an operation."},
+    {"interrupted", T_BOOL, offsetof(Steps, interrupted), 0,
+     "True if a signal handler has raised an exception, to be raised at the end of the operation."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef attributes[] = {
+    {"parity", get_parity_attribute, NULL, "Parity of the slots to write to before the next step.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Steps(memory, rank, size, has_own_core)\n--\n\nThe synchronisation of the ranks of a node."},
+    {Py_tp_init, init_steps},
+    {Py_tp_dealloc, dealloc_steps},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, attributes},
+    {0, NULL},
+};
+
+PyType_Spec steps_spec = {
+    .name = "mpicoll._shm.Steps",
+    .basicsize = sizeof(Steps),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .slots = slots,
+};

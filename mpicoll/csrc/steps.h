@@ -1,0 +1,53 @@
+/* The synchronisation of the ranks of a node by flags in memory that they share. */
+
+#ifndef MPICOLL_STEPS_H
+#define MPICOLL_STEPS_H
+
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+enum {
+    POSTED = 8 /* numbers that a rank posts in a step */
+};
+
+/* The steps of one communicator on this rank. Each step has a parity: a rank writes to the slots of the parity of its
+ * next step, and after that step reads what the other ranks have written to theirs. Two slots of each rank suffice: a
+ * rank that writes to a slot has completed the step before, so no other rank reads what was written two steps ago. */
+typedef struct {
+    PyObject_HEAD
+    Py_buffer memory; /* of the flags */
+    char *flags;
+    int rank, size;
+    uint32_t step;
+    uint32_t signature;     /* of the running operation, never 0 */
+    bool has_own_core;      /* no other rank of the node uses it */
+    bool unusable;          /* this rank has abandoned an operation */
+    bool interrupted;       /* an exception is to be raised at the end of the operation */
+    PyThreadState *released; /* the state of the thread that has released the GIL; NULL while it is held */
+    char **slots;           /* of both parities, by rank: slots[parity * size + rank] */
+    char *results[2];       /* of both parities, shared by the ranks */
+    size_t slot_bytes;
+} Steps;
+
+static inline int get_parity(const Steps *steps) { return (int)(steps->step & 1); }
+
+static inline char *get_slot(const Steps *steps, int parity, int rank) { return steps->slots[parity * steps->size + rank]; }
+
+/* End a step: what the ranks wrote before is visible to all of them. Returns 0; or -1 with an exception, if the ranks
+ * carry out different operations, one of them has failed in this one, or the wait for them has failed. Called with the
+ * GIL or, after release_gil, without it. */
+int sync_ranks(Steps *steps);
+
+/* End a step in which this rank has failed. As sync_ranks, but the failure of this rank is not an exception. */
+int sync_failed(Steps *steps);
+
+void release_gil(Steps *steps);
+void acquire_gil(Steps *steps);
+
+/* Raise the exception that a signal handler has raised during the operation, which has ended. Returns -1 then. */
+int raise_interrupt(Steps *steps);
+
+extern PyType_Spec steps_spec;
+
+#endif
