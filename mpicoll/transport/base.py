@@ -212,10 +212,6 @@ class Transport(Protocol):
     def has_own_cores(self) -> bool:
         """True if each rank of a group of one node has its own core, on which it may poll without pause."""
 
-    @property
-    def memory_fence(self) -> Callable[[], object] | None:
-        """A function that orders this rank's accesses to shared memory; None where the hardware orders them."""
-
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         """Raise RankFailed if one of `peers` is known to have died, or Timeout if the wait has lasted too long.
 

@@ -94,9 +94,9 @@ class Arena(Steps):
         """Begin an operation without further steps: return when all ranks have begun the operation with calls of the
         same signature. Calls that begin with :meth:`run` are compared there instead.
 
-        Raises MismatchError on all ranks if they have begun different operations, after which the ranks are synchronised
-        again; otherwise it raises what :meth:`run` raises. Returns the exception that a signal handler has raised
-        meanwhile, which the caller raises when it has carried out the operation: the other ranks have begun it.
+        Raises MismatchError on all ranks if they have begun different operations, after which the ranks are
+        synchronised again; otherwise it raises what :meth:`run` raises. Returns the exception that a signal handler has
+        raised meanwhile, which the caller raises when it has carried out the operation: the other ranks have begun it.
         """
         signature = call.signature
         if signature <= 0:
@@ -144,11 +144,11 @@ class Arena(Steps):
         """Carry out an operation of `steps` steps: ``body(source, target)``, after `load`. Each :meth:`sync` first
         calls `synchronize`, if given.
 
-        Raises CommunicationError if ranks carry out operations of different `signature`, a number of 32 bits that is not
-        0. If one rank fails here, all ranks leave the operation at its next step, and the other ranks get
-        CommunicationError, unless they already have all data that they need. The ranks remain synchronised, except after
-        Timeout, when other ranks did not enter the operation: then it is the last operation of the arena, and ranks that
-        enter it late get CommunicationError.
+        Raises CommunicationError if ranks carry out operations of different `signature`, a number of 32 bits that is
+        not 0. If one rank fails here, all ranks leave the operation at its next step, and the other ranks get
+        CommunicationError, unless they already have all data that they need. The ranks remain synchronised, except
+        after Timeout, when other ranks did not enter the operation: then it is the last operation of the arena, and
+        ranks that enter it late get CommunicationError.
         """
         self._last = self.number + steps
         self._left = False
@@ -188,8 +188,8 @@ class Arena(Steps):
             if self.rank not in failed:
                 self.raise_interrupt()
                 raise self._descriptions.mismatch_error(begun) or CommunicationError(
-                    f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype, op,"
-                    " root or algorithm"
+                    f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype,"
+                    " op, root or algorithm"
                 )
         elif self.rank not in failed:
             self.raise_interrupt()

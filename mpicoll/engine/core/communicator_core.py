@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import finalize
 
 import numpy as np
 
-from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.core.call_comparison import BatchedComparison, row_mismatch_error
 from mpicoll.engine.core.call_mismatch import decode_mismatch_error, encode_call
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
@@ -23,6 +22,9 @@ from mpicoll.engine.selection.layout import make_layout
 from mpicoll.engine.selection.query import UNTUNED, TunedTable, selection_context
 from mpicoll.errors import ArgumentError, CommunicationError, CommunicatorError, RankFailed, Timeout
 from mpicoll.transport.base import Memory, Transport
+
+if TYPE_CHECKING:
+    from mpicoll.engine.core.arena import Arena
 
 T = TypeVar("T")
 
@@ -181,6 +183,9 @@ class CommunicatorCore:
         """Return the arena, which may have only its flags, or None if shared memory is not available. Collective at
         first use."""
         if self._arena is None and self.no_shm_reason is None and self.shm_failed_reason is None:
+            # Not at module level: it needs the extension, and no_shm_reason is not None where that is missing.
+            from mpicoll.engine.core.arena import Arena
+
             self._arena = self._try_sharing(
                 lambda: Arena(
                     self.transport,

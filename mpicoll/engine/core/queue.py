@@ -66,7 +66,8 @@ class OperationQueue:
         self._closed = False
         self.observer: Observer | None = None
         # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
-        # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have begun.
+        # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have
+        # begun.
         self.match: Callable[[Call], BaseException | None] = accept_any_call
         # The number of collectives begun, which is the same on all ranks; the running collective; its executor; and its
         # thread, which is stored first.

@@ -18,7 +18,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -26,11 +26,20 @@ import numpy as np
 from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.core.arrays import displacements
-from mpicoll.engine.executors.shared_memory import CollectiveSpec, Move, Program, get_share_offsets, make_moves, make_own_copy
+from mpicoll.engine.executors.shared_memory import (
+    CollectiveSpec,
+    Move,
+    Program,
+    get_share_offsets,
+    make_moves,
+    make_own_copy,
+)
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
+
+if TYPE_CHECKING:
+    from mpicoll.engine.core.arena import Arena
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "allgather", "gather", "scatter", "alltoall")
 """Collectives that :func:`bind` supports."""

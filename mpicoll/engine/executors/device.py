@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
 from mpicoll.engine import cuda_probes
-from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.executors import cuda_ipc, nccl, shared_memory
 from mpicoll.engine.executors.schedule import Exchanger
@@ -26,6 +25,9 @@ from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.errors import DeviceError, MpicollError
 from mpicoll.transport import cuda_awareness
 from mpicoll.transport.base import Native, Transport
+
+if TYPE_CHECKING:
+    from mpicoll.engine.core.arena import Arena
 
 
 class DeviceContext:

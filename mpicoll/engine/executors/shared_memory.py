@@ -21,16 +21,14 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
-from mpicoll._shm import Collective
 from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
-from mpicoll.engine.core.arena import Arena, Body
 from mpicoll.engine.core.arrays import CollectiveArrays, displacements, do_nothing, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -39,6 +37,10 @@ from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Cal
 from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from mpicoll._shm import Collective
+    from mpicoll.engine.core.arena import Arena, Body
 
 _LINE = 64
 """Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
@@ -82,7 +84,9 @@ Program: TypeAlias = "tuple[Body, int]"
 def bind(arena: Arena, spec: CollectiveSpec, collective: Collective | None = None) -> Program:
     """Return what carries out `spec` in the buffers of the other ranks where that is possible, and otherwise by
     `collective`, or by slots in Python (None)."""
-    staged, steps = _STAGED[spec.collective](arena, spec) if collective is None else (collective.run, collective.step_count)
+    staged, steps = (
+        _STAGED[spec.collective](arena, spec) if collective is None else (collective.run, collective.step_count)
+    )
     reads, direct, segments = spec.method == "cma", _DirectAccess(arena, spec, steps), arena.segments
     # Ranks reduce their shares of each other's buffers.
     splits = spec.fold is None or spec.fold.elementwise
@@ -97,6 +101,8 @@ def bind(arena: Arena, spec: CollectiveSpec, collective: Collective | None = Non
 
 def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Collective | None:
     """Return the compiled collective for host memory; None for reductions that are carried out in Python."""
+    from mpicoll._shm import Collective  # there is an arena, so there is the extension
+
     op, dtype = "", ""
     if spec.fold is not None:
         if spec.fold.fused is None:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
+from mpicoll.extension import find_missing_reason
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, Reader, renumber, truncation_error
 from mpicoll.transport.local.job import Contexts, Group, LocalJob, exit_error
 from mpicoll.transport.local.mailbox import LocalMessage, PostedRecv
@@ -111,7 +112,6 @@ class LocalTransport:
     background = True
     no_cma_reason = None
     has_own_cores = False
-    memory_fence = None
     traffic = None
 
     def __init__(
@@ -123,7 +123,7 @@ class LocalTransport:
         self.size = len(members)
         self.nodes = nodes
         # Faults would have no effect on ranks that communicate through shared memory.
-        self.no_shm_reason = "faults are injected into messages" if job.faults else None
+        self.no_shm_reason = "faults are injected into messages" if job.faults else find_missing_reason()
         self._shares = itertools.count()
         self._compared = itertools.count()
         self._texts = itertools.count()

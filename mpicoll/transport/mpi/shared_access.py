@@ -1,17 +1,13 @@
-"""Access of the ranks of a node to each other's memory: whether it works, and in which order stores become visible."""
+"""Access of the ranks of a node to each other's memory."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import platform
-from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple, cast
 
 from mpi4py import MPI
 
 from mpicoll.config import config
+from mpicoll.extension import find_missing_reason
 from mpicoll.transport import shm
 
 
@@ -28,11 +24,15 @@ class SharedAccess(NamedTuple):
 
 def probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> SharedAccess:
     """Collective: find out by trying how the ranks of each node reach each other's memory."""
-    settings = comm.allgather(config().shared_memory)
+    settings, missing = zip(*comm.allgather((config().shared_memory, find_missing_reason())), strict=True)
     named = "named" in settings
     if "off" in settings:
         reason = f"MPICOLL_SHARED_MEMORY=off on rank {settings.index('off')}"
         return SharedAccess(reason, reason, named)
+    for rank, reason in enumerate(missing):
+        if reason is not None:
+            reason = f"the extension mpicoll._shm can't be imported on rank {rank}: {reason}"
+            return SharedAccess(reason, reason, named)
     node = cast(MPI.Intracomm, comm.Split(nodes[comm.rank], comm.rank))
     try:
         unshared = shm.share(8, node.allgather, node.rank, named=named)[1] or None
@@ -53,22 +53,3 @@ def _try_reading_peers(node: MPI.Intracomm, rank: int) -> str | None:
         except OSError as error:
             reason = f"rank {rank} can't read the memory of its peers: {error.strerror}"
     return reason
-
-
-@lru_cache(maxsize=1)
-def create_memory_fence() -> Callable[[], object] | None:
-    """Return a function that orders this process's accesses to shared memory; None where the processor keeps stores in
-    order, and loads too."""
-    if platform.machine() in ("x86_64", "AMD64"):
-        return None
-    # MPI_Win_sync is a memory barrier for all accesses of a process, not only those to the window.
-    window = MPI.Win.Allocate_shared(8, comm=MPI.COMM_SELF)
-    window.Lock_all(MPI.MODE_NOCHECK)
-    atexit.register(_free_window, window, os.getpid())
-    return window.Sync
-
-
-def _free_window(window: MPI.Win, owner: int) -> None:
-    if os.getpid() == owner and not MPI.Is_finalized():
-        window.Unlock_all()
-        window.Free()

@@ -19,7 +19,7 @@ from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
 from mpicoll.transport.mpi.ops import agree_on_defects
-from mpicoll.transport.mpi.shared_access import SharedAccess, create_memory_fence, probe_access
+from mpicoll.transport.mpi.shared_access import SharedAccess, probe_access
 from mpicoll.transport.mpi.translation import translates_errors
 from mpicoll.transport.waiting import poll, wait_for
 from mpicoll.wording import rank_list
@@ -98,10 +98,6 @@ class MpiTransport(MessagePassing):
     def has_own_cores(self) -> bool:
         # Not the cores to which this process is bound: a launcher gives each rank its own, if there are enough.
         return launch_env.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
-
-    @property
-    def memory_fence(self) -> Callable[[], object] | None:
-        return create_memory_fence()
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         # A rank that waits here makes no other calls of MPI. It must keep its messages moving: its peers may wait for
