@@ -1,8 +1,14 @@
-"""The extension in C, mpicoll._shm: whether it is there."""
+"""The extension in C, mpicoll._shm, and what replaces it where it is missing."""
 
 from __future__ import annotations
 
 import functools
+import threading
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpicoll._shm import QueueLock
 
 REMEDY = (
     "with a C compiler and Python's headers (apt-get install gcc python3-dev), install mpicoll again: with the options"
@@ -12,10 +18,52 @@ REMEDY = (
 
 
 @functools.cache
-def find_missing_reason() -> str | None:
-    """Return why the extension can't be imported; None if it can."""
+def _load() -> ModuleType | str:
     try:
-        import mpicoll._shm  # noqa: F401
+        from mpicoll import _shm
     except ImportError as error:
         return str(error)
-    return None
+    return _shm
+
+
+def find_missing_reason() -> str | None:
+    """Return why the extension can't be imported; None if it can."""
+    found = _load()
+    return found if isinstance(found, str) else None
+
+
+class PythonQueueLock:
+    """The lock of a communicator's operations, and the number of collectives begun."""
+
+    __slots__ = ("_lock", "acquire", "locked", "number", "release")
+
+    def __init__(self) -> None:
+        self._lock = lock = threading.Lock()
+        self.number = 0
+        self.acquire, self.release, self.locked = lock.acquire, lock.release, lock.locked
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *args: object) -> None:
+        self._lock.release()
+
+
+def make_queue_lock() -> QueueLock | PythonQueueLock:
+    """Return the lock of a communicator's operations."""
+    found = _load()
+    lock: QueueLock | PythonQueueLock = PythonQueueLock() if isinstance(found, str) else found.QueueLock()
+    return lock
+
+
+def list_records() -> list[Any]:
+    """Return the last operations that the extension has recorded, in the order in which they ended."""
+    found = _load()
+    return [] if isinstance(found, str) else list(found.list_records())
+
+
+def set_recording(flag: bool) -> None:
+    """Let the extension record the calls that it carries out, or have it leave all calls to Python."""
+    found = _load()
+    if not isinstance(found, str):
+        found.set_recording(flag)

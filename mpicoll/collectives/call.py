@@ -48,6 +48,9 @@ _MAX_COPIED_BYTES = 16 * 1024
 MAX_CACHED_CALLS = 1024
 """Maximum number of cached calls per communicator."""
 
+_MISSING = object()
+"""Result of a call that is not repeated."""
+
 _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""
 
@@ -64,10 +67,14 @@ def call(
     if timeout is not None:
         bound = check_timeout(comm, key[0], timeout)
         return dispatch.start(prepare(x, out)).wait(bound)
+    if not get_forced_rules():
+        value = comm.queue.run_repeated(key, x, out, _MISSING)
+        if value is not _MISSING:
+            return value
     full_key, cached, array, into, finish = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x, out)
-        cached = _cache(operation, key[0], full_key, cached, x, out, prepare)
+        cached = _cache(operation, key, full_key, cached, x, out, prepare)
         if type(cached) is not tuple:
             return dispatch.run(operation)
     bound_call, description, _, _ = cached
@@ -88,7 +95,7 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
     full_key, cached, array, into, _ = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x, out)
-        cached = _cache(operation, key[0], full_key, cached, x, out, prepare)
+        cached = _cache(operation, key, full_key, cached, x, out, prepare)
         if type(cached) is not tuple:
             task = dispatch.make_task(operation)
             task.call.name = key[0]
@@ -139,20 +146,26 @@ def _is_writable(out: Array) -> bool:
 
 
 def _cache(
-    operation: Operation, name: str, key: tuple[Any, ...], cached: Any, x: Any, out: Any, prepare: Prepare
+    operation: Operation,
+    key: tuple[Any, ...],
+    full_key: tuple[Any, ...],
+    cached: Any,
+    x: Any,
+    out: Any,
+    prepare: Prepare,
 ) -> CachedCall | bool:
     """Bind the call that is described by `operation`, and cache it, from the second call on: calls whose sizes always
     differ are not prepared twice. Return the cached value."""
-    if not key or cached is False:
+    if not full_key or cached is False:
         return False
     if len(operation.comm.call_cache) >= MAX_CACHED_CALLS:
         operation.comm.call_cache.clear()
-    value = True if cached is None else _bind(operation, name, x, out, prepare)
-    operation.comm.call_cache[key] = value
+    value = True if cached is None else _bind(operation, key, x, out, prepare)
+    operation.comm.call_cache[full_key] = value
     return value
 
 
-def _bind(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -> CachedCall | bool:
+def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare: Prepare) -> CachedCall | bool:
     """Return the value to cache for a call like `operation`: False if preparing it again is better, True if that is not
     known yet."""
     choice, native = choose(operation.query, operation.algorithm), operation.comm.transport.native
@@ -168,14 +181,33 @@ def _bind(operation: Operation, name: str, x: Any, out: Any, prepare: Prepare) -
         if _is_movable(arrays, x):
             collective = SharedMemoryCollective.of(operation, choice, arrays, call=description)
             bound_call = _bind_without_copies(arrays, x, value, collective)
+            _add_repeated(operation, key, x, value, collective, description)
     elif choice.name == NATIVE and native is not None and not small and _is_movable(operation.arrays, x):
         bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
     if bound_call is None:
         if not small:
             return False
         bound_call = _bind_with_copies(x, out, prepare, description)
-    description.name = name
+    description.name = key[0]
     return bound_call, description, None if value is None else value.dtype, None if value is None else value.shape
+
+
+def _add_repeated(
+    operation: Operation,
+    key: tuple[Any, ...],
+    x: Any,
+    value: Array | None,
+    collective: SharedMemoryCollective,
+    description: Call,
+) -> None:
+    """Have later calls on numpy arrays carried out by the extension alone, if it can do that."""
+    if type(x) is not np.ndarray or get_forced_rules():
+        return
+    compiled = collective.find_compiled()
+    if compiled is not None:
+        steps, carrier = compiled
+        in_place = operation.arrays.collective in _IN_PLACE
+        operation.comm.queue.add_call(steps, key, x, value, carrier, description, in_place=in_place)
 
 
 def _is_movable(arrays: CollectiveArrays, x: Any) -> bool:

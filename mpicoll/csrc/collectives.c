@@ -28,8 +28,6 @@ typedef struct {
     size_t from, to, nbytes;
 } Move;
 
-typedef struct Collective Collective;
-
 struct Collective {
     PyObject_HEAD
     Steps *steps;
@@ -404,7 +402,7 @@ static void dealloc_collective(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Get the address of an argument: an array, or None where the rank has no data. Returns -1 with an exception. */
+/* Get the address of an array; NULL for None, where the rank has no data. Returns -1 with an exception. */
 static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nbytes, char **address)
 {
     view->obj = NULL;
@@ -421,9 +419,28 @@ static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nb
     return 0;
 }
 
-static int run_on(const Collective *one, PyObject *const *args, Py_ssize_t nargs)
+static int run_on(const Collective *one, const char *source, char *target)
 {
-    Steps *steps = one->steps;
+    bool releases = one->source_bytes + one->target_bytes >= RELEASE_AT;
+    if (releases)
+        release_gil(one->steps);
+    int status = one->run(one, source, target);
+    if (releases)
+        acquire_gil(one->steps);
+    return status;
+}
+
+int carry_out_collective(const Collective *one, const char *source, char *target)
+{
+    one->steps->signature = one->signature;
+    int status = run_on(one, source, target);
+    return status == 0 && one->steps->interrupted ? raise_interrupt(one->steps) : status;
+}
+
+static int run_on_arrays(
+    const Collective *one, PyObject *const *args, Py_ssize_t nargs,
+    int (*run)(const Collective *, const char *, char *))
+{
     if (nargs != 2) {
         PyErr_SetString(PyExc_TypeError, "Collective: source and target are needed");
         return -1;
@@ -433,12 +450,8 @@ static int run_on(const Collective *one, PyObject *const *args, Py_ssize_t nargs
     int status = get_address(args[0], &from, PyBUF_SIMPLE, one->source_bytes, &source);
     if (status == 0)
         status = get_address(args[1], &to, PyBUF_WRITABLE, one->target_bytes, &target);
-    if (status == 0) {
-        if (one->source_bytes + one->target_bytes >= RELEASE_AT)
-            release_gil(steps);
-        status = one->run(one, source, target);
-        acquire_gil(steps);
-    }
+    if (status == 0)
+        status = run(one, source, target);
     PyBuffer_Release(&from);
     PyBuffer_Release(&to);
     return status;
@@ -446,7 +459,7 @@ static int run_on(const Collective *one, PyObject *const *args, Py_ssize_t nargs
 
 static PyObject *run_collective(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    return run_on((Collective *)self, args, nargs) < 0 ? NULL : Py_NewRef(Py_None);
+    return run_on_arrays((Collective *)self, args, nargs, run_on) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
@@ -454,8 +467,7 @@ static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nar
     const Collective *one = (Collective *)self;
     Steps *steps = one->steps;
     const uint32_t begin = steps->step;
-    steps->signature = one->signature;
-    int status = run_on(one, args, nargs);
+    int status = run_on_arrays(one, args, nargs, carry_out_collective);
     if (status < 0 && steps->step == begin && !steps->unusable) {
         /* The arguments are invalid: the other ranks must not wait for this one. */
         PyObject *type, *value, *traceback;
@@ -464,8 +476,6 @@ static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nar
             PyErr_Clear();
         PyErr_Restore(type, value, traceback);
     }
-    if (status == 0 && steps->interrupted)
-        status = raise_interrupt(steps);
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 

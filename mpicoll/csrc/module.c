@@ -3,18 +3,24 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "calls.h"
 #include "collectives.h"
 #include "kernels.h"
+#include "queue_lock.h"
 #include "steps.h"
 
 static PyMethodDef functions[] = {
     {"fold", (PyCFunction)(void (*)(void))shm_fold, METH_FASTCALL, shm_fold_doc},
+    {"list_records", list_records, METH_NOARGS,
+     "list_records()\n--\n\nReturn the last calls that `Calls.run` has carried out, in the order in which they ended."},
+    {"set_recording", set_recording, METH_O,
+     "set_recording(flag)\n--\n\nLet `Calls.run` carry out calls and record them, or have it leave them all to Python."},
     {NULL, NULL, 0, NULL},
 };
 
 static int add_types(PyObject *module)
 {
-    PyType_Spec *specs[] = {&steps_spec, &collective_spec};
+    PyType_Spec *specs[] = {&steps_spec, &collective_spec, &queue_lock_spec, &calls_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

@@ -21,7 +21,6 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <structmember.h>
-#include <time.h>
 
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
@@ -31,8 +30,7 @@ enum {
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 20,       /* the same where ranks share cores */
     YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
-    POLLS_PER_LOOK = 32,     /* polls between two looks at the clock */
-    POLLING_NS = 50 * 1000   /* nanoseconds of polling without the GIL, where each rank has a core */
+    POLLS_PER_YIELD = 16     /* where each rank has a core, which other programs may use too */
 };
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
@@ -83,34 +81,35 @@ void acquire_gil(Steps *steps)
     }
 }
 
-static int64_t read_clock(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
-
 /* Poll until all ranks from `rank` on have reached the step, without the GIL. Returns the first that has not. */
 static int poll_ranks(Steps *steps, int rank)
 {
-    int64_t begin = steps->has_own_core ? read_clock() : 0;
-    int polls = 0, yields = 0;
-    while (rank < steps->size) {
-        if (has_reached(steps, rank)) {
-            rank++;
-            continue;
-        }
-        if (begin) {
+    const int polls = steps->has_own_core ? POLLS_PER_YIELD : 1;
+    for (int yields = 0; yields < YIELDS; yields++) {
+        for (int poll = 0; poll < polls; poll++) {
+            while (rank < steps->size && has_reached(steps, rank))
+                rank++;
+            if (rank == steps->size)
+                return rank;
             relax();
-            if (++polls % POLLS_PER_LOOK == 0 && read_clock() - begin > POLLING_NS)
-                begin = 0;
-        } else {
-            if (yields++ == YIELDS)
-                break;
-            sched_yield();
         }
+        sched_yield();
     }
     return rank;
+}
+
+/* Call a method in Python. Returns -1 with its exception. */
+static int call_python(Steps *steps, const char *name)
+{
+    bool held = steps->released == NULL;
+    acquire_gil(steps);
+    PyObject *none = NULL;
+    if (steps->running == NULL || steps->running->publish(steps->running) == 0)
+        none = PyObject_CallMethod((PyObject *)steps, name, NULL);
+    Py_XDECREF(none);
+    if (!held)
+        release_gil(steps);
+    return none == NULL ? -1 : 0;
 }
 
 /* Wait for the ranks from `rank` on. Returns -1 if the wait has failed. */
@@ -125,37 +124,16 @@ static int wait_for_ranks(Steps *steps, int rank)
     bool held = steps->released == NULL;
     release_gil(steps);
     rank = poll_ranks(steps, rank);
-    int status = 0;
-    if (rank < steps->size) {
+    int status = rank < steps->size ? call_python(steps, "wait_for_late_ranks") : 0;
+    if (held)
         acquire_gil(steps);
-        PyObject *none = PyObject_CallMethod((PyObject *)steps, "wait_for_late_ranks", NULL);
-        status = none == NULL ? -1 : 0;
-        Py_XDECREF(none);
-        if (!held)
-            release_gil(steps);
-    } else if (held) {
-        acquire_gil(steps);
-    }
-    return status;
-}
-
-/* Have Python conclude what follows from words that differ. Returns -1 with its exception, 0 if this rank has failed. */
-static int conclude(Steps *steps)
-{
-    bool held = steps->released == NULL;
-    acquire_gil(steps);
-    PyObject *none = PyObject_CallMethod((PyObject *)steps, "conclude_difference", NULL);
-    int status = none == NULL ? -1 : 0;
-    Py_XDECREF(none);
-    if (!held)
-        release_gil(steps);
     return status;
 }
 
 static int sync_signature(Steps *steps, uint32_t signature)
 {
     if (steps->unusable)
-        return conclude(steps);
+        return call_python(steps, "conclude_difference");
     uint32_t step = ++steps->step;
     uint64_t own = (uint64_t)step << 32 | signature, difference = 0;
     atomic_store_explicit(get_flag(steps, steps->rank, step), own, memory_order_release);
@@ -169,19 +147,14 @@ static int sync_signature(Steps *steps, uint32_t signature)
         }
         difference |= word ^ own;
     }
-    return difference == 0 && signature != 0 ? 0 : conclude(steps);
+    return difference == 0 && signature != 0 ? 0 : call_python(steps, "conclude_difference");
 }
 
 int sync_ranks(Steps *steps) { return sync_signature(steps, steps->signature); }
 
 int sync_failed(Steps *steps) { return sync_signature(steps, 0); }
 
-int raise_interrupt(Steps *steps)
-{
-    PyObject *none = PyObject_CallMethod((PyObject *)steps, "raise_interrupt", NULL);
-    Py_XDECREF(none);
-    return none == NULL ? -1 : 0;
-}
+int raise_interrupt(Steps *steps) { return call_python(steps, "raise_interrupt"); }
 
 /* --- the Python type */
 

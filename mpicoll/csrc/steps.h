@@ -11,6 +11,12 @@ enum {
     POSTED = 8 /* numbers that a rank posts in a step */
 };
 
+/* The running operation, which is shown to Python before Python code runs that may ask for it. */
+typedef struct Running Running;
+struct Running {
+    int (*publish)(Running *running); /* returns -1 with an exception */
+};
+
 /* The steps of one communicator on this rank. Each step has a parity: a rank writes to the slots of the parity of its
  * next step, and after that step reads what the other ranks have written to theirs. Two slots of each rank suffice: a
  * rank that writes to a slot has completed the step before, so no other rank reads what was written two steps ago. */
@@ -25,6 +31,7 @@ typedef struct {
     bool unusable;          /* this rank has abandoned an operation */
     bool interrupted;       /* an exception is to be raised at the end of the operation */
     PyThreadState *released; /* the state of the thread that has released the GIL; NULL while it is held */
+    Running *running;       /* NULL where Python has begun the operation */
     char **slots;           /* of both parities, by rank: slots[parity * size + rank] */
     char *results[2];       /* of both parities, shared by the ranks */
     size_t slot_bytes;

@@ -295,10 +295,15 @@ class CommunicatorCore:
         if self._arena is not None:
             self._arena.segments.unregister(number)
 
+    def discard_calls(self) -> None:
+        """Prepare all calls again."""
+        self.call_cache.clear()
+        self.queue.discard_calls()
+
     def _discard_cached_choices(self) -> None:
         if not self.has_user_segments:
             self.has_user_segments = True
-            self.call_cache.clear()
+            self.discard_calls()
 
     def derive(self, transport: Transport, name: str, *, world: bool = False) -> CommunicatorCore:
         """Return the communicator on a transport that was derived from this communicator's transport."""
@@ -325,7 +330,7 @@ class CommunicatorCore:
 
     def _release_resources(self) -> None:
         """Release the resources other than those of MPI."""
-        self.call_cache.clear()
+        self.discard_calls()
         self._arena = None
         if self.devices is not None:
             self.devices.free()

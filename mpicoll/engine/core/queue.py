@@ -18,8 +18,10 @@ from contextlib import suppress
 from dataclasses import replace
 from threading import get_ident
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+import numpy as np
 
 from mpicoll.engine.core.observer import Observer, accept_any_call
 from mpicoll.engine.core.process_local import ForkedLock
@@ -38,10 +40,19 @@ from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, EntryTupl
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
+from mpicoll.extension import make_queue_lock
 from mpicoll.transport.waiting import wait_for
+
+if TYPE_CHECKING:
+    from mpicoll._shm import Calls, Collective, Steps
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
+
+
+def leave_to_python(key: tuple[Any, ...], x: Any, out: Any, missing: Any) -> Any:
+    """Return `missing`: there is no call to repeat."""
+    return missing
 
 
 class OperationQueue:
@@ -57,21 +68,23 @@ class OperationQueue:
         self.watch = watch
         self.background = background
         self.explain = explain
-        self.lock = threading.Lock()
+        # It has the number of the collectives begun, which is the same on all ranks.
+        self.lock = make_queue_lock()
         self.pending: deque[QueuedOperation] = deque()
         # Background operations that failed, as long as a caller may still wait for them.
         self.failures: WeakSet[QueuedOperation] = WeakSet()
         self._filled = threading.Condition()
         self._worker: threading.Thread | None = None
         self._closed = False
-        self.observer: Observer | None = None
+        self._observer: Observer | None = None
+        # Carries out a call if one like it has been carried out before, and returns its result; else the last argument.
+        self.run_repeated: Callable[[tuple[Any, ...], Any, Any, Any], Any] = leave_to_python
+        self._calls: Calls | None = None
         # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
         # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have
         # begun.
         self.match: Callable[[Call], BaseException | None] = accept_any_call
-        # The number of collectives begun, which is the same on all ranks; the running collective; its executor; and its
-        # thread, which is stored first.
-        self.number = 0
+        # The running collective, its executor, and its thread, which is stored first.
         self.current: EntryTuple | None = None
         self.executing = Executing()
         self.thread = 0
@@ -84,6 +97,49 @@ class OperationQueue:
         self._awaiting: list[int] = []
         if watch is not None:
             watch.waits.add(self)
+
+    @property
+    def number(self) -> int:
+        """Number of the collectives begun, which is the same on all ranks."""
+        return self.lock.number
+
+    @property
+    def observer(self) -> Observer | None:
+        """The observer of all operations, if there is one."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = observer
+        if self._calls is not None:
+            self._calls.enabled = observer is None
+
+    def add_call(
+        self,
+        steps: Steps,
+        key: tuple[Any, ...],
+        x: Any,
+        result: Any,
+        collective: Collective,
+        call: Call,
+        *,
+        in_place: bool,
+    ) -> None:
+        """Have later blocking calls like `call` carried out by `collective`; see :meth:`mpicoll._shm.Calls.add`."""
+        if self._calls is None:
+            from mpicoll._shm import Calls  # there is a collective of the extension
+
+            self._calls = Calls(steps, self.lock, self, self.pending, self.group, np.ndarray, np.empty)
+            self._calls.enabled = self._observer is None
+            self.run_repeated = self._calls.run
+        self._calls.add(key, x, result, collective, call, in_place)
+
+    def discard_calls(self) -> None:
+        """Carry out all calls as if they were the first ones."""
+        if self._calls is not None:
+            self._calls.enabled = False
+            self._calls.clear()
+            self._calls, self.run_repeated = None, leave_to_python
 
     @property
     def needs_every_operation(self) -> bool:
@@ -155,7 +211,7 @@ class OperationQueue:
                 return self.run_observed(function, call, None, *args)
             # run_observed, inlined for the most frequent calls.
             self.thread = get_ident()
-            self.number = number = self.number + 1
+            self.lock.number = number = self.lock.number + 1
             self.current = entry = (self.group, number, call, monotonic(), None)
             try:
                 interrupt = self.match(call)
@@ -227,8 +283,8 @@ class OperationQueue:
         if observer is not None and observer.needs_call_sites and site is None:
             site = find_call_site()
         self.thread = get_ident()
-        self.number += 1
-        entry = (self.group, self.number, call, monotonic(), site)
+        self.lock.number = number = self.lock.number + 1
+        entry = (self.group, number, call, monotonic(), site)
         if self.runner_thread is not None:
             self._background_entry = entry
         self.current = entry
@@ -383,6 +439,7 @@ class OperationQueue:
     def refuse(self) -> None:
         """Make all further operations raise CommunicatorError: this process was forked from the process that
         communicates."""
+        self.discard_calls()
         self.lock = self._filled = self.watch = ForkedLock(self.group.name)  # type: ignore[assignment]
 
     def on_dropped(self) -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
+from mpicoll.extension import list_records, set_recording
 from mpicoll.transport.base import Traffic
 
 HISTORY_LENGTH = 1000
@@ -238,7 +239,14 @@ Record: TypeAlias = "tuple[EntryTuple, float | None, str]"
 Sink: TypeAlias = Callable[[Record], None]
 
 history: deque[Record] = deque(maxlen=HISTORY_LENGTH)
-"""The last operations of this process, in the order in which they ended."""
+"""The last operations of this process that Python has carried out, in the order in which they ended."""
+
+
+def list_history() -> list[Record]:
+    """Return the last operations of this process, in the order in which they ended."""
+    records = [*history.copy(), *list_records()]
+    records.sort(key=lambda record: record[0][3] if record[1] is None else record[1])
+    return records[-HISTORY_LENGTH:]
 
 
 class _Sinks:
@@ -261,6 +269,7 @@ class _Sinks:
 
     def _change(self, more: tuple[Sink, ...]) -> None:
         self._more = more
+        set_recording(not more)
         if not more:
             self.emit = history.append
             return

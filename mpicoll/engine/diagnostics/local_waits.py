@@ -24,7 +24,10 @@ class WatchedQueue(Protocol):
     """A queue of collectives, which waits for one thing at a time."""
 
     group: Group
-    number: int
+
+    @property
+    def number(self) -> int: ...
+
     current: EntryTuple | None
     executing: Executing
     thread: int

@@ -50,10 +50,13 @@ class Queue(Protocol):
     current: EntryTuple | None
     executing: Executing
     thread: int
-    number: int
     group: Group
     pending: deque[Any]
     background: bool
+
+    @property
+    def number(self) -> int:
+        """Number of the collectives begun."""
 
     def waiting_threads(self) -> set[int]:
         """Return the threads that wait for their turn, or for an operation in the queue."""
@@ -143,7 +146,7 @@ def last_calls(rank: int) -> list[list[Any]]:
     There are at most ``_LAST_CALLS``, since each rank that leaves sends them to all others.
     """
     found = []
-    for (group, number, call, _, _), _, _ in reversed(flight_recorder.history.copy()):
+    for (group, number, call, _, _), _, _ in reversed(flight_recorder.list_history()):
         if number and group.members[group.rank] == rank:
             found.append([group.key, number, call.name, to_json(call.root)])
             if len(found) == _LAST_CALLS:
@@ -277,7 +280,7 @@ class _Snapshotter:
                 "call": describe_call(call, group),
                 "site": _describe_site(site),
             }
-            for (group, number, call, _, site), end, _ in flight_recorder.history.copy()
+            for (group, number, call, _, site), end, _ in flight_recorder.list_history()
             if end is not None and (group.key, number) in self._requested and self._is_own(group)
         ]
 
@@ -363,7 +366,7 @@ class _Snapshotter:
             (way, None, None, tag) for way, tag in self._started_messages()
         }
         now = time.monotonic()
-        for raw, end, _ in flight_recorder.history.copy():
+        for raw, end, _ in flight_recorder.list_history():
             group, _, call, _, _ = raw
             if not call.collective and end is not None and now - end < IN_TRANSIT and self._is_own(group):
                 sent = messages_of(describe_call(call, group), group.key)
@@ -395,7 +398,7 @@ class _Snapshotter:
 
     def _past_operations(self) -> list[State]:
         found = []
-        for raw, end, error in flight_recorder.history.copy():
+        for raw, end, error in flight_recorder.list_history():
             entry = Entry._make(raw)
             if not self._is_own(entry.group):
                 continue

@@ -108,8 +108,6 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         if spec.fold.fused is None:
             return None
         op, dtype = spec.fold.fused
-        if (op, dtype) != ("sum", "float32"):
-            return None  # TEMPORARY
     return Collective(
         arena,
         spec.collective,
@@ -140,7 +138,7 @@ class SharedMemoryCollective:
     then done here. `bind` binds collectives on the memory of a device to the arena.
     """
 
-    __slots__ = ("_arena", "_bind", "_carry_out", "_comm", "_program", "_segments", "_signature", "_spec")
+    __slots__ = ("_arena", "_bind", "_comm", "_compiled", "_program", "_segments", "_signature", "_spec")
 
     def __init__(
         self,
@@ -165,7 +163,7 @@ class SharedMemoryCollective:
         self._arena: Arena | None = None
         self._program: Program | None = None
         # The compiled collective, where nothing but that is to be done.
-        self._carry_out: Callable[[Any, Any], None] | None = None
+        self._compiled: Collective | None = None
         self._segments = 0
 
     @classmethod
@@ -195,12 +193,18 @@ class SharedMemoryCollective:
         arena = self._arena
         if arena is None or arena.segments.allocated != self._segments:
             arena = self._prepare()
-        if self._carry_out is not None and load is do_nothing:
-            self._carry_out(source, target)
+        if self._compiled is not None and load is do_nothing:
+            self._compiled.carry_out(source, target)
             return
         assert self._program is not None
         body, steps = self._program
         arena.run(body, steps, source, target, load, self._signature, synchronize)
+
+    def find_compiled(self) -> tuple[Arena, Collective] | None:
+        """Return what carries out the collective in C alone; None if that takes Python too. There is an arena."""
+        if self._arena is None:
+            self._prepare()
+        return None if self._arena is None or self._compiled is None else (self._arena, self._compiled)
 
     def _prepare(self) -> Arena:
         """Bind the collective to the arena: at the first run, and when ranks have allocated shared memory since."""
@@ -208,7 +212,7 @@ class SharedMemoryCollective:
         arena = self._comm.arena()
         if arena is None:
             raise SharedMemoryLost(is_compared=not was_lost)
-        self._arena, self._segments, self._carry_out = arena, arena.segments.allocated, None
+        self._arena, self._segments, self._compiled = arena, arena.segments.allocated, None
         if self._bind is not None:
             self._program = self._bind(arena, self._spec)
             return arena
@@ -217,7 +221,7 @@ class SharedMemoryCollective:
             self._program = bind(arena, self._spec, collective)
         else:
             self._program = collective.run, collective.step_count
-            self._carry_out = collective.carry_out
+            self._compiled = collective
         return arena
 
 

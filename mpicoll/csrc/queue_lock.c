@@ -1,0 +1,120 @@
+/* The lock of a communicator's operations, and their number. As threading.Lock, which C can't acquire without a call. */
+
+#define PY_SSIZE_T_CLEAN
+#include "queue_lock.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+static int init_lock(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    (void)keywords;
+    QueueLock *lock = (QueueLock *)self;
+    if (!PyArg_ParseTuple(args, ""))
+        return -1;
+    if (lock->lock == NULL && (lock->lock = PyThread_allocate_lock()) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+static void dealloc_lock(PyObject *self)
+{
+    QueueLock *lock = (QueueLock *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    if (lock->lock != NULL) {
+        if (lock->locked)
+            PyThread_release_lock(lock->lock);
+        PyThread_free_lock(lock->lock);
+    }
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+/* Returns -1 with the exception of a signal handler. */
+static int wait_for_lock(QueueLock *lock)
+{
+    if (try_to_lock(lock))
+        return 0;
+    for (;;) {
+        PyLockStatus status;
+        Py_BEGIN_ALLOW_THREADS
+        status = PyThread_acquire_lock_timed(lock->lock, -1, 1);
+        Py_END_ALLOW_THREADS
+        if (status == PY_LOCK_ACQUIRED)
+            break;
+        if (PyErr_CheckSignals() < 0)
+            return -1;
+    }
+    lock->locked = true;
+    return 0;
+}
+
+static PyObject *acquire(PyObject *self, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"blocking", NULL};
+    int blocking = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "|p", names, &blocking))
+        return NULL;
+    QueueLock *lock = (QueueLock *)self;
+    if (!blocking)
+        return PyBool_FromLong(try_to_lock(lock));
+    return wait_for_lock(lock) < 0 ? NULL : Py_NewRef(Py_True);
+}
+
+static PyObject *enter(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return wait_for_lock((QueueLock *)self) < 0 ? NULL : Py_NewRef(Py_True);
+}
+
+static PyObject *release_lock(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    QueueLock *lock = (QueueLock *)self;
+    if (!lock->locked) {
+        PyErr_SetString(PyExc_RuntimeError, "release of an unlocked lock");
+        return NULL;
+    }
+    unlock(lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *is_locked(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(((QueueLock *)self)->locked);
+}
+
+static PyMethodDef methods[] = {
+    {"acquire", (PyCFunction)(void (*)(void))acquire, METH_VARARGS | METH_KEYWORDS,
+     "acquire(blocking=True)\n--\n\nAcquire the lock, and return True; without `blocking`, False if it is held."},
+    {"release", release_lock, METH_NOARGS, "release()\n--\n\nRelease the lock."},
+    {"locked", is_locked, METH_NOARGS, "locked()\n--\n\nReturn True if the lock is held."},
+    {"__enter__", enter, METH_NOARGS, NULL},
+    {"__exit__", release_lock, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef members[] = {
+    {"number", T_ULONGLONG, offsetof(QueueLock, number), 0, "Number of collectives begun."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "QueueLock()\n--\n\nThe lock of a communicator's operations, and their number."},
+    {Py_tp_init, init_lock},
+    {Py_tp_dealloc, dealloc_lock},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {0, NULL},
+};
+
+PyType_Spec queue_lock_spec = {
+    .name = "mpicoll._shm.QueueLock",
+    .basicsize = sizeof(QueueLock),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
+};
