@@ -1,12 +1,14 @@
 # Collectives of the ranks of one node, in C.
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from typing_extensions import Buffer
 
-def fold(op: str, dtype: str, parts: Sequence[np.ndarray[Any, Any]], out: np.ndarray[Any, Any], instructions: str | None = None, /) -> None: ...
+_Array: TypeAlias = np.ndarray[Any, Any]
+
+def fold(op: str, dtype: str, parts: Sequence[_Array], out: _Array, instructions: str | None = None, /) -> None: ...
 
 class Steps:
     rank: int

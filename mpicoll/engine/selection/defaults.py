@@ -1,13 +1,13 @@
 """Built-in rules."""
 
 DEFAULT_RULES = (
-    "allreduce:0-8k:native,0-64k:shm_flat,0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,"
+    "allreduce:0-64k:shm_flat,0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,0-8k:native,"
     "2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
-    "reduce:0-2m:native,0-64k:shm_flat,0-inf:shm_pipelined,0-inf:native;"
-    "reduce_scatter:0-32k:native,0-128k:shm_pipelined,128k-inf:cma,0-inf:shm_pipelined,0-inf:native;"
-    "bcast:native,shm_pipelined;gather:native,shm_pipelined;scatter:native,shm_pipelined;"
-    "allgather:native,shm_pipelined;alltoall:native,shm_pipelined;"
-    "scan:native;exscan:native;barrier:native"
+    "reduce:0-64k:shm_flat,0-inf:shm_pipelined,0-inf:native;"
+    "reduce_scatter:0-128k:shm_pipelined,128k-inf:cma,0-inf:shm_pipelined,0-inf:native;"
+    "bcast:shm_pipelined,native;gather:shm_pipelined,native;scatter:shm_pipelined,native;"
+    "allgather:shm_pipelined,native;alltoall:shm_pipelined,native;"
+    "scan:native;exscan:native;barrier:shm_flat,native"
 )
 """Rules for data on the host, unless others are forced or tuned."""
 
