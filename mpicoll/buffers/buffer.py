@@ -27,10 +27,6 @@ class Library(Protocol):
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         """Assign ``target[...] = source`` between storage and work dtype of `dtype`, rounding to nearest."""
 
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        """Assign ``target[...] = left + right`` for half precision, rounded once, without `convert`. Return False, with
-        nothing changed, if this library can't."""
-
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         """Record an event on the caller's stream, to be done before `buffer` is touched; None on the host."""
 

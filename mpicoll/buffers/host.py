@@ -32,9 +32,6 @@ class NumpyLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
 
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        return False
-
     def record_event(self, buffer: Buffer) -> None:
         return None
 

@@ -268,6 +268,15 @@ def _location(op: str, pair: np.dtype[Any]) -> Reduction:
     return Reduction(name=op, work=pair, combine=combine)
 
 
+@lru_cache(maxsize=1)
+def _load_kernels() -> Callable[[str, str, Sequence[Array], Array], None] | None:
+    try:
+        from mpicoll._shm import fold
+    except ImportError:
+        return None
+    return fold
+
+
 class Fold:
     """Combines operands of the caller's dtype in the order of ranks, rounding once.
 
@@ -276,10 +285,10 @@ class Fold:
     """
 
     __slots__ = (
-        "_adds",
         "_combine",
         "_dtype",
         "_finish",
+        "_kernel",
         "_library",
         "_named",
         "_scratch",
@@ -297,21 +306,21 @@ class Fold:
         # The identity of this fold; libraries may represent one dtype in different ways.
         native = buffer is None or buffer.array.dtype.isnative
         self.what = reduction.name, (reduction.work if buffer is None else buffer.dtype).name, native
-        # The operation and the dtype for `Device.fold`, which does the whole reduction; None for functions and pairs.
+        # The operation and the dtype for `Device.fold` or `_shm.fold`, which do the whole reduction; None for functions
+        # and pairs, and for a foreign byte order.
         self.fused: tuple[str, str] | None = None
         if self._named and native:
             # Without a buffer the caller finishes the result.
             self.fused = ("sum" if buffer is None and reduction.name == "avg" else reduction.name), self.what[1]
-        self._adds = False
+        self._kernel = None if self.fused is None else _load_kernels()
         self._finish = self._dtype = None
         self._library: Library | None = None
         if buffer is not None:
             self._finish = reduction.finish
-            if reduction.work != buffer.array.dtype:
+            if reduction.work != buffer.array.dtype and self._kernel is None:
                 # Device data that named operations reduce on the host is host memory there, not its library's.
                 on_device = isinstance(buffer.array, DeviceArray)
                 self._dtype, self._library = buffer.dtype, WORDS if on_device else buffer.library
-                self._adds = reduction.name == "sum" and buffer.dtype.kind == "half"
                 self._scratch = np.empty((2, _WIDE), reduction.work)
 
     def __call__(self, parts: Sequence[Array], out: Array) -> None:
@@ -319,6 +328,8 @@ class Fold:
         if isinstance(out, DeviceArray) and self.fused is not None:
             op, dtype = self.fused
             out.on.fold(op, cast("Sequence[DeviceArray]", parts), [out], dtype)
+        elif self._kernel is not None and self.fused is not None:
+            self._kernel(*self.fused, parts, out)
         elif self._library is not None:
             self._wide(parts, out)
         else:
@@ -342,8 +353,6 @@ class Fold:
         assert self._library is not None
         assert self._dtype is not None
         convert, dtype = self._library.convert, self._dtype
-        if self._adds and len(parts) == 2 and self._library.add(parts[0], parts[1], out, dtype):
-            return
         # In pieces, so that the wide values stay in the innermost cache.
         for start in range(0, out.size, _WIDE):
             stop = min(start + _WIDE, out.size)

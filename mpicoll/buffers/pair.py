@@ -41,9 +41,6 @@ class PairLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source)
 
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        return False
-
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         return None
 

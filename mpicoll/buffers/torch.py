@@ -30,11 +30,6 @@ class TorchLibrary:
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         _tensor(target, dtype).copy_(_tensor(source, dtype))
 
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        # torch adds halves in float32, and rounds the sum.
-        torch.add(_tensor(left, dtype), _tensor(right, dtype), out=_tensor(target, dtype))
-        return True
-
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         return None
 
@@ -67,9 +62,6 @@ class TorchCudaLibrary:
         on = device_of(target, source)
         assert on is not None
         on.convert(source, target, dtype.name)
-
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        return False
 
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         from mpicoll.buffers.cuda.events import record_event

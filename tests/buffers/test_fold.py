@@ -30,6 +30,15 @@ from mpicoll.buffers.pair import recognise_pair
 from mpicoll.buffers.recognise import recognise
 
 
+@pytest.fixture(autouse=True, params=["extension", "numpy"])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with the kernels in C, and without them."""
+    if request.param == "numpy":
+        monkeypatch.setattr(ops, "_load_kernels", lambda: None)
+    elif ops._load_kernels() is None:
+        pytest.skip("there is no extension")
+
+
 def _fold(op: Any, like: Any) -> tuple[Fold, Reduction]:
     buffer = recognise("test", like)
     made = ops.reduction("test", op, buffer.dtype, buffer.library.wrap, buffer.array.shape)

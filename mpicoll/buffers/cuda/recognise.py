@@ -53,9 +53,6 @@ class CupyLibrary:
         assert on is not None
         on.convert(source, target, dtype.name)
 
-    def add(self, left: Array, right: Array, target: Array, dtype: DType) -> bool:
-        return False
-
     def record_event(self, buffer: Buffer) -> StreamEvent | None:
         index = _home(buffer).index
         return record_event(index, current_stream(index))
