@@ -53,6 +53,14 @@ static void copy_rest(char *to, const char *from, size_t bytes)
         *to = *from;
 }
 
+static __attribute__((unused)) int is_among(const void *out, const void *const *parts, int nparts)
+{
+    for (int part = 0; part < nparts; part++)
+        if (parts[part] == out)
+            return 1;
+    return 0;
+}
+
 #define LEVEL(name) base_##name
 #define VECTOR_BYTES 16
 #include "kernels_vectors.h"
@@ -101,6 +109,8 @@ static void copy_rest(char *to, const char *from, size_t bytes)
 static const ReduceKernel avx512_bfloat16[OPS] = {
     [SUM] = avx512_reduce_sum_bfloat16, [PROD] = avx512_reduce_prod_bfloat16, [AVG] = avx512_reduce_avg_bfloat16,
     [MIN] = avx512_reduce_min_bfloat16, [MAX] = avx512_reduce_max_bfloat16};
+static const ReduceKernel avx512_bfloat16_streams[OPS] = {
+    [SUM] = avx512_reduce_sum_bfloat16_stream, [AVG] = avx512_reduce_avg_bfloat16_stream};
 
 /* The registers that the operating system saves: XCR0. */
 static uint64_t saved_registers(void)
@@ -129,6 +139,12 @@ static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
         return avx512_bfloat16[op];
     return level == BASE ? base_table[op][dtype] : avx2_table[op][dtype];
 }
+
+static ReduceKernel choose_streaming(OpName op, DTypeName dtype, Level level)
+{
+    ReduceKernel streams = level == AVX512 && dtype == BFLOAT16 ? avx512_bfloat16_streams[op] : avx2_streams[op][dtype];
+    return level == BASE || streams == NULL ? choose(op, dtype, level) : streams;
+}
 #else
 static Level ask_processor(void) { return BASE; }
 
@@ -137,6 +153,8 @@ static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
     (void)level;
     return base_table[op][dtype];
 }
+
+static ReduceKernel choose_streaming(OpName op, DTypeName dtype, Level level) { return choose(op, dtype, level); }
 #endif
 
 static Level best_level(void)
@@ -158,15 +176,19 @@ static int find_name(const char *name, const char *const *names, int count)
     return -1;
 }
 
-static ReduceKernel find_kernel_of(const char *op, const char *dtype, Level level)
+static ReduceKernel find(const char *op, const char *dtype, Level level, int streaming)
 {
     /* Operands of premul_sum have been multiplied before. */
     int row = find_name(strcmp(op, "premul_sum") == 0 ? "sum" : op, op_names, OPS);
     int column = find_name(dtype, dtype_names, DTYPES);
-    return row < 0 || column < 0 ? NULL : choose((OpName)row, (DTypeName)column, level);
+    if (row < 0 || column < 0)
+        return NULL;
+    return (streaming ? choose_streaming : choose)((OpName)row, (DTypeName)column, level);
 }
 
-ReduceKernel find_kernel(const char *op, const char *dtype) { return find_kernel_of(op, dtype, best_level()); }
+ReduceKernel find_kernel(const char *op, const char *dtype) { return find(op, dtype, best_level(), 0); }
+
+ReduceKernel find_streaming_kernel(const char *op, const char *dtype) { return find(op, dtype, best_level(), 1); }
 
 static size_t dtype_size(const char *dtype)
 {
@@ -178,6 +200,9 @@ static size_t dtype_size(const char *dtype)
 
 /* Above this number of bytes other threads may run meanwhile; below, handing the GIL over costs more than the work. */
 #define KEEP_GIL 32768
+
+/* From this number of bytes the caches will have lost the result before it is read. */
+#define STREAM (8 << 20)
 
 const char shm_fold_doc[] =
     "fold(op, dtype, parts, out, instructions=None, /)\n--\n\n"
@@ -224,8 +249,7 @@ PyObject *shm_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     int level = names[2] == NULL ? (int)best_level() : find_name(names[2], level_names, LEVELS);
     if (level < 0 || level > (int)best_level())
         return PyErr_Format(PyExc_ValueError, "fold: this processor has no instructions %s", names[2]);
-    ReduceKernel kernel = find_kernel_of(op, dtype, (Level)level);
-    if (kernel == NULL)
+    if (find(op, dtype, (Level)level, 0) == NULL)
         return PyErr_Format(PyExc_ValueError, "fold: there is no reduction %s of %s", op, dtype);
     PyObject *parts = PySequence_Tuple(args[2]);
     if (parts == NULL)
@@ -259,6 +283,7 @@ PyObject *shm_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     for (Py_ssize_t i = 0; i < nparts; i++)
         from[i] = views[i].buf;
     size_t bytes = (size_t)views[nparts].len;
+    ReduceKernel kernel = find(op, dtype, (Level)level, bytes >= STREAM);
     PyThreadState *state = bytes > KEEP_GIL ? PyEval_SaveThread() : NULL;
     kernel(views[nparts].buf, from, (int)nparts, bytes / dtype_size(dtype));
     if (state != NULL)

@@ -1,29 +1,31 @@
 /* The kernels of one instruction set and their table, on top of kernels_vectors.h. */
 
-#define NUMBER_KERNEL(op, type, combine, finish)                                                                       \
-    DEFINE_KERNEL(reduce_##op##_##type, sizeof(type), VECTOR(type), LEVEL(load_##type), LEVEL(store_##type),           \
-                  LEVEL(combine##_##type), LEVEL(finish##_##type))
+#define NUMBER_KERNEL(define, op, type, combine, finish)                                                               \
+    define(reduce_##op##_##type, sizeof(type), VECTOR(type), LEVEL(load_##type), LEVEL(pack_##type),                   \
+           LEVEL(combine##_##type), LEVEL(finish##_##type))
 
 #define UNSIGNED_KERNELS(type, mask)                                                                                   \
-    NUMBER_KERNEL(sum, type, sum, keep)                                                                                \
-    NUMBER_KERNEL(prod, type, prod, keep)                                                                              \
-    NUMBER_KERNEL(band, type, band, keep)                                                                              \
-    NUMBER_KERNEL(bor, type, bor, keep)                                                                                \
-    NUMBER_KERNEL(bxor, type, bxor, keep)                                                                              \
-    NUMBER_KERNEL(land, type, land, truth)                                                                             \
-    NUMBER_KERNEL(lor, type, lor, truth)                                                                               \
-    NUMBER_KERNEL(lxor, type, lxor, truth)
+    NUMBER_KERNEL(DEFINE_KERNEL, sum, type, sum, keep)                                                                 \
+    NUMBER_KERNEL(DEFINE_KERNEL, prod, type, prod, keep)                                                               \
+    NUMBER_KERNEL(DEFINE_KERNEL, band, type, band, keep)                                                               \
+    NUMBER_KERNEL(DEFINE_KERNEL, bor, type, bor, keep)                                                                 \
+    NUMBER_KERNEL(DEFINE_KERNEL, bxor, type, bxor, keep)                                                               \
+    NUMBER_KERNEL(DEFINE_KERNEL, land, type, land, truth)                                                              \
+    NUMBER_KERNEL(DEFINE_KERNEL, lor, type, lor, truth)                                                                \
+    NUMBER_KERNEL(DEFINE_KERNEL, lxor, type, lxor, truth)
 EACH_UNSIGNED(UNSIGNED_KERNELS)
 
 #define EXTREME_KERNELS(type, mask)                                                                                    \
-    NUMBER_KERNEL(min, type, min, keep)                                                                                \
-    NUMBER_KERNEL(max, type, max, keep)
+    NUMBER_KERNEL(DEFINE_KERNEL, min, type, min, keep)                                                                 \
+    NUMBER_KERNEL(DEFINE_KERNEL, max, type, max, keep)
 EACH_INTEGER(EXTREME_KERNELS)
 
 #define FLOAT_KERNELS(type, mask)                                                                                      \
-    NUMBER_KERNEL(sum, type, sum, keep)                                                                                \
-    NUMBER_KERNEL(prod, type, prod, keep)                                                                              \
-    NUMBER_KERNEL(avg, type, sum, divide)                                                                              \
+    NUMBER_KERNEL(DEFINE_KERNEL, sum, type, sum, keep)                                                                 \
+    NUMBER_KERNEL(DEFINE_KERNEL, prod, type, prod, keep)                                                               \
+    NUMBER_KERNEL(DEFINE_KERNEL, avg, type, sum, divide)                                                               \
+    NUMBER_KERNEL(DEFINE_STREAM, sum, type, sum, keep)                                                                 \
+    NUMBER_KERNEL(DEFINE_STREAM, avg, type, sum, divide)                                                               \
     EXTREME_KERNELS(type, mask)
 EACH_FLOAT(FLOAT_KERNELS)
 
@@ -96,3 +98,13 @@ static const ReduceKernel LEVEL(table)[OPS][DTYPES] = {
     [LOR] = {ROW_UNSIGNED(lor), ROW_BOOL(lor)},
     [LXOR] = {ROW_UNSIGNED(lxor), ROW_BOOL(lxor)},
 };
+
+#if VECTOR_BYTES >= 32
+/* The operations on large vectors. */
+static const ReduceKernel LEVEL(streams)[OPS][DTYPES] = {
+    [SUM] = {[FLOAT16] = LEVEL(reduce_sum_float16_stream), [BFLOAT16] = LEVEL(reduce_sum_bfloat16_stream),
+             [FLOAT32] = LEVEL(reduce_sum_float_stream), [FLOAT64] = LEVEL(reduce_sum_double_stream)},
+    [AVG] = {[FLOAT16] = LEVEL(reduce_avg_float16_stream), [BFLOAT16] = LEVEL(reduce_avg_bfloat16_stream),
+             [FLOAT32] = LEVEL(reduce_avg_float_stream), [FLOAT64] = LEVEL(reduce_avg_double_stream)},
+};
+#endif

@@ -10,6 +10,7 @@
 
 #define DEFINE_VECTOR(type, mask) typedef type VECTOR(type) __attribute__((vector_size(VECTOR_BYTES)));
 EACH_NUMBER(DEFINE_VECTOR)
+#define BITS VECTOR(uint64_t)
 
 /* A vector comparison yields a vector of signed integers: all bits set for true. */
 #define SELECT(Vector, Mask, mask, left, right) ((Vector)(((mask) & (Mask)(left)) | (~(mask) & (Mask)(right))))
@@ -23,13 +24,21 @@ EACH_NUMBER(DEFINE_VECTOR)
         memcpy(&vector, from, VECTOR_BYTES);                                                                           \
         return vector;                                                                                                 \
     }                                                                                                                  \
-    INLINE void LEVEL(store_##type)(char *to, VECTOR(type) vector) { memcpy(to, &vector, VECTOR_BYTES); }              \
+    INLINE BITS LEVEL(pack_##type)(VECTOR(type) vector) { return (BITS)vector; }                                       \
     INLINE VECTOR(type) LEVEL(keep_##type)(VECTOR(type) total, int nparts)                                             \
     {                                                                                                                  \
         (void)nparts;                                                                                                  \
         return total;                                                                                                  \
     }
 EACH_NUMBER(DEFINE_ACCESS)
+
+INLINE void LEVEL(store)(char *to, BITS vector) { memcpy(to, &vector, VECTOR_BYTES); }
+
+#if VECTOR_BYTES == 32
+INLINE void LEVEL(stream)(char *to, BITS vector) { _mm256_stream_si256((__m256i *)to, (__m256i)vector); }
+#elif VECTOR_BYTES == 64
+INLINE void LEVEL(stream)(char *to, BITS vector) { _mm512_stream_si512((__m512i *)to, (__m512i)vector); }
+#endif
 
 #define DEFINE_COMBINE(op, type, expression)                                                                           \
     INLINE VECTOR(type) LEVEL(op##_##type)(VECTOR(type) a, VECTOR(type) b) { return expression; }
@@ -113,10 +122,10 @@ INLINE WORDS LEVEL(round_bfloat16)(FLOATS value)
 #endif
 }
 
-INLINE void LEVEL(store_bfloat16)(char *to, WIDE total)
+INLINE BITS LEVEL(pack_bfloat16)(WIDE total)
 {
     WORDS low = LEVEL(round_bfloat16)(total.low) >> 16;
-    LEVEL(store_uint32_t)(to, low | (LEVEL(round_bfloat16)(total.high) & 0xFFFF0000u));
+    return (BITS)(low | (LEVEL(round_bfloat16)(total.high) & 0xFFFF0000u));
 }
 
 #if VECTOR_BYTES == 32
@@ -127,10 +136,11 @@ INLINE WIDE LEVEL(load_float16)(const char *from)
     return (WIDE){(FLOATS)low, (FLOATS)high};
 }
 
-INLINE void LEVEL(store_float16)(char *to, WIDE total)
+INLINE BITS LEVEL(pack_float16)(WIDE total)
 {
-    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)total.low, _MM_FROUND_TO_NEAREST_INT));
-    _mm_storeu_si128((__m128i *)(to + 16), _mm256_cvtps_ph((__m256)total.high, _MM_FROUND_TO_NEAREST_INT));
+    __m128i low = _mm256_cvtps_ph((__m256)total.low, _MM_FROUND_TO_NEAREST_INT);
+    __m128i high = _mm256_cvtps_ph((__m256)total.high, _MM_FROUND_TO_NEAREST_INT);
+    return (BITS)_mm256_set_m128i(high, low);
 }
 #else
 #define PICK(mask, left, right) SELECT(WORDS, VECTOR(int32_t), mask, left, right)
@@ -166,21 +176,19 @@ INLINE WIDE LEVEL(load_float16)(const char *from)
     return (WIDE){LEVEL(widen_float16)(words & 0xFFFFu), LEVEL(widen_float16)(words >> 16)};
 }
 
-INLINE void LEVEL(store_float16)(char *to, WIDE total)
+INLINE BITS LEVEL(pack_float16)(WIDE total)
 {
-    LEVEL(store_uint32_t)(to, LEVEL(narrow_float16)(total.low) | LEVEL(narrow_float16)(total.high) << 16);
+    return (BITS)(LEVEL(narrow_float16)(total.low) | LEVEL(narrow_float16)(total.high) << 16);
 }
 #undef PICK
 #endif
 
 /* --- Kernels --- */
 
-/* `at` counts bytes. What is left after the last vector is combined in a padded one. `item` is the size of an element;
- * one of a complex dtype is two numbers. */
-#define DEFINE_KERNEL(name, item, Vector, load, store, combine, finish)                                                \
-    INLINE void LEVEL(name##_of)(char *out, const char *const *parts, const int nparts, size_t bytes)                  \
+/* The combination of bytes `at` to `bytes`, as far as it goes in steps of four vectors. Returns where it ended. */
+#define DEFINE_LOOP(name, Vector, load, pack, combine, finish, write)                                                  \
+    INLINE size_t LEVEL(name)(char *out, const char *const *parts, const int nparts, size_t at, size_t bytes)          \
     {                                                                                                                  \
-        size_t at = 0;                                                                                                 \
         for (; bytes - at >= 4 * VECTOR_BYTES; at += 4 * VECTOR_BYTES) {                                               \
             const char *from = parts[0] + at;                                                                          \
             Vector total0 = load(from), total1 = load(from + VECTOR_BYTES);                                            \
@@ -192,16 +200,25 @@ INLINE void LEVEL(store_float16)(char *to, WIDE total)
                 total2 = combine(total2, load(from + 2 * VECTOR_BYTES));                                               \
                 total3 = combine(total3, load(from + 3 * VECTOR_BYTES));                                               \
             }                                                                                                          \
-            store(out + at, finish(total0, nparts));                                                                   \
-            store(out + at + VECTOR_BYTES, finish(total1, nparts));                                                    \
-            store(out + at + 2 * VECTOR_BYTES, finish(total2, nparts));                                                \
-            store(out + at + 3 * VECTOR_BYTES, finish(total3, nparts));                                                \
+            LEVEL(write)(out + at, pack(finish(total0, nparts)));                                                      \
+            LEVEL(write)(out + at + VECTOR_BYTES, pack(finish(total1, nparts)));                                       \
+            LEVEL(write)(out + at + 2 * VECTOR_BYTES, pack(finish(total2, nparts)));                                   \
+            LEVEL(write)(out + at + 3 * VECTOR_BYTES, pack(finish(total3, nparts)));                                   \
         }                                                                                                              \
+        return at;                                                                                                     \
+    }
+
+/* `item` is the size of an element. What is left after the last vector is combined in a padded one. */
+#define DEFINE_KERNEL(name, item, Vector, load, pack, combine, finish)                                                 \
+    DEFINE_LOOP(name##_loop, Vector, load, pack, combine, finish, store)                                               \
+    static __attribute__((noinline)) void LEVEL(name##_rest)(char *out, const char *const *parts, const int nparts,    \
+                                                             size_t at, size_t bytes)                                  \
+    {                                                                                                                  \
         for (; bytes - at >= VECTOR_BYTES; at += VECTOR_BYTES) {                                                       \
             Vector total = load(parts[0] + at);                                                                        \
             for (int part = 1; part < nparts; part++)                                                                  \
                 total = combine(total, load(parts[part] + at));                                                        \
-            store(out + at, finish(total, nparts));                                                                    \
+            LEVEL(store)(out + at, pack(finish(total, nparts)));                                                       \
         }                                                                                                              \
         if (at < bytes) {                                                                                              \
             char padded[VECTOR_BYTES] = {0};                                                                           \
@@ -211,26 +228,51 @@ INLINE void LEVEL(store_float16)(char *to, WIDE total)
                 copy_rest(padded, parts[part] + at, bytes - at);                                                       \
                 total = combine(total, load(padded));                                                                  \
             }                                                                                                          \
-            store(padded, finish(total, nparts));                                                                      \
+            LEVEL(store)(padded, pack(finish(total, nparts)));                                                         \
             copy_rest(out + at, padded, bytes - at);                                                                   \
         }                                                                                                              \
     }                                                                                                                  \
     static void LEVEL(name)(void *out, const void *const *parts, int nparts, size_t count)                             \
     {                                                                                                                  \
         const char *const *from = (const char *const *)parts;                                                          \
-        if (nparts == 2)                                                                                               \
-            LEVEL(name##_of)(out, from, 2, count * (item));                                                            \
-        else                                                                                                           \
-            LEVEL(name##_of)(out, from, nparts, count * (item));                                                       \
+        const size_t bytes = count * (item);                                                                           \
+        size_t at = nparts == 2 ? LEVEL(name##_loop)(out, from, 2, 0, bytes)                                           \
+                                : LEVEL(name##_loop)(out, from, nparts, 0, bytes);                                     \
+        if (at < bytes)                                                                                                \
+            LEVEL(name##_rest)(out, from, nparts, at, bytes);                                                          \
     }
 
-#define HALF_KERNEL(op, half, combine, finish)                                                                         \
-    DEFINE_KERNEL(reduce_##op##_##half, 2, WIDE, LEVEL(load_##half), LEVEL(store_##half), LEVEL(combine##_wide),       \
-                  LEVEL(finish##_wide))
+/* The same for a result that is not read soon: it is written past the caches, which would read its memory first. */
+#undef DEFINE_STREAM
+#if VECTOR_BYTES >= 32
+#define DEFINE_STREAM(name, item, Vector, load, pack, combine, finish)                                                 \
+    DEFINE_LOOP(name##_stream_loop, Vector, load, pack, combine, finish, stream)                                       \
+    static void LEVEL(name##_stream)(void *out, const void *const *parts, int nparts, size_t count)                    \
+    {                                                                                                                  \
+        const char *const *from = (const char *const *)parts;                                                          \
+        const size_t bytes = count * (item), head = -(uintptr_t)out % VECTOR_BYTES;                                    \
+        if (bytes <= head || head % (item) || is_among(out, parts, nparts)) {                                          \
+            LEVEL(name)(out, parts, nparts, count);                                                                    \
+            return;                                                                                                    \
+        }                                                                                                              \
+        LEVEL(name##_rest)(out, from, nparts, 0, head);                                                                \
+        size_t at = LEVEL(name##_stream_loop)(out, from, nparts, head, bytes);                                         \
+        LEVEL(name##_rest)(out, from, nparts, at, bytes);                                                              \
+        _mm_sfence();                                                                                                  \
+    }
+#else
+#define DEFINE_STREAM(name, item, Vector, load, pack, combine, finish)
+#endif
+
+#define HALF_KERNEL(define, op, half, combine, finish)                                                                 \
+    define(reduce_##op##_##half, 2, WIDE, LEVEL(load_##half), LEVEL(pack_##half), LEVEL(combine##_wide),               \
+           LEVEL(finish##_wide))
 #define HALF_KERNELS(half)                                                                                             \
-    HALF_KERNEL(sum, half, sum, keep)                                                                                  \
-    HALF_KERNEL(prod, half, prod, keep)                                                                                \
-    HALF_KERNEL(avg, half, sum, divide)                                                                                \
-    HALF_KERNEL(min, half, min, keep)                                                                                  \
-    HALF_KERNEL(max, half, max, keep)
+    HALF_KERNEL(DEFINE_KERNEL, sum, half, sum, keep)                                                                   \
+    HALF_KERNEL(DEFINE_KERNEL, prod, half, prod, keep)                                                                 \
+    HALF_KERNEL(DEFINE_KERNEL, avg, half, sum, divide)                                                                 \
+    HALF_KERNEL(DEFINE_KERNEL, min, half, min, keep)                                                                   \
+    HALF_KERNEL(DEFINE_KERNEL, max, half, max, keep)                                                                   \
+    HALF_KERNEL(DEFINE_STREAM, sum, half, sum, keep)                                                                   \
+    HALF_KERNEL(DEFINE_STREAM, avg, half, sum, divide)
 HALF_KERNELS(bfloat16)

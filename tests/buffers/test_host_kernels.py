@@ -108,6 +108,27 @@ def test_halves_are_rounded_to_the_nearest(dtype: str, instructions: str) -> Non
         assert_same(out, by_numpy("sum", parts))
 
 
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_large_results(op: str) -> None:
+    """From 8 MiB on, results are written past the caches, to memory that begins in the middle of a vector too."""
+    for dtype in (*HALVES, "float32", "float64"):
+        item = DTYPES[dtype].itemsize
+        memory = np.empty((8 << 20) + 100 * item, np.uint8)
+        size = (8 << 20) // item + 13
+        parts = [np.resize(one, size) for one in make_operands(dtype, 3, 1000)]
+        wanted = np.empty_like(parts[0])
+        shm.fold(op, dtype, parts, wanted, "base")
+        assert_same(wanted[:1000], by_numpy(op, [one[:1000] for one in parts]))
+        for at in (0, item, 1, 64):
+            memory[:] = 7
+            shm.fold(op, dtype, parts, memory[at : at + wanted.nbytes])
+            assert memory[at : at + wanted.nbytes].tobytes() == wanted.tobytes()
+            assert (memory[:at] == 7).all()
+            assert (memory[at + wanted.nbytes :] == 7).all()
+        shm.fold(op, dtype, parts, parts[1])
+        assert parts[1].tobytes() == wanted.tobytes()
+
+
 def test_many_operands() -> None:
     for op, dtype in (("sum", "float32"), ("avg", "bfloat16"), ("max", "float16"), ("lxor", "int16")):
         operands = make_operands(dtype, 50, 100)
