@@ -665,7 +665,7 @@ def test_a_communicator_that_was_given_up_can_be_freed(algorithm: str) -> None:
             assert tried.wait(20)
         else:
             assert given_up.wait(20)
-            with pytest.raises(mpicoll.CommunicationError, match="rank 0 has abandoned an operation"):
+            with pytest.raises(mpicoll.CommunicationError, match="rank 0 has abandoned this operation"):
                 mpicoll.allreduce(np.ones(2), comm=comm, algorithm=algorithm)
             tried.set()
         comm.free()

@@ -281,7 +281,7 @@ def test_behind_an_operation_in_the_background() -> None:
     assert words[0].startswith("allreduce(float64[6], op=sum) number 2 on world waits for rank 1")
 
 
-def test_everything_about_a_rank() -> None:
+def test_everything_about_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, found = Bench(2), {}
 
     def body(rank: int) -> None:
@@ -293,6 +293,7 @@ def test_everything_about_a_rank() -> None:
         found.update(bench.states(full=True))
         return True
 
+    monkeypatch.setattr(flight_recorder, "list_records", list)
     flight_recorder.history.clear()
     bench.run(body, ready)
     one = found[0]
@@ -366,6 +367,7 @@ def test_numbers_of_numpy() -> None:
 
 def test_a_state_is_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_state, "LIMIT", 60_000)
+    monkeypatch.setattr(flight_recorder, "list_records", list)
     group = Group("0.0", "world", (0, 1), 1, 60.0)
     call = Call("allgather", None, "int8", (4, 5), counts=tuple(range(1000)))
     for number in range(1000):
