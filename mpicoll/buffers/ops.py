@@ -102,6 +102,11 @@ class Reduction:
     commutative: bool = True
     elementwise: bool = True
 
+    @property
+    def has_kernel(self) -> bool:
+        """True for named operations on numbers, False for functions and pairs."""
+        return self.name in _UFUNCS
+
     def changes(self, dtype: np.dtype[Any]) -> bool:
         """Return True if operands of `dtype` are prepared, converted or finished, not just combined as they are."""
         return self.prepare is not None or self.finish is not None or dtype != self.work
@@ -301,7 +306,7 @@ class Fold:
         """Prepare for operands of `buffer`'s dtype; without a buffer, of the dtype in which they are reduced, and the
         caller finishes the result."""
         self._combine = reduction.combine
-        self._named = reduction.name in _UFUNCS
+        self._named = reduction.has_kernel
         self.elementwise = reduction.elementwise
         # The identity of this fold; libraries may represent one dtype in different ways.
         native = buffer is None or buffer.array.dtype.isnative

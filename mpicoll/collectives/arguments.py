@@ -305,6 +305,7 @@ def make_selection_query(
         root,
         commutative=reduction is None or reduction.commutative,
         elementwise=reduction is None or reduction.elementwise,
+        has_kernel=reduction is None or reduction.has_kernel,
         uneven=uneven,
         native=native,
         no_shm_reason=comm.no_shm_reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers import ops
@@ -15,7 +16,7 @@ from mpicoll.collectives.arguments import (
     resolve_output,
 )
 from mpicoll.collectives.call import UNCACHED, call
-from mpicoll.collectives.memory import ReductionArray
+from mpicoll.collectives.memory import ReductionArray, arrays_for_shared_memory
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -128,6 +129,7 @@ def prepare(comm: CommunicatorCore, x: Any, op: OpLike, out: Any, algorithm: str
         store=do_nothing if is_user_buffer or not has_result else lambda: output.store(prefix),
         unconverted=has_result and not reduction.changes(buffer.array.dtype),
     )
+    arrays.in_callers_dtype = partial(arrays_for_shared_memory, buffer=buffer, output=output)
     query = make_query(comm, arrays, algorithm, nbytes=buffer.array.nbytes)
     return Operation(
         comm,

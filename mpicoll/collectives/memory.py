@@ -154,11 +154,17 @@ def arrays_for_shared_memory(arrays: CollectiveArrays, buffer: Buffer, output: B
     they must be prepared first."""
     reduction = arrays.reduction
     assert reduction is not None
-    if reduction.prepare is not None or buffer.dtype.kind == "opaque":
+    # There are kernels for the native byte order only, and prefixes are reduced by kernels alone.
+    swapped = arrays.collective in ("scan", "exscan") and not buffer.array.dtype.isnative
+    if reduction.prepare is not None or buffer.dtype.kind == "opaque" or swapped:
         return replace(arrays, fold=Fold(reduction), unconverted=False)
     same = output is not None and output.same_memory(buffer)
     source = InputArray(buffer, None if same else output)
     target = None if output is None else OutputArray(output)
+    identity = arrays.identity
+    if identity is not None:
+        identity = np.empty(1, buffer.array.dtype)
+        buffer.library.convert(np.full(1, arrays.identity, reduction.work), identity, buffer.dtype)
     return replace(
         arrays,
         source=source.array,
@@ -166,6 +172,7 @@ def arrays_for_shared_memory(arrays: CollectiveArrays, buffer: Buffer, output: B
         spare=None,
         load=source.load,
         store=do_nothing if target is None else target.store,
+        identity=identity,
         fold=Fold(reduction, buffer),
         unconverted=True,
     )

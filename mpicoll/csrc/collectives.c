@@ -43,7 +43,11 @@ struct Collective {
     Move *moves;           /* of each rank to this rank's output, then from this rank's input for each rank */
     int outgoing;          /* number of the latter: one where all ranks get the same */
     Move own;              /* from input to output */
+    int operands;          /* of exscan and scan: those of as many ranks, from rank 0 on, are reduced */
+    char identity[16];     /* of exscan: each element of the output of rank 0 */
 };
+
+_Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
 
 static size_t min_size(size_t one, size_t other) { return one < other ? one : other; }
 
@@ -157,6 +161,40 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
     return 0;
 }
 
+/* Write `count` elements that are equal to `element`. */
+static void fill(char *to, const char *element, size_t itemsize, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        memcpy(to + i * itemsize, element, itemsize);
+}
+
+/* In each step, write a piece, then reduce the pieces of the lower ranks, with scan this rank's too. Per rank n bytes
+ * written to slots, and n read for each lower rank; one step a piece. */
+static int reduce_prefixes(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    const int rank = steps->rank;
+    for (uint32_t i = 0; i < one->step_count; i++) {
+        const int parity = get_parity(steps);
+        const size_t start = i * one->width;
+        const size_t nbytes = min_size(one->width, one->nbytes - start);
+        if (rank < steps->size - 1)
+            copy(get_slot(steps, parity, rank), source + start, nbytes);
+        if (sync_ranks(steps) < 0)
+            return -1;
+        for (int lower = 0; lower < rank; lower++)
+            one->parts[lower] = get_slot(steps, parity, lower);
+        one->parts[rank] = source + start;
+        if (one->operands > 1)
+            one->reduce(target + start, one->parts, one->operands, nbytes / one->itemsize);
+        else if (one->operands == 0)
+            fill(target + start, one->identity, one->itemsize, nbytes / one->itemsize);
+        else if (target + start != one->parts[0])
+            copy(target + start, one->parts[0], nbytes);
+    }
+    return 0;
+}
+
 /* In each step, write a piece of the data for other ranks, then copy the pieces that they wrote. A rank that sends the
  * same data to all ranks writes it once. One step a piece. */
 static int move_blocks(const Collective *one, const char *source, char *target)
@@ -219,6 +257,14 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
     one->target_bytes = one->has_result ? layout->total : 0;
     one->run = flat ? reduce_flat : reduce_pieces;
     one->step_count = flat ? 1 : cut(one, layout->total, piece, 1) + 1;
+}
+
+static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t piece, bool inclusive)
+{
+    one->nbytes = one->source_bytes = one->target_bytes = layout->total;
+    one->run = reduce_prefixes;
+    one->step_count = cut(one, layout->total, piece, 1);
+    one->operands = one->steps->rank + (inclusive ? 1 : 0);
 }
 
 static void plan_block_reduction(Collective *one, const Layout *layout, size_t piece)
@@ -315,6 +361,8 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
         plan_vector_reduction(one, layout, piece, flat, strcmp(name, "allreduce") == 0);
     } else if (strcmp(name, "reduce_scatter") == 0) {
         plan_block_reduction(one, layout, piece);
+    } else if (strcmp(name, "scan") == 0 || strcmp(name, "exscan") == 0) {
+        plan_prefix_reduction(one, layout, piece, strcmp(name, "scan") == 0);
     } else if (strcmp(name, "bcast") == 0) {
         plan_bcast(one, layout, piece);
     } else if (strcmp(name, "allgather") == 0 || strcmp(name, "gather") == 0) {
@@ -325,7 +373,9 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
         PyErr_Format(PyExc_ValueError, "Collective: there is no %s", name);
         return -1;
     }
-    if ((one->run == reduce_flat || one->run == reduce_pieces || one->run == reduce_blocks) && one->reduce == NULL) {
+    const bool reduces = one->run == reduce_flat || one->run == reduce_pieces || one->run == reduce_blocks ||
+                         one->run == reduce_prefixes;
+    if (reduces && one->reduce == NULL) {
         PyErr_Format(PyExc_ValueError, "Collective: there is no kernel for this %s", name);
         return -1;
     }
@@ -342,18 +392,22 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
 static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {
-        "steps", "collective", "op", "dtype", "itemsize", "counts", "root", "piece", "flat", "signature", NULL};
+        "steps", "collective", "op", "dtype", "itemsize", "counts", "root", "piece", "flat", "signature",
+        "identity", NULL};
     Collective *one = (Collective *)self;
     PyObject *steps, *counts;
     const char *name, *op, *dtype;
     Py_ssize_t itemsize, piece;
     int root, flat;
     unsigned long signature;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk", names, &steps, &name, &op, &dtype, &itemsize, &counts,
-                                     &root, &piece, &flat, &signature))
+    const char *identity = NULL;
+    Py_ssize_t identity_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#", names, &steps, &name, &op, &dtype, &itemsize,
+                                     &counts, &root, &piece, &flat, &signature, &identity, &identity_bytes))
         return -1;
     /* Objects are initialised once: other threads may run them. */
-    if (one->steps != NULL || itemsize < 1 || piece < 1 || !PyObject_HasAttrString(steps, "list_late_ranks")) {
+    if (one->steps != NULL || itemsize < 1 || piece < 1 || identity_bytes > (Py_ssize_t)sizeof one->identity ||
+        (identity_bytes > 0 && identity_bytes != itemsize) || !PyObject_HasAttrString(steps, "list_late_ranks")) {
         PyErr_SetString(PyExc_ValueError, "Collective: invalid arguments, or initialised twice");
         return -1;
     }
@@ -368,6 +422,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     }
     one->signature = (uint32_t)signature;
     one->itemsize = (size_t)itemsize;
+    copy(one->identity, identity, (size_t)identity_bytes);
     one->reduce = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
     one->parts = PyMem_Calloc((size_t)size, sizeof(void *));
@@ -494,8 +549,10 @@ static PyMemberDef members[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Collective(steps, collective, op, dtype, itemsize, counts, root, piece, flat, signature)\n--\n\n"
-                "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector."},
+    {Py_tp_doc, "Collective(steps, collective, op, dtype, itemsize, counts, root, piece, flat, signature,"
+                " identity=b'')\n--\n\n"
+                "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector;"
+                " `identity` is an element, of which the output of exscan on rank 0 consists."},
     {Py_tp_init, init_collective},
     {Py_tp_dealloc, dealloc_collective},
     {Py_tp_methods, methods},

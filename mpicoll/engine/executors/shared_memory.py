@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
@@ -62,6 +62,8 @@ class CollectiveSpec:
     fold: Fold | None = None
     segment: int | None = None
     """Bytes of a piece."""
+    identity: bytes = b""
+    """The elements of the output of exscan on rank 0."""
 
     @property
     def signature(self) -> int:
@@ -119,6 +121,7 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         min(SLOT_BYTES, spec.segment or get_piece_bytes(arena.size)),
         spec.method == "shm_flat",
         signature,
+        spec.identity,
     )
 
 
@@ -155,6 +158,8 @@ class SharedMemoryCollective:
         self._spec = CollectiveSpec(
             arrays.collective, choice.algorithm.name, dtype, arrays.counts, arrays.root, arrays.fold, choice.segment
         )
+        if arrays.identity is not None:
+            self._spec = replace(self._spec, identity=np.asarray(arrays.identity, dtype).tobytes())
         self._signature = self._spec.signature
         if call is not None:
             self._signature ^= call.sign()
@@ -217,7 +222,8 @@ class SharedMemoryCollective:
             self._program = self._bind(arena, self._spec)
             return arena
         collective = make_collective(arena, self._spec, self._signature)
-        if collective is None or self._spec.method == "cma" or (self._segments and self._spec.collective != "barrier"):
+        assert collective is not None or self._spec.collective in _STAGED
+        if collective is None or self._spec.method == "cma" or (self._segments and self._spec.collective in _STAGED):
             self._program = bind(arena, self._spec, collective)
         else:
             self._program = collective.run, collective.step_count

@@ -43,6 +43,8 @@ SHARED_MEMORY = {
     "gather": ("shm_pipelined", "cma"),
     "scatter": ("shm_pipelined", "cma"),
     "alltoall": ("shm_pipelined", "cma"),
+    "scan": ("shm_pipelined",),
+    "exscan": ("shm_pipelined",),
     "barrier": ("shm_flat",),
 }
 """Algorithms of each collective in memory that ranks share (:mod:`mpicoll.engine.executors.shared_memory`)."""

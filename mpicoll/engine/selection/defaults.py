@@ -7,7 +7,7 @@ DEFAULT_RULES = (
     "reduce_scatter:0-128k:shm_pipelined,128k-inf:cma,0-inf:shm_pipelined,0-inf:native;"
     "bcast:shm_pipelined,native;gather:shm_pipelined,native;scatter:shm_pipelined,native;"
     "allgather:shm_pipelined,native;alltoall:shm_pipelined,native;"
-    "scan:native;exscan:native;barrier:shm_flat,native"
+    "scan:shm_pipelined,native;exscan:shm_pipelined,native;barrier:shm_flat,native"
 )
 """Rules for data on the host, unless others are forced or tuned."""
 

@@ -74,8 +74,9 @@ class SelectionQuery:
     """Requirements on an algorithm. Equal on every rank, since all ranks must make the same choice.
 
     `nbytes` is the size by which the collective's cost is counted: the vector, or all blocks of one buffer; None if the
-    ranks can't know it from each other (alltoall with counts). `kind` is one of KINDS. `native` says why the MPI
-    library can't serve it, or is None.
+    ranks can't know it from each other (alltoall with counts). `kind` is one of KINDS. `has_kernel` is
+    True unless functions of Python carry out the reduction. `native` says why the MPI library can't serve it, or is
+    None.
     """
 
     collective: str
@@ -85,6 +86,7 @@ class SelectionQuery:
     root: int = 0
     commutative: bool = True
     elementwise: bool = True
+    has_kernel: bool = True
     uneven: bool = False
     native: str | None = None
     no_shm_reason: str | None = "there is no shared memory"

@@ -155,7 +155,8 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
         for name, _ in _match_rules(rules, query):
             yield name, why
     if query.allocated and (query.nbytes or 0) >= _DIRECT_BYTES:
-        for name in SHARED_MEMORY.get(query.collective, ())[-2:]:
+        names = SHARED_MEMORY.get(query.collective, ())[-2:]
+        for name in names if "cma" in names else ():
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
     yield from _iter_tuned(query)
     text = DEFAULT_RULES if query.device is None else DEVICE_RULES
@@ -247,6 +248,10 @@ def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | Non
         return query.device.host
     if query.nbytes is None:
         return "the ranks don't know the sizes of each other's blocks" if query.collective != "barrier" else None
+    if query.collective in ("scan", "exscan") and query.device is not None:
+        return "the data is on a device"
+    if query.collective in ("scan", "exscan") and not query.has_kernel:
+        return "the reduction is a function of Python, minloc or maxloc"
     if name == "shm_flat":
         return (
             f"{query.nbytes} bytes are more than the {MAX_FLAT_BYTES} that shm_flat accepts"

@@ -35,6 +35,8 @@ from mpicoll.engine.selection.catalogue import MAX_FLAT_BYTES, SHARED_MEMORY
 from mpicoll.transport.local.transport import LocalReader
 
 COLLECTIVES = tuple(name for name in SHARED_MEMORY if name != "barrier")
+PREFIXES = ("scan", "exscan")
+VECTORS = ("allreduce", "reduce", "bcast", *PREFIXES)
 SHAPES = ((), (0,), (1,), (3, 0), (4, 3), (13, 2, 5), (130, 9), (2, 2), (3, 2, 2), (1200,))
 SEGMENTS = ("", "/4k", "/64k")
 
@@ -70,6 +72,8 @@ def _fits(collective: str, row: dict[str, Any]) -> bool:
     method = str(row.get("algorithm", "shm_flat")).partition("/")[0]
     if row.get("op") == "user_matmul" and method != "shm_flat":
         return False
+    if collective in PREFIXES and str(row.get("op")).startswith(("user_", "avg")):
+        return False
     return allowed(collective, {**row, "algorithm": None})
 
 
@@ -103,7 +107,7 @@ class Case:
         """Elements of a rank's input."""
         if self.collective in ("gather", "allgather"):
             return self.counts[rank]
-        if self.collective in ("allreduce", "reduce", "bcast"):
+        if self.collective in VECTORS:
             return self.counts[0]
         if self.collective == "scatter" and rank != self.root:
             return self.counts[rank]
@@ -115,7 +119,7 @@ class Case:
             return None
         if self.collective in ("gather", "allgather", "alltoall"):
             return self.ends[-1]
-        return self.counts[0 if self.collective in ("allreduce", "reduce", "bcast") else self.rank]
+        return self.counts[0 if self.collective in VECTORS else self.rank]
 
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
@@ -133,6 +137,9 @@ class Case:
             return combine(inputs)
         if self.collective == "reduce_scatter":
             return combine(inputs)[low:high]
+        if self.collective in PREFIXES:
+            lower = inputs[: self.rank + (self.collective == "scan")]
+            return combine(lower) if lower else np.zeros_like(inputs[0])
         if self.collective == "bcast":
             return inputs[self.root]
         if self.collective == "scatter":
@@ -211,6 +218,8 @@ def _sweep(collective: str, kinds: tuple[tuple[str, str], ...], make: Callable[.
         step = 3 if world._core.transport.native is not None else 1
         for n in _lengths(world.size, dtype_of(name).itemsize)[number % step :: step]:
             uneven = collective in COUNTED and collective != "alltoall"
+            if collective in PREFIXES and op in ("avg", "first"):
+                continue
             for kind in ("even", "uneven") if uneven and number == 0 else ("even",):
                 case = Case(collective, _counts(n, world.size, kind), (n + number) % world.size, world.rank, world.size)
                 for algorithm in methods(collective, "/4k"):
@@ -267,7 +276,9 @@ def test_bits_of_each_dtype(several: Ranks, name: str) -> None:
             kind, ("sum", "prod", "avg")
         )
         for op in (*ops, "first"):
-            for collective in ("allreduce", "reduce", "reduce_scatter"):
+            for collective in ("allreduce", "reduce", "reduce_scatter", *PREFIXES):
+                if collective in PREFIXES and op in ("avg", "first", "prod", "min", "max", "band"):
+                    continue  # no such call, no kernel, or another neutral element than 0
                 case = Case(collective, [700] * world.size, world.size - 1, world.rank, world.size)
                 for algorithm in methods(collective):
                     _check(case, op, name, algorithm, (name, op), np.copy)
@@ -371,6 +382,39 @@ def test_in_place(several: Ranks) -> None:
                     x[...] = world.rank
                     mpicoll.bcast(x, root, out=x, algorithm=algorithm)
                     assert (x == root).all(), ("bcast", make, root, algorithm)
+
+    several(body)
+
+
+@pytest.mark.parametrize("collective", PREFIXES)
+def test_prefixes_in_place(several: Ranks, collective: str) -> None:
+    """Also through plans and repeated calls; rank 0 of exscan gets the neutral element."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        x, call = np.empty(3000), getattr(mpicoll, collective)
+        plan = getattr(mpicoll, f"{collective}_init")(x, out=x, algorithm="shm_pipelined/4k")
+        for turn in range(5):
+            x[...] = 10.0**world.rank
+            assert (plan() if turn % 2 else call(x, out=x, algorithm="shm_pipelined/4k")) is x
+            assert (x == (10 ** (world.rank + (collective == "scan")) - 1) // 9).all()
+        for name in ("float16", "bfloat16", ">f8", "int8", "bool"):
+            values = numbers(random(name, world.rank), name, (3000,))
+            for op in ("max", "min", *(("sum", "prod") if name != "bool" else ("land",))):
+                got = call(values, op, algorithm="shm_pipelined")
+                np.testing.assert_array_equal(got, call(values, op, algorithm="linear"), err_msg=f"{name} {op}")
+
+    several(body)
+
+
+def test_prefixes_without_kernels_are_refused(several: Ranks) -> None:
+    def body() -> None:
+        for collective in PREFIXES:
+            call = getattr(mpicoll, collective)
+            for x, op in ((np.ones(3), np.maximum), ((np.ones(3), np.ones(3, int)), "minloc")):
+                with pytest.raises(mpicoll.AlgorithmError, match="function of Python, minloc or maxloc"):
+                    call(x, op, algorithm="shm_pipelined")
+                call(x, op)
 
     several(body)
 
