@@ -388,10 +388,26 @@ static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
     return 0;
 }
 
+static int traverse_calls(PyObject *self, visitproc visit, void *arg)
+{
+    const Calls *calls = (Calls *)self;
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT((PyObject *)calls->steps);
+    Py_VISIT(calls->pending);
+    Py_VISIT(calls->group);
+    for (int i = 0; calls->entries != NULL && i < ENTRIES; i++) {
+        Py_VISIT((PyObject *)calls->entries[i].collective);
+        Py_VISIT(calls->entries[i].call);
+    }
+    return 0;
+}
+
+/* The communicator that has this object refers to it by its queue, which can be cleared. */
 static void dealloc_calls(PyObject *self)
 {
     Calls *calls = (Calls *)self;
     PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
     if (calls->entries != NULL) {
         for (int i = 0; i < ENTRIES; i++)
             clear_entry(&calls->entries[i]);
@@ -428,6 +444,7 @@ static PyType_Slot slots[] = {
     {Py_tp_doc, "Calls(steps, lock, queue, pending, group, array_type, empty)\n--\n\nThe repeated calls of a communicator."},
     {Py_tp_init, init_calls},
     {Py_tp_dealloc, dealloc_calls},
+    {Py_tp_traverse, traverse_calls},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},
@@ -436,6 +453,6 @@ static PyType_Slot slots[] = {
 PyType_Spec calls_spec = {
     .name = "mpicoll._shm.Calls",
     .basicsize = sizeof(Calls),
-    .flags = Py_TPFLAGS_DEFAULT,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };

@@ -445,10 +445,19 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     return status;
 }
 
+static int traverse_collective(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT((PyObject *)((Collective *)self)->steps);
+    return 0;
+}
+
+/* No clear function: what refers to it can be cleared, and a collective always has its steps. */
 static void dealloc_collective(PyObject *self)
 {
     Collective *one = (Collective *)self;
     PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
     Py_XDECREF((PyObject *)one->steps);
     PyMem_Free(one->moves);
     PyMem_Free(one->parts);
@@ -555,6 +564,7 @@ static PyType_Slot slots[] = {
                 " `identity` is an element, of which the output of exscan on rank 0 consists."},
     {Py_tp_init, init_collective},
     {Py_tp_dealloc, dealloc_collective},
+    {Py_tp_traverse, traverse_collective},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},
@@ -563,6 +573,6 @@ static PyType_Slot slots[] = {
 PyType_Spec collective_spec = {
     .name = "mpicoll._shm.Collective",
     .basicsize = sizeof(Collective),
-    .flags = Py_TPFLAGS_DEFAULT,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
