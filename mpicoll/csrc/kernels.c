@@ -10,6 +10,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 typedef enum { SUM, PROD, AVG, MIN, MAX, BAND, BOR, BXOR, LAND, LOR, LXOR, OPS } OpName;

@@ -142,6 +142,21 @@ INLINE BITS LEVEL(pack_float16)(WIDE total)
     __m128i high = _mm256_cvtps_ph((__m256)total.high, _MM_FROUND_TO_NEAREST_INT);
     return (BITS)_mm256_set_m128i(high, low);
 }
+#elif defined(__aarch64__)
+INLINE WIDE LEVEL(load_float16)(const char *from)
+{
+    uint16x4_t low, high;
+    memcpy(&low, from, 8);
+    memcpy(&high, from + 8, 8);
+    return (WIDE){(FLOATS)vcvt_f32_f16(vreinterpret_f16_u16(low)), (FLOATS)vcvt_f32_f16(vreinterpret_f16_u16(high))};
+}
+
+INLINE BITS LEVEL(pack_float16)(WIDE total)
+{
+    uint16x4_t low = vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)total.low));
+    uint16x4_t high = vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)total.high));
+    return (BITS)vcombine_u16(low, high);
+}
 #else
 #define PICK(mask, left, right) SELECT(WORDS, VECTOR(int32_t), mask, left, right)
 
