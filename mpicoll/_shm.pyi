@@ -1,6 +1,6 @@
 # Collectives of the ranks of one node, in C.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,14 +62,23 @@ class QueueLock:
 
 class Calls:
     enabled: bool
-    def __init__(
-        self, steps: Steps, lock: Any, queue: Any, pending: Any, group: Any, array_type: type, empty: Any, /
-    ) -> None: ...
-    def run(self, key: tuple[Any, ...], x: Any, out: Any, missing: Any, /) -> Any: ...
+    def __init__(self, steps: Steps, lock: Any, queue: Any, pending: Any, group: Any, /) -> None: ...
+    def run(self, missing: Any, x: Any, out: Any, /, *key: Any) -> Any: ...
     def add(
-        self, key: tuple[Any, ...], x: Any, result: Any, collective: Collective, call: Any, in_place: bool, /
+        self,
+        key: tuple[Any, ...],
+        x: Any,
+        result: Any,
+        make_result: Any,
+        collective: Collective,
+        call: Any,
+        in_place: bool,
+        /,
     ) -> None: ...
     def clear(self) -> None: ...
 
+def check_rules(function: Callable[[], Any], /) -> None: ...
+def know_numpy(samples: tuple[_Array, ...], /) -> bool: ...
+def know_torch(type: type, /) -> bool: ...
 def list_records() -> list[Any]: ...
 def set_recording(flag: bool, /) -> None: ...

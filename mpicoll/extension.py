@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,19 @@ def list_records() -> list[Any]:
     """Return the last operations that the extension has recorded, in the order in which they ended."""
     found = _load()
     return [] if isinstance(found, str) else list(found.list_records())
+
+
+def check_rules(function: Callable[[], Any]) -> None:
+    """Have the extension leave calls to Python where `function` returns a true value."""
+    found = _load()
+    if not isinstance(found, str):
+        found.check_rules(function)
+
+
+def know_torch(tensor: type) -> bool:
+    """Have the extension find the memory of tensors. Return False if that is not possible."""
+    found = _load()
+    return not isinstance(found, str) and bool(found.know_torch(tensor))
 
 
 def set_recording(flag: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,16 @@ def _view(x: Any, others: dict[type, Callable[[Any], View | None]]) -> View | No
         return x, None, None
     view = VIEWS.get(type(x)) or others.get(type(x))
     return None if view is None else view(x)
+
+
+def bind_empty(like: Any) -> Callable[[], Any] | None:
+    """Return a function that makes an array like `like`; None for other arrays than numpy's and torch's."""
+    if type(like) is np.ndarray:
+        return partial(np.empty, like.shape, like.dtype)
+    torch = sys.modules.get("torch")
+    if torch is None or type(like) is not torch.Tensor:
+        return None
+    return partial(torch.empty, like.shape, dtype=like.dtype, device=like.device)
 
 
 def recognise(operation: str, x: Any, argument: str = "x") -> Buffer:

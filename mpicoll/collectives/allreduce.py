@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_operand, resolve_output
-from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.call import MISSING, UNCACHED, call
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -58,8 +59,12 @@ def allreduce(
         array([1., 2.])
     """
     communicator = resolve(comm)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "allreduce", op, algorithm)
+        if value is not MISSING:
+            return value
     key = ("allreduce", op, algorithm) if type(op) is str else ("allreduce", UNCACHED)
-    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, out, algorithm))
+    return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
 
 
 def iallreduce(

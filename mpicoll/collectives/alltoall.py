@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.recognise import recognise
@@ -16,7 +17,7 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import call
+from mpicoll.collectives.call import MISSING, call
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -60,8 +61,13 @@ def alltoall(
         array([1, 2])
     """
     communicator = resolve(comm)
-    key = ("alltoall", algorithm, make_counts_key(counts))
-    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, counts, out, algorithm))
+    counts_key = None if counts is None else make_counts_key(counts)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "alltoall", algorithm, counts_key)
+        if value is not MISSING:
+            return value
+    key = ("alltoall", algorithm, counts_key)
+    return call(communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 
 
 def ialltoall(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query
-from mpicoll.collectives.call import call
+from mpicoll.collectives.call import MISSING, call
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -33,6 +33,10 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: flo
         >>> mpicoll.barrier()
     """
     communicator = resolve(comm)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, _NOTHING, None, "barrier", algorithm)
+        if value is not MISSING:
+            return
     call(communicator, ("barrier", algorithm), _NOTHING, None, timeout, lambda x, out: prepare(communicator, algorithm))
 
 

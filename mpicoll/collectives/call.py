@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from mpicoll.buffers.buffer import Wrap
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.recognise import numpy_views
+from mpicoll.buffers.recognise import bind_empty, numpy_views
 from mpicoll.collectives.arguments import check_timeout
 from mpicoll.engine import dispatch
 from mpicoll.engine.core.arrays import CollectiveArrays
@@ -36,8 +36,12 @@ caller's."""
 
 _UNKNOWN: _CacheEntry = ((), None, None, None, None)
 
-Prepare: TypeAlias = "Callable[[Any, Any], Operation]"
-"""Function that checks a call on ``x`` and ``out`` and describes it."""
+
+class Prepare(Protocol):
+    """Function that checks a call on `x` and `out` and describes it."""
+
+    def __call__(self, *, x: Any, out: Any) -> Operation: ...
+
 
 UNCACHED: list[Any] = []
 """Part of the key of calls that are not cached: it can't be hashed."""
@@ -48,8 +52,8 @@ _MAX_COPIED_BYTES = 16 * 1024
 MAX_CACHED_CALLS = 1024
 """Maximum number of cached calls per communicator."""
 
-_MISSING = object()
-"""Result of a call that is not repeated."""
+MISSING: Any = object()
+"""What :attr:`OperationQueue.run_repeated` returns for a call that :func:`call` has to carry out."""
 
 _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""
@@ -58,22 +62,18 @@ _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 def call(
     comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, timeout: float | None, prepare: Prepare
 ) -> Any:
-    """Carry out ``prepare(x, out)`` and return its result; with a `timeout`, in the background, waiting for at most as
-    many seconds.
+    """Carry out ``prepare(x=x, out=out)`` and return its result; with a `timeout`, in the background, waiting for at
+    most as many seconds.
 
     What was bound to the algorithm is cached for later calls on arrays of the same kind. `key`, which begins with the
     name of the call, must contain all other inputs that `prepare` depends on, or UNCACHED.
     """
     if timeout is not None:
         bound = check_timeout(comm, key[0], timeout)
-        return dispatch.start(prepare(x, out)).wait(bound)
-    if not get_forced_rules():
-        value = comm.queue.run_repeated(key, x, out, _MISSING)
-        if value is not _MISSING:
-            return value
+        return dispatch.start(prepare(x=x, out=out)).wait(bound)
     full_key, cached, array, into, finish = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
-        operation = prepare(x, out)
+        operation = prepare(x=x, out=out)
         cached = _cache(operation, key, full_key, cached, x, out, prepare)
         if type(cached) is not tuple:
             return dispatch.run(operation)
@@ -94,7 +94,7 @@ def make_task(comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, pr
     rank. It is cached as in :func:`call`."""
     full_key, cached, array, into, _ = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
-        operation = prepare(x, out)
+        operation = prepare(x=x, out=out)
         cached = _cache(operation, key, full_key, cached, x, out, prepare)
         if type(cached) is not tuple:
             task = dispatch.make_task(operation)
@@ -181,7 +181,7 @@ def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare:
         if _is_movable(arrays, x):
             collective = SharedMemoryCollective.of(operation, choice, arrays, call=description)
             bound_call = _bind_without_copies(arrays, x, value, collective)
-            _add_repeated(operation, key, x, value, collective, description)
+            _add_repeated(operation, key, x, collective, description)
     elif choice.name == NATIVE and native is not None and not small and _is_movable(operation.arrays, x):
         bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
     if bound_call is None:
@@ -196,18 +196,17 @@ def _add_repeated(
     operation: Operation,
     key: tuple[Any, ...],
     x: Any,
-    value: Array | None,
     collective: SharedMemoryCollective,
     description: Call,
 ) -> None:
-    """Have later calls on numpy arrays carried out by the extension alone, if it can do that."""
-    if type(x) is not np.ndarray or get_forced_rules():
+    """Have later calls on arrays like `x` carried out by the extension alone, if it can do that."""
+    compiled, result = collective.find_compiled(), operation.result()
+    make_result = bind_empty(result)
+    if compiled is None or get_forced_rules() or (result is not None and make_result is None):
         return
-    compiled = collective.find_compiled()
-    if compiled is not None:
-        steps, carrier = compiled
-        in_place = operation.arrays.collective in _IN_PLACE
-        operation.comm.queue.add_call(steps, key, x, value, carrier, description, in_place=in_place)
+    steps, carrier = compiled
+    in_place = operation.arrays.collective in _IN_PLACE
+    operation.comm.queue.add_call(steps, key, x, result, make_result, carrier, description, in_place=in_place)
 
 
 def _is_movable(arrays: CollectiveArrays, x: Any) -> bool:
@@ -269,7 +268,8 @@ def _bind_with_copies(x: Any, out: Any, prepare: Prepare, description: Call) -> 
     private, into, wrap, _ = views
     private = None if private is None else np.empty(private.shape, private.dtype)
     value = None if private is not None or into is None else np.empty(into.shape, into.dtype)
-    operation = prepare(*(one if one is None or wrap is None else wrap(one) for one in (private, value)))
+    given, result_array = (one if one is None or wrap is None else wrap(one) for one in (private, value))
+    operation = prepare(x=given, out=result_array)
     if value is None:
         result = numpy_views(operation.result(), None)
         value = None if result is None else result[0]

@@ -15,7 +15,7 @@ from mpicoll.collectives.arguments import (
     reject_average,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.call import MISSING, UNCACHED, call
 from mpicoll.collectives.memory import ReductionArray, arrays_for_shared_memory
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -59,8 +59,12 @@ def exscan(
         array([0, 0])
     """
     communicator = resolve(comm)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "exscan", op, algorithm)
+        if value is not MISSING:
+            return value
     key = ("exscan", op, algorithm) if type(op) is str else ("exscan", UNCACHED)
-    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, out, algorithm))
+    return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
 
 
 def iexscan(

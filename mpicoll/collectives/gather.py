@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.recognise import recognise
@@ -16,7 +17,7 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.call import MISSING, UNCACHED, call
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -61,9 +62,19 @@ def gather(
         array([5, 6])
     """
     communicator = resolve(comm)
-    key = ("gather", root, algorithm, make_counts_key(counts)) if type(root) is int else ("gather", UNCACHED)
+    counts_key = None if counts is None else make_counts_key(counts)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "gather", root, algorithm, counts_key)
+        if value is not MISSING:
+            return value
+    key = ("gather", root, algorithm, counts_key) if type(root) is int else ("gather", UNCACHED)
     return call(
-        communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, root, counts, out, algorithm)
+        communicator,
+        key,
+        x,
+        out,
+        timeout,
+        partial(prepare, communicator, root=root, counts=counts, algorithm=algorithm),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_operand, resolve_output
-from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.call import MISSING, UNCACHED, call
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -50,8 +51,14 @@ def reduce(
         array([3, 4])
     """
     communicator = resolve(comm)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "reduce", op, root, algorithm)
+        if value is not MISSING:
+            return value
     key = ("reduce", op, root, algorithm) if type(root) is int and type(op) is str else ("reduce", UNCACHED)
-    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, root, out, algorithm))
+    return call(
+        communicator, key, x, out, timeout, partial(prepare, communicator, op=op, root=root, algorithm=algorithm)
+    )
 
 
 def ireduce(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.ops import OpLike
@@ -12,7 +13,7 @@ from mpicoll.collectives.arguments import (
     reject_average,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.call import MISSING, UNCACHED, call
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -53,8 +54,12 @@ def scan(
         array([1, 2])
     """
     communicator = resolve(comm)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "scan", op, algorithm)
+        if value is not MISSING:
+            return value
     key = ("scan", op, algorithm) if type(op) is str else ("scan", UNCACHED)
-    return call(communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, op, out, algorithm))
+    return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
 
 
 def iscan(

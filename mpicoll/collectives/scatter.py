@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpicoll.buffers.recognise import recognise
@@ -18,7 +19,7 @@ from mpicoll.collectives.arguments import (
     recognise_prototype,
     resolve_output,
 )
-from mpicoll.collectives.call import UNCACHED, call
+from mpicoll.collectives.call import MISSING, UNCACHED, call
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -63,9 +64,19 @@ def scatter(
         array([0, 1, 2])
     """
     communicator = resolve(comm)
-    key = ("scatter", root, algorithm, make_counts_key(counts)) if type(root) is int else ("scatter", UNCACHED)
+    counts_key = None if counts is None else make_counts_key(counts)
+    if timeout is None:
+        value = communicator.queue.run_repeated(MISSING, x, out, "scatter", root, algorithm, counts_key)
+        if value is not MISSING:
+            return value
+    key = ("scatter", root, algorithm, counts_key) if type(root) is int else ("scatter", UNCACHED)
     return call(
-        communicator, key, x, out, timeout, lambda x, out: prepare(communicator, x, root, counts, out, algorithm)
+        communicator,
+        key,
+        x,
+        out,
+        timeout,
+        partial(prepare, communicator, root=root, counts=counts, algorithm=algorithm),
     )
 
 

@@ -12,17 +12,22 @@
 #include <stdint.h>
 #include <string.h>
 #include <structmember.h>
-#include <time.h>
 
+#include "arrays.h"
 #include "collectives.h"
 #include "queue_lock.h"
+#include "records.h"
 #include "steps.h"
 
-enum { ENTRIES = 512, DIMENSIONS = 8, FORMAT = 4, RECORDS = 1000 };
+enum {
+    ENTRIES = 512,
+    WAYS = 4, /* entries that are looked at */
+    MAX_KEY = 8
+};
 
 /* The dtype and the shape of an array. */
 typedef struct {
-    char format[FORMAT];
+    uintptr_t dtype;
     int ndim;
     Py_ssize_t shape[DIMENSIONS];
 } Kind;
@@ -31,7 +36,9 @@ typedef struct {
     PyObject *key; /* the name of the call and the arguments that are not arrays; NULL: no entry */
     bool has_input, has_result, in_place;
     Kind input, result;
-    PyObject *shape, *dtype; /* of the result */
+    size_t input_bytes, result_bytes;
+    PyObject *prototypes[2]; /* dtypes of input and result, which must exist as long as their addresses are compared */
+    PyObject *make_result;
     Collective *collective;
     PyObject *call; /* its description */
 } Entry;
@@ -42,76 +49,22 @@ typedef struct {
     Steps *steps;
     QueueLock *lock;
     PyObject *queue, *pending, *group; /* the queue of operations owns this object, so it is borrowed */
-    PyObject *array_type, *empty;
     bool enabled;
     Entry *entries;
-    const Entry *entry; /* of the running call */
+    PyObject *call; /* the running one, and the time when it began */
     double begin;
     bool published;
 } Calls;
 
-/* --- the record of calls */
+/* Returns the rules of `with algorithms(...)` blocks around a call; NULL as long as there has been no such block. */
+static PyObject *get_rules;
 
-typedef struct {
-    PyObject *group, *call;
-    unsigned long long number;
-    double begin, end;
-} Record;
-
-static Record records[RECORDS];
-static unsigned long long recorded;
-static bool recording = true;
-
-static double read_clock(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static PyObject *make_entry_tuple(PyObject *group, unsigned long long number, PyObject *call, double begin)
-{
-    return Py_BuildValue("(OKOdO)", group, number, call, begin, Py_None);
-}
-
-static void record(const Calls *calls, const Entry *entry)
-{
-    Record *one = &records[recorded++ % RECORDS];
-    PyObject *group = one->group, *call = one->call;
-    one->group = Py_NewRef(calls->group);
-    one->call = Py_NewRef(entry->call);
-    one->number = calls->lock->number;
-    one->begin = calls->begin;
-    one->end = read_clock();
-    /* Last, since this may run other code. */
-    Py_XDECREF(group);
-    Py_XDECREF(call);
-}
-
-PyObject *list_records(PyObject *module, PyObject *unused)
+PyObject *check_rules(PyObject *module, PyObject *function)
 {
     (void)module;
-    (void)unused;
-    PyObject *all = PyList_New(0);
-    unsigned long long last = recorded;
-    for (unsigned long long i = last > RECORDS ? last - RECORDS : 0; all != NULL && i < last; i++) {
-        const Record *one = &records[i % RECORDS];
-        PyObject *entry = make_entry_tuple(one->group, one->number, one->call, one->begin);
-        PyObject *tuple = entry == NULL ? NULL : Py_BuildValue("(Nds)", entry, one->end, "");
-        if (tuple == NULL || PyList_Append(all, tuple) < 0)
-            Py_CLEAR(all);
-        Py_XDECREF(tuple);
-    }
-    return all;
-}
-
-PyObject *set_recording(PyObject *module, PyObject *flag)
-{
-    (void)module;
-    int value = PyObject_IsTrue(flag);
-    if (value < 0)
-        return NULL;
-    recording = value != 0;
+    PyObject *old = get_rules;
+    get_rules = Py_NewRef(function);
+    Py_XDECREF(old);
     Py_RETURN_NONE;
 }
 
@@ -123,7 +76,7 @@ static int publish(Running *running)
     Calls *calls = (Calls *)((char *)running - offsetof(Calls, running));
     if (calls->published)
         return 0;
-    PyObject *entry = make_entry_tuple(calls->group, calls->lock->number, calls->entry->call, calls->begin);
+    PyObject *entry = make_entry_tuple(calls->group, calls->lock->number, calls->call, calls->begin);
     PyObject *thread = entry == NULL ? NULL : PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     int status = thread == NULL || PyObject_SetAttrString(calls->queue, "thread", thread) < 0 ||
                  PyObject_SetAttrString(calls->queue, "current", entry) < 0
@@ -160,87 +113,98 @@ static void conclude_failure(Calls *calls)
 
 /* --- looking calls up */
 
-static bool set_kind(Kind *kind, const Py_buffer *view)
+static bool is_of_kind(const Memory *memory, const Kind *kind)
 {
-    if (view->format == NULL || strlen(view->format) >= FORMAT || view->ndim > DIMENSIONS)
-        return false;
-    memset(kind, 0, sizeof *kind);
-    strcpy(kind->format, view->format);
-    kind->ndim = view->ndim;
-    for (int i = 0; i < view->ndim; i++)
-        kind->shape[i] = view->shape[i];
-    return true;
+    return memory->dtype == kind->dtype && memory->ndim == kind->ndim &&
+           memcmp(memory->shape, kind->shape, (size_t)kind->ndim * sizeof *kind->shape) == 0;
 }
 
-static bool is_of_kind(const Py_buffer *view, const Kind *kind)
+/* Immutable values, which are the same in each call where they are the same object. */
+static bool is_plain(PyObject *value)
 {
-    if (view->ndim != kind->ndim || strncmp(view->format, kind->format, FORMAT) != 0)
+    if (PyTuple_CheckExact(value)) {
+        for (Py_ssize_t i = 0; i < PyTuple_Size(value); i++) {
+            if (!is_plain(PyTuple_GetItem(value, i)))
+                return false;
+        }
+        return true;
+    }
+    return value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value) || PyBool_Check(value) ||
+           PyType_Check(value);
+}
+
+/* Compare a value with a plain one: Python's == would take 1.0 and True for 1. */
+static bool is_equal(PyObject *value, PyObject *plain)
+{
+    if (value == plain)
+        return true;
+    if (Py_TYPE(value) != Py_TYPE(plain) || PyType_Check(plain))
         return false;
-    for (int i = 0; i < view->ndim; i++) {
-        if (view->shape[i] != kind->shape[i])
+    if (!PyTuple_CheckExact(plain))
+        return PyObject_RichCompareBool(value, plain, Py_EQ) == 1;
+    Py_ssize_t size = PyTuple_Size(plain);
+    if (size != PyTuple_Size(value))
+        return false;
+    for (Py_ssize_t i = 0; i < size; i++) {
+        if (!is_equal(PyTuple_GetItem(value, i), PyTuple_GetItem(plain, i)))
             return false;
     }
     return true;
 }
 
-static bool is_plain(PyObject *value)
+static bool is_equal_key(PyObject *const *key, Py_ssize_t size, PyObject *other)
 {
-    return value == Py_None || PyUnicode_CheckExact(value) || PyLong_CheckExact(value) || PyBool_Check(value);
-}
-
-static bool are_equal_keys(PyObject *one, PyObject *other)
-{
-    Py_ssize_t size = PyTuple_Size(one);
     if (size != PyTuple_Size(other))
         return false;
     for (Py_ssize_t i = 0; i < size; i++) {
-        PyObject *a = PyTuple_GetItem(one, i), *b = PyTuple_GetItem(other, i);
-        if (a == b)
-            continue;
-        if (Py_TYPE(a) != Py_TYPE(b) || !is_plain(a) || PyObject_RichCompareBool(a, b, Py_EQ) != 1)
+        if (!is_equal(key[i], PyTuple_GetItem(other, i)))
             return false;
     }
     return true;
 }
 
-/* The place of a call in the table. Names of calls and operations are mostly the same objects in each call. */
-static size_t get_place(PyObject *key, size_t nbytes, int ndim)
+/* The first place of a call in the table. Names of calls and operations are mostly the same objects in each call. */
+static size_t get_place(PyObject *const *key, Py_ssize_t size, const Memory *some)
 {
-    size_t hash = (size_t)(uintptr_t)PyTuple_GetItem(key, 0) >> 4;
-    if (PyTuple_Size(key) > 1)
-        hash ^= (size_t)(uintptr_t)PyTuple_GetItem(key, 1) >> 3;
-    hash = (hash ^ nbytes ^ ((size_t)ndim << 20)) * 0x9E3779B97F4A7C15u;
-    return hash >> 40 & (ENTRIES - 1);
+    uint64_t hash = some->dtype + (uint64_t)some->ndim;
+    for (Py_ssize_t i = 0; i < size; i++)
+        hash = hash * 31 + ((uintptr_t)(PyTuple_CheckExact(key[i]) ? NULL : key[i]) >> 4);
+    for (int i = 0; i < some->ndim; i++)
+        hash = hash * 31 + (uint64_t)some->shape[i];
+    return (size_t)(hash * 0x9E3779B97F4A7C15u >> 40) & (ENTRIES - 1);
 }
 
-/* Get the memory of an array, and return true. Otherwise Python looks at it. */
-static bool get_view(const Calls *calls, PyObject *array, Py_buffer *view, int flags)
+/* Find the entry of a call whose input and output are NULL where it has none. */
+static Entry *find_entry(
+    const Calls *calls, PyObject *const *key, Py_ssize_t size, const Memory *from, const Memory *to)
 {
-    if ((PyObject *)Py_TYPE(array) != calls->array_type)
-        return false;
-    if (PyObject_GetBuffer(array, view, flags | PyBUF_ND | PyBUF_FORMAT) == 0)
-        return true;
-    PyErr_Clear();
-    return false;
+    size_t place = get_place(key, size, from != NULL ? from : to);
+    for (size_t way = 0; way < WAYS; way++) {
+        Entry *entry = &calls->entries[(place + way) & (ENTRIES - 1)];
+        if (entry->key != NULL && entry->has_input == (from != NULL) && is_equal_key(key, size, entry->key) &&
+            (from == NULL || is_of_kind(from, &entry->input)) &&
+            (to == NULL || (entry->has_result && is_of_kind(to, &entry->result))))
+            return entry;
+    }
+    return NULL;
 }
 
-static bool overlap(const Py_buffer *one, const Py_buffer *other)
+static bool overlap(const char *one, size_t one_bytes, const char *other, size_t other_bytes)
 {
-    const char *a = one->buf, *b = other->buf;
-    return a < b + other->len && b < a + one->len;
+    return one < other + other_bytes && other < one + one_bytes;
 }
 
 /* Run a call in the order of the communicator, and record it. Returns 1, -1 with an exception, 0 if Python has to. */
-static int run_entry(Calls *calls, const Entry *entry, char *source, char *target)
+static int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target)
 {
-    if (!try_to_lock(calls->lock))
+    if (!recording || !calls->enabled || PyObject_Size(calls->pending) != 0 || !try_to_lock(calls->lock))
         return 0;
     Steps *steps = calls->steps;
     calls->lock->number++;
-    calls->entry = entry;
+    calls->call = call;
     calls->begin = read_clock();
     steps->running = &calls->running;
-    int status = carry_out_collective(entry->collective, source, target);
+    int status = carry_out_collective(collective, source, target);
     steps->running = NULL;
     if (status < 0) {
         conclude_failure(calls);
@@ -249,63 +213,69 @@ static int run_entry(Calls *calls, const Entry *entry, char *source, char *targe
             calls->published = false;
             status = PyObject_SetAttrString(calls->queue, "current", Py_None);
         }
-        record(calls, entry);
+        record(calls->group, calls->lock->number, call, calls->begin);
     }
     unlock(calls->lock);
     return status < 0 ? -1 : 1;
 }
 
 /* Returns a new reference, or NULL: with an exception, or without one if Python has to carry out the call. */
-static PyObject *run_call(Calls *calls, PyObject *key, PyObject *x, PyObject *out)
+static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
 {
-    Py_buffer from = {0}, to = {0};
-    PyObject *value = NULL;
-    if ((x != Py_None && !get_view(calls, x, &from, 0)) || !PyTuple_CheckExact(key))
+    Memory from = {0}, to = {0};
+    if ((x == Py_None && out == Py_None) || (x != Py_None && !find_memory(x, x == out, &from)))
         return NULL;
-    Entry *place = &calls->entries[get_place(key, (size_t)from.len, from.ndim)], entry = *place;
-    if (entry.key == NULL || entry.has_input != (x != Py_None) || !are_equal_keys(key, entry.key) ||
-        (entry.has_input && !is_of_kind(&from, &entry.input)))
-        goto leave;
-    if (out != Py_None) {
-        if (!entry.has_result || (out == x && !entry.in_place) || !get_view(calls, out, &to, PyBUF_WRITABLE) ||
-            !is_of_kind(&to, &entry.result) || (out != x && x != Py_None && overlap(&from, &to)))
-            goto leave;
-        value = Py_NewRef(out);
-    } else if (entry.has_result) {
-        value = PyObject_CallFunctionObjArgs(calls->empty, entry.shape, entry.dtype, NULL);
-        if (value == NULL || PyObject_GetBuffer(value, &to, PyBUF_WRITABLE) < 0) {
-            Py_CLEAR(value);
-            goto leave;
-        }
+    if (out == x)
+        to = from;
+    else if (out != Py_None && !find_memory(out, true, &to))
+        return NULL;
+    const Entry *entry = find_entry(calls, key, size, x == Py_None ? NULL : &from, out == Py_None ? NULL : &to);
+    if (entry == NULL)
+        return NULL;
+    if (out != Py_None && x != Py_None && !(out == x && entry->in_place) &&
+        overlap(from.data, entry->input_bytes, to.data, entry->result_bytes))
+        return NULL;
+    /* The table may change while other code runs. */
+    PyObject *call = Py_NewRef(entry->call), *value = out;
+    Collective *collective = (Collective *)Py_NewRef((PyObject *)entry->collective);
+    if (out != Py_None || !entry->has_result) {
+        Py_INCREF(value);
     } else {
-        value = Py_NewRef(Py_None);
+        PyObject *make = Py_NewRef(entry->make_result);
+        value = PyObject_CallNoArgs(make);
+        Py_DECREF(make);
+        if (value != NULL && !find_memory(value, true, &to))
+            Py_CLEAR(value);
     }
-    /* The table may change while the call runs. */
-    Py_INCREF((PyObject *)entry.collective);
-    Py_INCREF(entry.call);
-    if (run_entry(calls, &entry, from.buf, to.buf) <= 0)
+    if (value != NULL && run_in_order(calls, collective, call, from.data, to.data) <= 0)
         Py_CLEAR(value);
-    Py_DECREF((PyObject *)entry.collective);
-    Py_DECREF(entry.call);
-leave:
-    PyBuffer_Release(&from);
-    PyBuffer_Release(&to);
+    Py_DECREF((PyObject *)collective);
+    Py_DECREF(call);
     return value;
+}
+
+/* Return true if Python has to look at the rules of `with algorithms(...)` blocks, or with an exception. */
+static bool has_rules(void)
+{
+    PyObject *rules = PyObject_CallNoArgs(get_rules);
+    bool found = rules == NULL || PyObject_IsTrue(rules) != 0;
+    Py_XDECREF(rules);
+    return found;
 }
 
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Calls *calls = (Calls *)self;
-    if (nargs != 4) {
-        PyErr_SetString(PyExc_TypeError, "Calls.run: key, x, out and missing are needed");
+    if (nargs < 4) {
+        PyErr_SetString(PyExc_TypeError, "Calls.run: missing, x, out and the name of the call are needed");
         return NULL;
     }
-    if (recording && calls->enabled && PyObject_Size(calls->pending) == 0) {
-        PyObject *value = run_call(calls, args[0], args[1], args[2]);
-        if (value != NULL || PyErr_Occurred())
+    if (calls->enabled && (get_rules == NULL || !has_rules())) {
+        PyObject *value = run_call(calls, args[1], args[2], args + 3, nargs - 3);
+        if (value != NULL)
             return value;
     }
-    return Py_NewRef(args[3]);
+    return PyErr_Occurred() ? NULL : Py_NewRef(args[0]);
 }
 
 /* --- the Python type */
@@ -315,41 +285,70 @@ static void clear_entry(Entry *entry)
     Entry old = *entry;
     memset(entry, 0, sizeof *entry);
     Py_XDECREF(old.key);
-    Py_XDECREF(old.shape);
-    Py_XDECREF(old.dtype);
+    Py_XDECREF(old.prototypes[0]);
+    Py_XDECREF(old.prototypes[1]);
+    Py_XDECREF(old.make_result);
     Py_XDECREF((PyObject *)old.collective);
     Py_XDECREF(old.call);
+}
+
+/* Set what an array of an entry is like. Returns 1, 0 if such arrays are left to Python, -1 with an exception. */
+static int describe_array(PyObject *array, Memory *memory, Kind *kind, size_t *nbytes, PyObject **dtype)
+{
+    if (!find_memory(array, false, memory))
+        return 0;
+    *kind = (Kind){.dtype = memory->dtype, .ndim = memory->ndim};
+    memcpy(kind->shape, memory->shape, (size_t)memory->ndim * sizeof *kind->shape);
+    PyObject *number = PyObject_GetAttrString(array, "nbytes");
+    *nbytes = number == NULL ? 0 : PyLong_AsSize_t(number);
+    Py_XDECREF(number);
+    *dtype = PyErr_Occurred() ? NULL : PyObject_GetAttrString(array, "dtype");
+    return *dtype == NULL ? -1 : 1;
+}
+
+/* Choose the entry for a new call: the one that it replaces, or an empty one, or any. */
+static Entry *choose_entry(
+    Calls *calls, PyObject *const *key, Py_ssize_t size, const Memory *from, const Memory *to)
+{
+    Entry *entry = find_entry(calls, key, size, from, to);
+    size_t place = get_place(key, size, from != NULL ? from : to);
+    for (size_t way = 0; entry == NULL && way < WAYS; way++) {
+        if (calls->entries[(place + way) & (ENTRIES - 1)].key == NULL)
+            entry = &calls->entries[(place + way) & (ENTRIES - 1)];
+    }
+    return entry != NULL ? entry : &calls->entries[place];
 }
 
 static PyObject *add(PyObject *self, PyObject *args)
 {
     Calls *calls = (Calls *)self;
-    PyObject *key, *x, *result, *collective, *call;
+    PyObject *key, *x, *result, *make_result, *collective, *call;
     int in_place;
-    if (!PyArg_ParseTuple(args, "O!OOOOp", &PyTuple_Type, &key, &x, &result, &collective, &call, &in_place))
+    if (!PyArg_ParseTuple(args, "O!OOOOOp", &PyTuple_Type, &key, &x, &result, &make_result, &collective, &call, &in_place))
         return NULL;
-    Py_buffer from = {0}, to = {0};
+    Memory from = {0}, to = {0};
     Entry entry = {.has_input = x != Py_None, .has_result = result != Py_None, .in_place = in_place != 0};
-    if ((entry.has_input && !get_view(calls, x, &from, 0)) || (entry.has_result && !get_view(calls, result, &to, 0)))
-        goto leave;
-    if ((entry.has_input && !set_kind(&entry.input, &from)) || (entry.has_result && !set_kind(&entry.result, &to)))
-        goto leave;
-    size_t place = get_place(key, (size_t)from.len, from.ndim);
-    if (entry.has_result) {
-        entry.shape = PyObject_GetAttrString(result, "shape");
-        entry.dtype = PyObject_GetAttrString(result, "dtype");
+    const Py_ssize_t size = PyTuple_Size(key);
+    int status = (entry.has_input || entry.has_result) && is_plain(key) && size <= MAX_KEY;
+    if (status > 0 && entry.has_input)
+        status = describe_array(x, &from, &entry.input, &entry.input_bytes, &entry.prototypes[0]);
+    if (status > 0 && entry.has_result)
+        status = describe_array(result, &to, &entry.result, &entry.result_bytes, &entry.prototypes[1]);
+    if (status > 0) {
+        PyObject *parts[MAX_KEY];
+        for (Py_ssize_t i = 0; i < size; i++)
+            parts[i] = PyTuple_GetItem(key, i);
+        Entry *place = choose_entry(calls, parts, size, entry.has_input ? &from : NULL, entry.has_result ? &to : NULL);
+        entry.key = Py_NewRef(key);
+        entry.make_result = Py_NewRef(make_result);
+        entry.collective = (Collective *)Py_NewRef(collective);
+        entry.call = Py_NewRef(call);
+        Entry old = *place;
+        *place = entry;
+        entry = old;
     }
-    entry.key = Py_NewRef(key);
-    entry.collective = (Collective *)Py_NewRef(collective);
-    entry.call = Py_NewRef(call);
-    clear_entry(&calls->entries[place]);
-    calls->entries[place] = entry;
-leave:
-    PyBuffer_Release(&from);
-    PyBuffer_Release(&to);
-    if (PyErr_Occurred())
-        return NULL;
-    Py_RETURN_NONE;
+    clear_entry(&entry);
+    return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyObject *clear(PyObject *self, PyObject *unused)
@@ -364,8 +363,8 @@ static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
     Calls *calls = (Calls *)self;
-    PyObject *steps, *lock, *queue, *pending, *group, *array_type, *empty;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &steps, &lock, &queue, &pending, &group, &array_type, &empty))
+    PyObject *steps, *lock, *queue, *pending, *group;
+    if (!PyArg_ParseTuple(args, "OOOOO", &steps, &lock, &queue, &pending, &group))
         return -1;
     if (calls->entries != NULL) {
         PyErr_SetString(PyExc_ValueError, "Calls: initialised twice");
@@ -382,8 +381,6 @@ static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
     calls->queue = queue;
     calls->pending = Py_NewRef(pending);
     calls->group = Py_NewRef(group);
-    calls->array_type = Py_NewRef(array_type);
-    calls->empty = Py_NewRef(empty);
     calls->enabled = true;
     return 0;
 }
@@ -416,8 +413,6 @@ static void dealloc_calls(PyObject *self)
         Py_DECREF((PyObject *)calls->lock);
         Py_DECREF(calls->pending);
         Py_DECREF(calls->group);
-        Py_DECREF(calls->array_type);
-        Py_DECREF(calls->empty);
     }
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -426,11 +421,12 @@ static void dealloc_calls(PyObject *self)
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
-     "run(key, x, out, missing)\n--\n\nCarry out a call like one that was added, and return its result; return `missing` if"
-     " there is none, or if the call can't be carried out at once."},
+     "run(missing, x, out, *key)\n--\n\nCarry out a call like one that was added, and return its result; return `missing`"
+     " if there is none, or if the call can't be carried out at once."},
     {"add", add, METH_VARARGS,
-     "add(key, x, result, collective, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by `collective`."
-     " `key` is a tuple of all other arguments; `result` an array like the result. Each is None where there is none."},
+     "add(key, x, result, make_result, collective, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
+     " `collective`. `key` is a tuple of all other arguments; `result` is an array like the result, which `make_result`"
+     " makes. Each is None where there is none."},
     {"clear", clear, METH_NOARGS, "clear()\n--\n\nForget all calls."},
     {NULL, NULL, 0, NULL},
 };
@@ -441,7 +437,7 @@ static PyMemberDef members[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Calls(steps, lock, queue, pending, group, array_type, empty)\n--\n\nThe repeated calls of a communicator."},
+    {Py_tp_doc, "Calls(steps, lock, queue, pending, group)\n--\n\nThe repeated calls of a communicator."},
     {Py_tp_init, init_calls},
     {Py_tp_dealloc, dealloc_calls},
     {Py_tp_traverse, traverse_calls},

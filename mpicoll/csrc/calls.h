@@ -1,4 +1,4 @@
-/* Repeated calls, and the lock and the record that they share with other operations. */
+/* Repeated calls, and the rules that they leave to Python. */
 
 #ifndef MPICOLL_CALLS_H
 #define MPICOLL_CALLS_H
@@ -7,7 +7,6 @@
 
 extern PyType_Spec calls_spec;
 
-PyObject *list_records(PyObject *module, PyObject *unused);
-PyObject *set_recording(PyObject *module, PyObject *flag);
+PyObject *check_rules(PyObject *module, PyObject *function);
 
 #endif

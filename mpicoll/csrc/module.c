@@ -3,10 +3,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "arrays.h"
 #include "calls.h"
 #include "collectives.h"
 #include "kernels.h"
 #include "queue_lock.h"
+#include "records.h"
 #include "steps.h"
 
 static PyMethodDef functions[] = {
@@ -15,6 +17,12 @@ static PyMethodDef functions[] = {
      "list_records()\n--\n\nReturn the last calls that `Calls.run` has carried out, in the order in which they ended."},
     {"set_recording", set_recording, METH_O,
      "set_recording(flag)\n--\n\nLet `Calls.run` carry out calls and record them, or have it leave them all to Python."},
+    {"check_rules", check_rules, METH_O,
+     "check_rules(function)\n--\n\nHave `Calls.run` leave calls to Python where `function()` returns a true value."},
+    {"know_numpy", know_numpy, METH_O,
+     "know_numpy(samples)\n--\n\nLearn the type and the layout of numpy's arrays. Return False if it is not as expected."},
+    {"know_torch", know_torch, METH_O,
+     "know_torch(type)\n--\n\nLearn how to find the memory of tensors. Return False if this version has no means for that."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -50,7 +50,7 @@ _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
 
 
-def leave_to_python(key: tuple[Any, ...], x: Any, out: Any, missing: Any) -> Any:
+def leave_to_python(missing: Any, x: Any, out: Any, *key: Any) -> Any:
     """Return `missing`: there is no call to repeat."""
     return missing
 
@@ -77,8 +77,8 @@ class OperationQueue:
         self._worker: threading.Thread | None = None
         self._closed = False
         self._observer: Observer | None = None
-        # Carries out a call if one like it has been carried out before, and returns its result; else the last argument.
-        self.run_repeated: Callable[[tuple[Any, ...], Any, Any, Any], Any] = leave_to_python
+        # Carries out a call like an earlier one, and returns its result; if it can't, its first argument.
+        self.run_repeated: Callable[..., Any] = leave_to_python
         self._calls: Calls | None = None
         # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
         # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have
@@ -120,6 +120,7 @@ class OperationQueue:
         key: tuple[Any, ...],
         x: Any,
         result: Any,
+        make_result: Callable[[], Any] | None,
         collective: Collective,
         call: Call,
         *,
@@ -127,12 +128,15 @@ class OperationQueue:
     ) -> None:
         """Have later blocking calls like `call` carried out by `collective`; see :meth:`mpicoll._shm.Calls.add`."""
         if self._calls is None:
-            from mpicoll._shm import Calls  # there is a collective of the extension
+            from mpicoll._shm import Calls, know_numpy  # there is a collective of the extension
 
-            self._calls = Calls(steps, self.lock, self, self.pending, self.group, np.ndarray, np.empty)
+            sample = np.zeros((2, 3), np.int16)
+            sample.flags.writeable = False
+            know_numpy((np.ones(4), sample[:, 1:]))
+            self._calls = Calls(steps, self.lock, self, self.pending, self.group)
             self._calls.enabled = self._observer is None
             self.run_repeated = self._calls.run
-        self._calls.add(key, x, result, collective, call, in_place)
+        self._calls.add(key, x, result, make_result, collective, call, in_place)
 
     def discard_calls(self) -> None:
         """Carry out all calls as if they were the first ones."""

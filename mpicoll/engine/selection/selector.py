@@ -32,6 +32,7 @@ from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLB
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import Rules, format_range, parse_rules
 from mpicoll.errors import AlgorithmError, SetupError
+from mpicoll.extension import check_rules
 
 _SEGMENT = 128 * 1024
 """Bytes of a pipeline segment, unless the number of segments is asked for."""
@@ -96,6 +97,7 @@ def algorithms(**rules: str) -> Iterator[None]:
         ['ring', 'ring']
     """
     parsed = tuple(parse_rules(f"{collective}:{rule}")[0] for collective, rule in rules.items())
+    check_rules(_forced.get)
     token = _forced.set(parsed + _forced.get())
     try:
         yield

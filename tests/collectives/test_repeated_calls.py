@@ -1,0 +1,269 @@
+"""The short way of repeated calls in the extension: which calls take it, and which are left to Python."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mpicoll
+from mpicoll.engine.core.communicator import core_of
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.extension import find_missing_reason, list_records
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension"),
+]
+
+
+@pytest.fixture
+def comm() -> Iterator[mpicoll.Communicator]:
+    if mpicoll.world().size < 2:
+        pytest.skip("needs two ranks")
+    with mpicoll.world().duplicate() as made:
+        yield made
+
+
+def is_last_short(core: CommunicatorCore) -> bool:
+    """Return True if the extension alone has carried out the last collective."""
+    records = list_records()
+    return bool(records) and records[-1][0][0] is core.queue.group and records[-1][0][1] == core.queue.number
+
+
+def repeat(core: CommunicatorCore, call: Callable[[], Any], times: int = 4) -> Any:
+    """Return the result of the last of some calls, the last of which has to take the short way."""
+    for _ in range(times - 1):
+        call()
+    value = call()
+    assert is_last_short(core)
+    return value
+
+
+def test_every_collective_takes_it(comm: mpicoll.Communicator) -> None:
+    core, rank, size = core_of(comm), comm.rank, comm.size
+    x, every = np.arange(4.0) + rank, np.arange(4.0 * size).reshape(size, 4)
+    total = size * np.arange(4.0) + sum(range(size))
+    root = size - 1
+    only = rank == root
+    wholes = np.stack([np.arange(4.0) + peer for peer in range(size)])
+    cases: list[tuple[Callable[[Any], Any], Any, bool]] = [
+        (lambda out: mpicoll.allreduce(x, out=out, comm=comm), total, True),
+        (lambda out: mpicoll.scan(x, out=out, comm=comm), wholes[: rank + 1].sum(0), True),
+        (lambda out: mpicoll.exscan(x, out=out, comm=comm), wholes[:rank].sum(0), True),
+        (lambda out: mpicoll.bcast(x, root, out=out, comm=comm), wholes[root], True),
+        (lambda out: mpicoll.allgather(x[None], out=out, comm=comm), wholes, True),
+        (lambda out: mpicoll.allgather(x, counts=[4] * size, out=out, comm=comm), wholes.reshape(-1), True),
+        (lambda out: mpicoll.reduce_scatter(every, out=out, comm=comm), every[rank][None] * size, True),
+        (lambda out: mpicoll.alltoall(every, out=out, comm=comm), np.stack([every[rank]] * size), True),
+        (lambda out: mpicoll.scatter(every if only else None, root, out=out, comm=comm), every[rank][None], False),
+        (lambda out: mpicoll.scatter(every if only else x[None], root, out=out, comm=comm), every[rank][None], True),
+        (lambda out: mpicoll.bcast(x if only else None, root, out=out, comm=comm), wholes[root], False),
+    ]
+    for call, want, makes in cases:
+        out = np.empty_like(want)
+        assert repeat(core, lambda call=call, out=out: call(out)) is out
+        np.testing.assert_array_equal(out, want)
+        if makes:
+            np.testing.assert_array_equal(repeat(core, lambda call=call: call(None)), want)
+    for reduce, want in ((mpicoll.reduce, total), (mpicoll.gather, wholes)):
+        given = x if reduce is mpicoll.reduce else x[None]
+        got = repeat(core, lambda reduce=reduce, given=given: reduce(given, root=root, comm=comm))
+        if only:
+            np.testing.assert_array_equal(got, want)
+        else:
+            assert got is None
+    assert repeat(core, lambda: mpicoll.barrier(comm=comm)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_tensors_take_it(comm: mpicoll.Communicator, dtype: torch.dtype) -> None:
+    core = core_of(comm)
+    x = torch.full((3, 2), comm.rank + 1, dtype=dtype)
+    want = torch.full((3, 2), sum(range(comm.size + 1)), dtype=dtype)
+    got = repeat(core, lambda: mpicoll.allreduce(x, comm=comm))
+    assert type(got) is torch.Tensor
+    assert got.dtype is dtype
+    assert torch.equal(got, want)
+    out = torch.empty_like(x)
+    assert repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm)) is out
+    assert torch.equal(out, want)
+    own = torch.ones(2, dtype=dtype)
+    assert repeat(core, lambda: mpicoll.allreduce(own, "max", out=own, comm=comm)) is own
+
+
+class _Subclass(np.ndarray[Any, Any]):
+    pass
+
+
+def test_arrays_of_other_kinds_do_not_take_it(comm: mpicoll.Communicator) -> None:
+    core, size = core_of(comm), comm.size
+    x, out = np.ones(4), np.empty(4)
+    repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm))
+    negated = torch._neg_view(torch.ones(4, dtype=torch.float64))
+    assert negated.is_neg()
+    tensor = torch.ones(4, dtype=torch.float64)
+    repeat(core, lambda: mpicoll.allreduce(tensor, comm=comm))
+    buffer = np.ones(8)
+    others: list[Any] = [
+        np.ones(4, np.float32),
+        np.ones(5),
+        np.ones((2, 2)),
+        np.ones((3, 3)).T,
+        np.ones(8)[::2],
+        np.ones(4, ">f8"),
+        np.ones(4).view(_Subclass),
+        np.frombuffer(b"x" + np.ones(4).tobytes(), np.uint8)[1:].view(np.float64),
+        torch.ones(8, dtype=torch.float64)[::2],
+        torch.nn.Parameter(torch.ones(4, dtype=torch.float64)),
+        negated,
+    ]
+    for other in others:
+        got = mpicoll.allreduce(other, comm=comm)
+        assert not is_last_short(core), other
+        assert got.ravel().tolist() == [-size if other is negated else size] * len(got.ravel())
+    # Input and output overlap, but are not the same.
+    mpicoll.allreduce(buffer[:4], out=buffer[1:5], comm=comm)
+    assert not is_last_short(core)
+    assert buffer.tolist() == [1] + [size] * 4 + [1] * 3
+    frozen = np.empty(4)
+    frozen.flags.writeable = False
+    for wrong in (frozen, np.empty(4, np.float32), np.empty(5)):
+        with pytest.raises((mpicoll.ShapeError, mpicoll.DTypeError, ValueError)):
+            mpicoll.allreduce(x, out=wrong, comm=comm)
+    with pytest.raises((mpicoll.ShapeError, mpicoll.DTypeError, ValueError)):
+        mpicoll.allreduce(frozen, out=frozen, comm=comm)
+    assert repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm), 1) is out
+
+
+def test_arguments_that_are_equal_but_not_alike_do_not_take_it(comm: mpicoll.Communicator) -> None:
+    core, x = core_of(comm), np.ones(4)
+    repeat(core, lambda: mpicoll.bcast(x, 1, comm=comm))
+    with pytest.raises(mpicoll.MpicollError):
+        mpicoll.bcast(x, 1.0, comm=comm)  # type: ignore[arg-type]
+    mpicoll.bcast(x, np.int64(1), comm=comm)  # type: ignore[arg-type]
+    assert not is_last_short(core)
+
+
+class _Observer:
+    needs_every_operation = needs_call_sites = compares_calls = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def before(self, entry: Any, function: Any) -> None:
+        self.calls.append(entry[2].name)
+
+    def after(self, entry: Any, function: Any) -> None:
+        pass
+
+
+def test_rules_observers_and_pending_operations_disable_it(comm: mpicoll.Communicator) -> None:
+    core, x, out = core_of(comm), np.ones(4), np.empty(4)
+
+    def call() -> Any:
+        return mpicoll.allreduce(x, out=out, comm=comm)
+
+    repeat(core, call)
+    with mpicoll.algorithms(allreduce="ring"):
+        call()
+        assert not is_last_short(core)
+    repeat(core, call, 1)
+    observer = _Observer()
+    core.queue.observer = observer
+    call()
+    assert not is_last_short(core)
+    assert observer.calls == ["allreduce"]
+    core.queue.observer = None
+    repeat(core, call, 1)
+    mpicoll.allreduce(x, comm=comm, timeout=20)
+    assert not is_last_short(core)
+    request = mpicoll.iallreduce(np.ones(4), comm=comm)
+    number = core.queue.number
+    call()
+    assert request.wait().tolist() == [comm.size] * 4
+    assert core.queue.number in (number + 1, number + 2)
+    repeat(core, call, 1)
+
+
+def test_a_disagreement_is_reported_on_every_rank(comm: mpicoll.Communicator) -> None:
+    core, x, out = core_of(comm), np.ones(4), np.empty(4)
+    for op in ("sum", "max"):
+        repeat(core, lambda op=op: mpicoll.allreduce(x, op, out=out, comm=comm))
+    for _ in range(2):
+        with pytest.raises(mpicoll.MismatchError, match="they differ in op"):
+            mpicoll.allreduce(x, "max" if comm.rank else "sum", out=out, comm=comm)
+        assert not core.queue.lock.locked()
+        assert core.queue.current is None
+        repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm), 1)
+
+
+def test_a_call_in_a_signal_handler_is_rejected(comm: mpicoll.Communicator) -> None:
+    core, x, out = core_of(comm), np.ones(4), np.empty(4)
+    errors: list[BaseException] = []
+
+    def handle(*_: Any) -> None:
+        try:
+            mpicoll.allreduce(x, out=out, comm=comm)
+        except mpicoll.MpicollError as error:
+            errors.append(error)
+
+    repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm))
+    if comm.rank == 0:
+        previous = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            mpicoll.allreduce(x, out=out, comm=comm)  # the other ranks are late
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        assert [type(error) for error in errors] == [mpicoll.CommunicatorError]
+    else:
+        signal.sigtimedwait([], 0.3)
+        mpicoll.allreduce(x, out=out, comm=comm)
+    assert out.tolist() == [comm.size] * 4
+    repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm), 1)
+
+
+def test_calls_are_in_the_history(comm: mpicoll.Communicator) -> None:
+    core, x = core_of(comm), np.ones(4)
+    repeat(core, lambda: mpicoll.allreduce(x, comm=comm))
+    entry, end, error = list_records()[-1]
+    assert entry[2].name == "allreduce"
+    assert entry[3] <= end
+    assert not error
+
+
+def test_a_freed_communicator_is_refused() -> None:
+    if mpicoll.world().size < 2:
+        pytest.skip("needs two ranks")
+    x = np.ones(4)
+    with mpicoll.world().duplicate() as comm:
+        repeat(core_of(comm), lambda: mpicoll.allreduce(x, comm=comm))
+    with pytest.raises(mpicoll.CommunicatorError):
+        mpicoll.allreduce(x, comm=comm)
+
+
+def test_random_sequences_have_the_results_of_single_calls(comm: mpicoll.Communicator) -> None:
+    """The same seed on every rank: kinds, ops, roots and forms by turns, many of them in one place of the table."""
+    rng, size = np.random.default_rng(5), comm.size
+    short = 0
+    for _ in range(200):
+        count, dtype = int(rng.integers(1, 6)), [np.float64, np.int32, np.int8][rng.integers(3)]
+        op, form, root = ["sum", "max", "min"][rng.integers(3)], rng.integers(3), int(rng.integers(size))
+        values = rng.integers(-9, 9, (size, count)).astype(dtype)
+        x = values[comm.rank].copy()
+        out = (None, np.empty_like(x), x)[form]
+        if rng.integers(2):
+            want = {"sum": values.sum(0, dtype=dtype), "max": values.max(0), "min": values.min(0)}[op]
+            got = mpicoll.allreduce(x, op, out=out, comm=comm)
+        else:
+            want, got = values[root], mpicoll.bcast(x, root, out=out, comm=comm)
+        short += is_last_short(core_of(comm))
+        assert got.dtype == dtype
+        assert out is None or got is out
+        np.testing.assert_array_equal(got, want)
+    assert short > 20
