@@ -208,8 +208,8 @@ static size_t dtype_size(const char *dtype)
 
 const char shm_fold_doc[] =
     "fold(op, dtype, parts, out, instructions=None, /)\n--\n\n"
-    "Write the combination of the contiguous arrays `parts`, in their order, to `out`, which may be the memory of parts\n"
-    "but must not overlap them otherwise. Raises ValueError for names, sizes and memory that can't be served.\n\n"
+    "Write the combination of the contiguous arrays `parts`, in their order, to `out`, which may be the memory of\n"
+    "parts but must not overlap them otherwise. Raises ValueError for names, sizes and memory that can't be served.\n\n"
     "`instructions` (base, avx2 or avx512) is for tests; by default it is the best set that the processor has.";
 
 static int check_parts(const Py_buffer *views, Py_ssize_t nparts, const char *dtype)
@@ -237,7 +237,7 @@ static int check_parts(const Py_buffer *views, Py_ssize_t nparts, const char *dt
 PyObject *shm_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    const char *names[3] = {NULL, NULL, NULL}; /* op, dtype, instructions */
+    const char *names[3] = {"", "", NULL}; /* op, dtype, instructions */
     if (nargs != 4 && nargs != 5)
         return PyErr_Format(PyExc_TypeError, "fold takes 4 or 5 arguments, got %zd", nargs);
     for (int i = 0; i < (nargs == 5 && args[4] != Py_None ? 3 : 2); i++) {

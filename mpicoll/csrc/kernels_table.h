@@ -53,8 +53,8 @@ HALF_KERNELS(float16)
     }                                                                                                                  \
     static void LEVEL(reduce_avg_##complex)(void *out, const void *const *parts, int nparts, size_t count)             \
     {                                                                                                                  \
-        /* Numpy divides by nparts + 0i, with the same effect on infinities and signs of zero. */                      \
-        const type ratio = 0 / (type)nparts, scale = 1 / (nparts + 0 * ratio);                                         \
+        /* numpy divides by nparts + 0i, which affects infinities and signs of zero. */                                \
+        const type ratio = 0, scale = 1 / (type)nparts;                                                                \
         LEVEL(reduce_sum_##type)(out, parts, nparts, 2 * count);                                                       \
         for (size_t at = 0; at < count * 2 * sizeof(type); at += 2 * sizeof(type)) {                                   \
             type total[2];                                                                                             \
