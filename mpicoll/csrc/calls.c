@@ -232,6 +232,8 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
     const Entry *entry = find_entry(calls, key, size, x == Py_None ? NULL : &from, out == Py_None ? NULL : &to);
     if (entry == NULL)
         return NULL;
+    if (out == Py_None && entry->has_result && entry->make_result == Py_None)
+        return NULL;
     if (out != Py_None && x != Py_None && !(out == x && entry->in_place) &&
         overlap(from.data, entry->input_bytes, to.data, entry->result_bytes))
         return NULL;

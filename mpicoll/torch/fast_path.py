@@ -15,7 +15,7 @@ from mpicoll.buffers import dtypes
 from mpicoll.buffers.ops import Fold, reduction
 from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives.arguments import make_query
-from mpicoll.collectives.call import MAX_CACHED_CALLS
+from mpicoll.collectives.call import MAX_CACHED_CALLS, MISSING
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
@@ -49,6 +49,12 @@ _TENSOR = torch.Tensor
 
 _BYTES: np.dtype[Any] = np.dtype(np.uint8)
 
+_NOTHING = np.empty(0, _BYTES)
+"""The input of a barrier."""
+
+_SUM = torch.distributed.ReduceOp.SUM
+_SUM_HASH = hash(_SUM)
+
 
 class FastPath:
     """Fast-path collectives of one communicator.
@@ -68,8 +74,12 @@ class FastPath:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any) -> bool:
         """Reduce `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""
-        # This is the most frequent call, where 0.1 us matters. Checks of _is_plain are left out if the dtype implies
-        # them, or if a tensor without strides or memory raises RuntimeError below.
+        # This is the most frequent call, where 0.1 us matters.
+        op_hash = _SUM_HASH if op is _SUM else hash(op)
+        if self._queue.run_repeated(MISSING, tensor, tensor, "all_reduce", op.__class__, op_hash) is not MISSING:
+            return True
+        # Checks of _is_plain are left out if the dtype implies them, or if a tensor without strides or memory raises
+        # RuntimeError below.
         try:
             if tensor.__class__ is not _TENSOR or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
                 return False
@@ -78,7 +88,7 @@ class FastPath:
             return False
         if get_forced_rules() or (self._queue.observer is not None and self._queue.needs_every_operation):
             return False
-        key = (tensor.dtype, op.__class__, hash(op), shape)
+        key = (tensor.dtype, op.__class__, op_hash, shape)
         cached = self._cache.get(key)
         if cached is None:
             cached = self._add_to_cache(key, self._bind_in_place(tensor, op), "all_reduce")
@@ -86,7 +96,7 @@ class FastPath:
             return False
         reduce, call = cached
         if reduce.__class__ is SharedMemoryCollective:
-            return self._run_bound(((reduce, _view_flat), call), tensor, tensor)
+            return self._run_bound(((reduce, _view_flat), call), tensor, tensor, ("all_reduce", op.__class__, op_hash))
         if reduce.__class__ is _ReduceInWorkMemory:
             if tensor.is_inference():
                 return False  # torch rejects copies to inference tensors
@@ -97,6 +107,8 @@ class FastPath:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Broadcast `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.broadcast`."""
+        if self._queue.run_repeated(MISSING, tensor, tensor, "broadcast", root) is not MISSING:
+            return True
         # The type is checked because another type (such as a float) may equal the root of a cached call.
         if root.__class__ is not int or not _is_plain(tensor) or tensor.is_conj():
             return False
@@ -106,10 +118,12 @@ class FastPath:
         cached = self._cache.get(key)
         if cached is None:
             cached = self._add_to_cache(key, self._bind_move("bcast", tensor, tensor.nbytes, root), "broadcast")
-        return cached is not False and self._run_bound(cached, tensor, tensor)
+        return cached is not False and self._run_bound(cached, tensor, tensor, ("broadcast", root))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather_single` does."""
+        if self._queue.run_repeated(MISSING, tensor, output, "all_gather_single") is not MISSING:
+            return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
         nbytes = tensor.nbytes * self._comm.size
@@ -117,10 +131,16 @@ class FastPath:
         cached = self._cache.get(key)
         if cached is None:
             cached = self._add_to_cache(key, self._bind_move("allgather", tensor, nbytes), "all_gather_single")
-        return cached is not False and output.nbytes == nbytes and self._run_bound(cached, tensor, output)
+        return (
+            cached is not False
+            and output.nbytes == nbytes
+            and self._run_bound(cached, tensor, output, ("all_gather_single",))
+        )
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Exchange even splits as :func:`mpicoll.torch.c10d_collectives.all_to_all_single` does."""
+        if self._queue.run_repeated(MISSING, tensor, output, "all_to_all_single") is not MISSING:
+            return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
         key = ("all_to_all_single", tensor.dtype, tensor.shape)
@@ -132,34 +152,47 @@ class FastPath:
         size = self._comm.size
         if not tensor.ndim or tensor.shape[0] % size or not output.ndim or output.shape[0] % size:
             return False
-        return self._run_bound(cached, tensor, output)
+        return self._run_bound(cached, tensor, output, ("all_to_all_single",))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> bool:
         """Reduce and scatter as :func:`mpicoll.torch.c10d_collectives.reduce_scatter_single` does."""
+        op_hash = _SUM_HASH if op is _SUM else hash(op)
+        name = ("reduce_scatter_single", op.__class__, op_hash)
+        if self._queue.run_repeated(MISSING, tensor, output, *name) is not MISSING:
+            return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
         count = tensor.numel()
-        key = ("reduce_scatter_single", tensor.dtype, op.__class__, hash(op), tensor.shape)
+        key = ("reduce_scatter_single", tensor.dtype, op.__class__, op_hash, tensor.shape)
         cached = self._cache.get(key)
         if cached is None:
             cached = self._add_to_cache(key, self._bind_reduce_scatter(tensor, op, count), "reduce_scatter_single")
         return (
             cached is not False
             and count == output.numel() * self._comm.size
-            and self._run_bound(cached, tensor, output)
+            and self._run_bound(cached, tensor, output, name)
         )
 
     def barrier(self) -> bool:
         """Synchronize as :func:`mpicoll.torch.c10d_collectives.barrier` does."""
+        if self._queue.run_repeated(MISSING, _NOTHING, None, "barrier") is not MISSING:
+            return True
         if get_forced_rules() or self._queue.needs_every_operation:
             return False
         cached = self._cache.get(("barrier",))
         if cached is None:
             cached = self._add_to_cache(("barrier",), self._bind_move("barrier", None, 0), "barrier")
-        return cached is not False and self._run_bound(cached, None, None)
+        return cached is not False and self._run_bound(cached, None, None, ("barrier",))
 
-    def _run_bound(self, cached: tuple[Any, Call], tensor: torch.Tensor | None, output: torch.Tensor | None) -> bool:
-        """Run the collective that `cached` is bound to, on the memory of `tensor` and `output`.
+    def _run_bound(
+        self,
+        cached: tuple[Any, Call],
+        tensor: torch.Tensor | None,
+        output: torch.Tensor | None,
+        name: tuple[Any, ...],
+    ) -> bool:
+        """Run the collective that `cached` is bound to, on the memory of `tensor` and `output`. Have later calls of
+        `name` on tensors like these carried out by the extension alone, if it can do that.
         Return False if it must be run another way after all, on all ranks."""
         (function, view), call = cached
         source = None if tensor is None else view(tensor)
@@ -170,6 +203,11 @@ class FastPath:
             # The cache is cleared so that algorithms are selected again with this knowledge.
             self._cache.clear()
             return False
+        compiled = function.find_compiled() if isinstance(function, SharedMemoryCollective) else None
+        if compiled is not None:
+            steps, collective = compiled
+            given = _NOTHING if tensor is None else tensor
+            self._queue.add_call(steps, name, given, output, None, collective, call, in_place=output is tensor)
         return True
 
     def _add_to_cache(self, key: tuple[Any, ...], bound: tuple[Any, Call] | bool, name: str) -> Any:

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+import mpicoll.torch
+from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.operation import Operation
+from mpicoll.extension import find_missing_reason, list_records
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 pytestmark = [
     pytest.mark.mpi,
@@ -166,3 +170,44 @@ def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) ->
                 got, want = form(partial(data, turn, count, dtype))  # type: ignore[operator]
                 assert torch.equal(got, want), f"{form} {dtype} turn {turn}: {got} {want}"
             assert not prepared, f"{form} {dtype}"
+
+
+@pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+@pytest.mark.parametrize("module", [dist, mpicoll.torch], ids=["c10d", "dropin"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_repeated_calls_take_the_short_way_of_the_extension(module: Any, dtype: torch.dtype) -> None:
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, ProcessGroupMpicoll)
+    queue, size, rank = core_of(group.comm).queue, dist.get_world_size(), dist.get_rank()
+    if size < 2:
+        pytest.skip("needs two ranks")
+    x, whole, out = torch.ones(3, dtype=dtype), torch.empty(3 * size, dtype=dtype), torch.empty(3, dtype=dtype)
+    # The old names are those of the drop-in.
+    calls: list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = [
+        (lambda: module.all_reduce(x.fill_(rank)), x, torch.full((3,), sum(range(size)))),
+        (lambda: module.all_reduce(x.fill_(rank), ReduceOp.MAX), x, torch.full((3,), size - 1)),
+        (lambda: module.broadcast(x.fill_(rank), 1), x, torch.ones(3)),
+        (lambda: module.all_gather_into_tensor(whole, x.fill_(rank)), whole, torch.arange(size).repeat_interleave(3)),
+        (
+            lambda: module.all_to_all_single(whole, torch.full_like(whole, rank)),
+            whole,
+            torch.arange(size).repeat(3).sort()[0],
+        ),
+        (
+            lambda: module.reduce_scatter_tensor(out, torch.full_like(whole, rank)),
+            out,
+            torch.full((3,), sum(range(size))),
+        ),
+        (module.barrier, x, x),
+    ]
+    for call, got, want in calls:
+        for _ in range(3):
+            call()
+        assert list_records()[-1][0][1] == queue.number
+        assert list_records()[-1][0][0] is queue.group
+        assert torch.equal(got, want.to(dtype))
+    # Where they aren't alike, the memory is not taken for that of a plain tensor.
+    negated = torch._neg_view(torch.ones(3, dtype=dtype))
+    dist.all_reduce(negated)
+    assert list_records()[-1][0][1] != queue.number
+    assert torch.equal(negated, torch.full((3,), -size).to(dtype))
