@@ -11,52 +11,16 @@
 #define PY_SSIZE_T_CLEAN
 #include "collectives.h"
 
-#include <stdint.h>
-#include <string.h>
 #include <structmember.h>
 
-#include "kernels.h"
-#include "steps.h"
+#include "direct.h"
 
 enum {
-    LINE = 64,             /* alignment of what different ranks write to */
-    RELEASE_AT = 64 * 1024 /* bytes from which on the GIL is released for the whole collective */
-};
-
-/* Bytes that a rank copies to its own slot, or from the slot of another rank. */
-typedef struct {
-    size_t from, to, nbytes;
-} Move;
-
-struct Collective {
-    PyObject_HEAD
-    Steps *steps;
-    int (*run)(const Collective *, const char *source, char *target);
-    uint32_t signature, step_count;
-    bool has_result;
-    size_t itemsize;
-    size_t source_bytes, target_bytes;
-    size_t nbytes;         /* of the vector */
-    size_t width;          /* bytes of a piece of each block */
-    ReduceKernel reduce;
-    const void **parts;    /* operands of the ranks */
-    Move *moves;           /* of each rank to this rank's output, then from this rank's input for each rank */
-    int outgoing;          /* number of the latter: one where all ranks get the same */
-    Move own;              /* from input to output */
-    int operands;          /* of exscan and scan: those of as many ranks, from rank 0 on, are reduced */
-    char identity[16];     /* of exscan: each element of the output of rank 0 */
+    RELEASE_AT = 64 * 1024,   /* bytes from which on the GIL is released for the whole collective */
+    ACCESS_WIDTH = 256 * 1024 /* of pieces, whose result is still in the cache when it is copied to other ranks */
 };
 
 _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
-
-static size_t min_size(size_t one, size_t other) { return one < other ? one : other; }
-
-/* Copy to a slot, or from one. */
-static void copy(char *to, const char *from, size_t nbytes)
-{
-    if (nbytes > 0)
-        memcpy(to, from, nbytes);
-}
 
 static int run_barrier(const Collective *one, const char *source, char *target)
 {
@@ -82,12 +46,11 @@ static int reduce_flat(const Collective *one, const char *source, char *target)
     return 0;
 }
 
-/* The offset of a rank's share of a piece, aligned to cache lines; the shares of all ranks differ by at most a line. */
-static size_t get_share_offset(size_t nbytes, int rank, int size)
+size_t get_share_offset(size_t nbytes, int rank, int size)
 {
-    size_t lines = (nbytes + LINE - 1) / LINE, share = lines / (size_t)size, more = lines % (size_t)size;
+    size_t lines = (nbytes + CACHE_LINE - 1) / CACHE_LINE, share = lines / (size_t)size, more = lines % (size_t)size;
     size_t before = share * (size_t)rank + min_size((size_t)rank, more);
-    return min_size(nbytes, before * LINE);
+    return min_size(nbytes, before * CACHE_LINE);
 }
 
 /* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the step.
@@ -213,8 +176,7 @@ static int move_blocks(const Collective *one, const char *source, char *target)
                      min_size(one->width, move->nbytes - start));
         }
     }
-    if (one->own.nbytes > 0 && target + one->own.to != source + one->own.from)
-        memmove(target + one->own.to, source + one->own.from, one->own.nbytes);
+    copy_own(one, source, target);
     return 0;
 }
 
@@ -239,7 +201,7 @@ static size_t get_offset(const Layout *layout, int rank)
 static uint32_t cut(Collective *one, size_t nbytes, size_t piece, int blocks)
 {
     size_t width = piece / (size_t)blocks;
-    width = width < LINE ? LINE : width - width % LINE;
+    width = width < CACHE_LINE ? CACHE_LINE : width - width % CACHE_LINE;
     if (nbytes <= width) {
         one->width = nbytes ? nbytes : 1;
         return 1;
@@ -251,7 +213,8 @@ static uint32_t cut(Collective *one, size_t nbytes, size_t piece, int blocks)
 static void plan_vector_reduction(Collective *one, const Layout *layout, size_t piece, bool flat, bool everywhere)
 {
     const Steps *steps = one->steps;
-    one->nbytes = layout->total;
+    one->access = ACCESS_VECTOR;
+    one->everywhere = everywhere;
     one->has_result = everywhere || layout->root == steps->rank;
     one->source_bytes = layout->total;
     one->target_bytes = one->has_result ? layout->total : 0;
@@ -261,7 +224,7 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
 
 static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t piece, bool inclusive)
 {
-    one->nbytes = one->source_bytes = one->target_bytes = layout->total;
+    one->source_bytes = one->target_bytes = layout->total;
     one->run = reduce_prefixes;
     one->step_count = cut(one, layout->total, piece, 1);
     one->operands = one->steps->rank + (inclusive ? 1 : 0);
@@ -271,6 +234,7 @@ static void plan_block_reduction(Collective *one, const Layout *layout, size_t p
 {
     const Steps *steps = one->steps;
     one->run = reduce_blocks;
+    one->access = ACCESS_BLOCK;
     one->step_count = cut(one, layout->largest, piece, steps->size);
     one->outgoing = steps->size;
     for (int peer = 0; peer < steps->size; peer++) {
@@ -293,6 +257,7 @@ static void plan_gathering(Collective *one, const Layout *layout, size_t piece, 
     const Steps *steps = one->steps;
     const int rank = steps->rank;
     one->run = move_blocks;
+    one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->largest, piece, 1);
     one->outgoing = 1;
     one->moves[steps->size].nbytes = one->source_bytes = layout->blocks[rank];
@@ -311,7 +276,9 @@ static void plan_bcast(Collective *one, const Layout *layout, size_t piece)
 {
     const Steps *steps = one->steps;
     const bool root = layout->root == steps->rank;
+    one->has_one_source = true;
     one->run = move_blocks;
+    one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->total, piece, 1);
     one->outgoing = 1;
     one->target_bytes = layout->total;
@@ -327,8 +294,11 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
     const Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size;
     one->run = move_blocks;
+    one->access = ACCESS_MOVES;
     one->step_count = cut(one, layout->largest, piece, size);
     one->target_bytes = all ? layout->total : layout->blocks[rank];
+    one->has_one_source = !all;
+    one->origin = get_offset(layout, rank);
     for (int peer = 0; peer < size; peer++) {
         if (peer == rank || (!all && peer != layout->root))
             continue;
@@ -354,6 +324,8 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
 /* Returns -1 with an exception if there is no such collective. */
 static int plan(Collective *one, const char *name, const Layout *layout, size_t piece, bool flat)
 {
+    one->nbytes = layout->total;
+    one->root = layout->root;
     if (strcmp(name, "barrier") == 0) {
         one->run = run_barrier;
         one->step_count = 1;
@@ -393,7 +365,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {
         "steps", "collective", "op", "dtype", "itemsize", "counts", "root", "piece", "flat", "signature",
-        "identity", NULL};
+        "identity", "reads", "width", NULL};
     Collective *one = (Collective *)self;
     PyObject *steps, *counts;
     const char *name, *op, *dtype;
@@ -401,12 +373,14 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     int root, flat;
     unsigned long signature;
     const char *identity = NULL;
-    Py_ssize_t identity_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#", names, &steps, &name, &op, &dtype, &itemsize,
-                                     &counts, &root, &piece, &flat, &signature, &identity, &identity_bytes))
+    Py_ssize_t identity_bytes = 0, width = 0;
+    int reads = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OsssnOinpk|y#pn", names, &steps, &name, &op, &dtype, &itemsize,
+                                     &counts, &root, &piece, &flat, &signature, &identity, &identity_bytes,
+                                     &reads, &width))
         return -1;
     /* Objects are initialised once: other threads may run them. */
-    if (one->steps != NULL || itemsize < 1 || piece < 1 || identity_bytes > (Py_ssize_t)sizeof one->identity ||
+    if (one->steps != NULL || itemsize < 1 || piece < 1 || width < 0 || identity_bytes > (Py_ssize_t)sizeof one->identity ||
         (identity_bytes > 0 && identity_bytes != itemsize) || !PyObject_HasAttrString(steps, "list_late_ranks")) {
         PyErr_SetString(PyExc_ValueError, "Collective: invalid arguments, or initialised twice");
         return -1;
@@ -423,6 +397,12 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     one->signature = (uint32_t)signature;
     one->itemsize = (size_t)itemsize;
     copy(one->identity, identity, (size_t)identity_bytes);
+    one->reads_memory = reads != 0;
+    one->access_width = width < CACHE_LINE ? ACCESS_WIDTH : (size_t)(width - width % CACHE_LINE);
+    if (one->reads_memory && one->steps->processes == NULL) {
+        PyErr_SetString(PyExc_ValueError, "Collective: the processes of the ranks are not known");
+        return -1;
+    }
     one->reduce = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
     one->parts = PyMem_Calloc((size_t)size, sizeof(void *));
@@ -485,13 +465,26 @@ static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nb
 
 static int run_on(const Collective *one, const char *source, char *target)
 {
-    bool releases = one->source_bytes + one->target_bytes >= RELEASE_AT;
+    const bool releases = one->source_bytes + one->target_bytes >= RELEASE_AT, direct = tries_direct(one);
+    if (direct && locate_arrays(one, source, target) < 0)
+        return -1;
     if (releases)
         release_gil(one->steps);
-    int status = one->run(one, source, target);
+    int status = direct ? run_direct(one, source, target) : 0;
+    if (status == 0)
+        status = one->run(one, source, target);
     if (releases)
         acquire_gil(one->steps);
-    return status;
+    return status < 0 ? -1 : 0;
+}
+
+void end_failed(Steps *steps)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (sync_failed(steps) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
 }
 
 int carry_out_collective(const Collective *one, const char *source, char *target)
@@ -534,11 +527,7 @@ static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nar
     int status = run_on_arrays(one, args, nargs, carry_out_collective);
     if (status < 0 && steps->step == begin && !steps->unusable) {
         /* The arguments are invalid: the other ranks must not wait for this one. */
-        PyObject *type, *value, *traceback;
-        PyErr_Fetch(&type, &value, &traceback);
-        if (sync_failed(steps) < 0)
-            PyErr_Clear();
-        PyErr_Restore(type, value, traceback);
+        end_failed(steps);
     }
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -559,9 +548,11 @@ static PyMemberDef members[] = {
 
 static PyType_Slot slots[] = {
     {Py_tp_doc, "Collective(steps, collective, op, dtype, itemsize, counts, root, piece, flat, signature,"
-                " identity=b'')\n--\n\n"
+                " identity=b'', reads=False, width=0)\n--\n\n"
                 "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector;"
-                " `identity` is an element, of which the output of exscan on rank 0 consists."},
+                " `identity` is an element, of which the output of exscan on rank 0 consists."
+                " With `reads`, the ranks read each other's private memory if no rank forbids it; `width` is the bytes of"
+                " a piece that is reduced in memory of others (0: the default)."},
     {Py_tp_init, init_collective},
     {Py_tp_dealloc, dealloc_collective},
     {Py_tp_traverse, traverse_collective},

@@ -4,8 +4,72 @@
 #define MPICOLL_COLLECTIVES_H
 
 #include <Python.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "steps.h"
+
+enum { CACHE_LINE = 64 /* alignment of what different ranks write to */ };
+
+/* Bytes that a rank copies to its own slot, or from the slot of another rank. */
+typedef struct {
+    size_t from, to, nbytes;
+} Move;
+
+/* What a rank does with the arrays of others, where it has access to them. */
+typedef enum { ACCESS_NOTHING, ACCESS_MOVES, ACCESS_VECTOR, ACCESS_BLOCK } Access;
 
 typedef struct Collective Collective;
+struct Collective {
+    PyObject_HEAD
+    Steps *steps;
+    int (*run)(const Collective *, const char *source, char *target);
+    uint32_t signature, step_count;
+    bool has_result;
+    size_t itemsize;
+    size_t source_bytes, target_bytes;
+    size_t nbytes;         /* of the vector, or of all blocks */
+    size_t width;          /* bytes of a piece of each block */
+    ReduceKernel reduce;
+    const void **parts;    /* operands of the ranks */
+    Move *moves;           /* of each rank to this rank's output, then from this rank's input for each rank */
+    int outgoing;          /* number of the latter: one where all ranks get the same */
+    Move own;              /* from input to output */
+    int operands;          /* of exscan and scan: those of as many ranks, from rank 0 on, are reduced */
+    char identity[16];     /* of exscan: each element of the output of rank 0 */
+    Access access;
+    bool reads_memory;     /* the ranks may read each other's private memory */
+    bool has_one_source;   /* only the root has an input */
+    bool everywhere;       /* all ranks get the result of the vector */
+    int root;
+    size_t origin;         /* where the data for this rank begins in the inputs of the others */
+    size_t access_width;   /* bytes of a piece that is reduced in the arrays of others */
+};
+
+static inline size_t min_size(size_t one, size_t other) { return one < other ? one : other; }
+
+/* Copy between arrays that don't overlap. */
+static inline void copy(char *to, const char *from, size_t nbytes)
+{
+    if (nbytes > 0)
+        memcpy(to, from, nbytes);
+}
+
+/* Copy this rank's own block from its input to its output. */
+static inline void copy_own(const Collective *one, const char *source, char *target)
+{
+    if (one->own.nbytes > 0 && target + one->own.to != source + one->own.from)
+        memmove(target + one->own.to, source + one->own.from, one->own.nbytes);
+}
+
+/* The offset of a rank's share of a piece, aligned to cache lines; the shares of all ranks differ by at most a line. */
+size_t get_share_offset(size_t nbytes, int rank, int size);
+
+/* End the running operation on all ranks, because this one has failed in it. There is an exception, and the GIL is held. */
+void end_failed(Steps *steps);
 
 /* Carry out a collective as an operation, on this rank's input and output. Returns -1 with an exception. */
 int carry_out_collective(const Collective *one, const char *source, char *target);

@@ -22,6 +22,8 @@
 #include <stdlib.h>
 #include <structmember.h>
 
+#include "direct.h"
+
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
     RANK_BYTES = 4 * LINE,   /* flags, the state, posted numbers of both parities */
@@ -46,7 +48,7 @@ static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 
 static inline Word *get_state(const Steps *steps, int rank) { return (Word *)(void *)(get_block(steps, rank) + STATE_AT); }
 
-static inline int64_t *get_posted(const Steps *steps, int rank, int parity)
+int64_t *get_posted(const Steps *steps, int rank, int parity)
 {
     return (int64_t *)(void *)(get_block(steps, rank) + POSTED_AT) + parity * POSTED;
 }
@@ -181,6 +183,7 @@ static int init_steps(PyObject *self, PyObject *args, PyObject *keywords)
     }
     steps->flags = (char *)steps->memory.buf + shift;
     steps->signature = 1;
+    steps->unreadable_rank = -1;
     return 0;
 }
 
@@ -191,6 +194,7 @@ static void dealloc_steps(PyObject *self)
     if (steps->flags != NULL)
         PyBuffer_Release(&steps->memory);
     PyMem_Free(steps->slots);
+    free_locations(steps);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
@@ -390,12 +394,24 @@ static PyMethodDef methods[] = {
      "post(*values)\n--\n\nPublish up to 8 numbers, which the other ranks read by `read_posted` after the next step."},
     {"read_posted", read_posted, METH_O,
      "read_posted(count)\n--\n\nReturn the first `count` numbers that each rank posted in the step that has just ended."},
+    {"add_segment", add_segment, METH_VARARGS,
+     "add_segment(number, addresses, nbytes)\n--\n\nAdd memory that all ranks have mapped: the addresses of the ranks'"
+     " parts, and the bytes of this rank's."},
+    {"remove_segment", remove_segment, METH_O, "remove_segment(number)\n--\n\nForget a segment, if it is there."},
+    {"find_segment", find_segment, METH_O,
+     "find_segment(address)\n--\n\nReturn the number of the segment that contains an address, and the offset in this"
+     " rank's part; (0, 0) if there is none."},
+    {"set_processes", set_processes, METH_O,
+     "set_processes(numbers)\n--\n\nSet the processes of the ranks, whose private memory can be read; 0 for threads of"
+     " this process."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef members[] = {
     {"rank", T_INT, offsetof(Steps, rank), READONLY, "Rank of this process on the node."},
     {"size", T_INT, offsetof(Steps, size), READONLY, "Number of ranks of the node."},
+    {"unreadable_rank", T_INT, offsetof(Steps, unreadable_rank), READONLY,
+     "The rank that forbade others to read its memory in the last operation that would have read it; -1 if none did."},
     {"number", T_UINT, offsetof(Steps, step), 0, "Number of the last step, modulo 2 to the power of 32."},
     {"signature", T_UINT, offsetof(Steps, signature), 0, "Signature of the running operation, never 0."},
     {"unusable", T_BOOL, offsetof(Steps, unusable), READONLY, "True if this rank has abandoned an operation."},

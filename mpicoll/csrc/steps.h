@@ -35,11 +35,19 @@ typedef struct {
     char **slots;           /* of both parities, by rank: slots[parity * size + rank] */
     char *results[2];       /* of both parities, shared by the ranks */
     size_t slot_bytes;
+    struct Segment *segments; /* memory that all ranks have mapped besides the slots (direct.c) */
+    bool has_segments;        /* there have been some; the same on all ranks */
+    int *processes;           /* of the ranks, whose private memory can be read; 0: threads of this one */
+    int unreadable_rank;      /* that forbade it in the last operation that would have read it; else -1 */
+    struct Locations *locations;
 } Steps;
 
 static inline int get_parity(const Steps *steps) { return (int)(steps->step & 1); }
 
 static inline char *get_slot(const Steps *steps, int parity, int rank) { return steps->slots[parity * steps->size + rank]; }
+
+/* The numbers that a rank posts in its next step, of parity `get_parity`, or has posted in the last one. */
+int64_t *get_posted(const Steps *steps, int rank, int parity);
 
 /* End a step: what the ranks wrote before is visible to all of them. Returns 0; or -1 with an exception, if the ranks
  * carry out different operations, one of them has failed in this one, or the wait for them has failed. Called with the

@@ -17,16 +17,6 @@ Message: TypeAlias = tuple[int, Memory]
 """A peer and the bytes that are sent to it or received from it."""
 
 
-class Reader(Protocol):
-    """Access to the private memory of one rank of the same node, as long as the kernel permits it."""
-
-    def read(self, source: int, target: int, nbytes: int) -> None:
-        """Copy from an address of that rank to an address of this one. Raises OSError."""
-
-    def check(self) -> None:
-        """Raise OSError if the memory of that rank can't be read."""
-
-
 class Envelope(NamedTuple):
     """The source, the tag and the size of a received or probed message."""
 
@@ -205,8 +195,9 @@ class Transport(Protocol):
     def adopt(self, memory: Memory, fd: int) -> Sequence[Memory]:
         """Share existing memory of this process, the beginning of the file behind `fd`, as :meth:`share` does."""
 
-    def open_readers(self) -> Sequence[Reader]:
-        """Return for each rank the access to its private memory. Collective, on a group of one node."""
+    def list_processes(self) -> Sequence[int]:
+        """Return for each rank the number of its process, whose private memory can be read; 0 if it is a thread of this
+        one. Collective, on a group of one node."""
 
     @property
     def has_own_cores(self) -> bool:

@@ -559,8 +559,11 @@ with mpicoll.algorithms(allreduce="cma"):
         y = x.copy()
         for result in (mpicoll.allreduce(x), mpicoll.allreduce(y, out=y), mpicoll.iallreduce(x).wait(), plan()):
             np.testing.assert_array_equal(result, want)
+        block = np.split(want, world.size)[world.rank]
+        np.testing.assert_array_equal(mpicoll.reduce_scatter(x, algorithm="cma"), block)
+        assert (mpicoll.bcast(x, 1, algorithm="cma") == mpicoll.bcast(x, 1, algorithm="native")).all()
         reason = mpicoll.explain("allreduce", x.nbytes).reason
-        why = "path of shm_pipelined, because rank 0 can't read the memory of rank 1: Operation not permitted"
+        why = "path of shm_pipelined, because rank 1 forbids others to read its memory (PR_SET_DUMPABLE)"
         assert (why in reason) == (state == 0), reason
         mpicoll.barrier()
 """

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from mpicoll._shm import Steps
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.core.arena_wait import ArenaWait, CheckWait
@@ -17,7 +15,7 @@ from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 from mpicoll.errors import CommunicationError
-from mpicoll.transport.base import Memory, Reader, Transport
+from mpicoll.transport.base import Memory, Transport
 
 Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
@@ -62,11 +60,7 @@ class Arena(Steps):
         self.results: tuple[Memory, ...] = ()
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
-        self.segments = SegmentTable(transport)
-        self._scratch: list[Array] = []
-        self.readers: Sequence[Reader] = ()
-        # Reason why the ranks could not read each other's memory in the last operation for that.
-        self.cma_failed_reason: str | None = None
+        self.segments = SegmentTable(self, transport)
         self._transport = transport
         self._descriptions = CallDescriptions(first[flags:], rank, size, describe_call, mismatch_error)
         self._row_mismatch_error = row_mismatch_error
@@ -81,7 +75,8 @@ class Arena(Steps):
         """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
         own = 2 * SLOT_BYTES
         memories = self._transport.share(2 * own if self.rank == 0 else own)
-        self.readers = () if self._transport.no_cma_reason else self._transport.open_readers()
+        if not self._transport.no_cma_reason:
+            self.set_processes(self._transport.list_processes())
         parts = [slice(w * SLOT_BYTES, (w + 1) * SLOT_BYTES) for w in range(4)]
         self.slots = tuple(tuple(memory[part] for memory in memories) for part in parts[:2])
         self.results = tuple(memories[0][part] for part in parts[2:])
@@ -127,9 +122,11 @@ class Arena(Steps):
             self.synchronize()
         self.step()
 
-    def extend(self, steps: int) -> None:
-        """State that the running operation has so many steps more than stated before, on all ranks."""
-        self._last += steps
+    @property
+    def cma_failed_reason(self) -> str | None:
+        """The reason why the ranks could not read each other's memory in the last operation for that."""
+        rank = self.unreadable_rank
+        return None if rank < 0 else f"rank {rank} forbids others to read its memory (PR_SET_DUMPABLE)"
 
     def run(
         self,
@@ -246,13 +243,6 @@ class Arena(Steps):
 
     def _name_rank(self) -> str:
         return f"rank {self.rank} of {self.size} (of this node)"
-
-    @property
-    def scratch(self) -> list[Array]:
-        """Private memory for the running operation: one array of the size of a slot for each rank."""
-        if not self._scratch:
-            self._scratch = [np.empty(SLOT_BYTES, np.uint8) for _ in range(self.size)]
-        return self._scratch
 
 
 def _get_address(memory: Memory) -> int:

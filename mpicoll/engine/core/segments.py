@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from weakref import finalize
+from weakref import finalize, ref
 
-from mpicoll.buffers.dtypes import Array
+from mpicoll._shm import Steps
 from mpicoll.transport.base import Memory, Transport
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Memory that each rank contributes and all ranks of the node can access: the address and size of this rank's part,
-    and the parts of the other ranks."""
-
-    address: int
-    nbytes: int
-    others: dict[int, Memory]
-
-
 class SegmentTable:
-    """The segments of a node by number. The numbers are the same on all ranks."""
+    """The segments of a node by number: memory that each rank contributes and all ranks of the node can access. The
+    numbers are the same on all ranks. The extension finds arrays in them by the addresses, which `steps` has."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, steps: Steps, transport: Transport) -> None:
         self.allocated = 0
-        self.by_number: dict[int, Segment] = {}
+        # The parts of the other ranks, which are mapped as long as they are referenced here.
+        self.by_number: dict[int, dict[int, Memory]] = {}
+        self._steps = ref(steps)
         self._transport = transport
 
     def allocate(self, nbytes: int) -> Memory:
@@ -34,7 +26,7 @@ class SegmentTable:
         memories = self._transport.share(max(nbytes, 1))
         number, own = self._register(memories), memories[self._transport.rank]
         # The caller's arrays keep the base of the memory alive, not the array that is returned here.
-        finalize(own if own.base is None else own.base, self.by_number.pop, number, None).atexit = False
+        finalize(own if own.base is None else own.base, self.unregister, number).atexit = False
         return own
 
     def adopt(self, memory: Memory, fd: int) -> int:
@@ -43,23 +35,17 @@ class SegmentTable:
         return self._register(self._transport.adopt(memory, fd))
 
     def unregister(self, number: int) -> None:
-        """Unregister adopted memory before it is released."""
+        """Unregister memory before it is released."""
+        steps = self._steps()
+        if steps is not None:
+            steps.remove_segment(number)
         self.by_number.pop(number, None)
 
     def _register(self, memories: Sequence[Memory]) -> int:
         self.allocated += 1
-        own = memories[self._transport.rank]
-        others = {peer: memory for peer, memory in enumerate(memories) if peer != self._transport.rank}
-        self.by_number[self.allocated] = Segment(own.__array_interface__["data"][0], own.nbytes, others)
+        rank, steps = self._transport.rank, self._steps()
+        self.by_number[self.allocated] = {peer: memory for peer, memory in enumerate(memories) if peer != rank}
+        if steps is not None:
+            addresses = [memory.__array_interface__["data"][0] for memory in memories]
+            steps.add_segment(self.allocated, addresses, memories[rank].nbytes)
         return self.allocated
-
-    def find(self, array: Array | None) -> tuple[int, int]:
-        """Return the number of the segment that contains `array`, and the offset in it; (0, 0) if no segment contains
-        it."""
-        if array is not None:
-            address = array.__array_interface__["data"][0]
-            for number, segment in self.by_number.copy().items():  # a finalizer may remove an entry meanwhile
-                offset = address - segment.address
-                if 0 <= offset < segment.nbytes:
-                    return number, offset
-        return 0, 0

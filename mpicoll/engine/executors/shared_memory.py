@@ -17,9 +17,7 @@ depends on where numpy's vector loops end).
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
@@ -32,11 +30,9 @@ from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arrays import CollectiveArrays, displacements, do_nothing, even_displacements
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
-from mpicoll.engine.core.segments import Segment
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
 from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
-from mpicoll.errors import CommunicationError
 
 if TYPE_CHECKING:
     from mpicoll._shm import Collective
@@ -44,10 +40,6 @@ if TYPE_CHECKING:
 
 _LINE = 64
 """Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
-
-_DIRECT = 256 * 1024
-"""Bytes of the pieces in which buffers of other ranks are reduced: the result is still in the cache when it is copied
-to the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +72,12 @@ def get_piece_bytes(size: int) -> int:
 
 
 Program: TypeAlias = "tuple[Body, int]"
-"""A function that carries out a collective by :meth:`Arena.run`, and the number of its steps, which it may extend."""
+"""A function that carries out a collective by :meth:`Arena.run`, and the number of its steps."""
 
 
-def bind(arena: Arena, spec: CollectiveSpec, collective: Collective | None = None) -> Program:
-    """Return what carries out `spec` in the buffers of the other ranks where that is possible, and otherwise by
-    `collective`, or by slots in Python (None)."""
-    staged, steps = (
-        _STAGED[spec.collective](arena, spec) if collective is None else (collective.run, collective.step_count)
-    )
-    reads, direct, segments = spec.method == "cma", _DirectAccess(arena, spec, steps), arena.segments
-    # Ranks reduce their shares of each other's buffers.
-    splits = spec.fold is None or spec.fold.elementwise
-
-    def body(source: Any, target: Any) -> None:
-        # Shared memory is allocated collectively, so all ranks take the same branch.
-        if not ((reads or (segments.allocated and splits)) and direct.run(source, target)):
-            staged(source, target)
-
-    return body, steps
+def bind(arena: Arena, spec: CollectiveSpec) -> Program:
+    """Return what carries out `spec` by slots in Python, for data on a device and reductions without a kernel."""
+    return _STAGED[spec.collective](arena, spec)
 
 
 def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Collective | None:
@@ -122,6 +101,8 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
         spec.method == "shm_flat",
         signature,
         spec.identity,
+        spec.method == "cma",
+        spec.segment or 0,
     )
 
 
@@ -141,7 +122,7 @@ class SharedMemoryCollective:
     then done here. `bind` binds collectives on the memory of a device to the arena.
     """
 
-    __slots__ = ("_arena", "_bind", "_comm", "_compiled", "_program", "_segments", "_signature", "_spec")
+    __slots__ = ("_arena", "_bind", "_comm", "_compiled", "_program", "_signature", "_spec")
 
     def __init__(
         self,
@@ -169,7 +150,6 @@ class SharedMemoryCollective:
         self._program: Program | None = None
         # The compiled collective, where nothing but that is to be done.
         self._compiled: Collective | None = None
-        self._segments = 0
 
     @classmethod
     def of(
@@ -196,7 +176,7 @@ class SharedMemoryCollective:
         rank to complete before the other ranks read its results. Raises SharedMemoryLost before any data has been
         exchanged."""
         arena = self._arena
-        if arena is None or arena.segments.allocated != self._segments:
+        if arena is None:
             arena = self._prepare()
         if self._compiled is not None and load is do_nothing:
             self._compiled.carry_out(source, target)
@@ -212,22 +192,20 @@ class SharedMemoryCollective:
         return None if self._arena is None or self._compiled is None else (self._arena, self._compiled)
 
     def _prepare(self) -> Arena:
-        """Bind the collective to the arena: at the first run, and when ranks have allocated shared memory since."""
+        """Bind the collective to the arena, at the first run."""
         was_lost = self._comm.shm_failed_reason is not None
         arena = self._comm.arena()
         if arena is None:
             raise SharedMemoryLost(is_compared=not was_lost)
-        self._arena, self._segments, self._compiled = arena, arena.segments.allocated, None
+        self._arena = arena
         if self._bind is not None:
             self._program = self._bind(arena, self._spec)
             return arena
-        collective = make_collective(arena, self._spec, self._signature)
-        assert collective is not None or self._spec.collective in _STAGED
-        if collective is None or self._spec.method == "cma" or (self._segments and self._spec.collective in _STAGED):
-            self._program = bind(arena, self._spec, collective)
+        self._compiled = make_collective(arena, self._spec, self._signature)
+        if self._compiled is None:
+            self._program = bind(arena, self._spec)
         else:
-            self._program = collective.run, collective.step_count
-            self._compiled = collective
+            self._program = self._compiled.run, self._compiled.step_count
         return arena
 
 
@@ -475,222 +453,6 @@ _STAGED: dict[str, Callable[[Arena, CollectiveSpec], Program]] = {
     "reduce_scatter": _reduce_scatter_pipelined,
     **dict.fromkeys(("bcast", "allgather", "gather", "scatter", "alltoall"), _move_pipelined),
 }
-
-
-class _DirectAccess:
-    """Operation that works on the buffers of the other ranks directly.
-
-    First the ranks exchange the locations of their buffers. The operation is carried out if these lie in memory that
-    all ranks can access, or if the method reads private memory and each rank can read that of the others; otherwise
-    only the locations have been exchanged.
-    """
-
-    def __init__(self, arena: Arena, spec: CollectiveSpec, staged_steps: int) -> None:
-        self._arena = arena
-        self._spec = spec
-        self._staged_steps = staged_steps
-        self._reads = spec.method == "cma"
-        self._moves = make_moves(spec, arena.rank, arena.size) if spec.fold is None else []
-        self._copy_own = make_own_copy(self._moves, arena.rank)
-        # The ranks whose private memory this rank reads.
-        self._peers: Sequence[int] = ()
-        if self._reads:
-            read = range(arena.size) if spec.fold is not None else {move.peer for move in self._moves if move.count}
-            self._peers = [peer for peer in self._get_other_ranks() if peer in read]
-        self._segments: dict[int, Segment] = {}
-
-    def run(self, source: Any, target: Any) -> bool:
-        """Carry out the operation if possible. Return True if it was carried out."""
-        arena, table = self._arena, self._arena.segments
-        if self._reads and target is None and self._spec.fold is not None:
-            target = self._allocate_share()
-        # The memory that is still in use may differ from rank to rank; the number of allocations does not.
-        allocated = table.allocated > 0
-        arena.extend(1)
-        where = (*table.find(source), *table.find(target)) if allocated else (0, 0, 0, 0)
-        arena.post(*where, _address(source), _address(target), *self._check_reading())
-        arena.sync()
-        locations = arena.read_posted(8)
-        if allocated:
-            # Copied for this run, because another thread may release memory.
-            self._segments = table.by_number.copy()
-            try:
-                if self._lie_in_segments(locations):
-                    arena.extend(1 - self._staged_steps)
-                    self._run_in_segments(locations, source, target)
-                    arena.sync()
-                    return True
-            finally:
-                self._segments = {}
-        if not self._reads or not self._can_all_read(locations):
-            return False
-        splits = self._spec.fold is not None and self._spec.collective != "reduce_scatter"
-        arena.extend((2 if splits else 1) - self._staged_steps)
-        self._run_with_reads(locations, source, target)
-        arena.sync()
-        return True
-
-    def _check_reading(self) -> tuple[int, int]:
-        """Return the error number with which reading the memory of another rank fails, and that rank; zeros if it
-        works."""
-        # The kernel may forbid at any time what it allowed when the job started: a library that protects its secrets
-        # sets PR_SET_DUMPABLE.
-        for peer in self._peers:
-            try:
-                self._arena.readers[peer].check()
-            except OSError as error:
-                return error.errno or errno.EIO, peer
-        return 0, 0
-
-    def _can_all_read(self, locations: list[tuple[int, ...]]) -> bool:
-        """Return True if all ranks can read the memory that they have to read; the same on all ranks."""
-        arena = self._arena
-        arena.cma_failed_reason = None
-        for rank, (*_, number, peer) in enumerate(locations):
-            if number:
-                arena.cma_failed_reason = f"rank {rank} can't read the memory of rank {peer}: {os.strerror(number)}"
-                return False
-        return True
-
-    def _lie_in_segments(self, locations: list[tuple[int, ...]]) -> bool:
-        """Return True if all buffers that other ranks access lie in memory that all ranks can access."""
-        collective, root = self._spec.collective, self._spec.root
-        if collective in ("bcast", "scatter"):
-            # Only the root has data; another rank can access the root's memory if its own buffer lies in the same
-            # segment.
-            numbers = {one[0] if peer == root else one[2] for peer, one in enumerate(locations)}
-            return len(numbers) == 1 and 0 not in numbers
-        sources, targets = ({one[i] for one in locations} for i in (0, 2))
-        if len(sources) != 1 or 0 in sources:
-            return False
-        return collective != "allreduce" or (len(targets) == 1 and 0 not in targets)
-
-    def _run_in_segments(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
-        collective, rank = self._spec.collective, self._arena.rank
-        if collective == "allreduce":
-            self._reduce_everywhere(locations, source, target)
-        elif collective == "reduce_scatter":
-            self._reduce_own_block(self._get_views(locations, 0, source), source, target)
-        elif collective != "reduce":
-            self._move(locations, source, target)
-        elif rank == self._spec.root:
-            self._reduce_range(self._get_views(locations, 0, source), target, 0, self._spec.counts[0])
-
-    def _get_view(self, locations: list[tuple[int, ...]], which: int, peer: int) -> Array:
-        """Return the buffer of another rank, from its beginning on."""
-        number, offset = locations[peer][which : which + 2]
-        memory = self._segments[number].others[peer][offset:]
-        return _view_as(memory, self._spec)
-
-    def _get_views(self, locations: list[tuple[int, ...]], which: int, own: Array) -> list[Array]:
-        rank = self._arena.rank
-        return [own if peer == rank else self._get_view(locations, which, peer) for peer in range(self._arena.size)]
-
-    def _move(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
-        rank = self._arena.rank
-        for move in self._moves:
-            if move.peer != rank and move.count:
-                there = self._get_view(locations, 0, move.peer)
-                target[move.to : move.to + move.count] = there[move.start : move.start + move.count]
-        self._copy_own(source, target)
-
-    def _reduce_everywhere(self, locations: list[tuple[int, ...]], source: Array, target: Array) -> None:
-        """Reduce this rank's share, and write it to the buffers of all ranks."""
-        arena, spec = self._arena, self._spec
-        shares = get_share_offsets(spec.counts[0], arena.size, spec.dtype.itemsize)
-        sources, targets = self._get_views(locations, 0, source), self._get_views(locations, 2, target)
-        others = [one for peer, one in enumerate(targets) if peer != arena.rank]
-        assert spec.fold is not None
-        for start, stop in self._split_range(shares[arena.rank], shares[arena.rank + 1]):
-            own = target[start:stop]
-            spec.fold([one[start:stop] for one in sources], own)
-            for one in others:
-                one[start:stop] = own
-
-    def _reduce_own_block(self, sources: list[Array], source: Array, target: Array) -> None:
-        counts, rank = self._spec.counts, self._arena.rank
-        begin = sum(counts[:rank])
-        self._reduce_range(sources, target, begin, begin + counts[rank])
-
-    def _reduce_range(self, sources: list[Array], target: Array, begin: int, end: int) -> None:
-        assert self._spec.fold is not None
-        for start, stop in self._split_range(begin, end):
-            self._spec.fold([one[start:stop] for one in sources], target[start - begin : stop - begin])
-
-    def _split_range(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        width = max(1, (self._spec.segment or _DIRECT) // self._spec.dtype.itemsize)
-        for start in range(begin, end, width):
-            yield start, min(start + width, end)
-
-    def _read(self, peer: int, source: int, target: int, nbytes: int) -> None:
-        try:
-            self._arena.readers[peer].read(source, target, nbytes)
-        except OSError as error:
-            raise CommunicationError(
-                f"{self._spec.collective}: rank {self._arena.rank} of {self._arena.size} (of this node) can't read the"
-                f" memory of rank {peer} any more ({error.strerror}): the operation is incomplete; later ones do not"
-                " need this"
-            ) from error
-
-    def _run_with_reads(self, locations: list[tuple[int, ...]], source: Any, target: Any) -> None:
-        """Work in private memory, reading the memory of the other ranks."""
-        arena, spec = self._arena, self._spec
-        if spec.fold is None:
-            itemsize, here = spec.dtype.itemsize, locations[arena.rank][5]
-            for move in self._moves:
-                if move.peer != arena.rank and move.count:
-                    self._read(
-                        move.peer,
-                        locations[move.peer][4] + move.start * itemsize,
-                        here + move.to * itemsize,
-                        move.count * itemsize,
-                    )
-            self._copy_own(source, target)
-        elif spec.collective == "reduce_scatter":
-            begin = sum(spec.counts[: arena.rank])
-            self._read_and_reduce(locations, source, target, begin, begin + spec.counts[arena.rank], begin)
-        else:
-            shares = get_share_offsets(spec.counts[0], arena.size, spec.dtype.itemsize)
-            low, high = shares[arena.rank], shares[arena.rank + 1]
-            reduce = spec.collective == "reduce"
-            # Ranks that get no result keep their share for the root.
-            partial = reduce and arena.rank != spec.root
-            self._read_and_reduce(locations, source, target, low, high, low if partial else 0)
-            arena.sync()
-            if partial:
-                return
-            itemsize, here = spec.dtype.itemsize, locations[arena.rank][5]
-            for peer in self._get_other_ranks():
-                start, stop = shares[peer] * itemsize, shares[peer + 1] * itemsize
-                self._read(peer, locations[peer][5] + (0 if reduce else start), here + start, stop - start)
-
-    def _allocate_share(self) -> Array:
-        """Return memory for the share of a rank that gets no result."""
-        shares = get_share_offsets(self._spec.counts[0], self._arena.size, self._spec.dtype.itemsize)
-        return np.empty(shares[self._arena.rank + 1] - shares[self._arena.rank], self._spec.dtype)
-
-    def _get_other_ranks(self) -> list[int]:
-        """Return the other ranks, beginning with the next one, so that not all ranks read from the same one."""
-        rank, size = self._arena.rank, self._arena.size
-        return [(rank + i) % size for i in range(1, size)]
-
-    def _read_and_reduce(
-        self, locations: list[tuple[int, ...]], source: Array, target: Array, begin: int, end: int, origin: int
-    ) -> None:
-        """Reduce the elements from `begin` to `end`; the first element of `target` is element `origin`."""
-        arena, spec = self._arena, self._spec
-        itemsize = spec.dtype.itemsize
-        width = max(1, (spec.segment or _DIRECT) // itemsize)
-        scratch = [_view_as(memory, spec)[:width] for memory in arena.scratch]
-        assert spec.fold is not None
-        for start, stop in self._split_range(begin, end):
-            parts = [one[: stop - start] for one in scratch]
-            for peer in self._get_other_ranks():
-                self._read(
-                    peer, locations[peer][4] + start * itemsize, _address(parts[peer]), (stop - start) * itemsize
-                )
-            parts[arena.rank] = source[start:stop]
-            spec.fold(parts, target[start - origin : stop - origin])
 
 
 def _address(array: Array | None) -> int:

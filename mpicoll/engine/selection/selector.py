@@ -158,7 +158,7 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
             yield name, why
     if query.allocated and (query.nbytes or 0) >= _DIRECT_BYTES:
         names = SHARED_MEMORY.get(query.collective, ())[-2:]
-        for name in names if "cma" in names else ():
+        for name in names if "cma" in names and query.has_kernel else ():
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
     yield from _iter_tuned(query)
     text = DEFAULT_RULES if query.device is None else DEVICE_RULES
@@ -262,6 +262,8 @@ def _unsupported_by_shared_memory(query: SelectionQuery, name: str) -> str | Non
         )
     if not query.elementwise:
         return "the operation is not elementwise, and this algorithm splits the array"
+    if name == "cma" and not query.has_kernel:
+        return "the reduction is a function of Python, minloc or maxloc"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import mmap
 import time
@@ -14,7 +13,7 @@ import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
 from mpicoll.extension import find_missing_reason
-from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, Reader, renumber, truncation_error
+from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, renumber, truncation_error
 from mpicoll.transport.local.job import Contexts, Group, LocalJob, exit_error
 from mpicoll.transport.local.mailbox import LocalMessage, PostedRecv
 from mpicoll.wording import rank_list
@@ -90,17 +89,6 @@ class _MemoryReference:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.__array_interface__ = memory.__array_interface__
-
-
-class LocalReader:
-    """Access to the memory of another thread, which is the same memory."""
-
-    def read(self, source: int, target: int, nbytes: int) -> None:
-        """Copy memory."""
-        ctypes.memmove(target, source, nbytes)
-
-    def check(self) -> None:
-        """Do nothing: threads can always read each other's memory."""
 
 
 class LocalTransport:
@@ -209,8 +197,8 @@ class LocalTransport:
             raise CommunicationError(failure)
         return [np.asarray(_MemoryReference(memory)) for memory in memories]
 
-    def open_readers(self) -> list[Reader]:
-        return [LocalReader()] * self.size
+    def list_processes(self) -> list[int]:
+        return [0] * self.size
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         dead = self.job.dead & {self._members[peer] for peer in peers}

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, Timeout
 from mpicoll.transport import launch_env, reductions, shm
-from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, Reader, renumber
+from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
@@ -91,8 +91,8 @@ class MpiTransport(MessagePassing):
             raise CommunicationError(failure)
         return memories
 
-    def open_readers(self) -> list[Reader]:
-        return [shm.ProcessReader(process) for process in self._collective.allgather(shm.describe_memory())]
+    def list_processes(self) -> list[int]:
+        return self._collective.allgather(os.getpid())
 
     @property
     def has_own_cores(self) -> bool:

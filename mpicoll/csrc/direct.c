@@ -1,0 +1,444 @@
+/* Collectives of the ranks of a node in each other's arrays, without copies through slots.
+ *
+ * First the ranks exchange the locations of their arrays. A collective is carried out here if these lie in segments that
+ * all ranks have mapped, or if it may read private memory (process_vm_readv) and no rank forbids that. All ranks draw the
+ * same conclusion from the same numbers. An operation ends with a step, after which the arrays belong to their owners
+ * again.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define _GNU_SOURCE
+#include "direct.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <sys/uio.h>
+
+enum {
+    SEGMENT_BYTES = 4096, /* from which on the locations of arrays that may lie in segments are exchanged */
+};
+
+/* What a rank posts: the segments of its input and output (0: none) and the offsets in them, their addresses, and whether
+ * its memory can't be read. */
+enum { SOURCE_SEGMENT, SOURCE_OFFSET, TARGET_SEGMENT, TARGET_OFFSET, SOURCE, TARGET, FORBIDS_READING, NUMBERS };
+
+_Static_assert((int)NUMBERS <= (int)POSTED, "the numbers are posted in one step");
+
+struct Segment {
+    Segment *next;
+    int64_t number;
+    size_t nbytes; /* of this rank's part */
+    char *parts[]; /* of the ranks */
+};
+
+struct Locations {
+    char **sources, **targets;       /* the parts of the segments of this rank's input and output */
+    int64_t (*posted)[NUMBERS];      /* by all ranks */
+    char *pieces;                    /* of other ranks, read to be reduced */
+    size_t piece_bytes;
+};
+
+/* --- locations */
+
+static const Segment *find(const Steps *steps, const char *address)
+{
+    for (const Segment *one = steps->segments; address != NULL && one != NULL; one = one->next) {
+        if ((uintptr_t)address - (uintptr_t)one->parts[steps->rank] < one->nbytes)
+            return one;
+    }
+    return NULL;
+}
+
+void free_locations(Steps *steps)
+{
+    for (Segment *one = steps->segments, *next; one != NULL; one = next) {
+        next = one->next;
+        free(one);
+    }
+    free(steps->processes);
+    if (steps->locations != NULL) {
+        free(steps->locations->sources);
+        free(steps->locations->targets);
+        free(steps->locations->posted);
+        free(steps->locations->pieces);
+        free(steps->locations);
+    }
+}
+
+static int allocate(const Collective *one)
+{
+    Steps *steps = one->steps;
+    const size_t size = (size_t)steps->size;
+    if (steps->locations == NULL)
+        steps->locations = calloc(1, sizeof(Locations));
+    Locations *made = steps->locations;
+    if (made != NULL && made->posted == NULL) {
+        free(made->sources);
+        free(made->targets);
+        made->sources = calloc(size, sizeof(char *));
+        made->targets = calloc(size, sizeof(char *));
+        if (made->sources != NULL && made->targets != NULL)
+            made->posted = calloc(size, sizeof *made->posted);
+    }
+    if (made == NULL || made->posted == NULL)
+        return -1;
+    if (one->reads_memory && one->access != ACCESS_MOVES && made->piece_bytes < one->access_width) {
+        free(made->pieces);
+        made->pieces = malloc(size * one->access_width);
+        made->piece_bytes = made->pieces == NULL ? 0 : one->access_width;
+        if (made->pieces == NULL)
+            return -1;
+    }
+    return 0;
+}
+
+bool tries_direct(const Collective *one)
+{
+    return one->access != ACCESS_NOTHING &&
+           (one->reads_memory || (one->steps->has_segments && one->nbytes >= SEGMENT_BYTES));
+}
+
+int locate_arrays(const Collective *one, const char *source, const char *target)
+{
+    const Steps *steps = one->steps;
+    if (allocate(one) < 0) {
+        PyErr_NoMemory();
+        end_failed(one->steps);
+        return -1;
+    }
+    /* Copied, since other threads may add and remove segments, though not those of arrays that are in use. */
+    const Segment *segments[2] = {find(steps, source), find(steps, target)};
+    char **parts[2] = {steps->locations->sources, steps->locations->targets};
+    int64_t *own = steps->locations->posted[steps->rank];
+    for (int i = 0; i < 2; i++) {
+        const char *address = i == 0 ? source : target;
+        own[2 * i] = segments[i] == NULL ? 0 : segments[i]->number;
+        own[2 * i + 1] = segments[i] == NULL ? 0 : address - segments[i]->parts[steps->rank];
+        if (segments[i] != NULL)
+            memcpy(parts[i], segments[i]->parts, (size_t)steps->size * sizeof(char *));
+    }
+    own[SOURCE] = (int64_t)(uintptr_t)source;
+    own[TARGET] = (int64_t)(uintptr_t)target;
+    return 0;
+}
+
+/* Exchange the locations of the ranks' arrays. */
+static int exchange_locations(const Collective *one)
+{
+    Steps *steps = one->steps;
+    Locations *all = steps->locations;
+    /* A library that protects its secrets may make the process unreadable at any time. */
+    all->posted[steps->rank][FORBIDS_READING] =
+        one->reads_memory && steps->processes[steps->rank] != 0 && prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 1;
+    memcpy(get_posted(steps, steps->rank, get_parity(steps)), all->posted[steps->rank], sizeof *all->posted);
+    if (sync_ranks(steps) < 0)
+        return -1;
+    for (int rank = 0; rank < steps->size; rank++)
+        memcpy(all->posted[rank], get_posted(steps, rank, 1 - get_parity(steps)), sizeof *all->posted);
+    return 0;
+}
+
+static bool lie_in_segments(const Collective *one)
+{
+    const Steps *steps = one->steps;
+    const int64_t(*posted)[NUMBERS] = (const int64_t(*)[NUMBERS])steps->locations->posted;
+    const bool writes = one->access == ACCESS_VECTOR && one->everywhere;
+    const int64_t source = posted[one->has_one_source ? one->root : 0][SOURCE_SEGMENT];
+    const int64_t target = posted[0][TARGET_SEGMENT];
+    if (source == 0 || (writes && target == 0))
+        return false;
+    for (int rank = 0; rank < steps->size; rank++) {
+        /* Where only the root has data, a rank has mapped it if its own output lies in the same segment. */
+        const bool has_target_only = one->has_one_source && rank != one->root;
+        if (posted[rank][has_target_only ? TARGET_SEGMENT : SOURCE_SEGMENT] != source ||
+            (writes && posted[rank][TARGET_SEGMENT] != target))
+            return false;
+    }
+    return true;
+}
+
+static bool can_all_read(const Collective *one)
+{
+    Steps *steps = one->steps;
+    steps->unreadable_rank = -1;
+    for (int rank = 0; rank < steps->size && steps->unreadable_rank < 0; rank++) {
+        if (steps->locations->posted[rank][FORBIDS_READING])
+            steps->unreadable_rank = rank;
+    }
+    return steps->unreadable_rank < 0;
+}
+
+/* --- in segments */
+
+static const char *get_source(const Collective *one, int rank)
+{
+    const Locations *all = one->steps->locations;
+    return (one->has_one_source ? all->targets : all->sources)[rank] + all->posted[rank][SOURCE_OFFSET];
+}
+
+static char *get_target(const Collective *one, int rank)
+{
+    const Locations *all = one->steps->locations;
+    return all->targets[rank] + all->posted[rank][TARGET_OFFSET];
+}
+
+/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`; of an all-reduction also to the
+ * outputs of all ranks. */
+static void reduce_in_segments(const Collective *one, const char *source, char *target, size_t begin, size_t end)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    for (size_t start = begin; start < end; start += one->access_width) {
+        const size_t nbytes = min_size(one->access_width, end - start);
+        for (int peer = 0; peer < size; peer++)
+            one->parts[peer] = (peer == rank ? source : get_source(one, peer)) + start;
+        char *result = target + (start - begin);
+        one->reduce(result, one->parts, size, nbytes / one->itemsize);
+        for (int peer = 0; peer < size && one->access == ACCESS_VECTOR && one->everywhere; peer++) {
+            if (peer != rank)
+                copy(get_target(one, peer) + start, result, nbytes);
+        }
+    }
+}
+
+static void run_in_segments(const Collective *one, const char *source, char *target)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    if (one->access == ACCESS_BLOCK) {
+        reduce_in_segments(one, source, target, one->own.from, one->own.from + one->own.nbytes);
+    } else if (one->access == ACCESS_MOVES) {
+        for (int i = 1; i < size; i++) {
+            const int peer = (rank + i) % size;
+            const Move *move = &one->moves[peer];
+            if (move->nbytes > 0)
+                copy(target + move->to, get_source(one, peer) + one->origin, move->nbytes);
+        }
+        copy_own(one, source, target);
+    } else if (one->everywhere) {
+        const size_t low = get_share_offset(one->nbytes, rank, size);
+        reduce_in_segments(one, source, target + low, low, get_share_offset(one->nbytes, rank + 1, size));
+    } else if (one->has_result) {
+        reduce_in_segments(one, source, target, 0, one->nbytes);
+    }
+}
+
+/* --- in private memory */
+
+/* Copy from private memory of another rank. Returns the error number. */
+static int read_memory(int process, int64_t from, char *to, size_t nbytes)
+{
+    if (process == 0) {
+        copy(to, (const char *)(uintptr_t)from, nbytes);
+        return 0;
+    }
+    while (nbytes > 0) {
+        struct iovec here = {to, nbytes}, there = {(void *)(uintptr_t)from, nbytes};
+        ssize_t done = process_vm_readv(process, &here, 1, &there, 1, 0);
+        if (done <= 0)
+            return done < 0 ? errno : EFAULT;
+        /* The kernel may read less, and reads at most 2 GiB per call. */
+        from += done, to += done, nbytes -= (size_t)done;
+    }
+    return 0;
+}
+
+/* Raise CommunicationError. Returns -1. */
+static int fail_to_read(const Collective *one, int peer, int number)
+{
+    Steps *steps = one->steps;
+    acquire_gil(steps);
+    PyObject *module = PyImport_ImportModule("mpicoll.errors");
+    PyObject *error = module == NULL ? NULL : PyObject_GetAttrString(module, "CommunicationError");
+    if (error != NULL)
+        PyErr_Format(error,
+                     "rank %d of %d (of this node) can't read the memory of rank %d any more (%s): the operation is"
+                     " incomplete; later ones do not need this",
+                     steps->rank, steps->size, peer, strerror(number));
+    Py_XDECREF(module);
+    Py_XDECREF(error);
+    end_failed(steps);
+    return -1;
+}
+
+/* Read from an array of another rank. Returns -1 with an exception. */
+static int read_array(const Collective *one, int peer, int which, size_t at, char *to, size_t nbytes)
+{
+    const Steps *steps = one->steps;
+    int number = read_memory(steps->processes[peer], steps->locations->posted[peer][which] + (int64_t)at, to, nbytes);
+    return number == 0 ? 0 : fail_to_read(one, peer, number);
+}
+
+/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`. Ranks begin to read with the next
+ * one, so that they don't all read from the same one. */
+static int read_and_reduce(const Collective *one, const char *source, char *target, size_t begin, size_t end)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    for (size_t start = begin; start < end; start += one->access_width) {
+        const size_t nbytes = min_size(one->access_width, end - start);
+        for (int i = 1; i < size; i++) {
+            const int peer = (rank + i) % size;
+            char *piece = one->steps->locations->pieces + (size_t)peer * one->access_width;
+            if (read_array(one, peer, SOURCE, start, piece, nbytes) < 0)
+                return -1;
+            one->parts[peer] = piece;
+        }
+        one->parts[rank] = source + start;
+        one->reduce(target + (start - begin), one->parts, size, nbytes / one->itemsize);
+    }
+    return 0;
+}
+
+static int read_moves(const Collective *one, const char *source, char *target)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    for (int i = 1; i < size; i++) {
+        const int peer = (rank + i) % size;
+        const Move *move = &one->moves[peer];
+        if (move->nbytes > 0 && read_array(one, peer, SOURCE, one->origin, target + move->to, move->nbytes) < 0)
+            return -1;
+    }
+    copy_own(one, source, target);
+    return 0;
+}
+
+/* Reduce this rank's share, then read those of the others. Ranks that get no result keep their share for the root, in
+ * `share`. */
+static int read_vector(const Collective *one, const char *source, char *target, char *share)
+{
+    const int rank = one->steps->rank, size = one->steps->size;
+    const size_t low = get_share_offset(one->nbytes, rank, size), high = get_share_offset(one->nbytes, rank + 1, size);
+    if (read_and_reduce(one, source, share != NULL ? share : target + low, low, high) < 0 || sync_ranks(one->steps) < 0)
+        return -1;
+    for (int i = 1; i < size && one->has_result; i++) {
+        const int peer = (rank + i) % size;
+        const size_t start = get_share_offset(one->nbytes, peer, size);
+        const size_t nbytes = get_share_offset(one->nbytes, peer + 1, size) - start;
+        if (read_array(one, peer, TARGET, one->everywhere ? start : 0, target + start, nbytes) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int run_with_reads(const Collective *one, const char *source, char *target, char *share)
+{
+    if (one->access == ACCESS_MOVES)
+        return read_moves(one, source, target);
+    if (one->access == ACCESS_BLOCK)
+        return read_and_reduce(one, source, target, one->own.from, one->own.from + one->own.nbytes);
+    return read_vector(one, source, target, share);
+}
+
+/* Carry out a collective as far as the last step. Returns as run_direct. */
+static int run_located(const Collective *one, const char *source, char *target, char *share)
+{
+    if (exchange_locations(one) < 0)
+        return -1;
+    if (one->steps->has_segments && lie_in_segments(one)) {
+        run_in_segments(one, source, target);
+        return 1;
+    }
+    if (!one->reads_memory || !can_all_read(one))
+        return 0;
+    return run_with_reads(one, source, target, share) < 0 ? -1 : 1;
+}
+
+int run_direct(const Collective *one, const char *source, char *target)
+{
+    Steps *steps = one->steps;
+    char *share = NULL;
+    if (one->reads_memory && one->access == ACCESS_VECTOR && !one->has_result) {
+        const size_t low = get_share_offset(one->nbytes, steps->rank, steps->size);
+        share = malloc(get_share_offset(one->nbytes, steps->rank + 1, steps->size) - low + 1);
+        if (share == NULL) {
+            acquire_gil(steps);
+            PyErr_NoMemory();
+            end_failed(steps);
+            return -1;
+        }
+        steps->locations->posted[steps->rank][TARGET] = (int64_t)(uintptr_t)share;
+    }
+    int status = run_located(one, source, target, share);
+    if (status > 0 && sync_ranks(steps) < 0)
+        status = -1;
+    free(share);
+    return status;
+}
+
+/* --- methods of Steps */
+
+PyObject *add_segment(PyObject *self, PyObject *args)
+{
+    Steps *steps = (Steps *)self;
+    long long number;
+    PyObject *addresses;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(args, "LOn", &number, &addresses, &nbytes))
+        return NULL;
+    if (PySequence_Size(addresses) != steps->size)
+        return PyErr_Format(PyExc_ValueError, "Steps: a segment has an address for each rank");
+    Segment *made = malloc(sizeof *made + (size_t)steps->size * sizeof(char *));
+    if (made == NULL)
+        return PyErr_NoMemory();
+    *made = (Segment){.next = steps->segments, .number = number, .nbytes = (size_t)nbytes};
+    for (int rank = 0; rank < steps->size; rank++) {
+        PyObject *address = PySequence_GetItem(addresses, rank);
+        made->parts[rank] = address == NULL ? NULL : PyLong_AsVoidPtr(address);
+        Py_XDECREF(address);
+    }
+    if (PyErr_Occurred()) {
+        free(made);
+        return NULL;
+    }
+    steps->segments = made;
+    steps->has_segments = true;
+    Py_RETURN_NONE;
+}
+
+PyObject *remove_segment(PyObject *self, PyObject *argument)
+{
+    long long number = PyLong_AsLongLong(argument);
+    if (number == -1 && PyErr_Occurred())
+        return NULL;
+    for (Segment **place = &((Steps *)self)->segments; *place != NULL; place = &(*place)->next) {
+        Segment *one = *place;
+        if (one->number == number) {
+            *place = one->next;
+            free(one);
+            break;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+PyObject *find_segment(PyObject *self, PyObject *argument)
+{
+    const Steps *steps = (Steps *)self;
+    const char *address = PyLong_AsVoidPtr(argument);
+    if (address == NULL && PyErr_Occurred())
+        return NULL;
+    const Segment *one = find(steps, address);
+    return one == NULL ? Py_BuildValue("(ii)", 0, 0)
+                       : Py_BuildValue("(Ln)", (long long)one->number, (Py_ssize_t)(address - one->parts[steps->rank]));
+}
+
+PyObject *set_processes(PyObject *self, PyObject *processes)
+{
+    Steps *steps = (Steps *)self;
+    if (PySequence_Size(processes) != steps->size)
+        return PyErr_Format(PyExc_ValueError, "Steps: there is a process of each rank");
+    int *made = calloc((size_t)steps->size, sizeof(int));
+    if (made == NULL)
+        return PyErr_NoMemory();
+    for (int rank = 0; rank < steps->size; rank++) {
+        PyObject *number = PySequence_GetItem(processes, rank);
+        made[rank] = number == NULL ? 0 : (int)PyLong_AsLong(number);
+        Py_XDECREF(number);
+    }
+    if (PyErr_Occurred()) {
+        free(made);
+        return NULL;
+    }
+    free(steps->processes);
+    steps->processes = made;
+    Py_RETURN_NONE;
+}
