@@ -51,6 +51,7 @@ if wanted lint; then
     check format 60 ruff format --check .
     check spelling 60 codespell
     check prose 60 codespell --dictionary ci/words.txt README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs
+    check analysis 300 ci/analyse.sh
 fi
 compilation=(compilation 300 python -m pytest --collect-only -qq -p no:cacheprovider)
 if [[ $only$tier == alldefault ]]; then
@@ -98,6 +99,8 @@ if wanted mpi; then
     fi
 fi
 if [[ $tier == long ]]; then
+    check sanitize-address 3600 ci/sanitize.sh address
+    check sanitize-thread 3600 ci/sanitize.sh thread
     check soak 1800 mpirun -np 2 python ci/soak.py --operations 100000
     check soak-torch 1800 mpirun -np 3 python ci/soak.py --operations 100000 --torch
     check programs 1800 python ci/random_operations.py --operations 10000
