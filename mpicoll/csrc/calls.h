@@ -6,6 +6,7 @@
 #include <Python.h>
 
 extern PyType_Spec calls_spec;
+extern PyType_Spec bound_call_spec;
 
 PyObject *check_rules(PyObject *module, PyObject *function);
 

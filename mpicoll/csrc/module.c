@@ -28,7 +28,7 @@ static PyMethodDef functions[] = {
 
 static int add_types(PyObject *module)
 {
-    PyType_Spec *specs[] = {&steps_spec, &collective_spec, &queue_lock_spec, &calls_spec};
+    PyType_Spec *specs[] = {&steps_spec, &collective_spec, &queue_lock_spec, &calls_spec, &bound_call_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

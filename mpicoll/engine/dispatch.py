@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
+from mpicoll.engine.core.arrays import do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
@@ -147,6 +148,19 @@ def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None)
             arrays.store()
 
     return run
+
+
+def bind_repeated(operation: Operation, choice: Choice, call: Call) -> Callable[[], bool] | None:
+    """Return a function that carries out `operation` by the extension alone, records `call`, and returns True; False if
+    Python has to carry it out. Return None if there is no such function. Shared memory has been used before."""
+    arrays = operation.arrays.for_shared_memory()
+    if arrays.load is not do_nothing or arrays.store is not do_nothing:
+        return None
+    compiled = SharedMemoryCollective.of(operation, choice, arrays, call=call).find_compiled()
+    if compiled is None:
+        return None
+    steps, collective = compiled
+    return operation.comm.queue.bind_call(steps, collective, call, arrays.source, arrays.target)
 
 
 def get_device_capabilities(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.dispatch import Task, bind, select_algorithm, select_on_device
-from mpicoll.engine.selection.catalogue import NATIVE
+from mpicoll.engine.dispatch import Task, bind, bind_repeated, select_algorithm, select_on_device
+from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import ArgumentError
 
@@ -39,9 +40,11 @@ class Plan:
         "_call",
         "_comm",
         "_device",
+        "_may_repeat",
         "_operation",
         "_pending",
         "_queue",
+        "_repeat",
         "_result",
         "_reuses_result",
         "choice",
@@ -63,6 +66,9 @@ class Plan:
         self._result = operation.result() if operation.arrays.persistent else None
         is_number = isinstance(self._result, (bool, int, float, complex, np.generic))
         self._reuses_result = operation.arrays.persistent and not is_number
+        # Carries out a run by the extension alone, once shared memory has been used.
+        self._repeat: Callable[[], bool] | None = None
+        self._may_repeat = isinstance(self.choice.algorithm, SharedMemoryAlgorithm)
 
     def _bind(self, choice: Choice | None) -> tuple[Choice, Task]:
         """Return the algorithm and the task of a run. All ranks agree on whether it is a persistent collective."""
@@ -87,6 +93,8 @@ class Plan:
 
     def __call__(self) -> Any:
         """Run once and return the result. Raises ArgumentError while a started run has not been waited for."""
+        if self._repeat is not None and self._pending is None and self._repeat():
+            return self._result if self._reuses_result else self._operation.result()
         if self._device is not None:
             self._operation.record_events()
         if self._pending is not None or self._comm.freed:
@@ -94,6 +102,9 @@ class Plan:
         queue = self._queue
         # Observers read the operation, which is an attribute of the task.
         queue.run(self._body.run if queue.observer is None else self._body, self._call)
+        if self._may_repeat and self._comm.has_arena:
+            self._may_repeat = False
+            self._repeat = bind_repeated(self._operation, self.choice, self._call)
         return self._result if self._reuses_result else self._operation.result()
 
     def start(self) -> None:

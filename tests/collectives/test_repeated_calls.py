@@ -190,6 +190,45 @@ def test_rules_observers_and_pending_operations_disable_it(comm: mpicoll.Communi
     repeat(core, call, 1)
 
 
+def test_plans_take_it(comm: mpicoll.Communicator) -> None:
+    core, size = core_of(comm), comm.size
+    x, out = np.ones(4), np.empty(4)
+    plans = [
+        mpicoll.allreduce_init(x, out=out, comm=comm),
+        mpicoll.allreduce_init(x, comm=comm),
+        mpicoll.allreduce_init(torch.from_numpy(x), comm=comm),
+        mpicoll.bcast_init(x, comm=comm),
+        mpicoll.barrier_init(comm=comm),
+        mpicoll.reduce_init(x, root=1, comm=comm),
+    ]
+    factors = (size, size, size, 1, None, size if comm.rank == 1 else None)
+    for turn in range(4):
+        x[:] = turn + 1
+        for plan, factor in zip(plans, factors, strict=True):
+            got = plan()
+            assert turn == 0 or is_last_short(core)
+            assert (got is None) == (factor is None)
+            if factor is not None:
+                assert got.tolist() == [factor * (turn + 1)] * 4
+    plans[0].start()
+    with pytest.raises(mpicoll.ArgumentError, match="pending"):
+        plans[0]()
+    assert plans[0].wait() is out
+    observer = _Observer()
+    core.queue.observer = observer
+    plans[0]()
+    assert not is_last_short(core)
+    assert observer.calls == ["allreduce"]
+    core.queue.observer = None
+    with pytest.raises(mpicoll.MismatchError):
+        plans[1 if comm.rank else 3]()
+    assert plans[0]().tolist() == [4 * size] * 4
+    assert is_last_short(core)
+    comm.free()
+    with pytest.raises(mpicoll.CommunicatorError):
+        plans[0]()
+
+
 def test_a_disagreement_is_reported_on_every_rank(comm: mpicoll.Communicator) -> None:
     core, x, out = core_of(comm), np.ones(4), np.empty(4)
     for op in ("sum", "max"):

@@ -195,7 +195,7 @@ def test_a_call_is_known_by_its_own_shape_and_dtype(nbytes: int) -> None:
         for dtype in (torch.float32, torch.int32):
             for shape in ((count,), (count // 2, 2), (count,)):
                 call(torch.ones(shape, dtype=dtype))
-                (_, _, told, _, _), _, _ = flight_recorder.history[-1]
+                (_, _, told, _, _), _, _ = flight_recorder.list_history()[-1]
                 if size > 1 and (told.name, told.shape, told.dtype) != (name, shape, str(dtype).removeprefix("torch.")):
                     wrong.append(f"{name} of {dtype} {shape}: {told}")
     assert wrong == []

@@ -127,6 +127,18 @@ class OperationQueue:
         in_place: bool,
     ) -> None:
         """Have later blocking calls like `call` carried out by `collective`; see :meth:`mpicoll._shm.Calls.add`."""
+        self._get_calls(steps).add(key, x, result, make_result, collective, call, in_place)
+
+    def bind_call(
+        self, steps: Steps, collective: Collective, call: Call, source: Any, target: Any
+    ) -> Callable[[], bool]:
+        """Return a function that carries out `call` on the flat arrays `source` and `target`, and returns True; False
+        if Python has to."""
+        from mpicoll._shm import BoundCall
+
+        return BoundCall(self._get_calls(steps), collective, call, source, target).run
+
+    def _get_calls(self, steps: Steps) -> Calls:
         if self._calls is None:
             from mpicoll._shm import Calls, know_numpy  # there is a collective of the extension
 
@@ -136,7 +148,7 @@ class OperationQueue:
             self._calls = Calls(steps, self.lock, self, self.pending, self.group)
             self._calls.enabled = self._observer is None
             self.run_repeated = self._calls.run
-        self._calls.add(key, x, result, make_result, collective, call, in_place)
+        return self._calls
 
     def discard_calls(self) -> None:
         """Carry out all calls as if they were the first ones."""
