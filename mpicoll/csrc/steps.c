@@ -136,6 +136,8 @@ static int sync_signature(Steps *steps, uint32_t signature)
 {
     if (steps->unusable)
         return call_python(steps, "conclude_difference");
+    /* What this rank has read from arrays of other ranks, it has read before it looks at their words again. */
+    atomic_thread_fence(memory_order_acquire);
     uint32_t step = ++steps->step;
     uint64_t own = (uint64_t)step << 32 | signature, difference = 0;
     atomic_store_explicit(get_flag(steps, steps->rank, step), own, memory_order_release);
@@ -149,7 +151,11 @@ static int sync_signature(Steps *steps, uint32_t signature)
         }
         difference |= word ^ own;
     }
-    return difference == 0 && signature != 0 ? 0 : call_python(steps, "conclude_difference");
+    if (difference != 0 || signature == 0)
+        return call_python(steps, "conclude_difference");
+    /* Ranks that disagree about the number of steps disagree at the step that only some of them have. */
+    steps->signature = signature + 1 ? signature + 1 : 1;
+    return 0;
 }
 
 int sync_ranks(Steps *steps) { return sync_signature(steps, steps->signature); }
@@ -271,6 +277,8 @@ static PyObject *abandon(PyObject *self, PyObject *unused)
     /* Ranks that reach this step later must see that this rank has left it. */
     atomic_store_explicit(
         get_flag(steps, steps->rank, steps->step), (uint64_t)steps->step << 32, memory_order_release);
+    /* They must not have seen another word when this rank changes the arrays that they read. */
+    atomic_thread_fence(memory_order_seq_cst);
     atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
     Py_RETURN_NONE;
 }

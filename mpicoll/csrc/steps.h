@@ -26,7 +26,7 @@ typedef struct {
     char *flags;
     int rank, size;
     uint32_t step;
-    uint32_t signature;     /* of the running operation, never 0 */
+    uint32_t signature;     /* of the running operation and the index of its step, never 0 */
     bool has_own_core;      /* no other rank of the node uses it */
     bool unusable;          /* this rank has abandoned an operation */
     bool interrupted;       /* an exception is to be raised at the end of the operation */

@@ -316,6 +316,38 @@ def test_different_operations_are_noticed_with_and_without_steps() -> None:
         _together(size, body)
 
 
+def test_ranks_that_disagree_about_the_number_of_steps_raise() -> None:
+    """Otherwise they would take each other's data of one operation for those of the next one."""
+
+    def body(arena: Arena) -> None:
+        def operate(source: Any, target: Any) -> None:
+            for _ in range(1 + arena.rank):
+                arena.sync()
+
+        def repeat() -> None:
+            for _ in range(2):
+                arena.run(operate, 1 + arena.rank, signature=7)
+
+        with pytest.raises(CommunicationError):
+            repeat()
+        arena.run(lambda source, target: arena.sync(), 1)
+
+    _together(2, body)
+
+
+def test_a_call_that_cannot_be_described_is_compared() -> None:
+    def fail() -> str:
+        raise ValueError("a description")
+
+    def body(arena: Arena) -> None:
+        arena._descriptions._describe_call = fail
+        with pytest.raises(CommunicationError, match="different collectives"):
+            arena.match(_signed(1 + arena.rank))
+        arena.run(lambda source, target: arena.sync(), 1)
+
+    _together(2, body)
+
+
 def _interrupt_wait(arena: Arena, waits: threading.Event) -> None:
     """Raise KeyboardInterrupt in the next wait of rank 0, during which the other ranks are late."""
     transport: Any = arena._transport
