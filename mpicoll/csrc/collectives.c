@@ -17,6 +17,7 @@
 
 enum {
     RELEASE_AT = 64 * 1024,   /* bytes from which on the GIL is released for the whole collective */
+    FILL_BYTES = 16 * 1024,   /* a multiple of the size of each dtype's elements */
     ACCESS_WIDTH = 256 * 1024 /* of pieces, whose result is still in the cache when it is copied to other ranks */
 };
 
@@ -124,11 +125,16 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
     return 0;
 }
 
-/* Write `count` elements that are equal to `element`. */
-static void fill(char *to, const char *element, size_t itemsize, size_t count)
+/* Write elements that are equal to `element`, in copies of what has been written, which stays in the caches. */
+static void fill(char *to, const char *element, size_t itemsize, size_t nbytes)
 {
-    for (size_t i = 0; i < count; i++)
-        memcpy(to + i * itemsize, element, itemsize);
+    size_t done = min_size(itemsize, nbytes);
+    copy(to, element, done);
+    while (done < nbytes) {
+        size_t more = min_size(min_size(done, FILL_BYTES), nbytes - done);
+        copy(to + done, to, more);
+        done += more;
+    }
 }
 
 /* In each step, write a piece, then reduce the pieces of the lower ranks, with scan this rank's too. Per rank n bytes
@@ -151,7 +157,7 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
         if (one->operands > 1)
             one->reduce(target + start, one->parts, one->operands, nbytes / one->itemsize);
         else if (one->operands == 0)
-            fill(target + start, one->identity, one->itemsize, nbytes / one->itemsize);
+            fill(target + start, one->identity, one->itemsize, nbytes);
         else if (target + start != one->parts[0])
             copy(target + start, one->parts[0], nbytes);
     }
