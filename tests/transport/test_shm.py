@@ -426,36 +426,6 @@ assert not re.search({MAPPED!r}, Path("/proc/self/maps").read_text())
 
 
 @pytest.mark.slow
-def test_with_fences(program: Callable[[str], Path]) -> None:
-    """Where the processor may reorder accesses, each step takes a fence before and after."""
-    text = f"""
-import platform
-platform.machine = lambda: "aarch64"
-{SWEEP}
-fence = world._core.transport.memory_fence
-assert fence is not None
-count = 0
-def counted():
-    global count
-    count += 1
-    fence()
-arena = world._core.arena()
-assert arena._fence is not None
-arena._fence = counted
-for algorithm in ("shm_flat", "shm_pipelined/4k", "cma"):
-    count = 0
-    for _ in range(20):
-        np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm=algorithm), want)
-    assert count >= 40, count
-memory = mpicoll.empty(5000, "float64")
-memory[:] = x
-np.testing.assert_array_equal(mpicoll.allreduce(memory, out=memory, algorithm="shm_pipelined"), want)
-"""
-    done = mpirun(2, "-W", "error", program(text))
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.slow
 def test_a_small_dev_shm_is_reported(program: Callable[[str], Path]) -> None:
     """Named memory needs room there: without it the ranks go another way, and say why."""
     if os.getuid() or shutil.which("unshare") is None:
