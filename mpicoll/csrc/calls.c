@@ -116,7 +116,7 @@ static void conclude_failure(Calls *calls)
 static bool is_of_kind(const Memory *memory, const Kind *kind)
 {
     return memory->dtype == kind->dtype && memory->ndim == kind->ndim &&
-           memcmp(memory->shape, kind->shape, (size_t)kind->ndim * sizeof *kind->shape) == 0;
+           (kind->ndim == 0 || memcmp(memory->shape, kind->shape, (size_t)kind->ndim * sizeof *kind->shape) == 0);
 }
 
 /* Immutable values, which are the same in each call where they are the same object. */
@@ -394,7 +394,9 @@ static int describe_array(PyObject *array, Memory *memory, Kind *kind, size_t *n
     if (!find_memory(array, false, memory))
         return 0;
     *kind = (Kind){.dtype = memory->dtype, .ndim = memory->ndim};
-    memcpy(kind->shape, memory->shape, (size_t)memory->ndim * sizeof *kind->shape);
+    /* An array without dimensions may come without a shape. */
+    if (memory->ndim > 0)
+        memcpy(kind->shape, memory->shape, (size_t)memory->ndim * sizeof *kind->shape);
     PyObject *number = PyObject_GetAttrString(array, "nbytes");
     *nbytes = number == NULL ? 0 : PyLong_AsSize_t(number);
     Py_XDECREF(number);
