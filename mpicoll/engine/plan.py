@@ -68,7 +68,8 @@ class Plan:
         self._reuses_result = operation.arrays.persistent and not is_number
         # Carries out a run by the extension alone, once shared memory has been used.
         self._repeat: Callable[[], bool] | None = None
-        self._may_repeat = isinstance(self.choice.algorithm, SharedMemoryAlgorithm)
+        # It takes the addresses of memory of the host.
+        self._may_repeat = isinstance(self.choice.algorithm, SharedMemoryAlgorithm) and self._device is None
 
     def _bind(self, choice: Choice | None) -> tuple[Choice, Task]:
         """Return the algorithm and the task of a run. All ranks agree on whether it is a persistent collective."""
