@@ -122,6 +122,9 @@ WAITS = {
         "transport/control/network.py::ControlNetwork.poll",
         "transport/mpi/pending.py::MpiPending.test",
     },
+    "the lock of a queue, whose holder runs an operation that the watch knows": {
+        "extension.py::PythonQueueLock.__enter__",
+    },
     "a thread of ours that has nothing to do": {
         "transport/mpi/session.py::_ExitAgreement._run",
         "engine/core/poller.py::Poller._run",
