@@ -59,7 +59,7 @@ def test_buckets_lie_where_all_ranks_reach_them() -> None:
     def hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         arena = communicator(group)._core.arena()
         assert arena is not None
-        where.append(arena.segments.find(bucket.buffer().numpy())[0])
+        where.append(arena.find_segment(bucket.buffer().data_ptr())[0])
         return allreduce_hook(group, bucket)
 
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
