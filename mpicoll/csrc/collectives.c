@@ -1,8 +1,8 @@
 /* Collectives of the ranks of a node through slots of shared memory.
  *
- * The data goes through the slots in pieces, one step each: what a rank has written to its slot of one parity is read by
- * the others after the step, while it writes the next piece to its other slot. A collective of one piece has one step,
- * except for reductions by shares.
+ * The data goes through the slots in pieces, one step each: what a rank has written to its slot of one parity is read
+ * by the others after the step, while it writes the next piece to its other slot. A collective of one piece has one
+ * step, except for reductions by shares.
  *
  * Operands are combined in the order of ranks, each element by one rank or by all alike: results have the same bits on
  * every rank and in every run.
@@ -54,9 +54,9 @@ size_t get_share_offset(size_t nbytes, int rank, int size)
     return min_size(nbytes, before * CACHE_LINE);
 }
 
-/* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the step.
- * Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one step a piece and one
- * more. */
+/* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the
+ * step. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one step a piece
+ * and one more. */
 static int reduce_pieces(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
@@ -188,7 +188,7 @@ static int move_blocks(const Collective *one, const char *source, char *target)
 
 /* --- the Python type */
 
-/* The output of a rank: its sizes, and the moves to it and from its input. */
+/* The sizes of the ranks' blocks. */
 typedef struct {
     const size_t *blocks; /* bytes of the ranks' blocks, or of the vector alone */
     size_t total, largest;
@@ -386,7 +386,8 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
                                      &reads, &width))
         return -1;
     /* Objects are initialised once: other threads may run them. */
-    if (one->steps != NULL || itemsize < 1 || piece < 1 || width < 0 || identity_bytes > (Py_ssize_t)sizeof one->identity ||
+    if (one->steps != NULL || itemsize < 1 || piece < 1 || width < 0 ||
+        identity_bytes > (Py_ssize_t)sizeof one->identity ||
         (identity_bytes > 0 && identity_bytes != itemsize) || !PyObject_HasAttrString(steps, "list_late_ranks")) {
         PyErr_SetString(PyExc_ValueError, "Collective: invalid arguments, or initialised twice");
         return -1;
@@ -479,6 +480,8 @@ static int run_on(const Collective *one, const char *source, char *target)
     int status = direct ? run_direct(one, source, target) : 0;
     if (status == 0)
         status = one->run(one, source, target);
+    if (status >= 0)
+        one->steps->last = one->steps->step;
     if (releases)
         acquire_gil(one->steps);
     return status < 0 ? -1 : 0;
@@ -491,13 +494,14 @@ void end_failed(Steps *steps)
     if (sync_failed(steps) < 0)
         PyErr_Clear();
     PyErr_Restore(type, value, traceback);
+    raise_interrupt(steps);
 }
 
 int carry_out_collective(const Collective *one, const char *source, char *target)
 {
     one->steps->signature = one->signature;
     int status = run_on(one, source, target);
-    return status == 0 && one->steps->interrupted ? raise_interrupt(one->steps) : status;
+    return status == 0 ? raise_interrupt(one->steps) : status;
 }
 
 static int run_on_arrays(
@@ -540,8 +544,8 @@ static PyObject *carry_out(PyObject *self, PyObject *const *args, Py_ssize_t nar
 
 static PyMethodDef methods[] = {
     {"carry_out", (PyCFunction)(void (*)(void))carry_out, METH_FASTCALL,
-     "carry_out(source, target)\n--\n\nCarry out the collective as an operation. Both are contiguous arrays, or None where"
-     " this rank has no data."},
+     "carry_out(source, target)\n--\n\nCarry out the collective as an operation. Both are contiguous arrays, or None"
+     " where this rank has no data."},
     {"run", (PyCFunction)(void (*)(void))run_collective, METH_FASTCALL,
      "run(source, target)\n--\n\nCarry out the collective, as `carry_out` does, within the running operation."},
     {NULL, NULL, 0, NULL},
@@ -557,8 +561,8 @@ static PyType_Slot slots[] = {
                 " identity=b'', reads=False, width=0)\n--\n\n"
                 "A collective of the ranks of a node. `counts` are the elements of each rank's block, or of the vector;"
                 " `identity` is an element, of which the output of exscan on rank 0 consists."
-                " With `reads`, the ranks read each other's private memory if no rank forbids it; `width` is the bytes of"
-                " a piece that is reduced in memory of others (0: the default)."},
+                " With `reads`, the ranks read each other's private memory if no rank forbids it; `width` is the bytes"
+                " of a piece that is reduced in memory of others (0: the default)."},
     {Py_tp_init, init_collective},
     {Py_tp_dealloc, dealloc_collective},
     {Py_tp_traverse, traverse_collective},

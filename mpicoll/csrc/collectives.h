@@ -68,7 +68,8 @@ static inline void copy_own(const Collective *one, const char *source, char *tar
 /* The offset of a rank's share of a piece, aligned to cache lines; the shares of all ranks differ by at most a line. */
 size_t get_share_offset(size_t nbytes, int rank, int size);
 
-/* End the running operation on all ranks, because this one has failed in it. There is an exception, and the GIL is held. */
+/* End the running operation on all ranks, because this one has failed in it. There is an exception, and the GIL is
+ * held. */
 void end_failed(Steps *steps);
 
 /* Carry out a collective as an operation, on this rank's input and output. Returns -1 with an exception. */

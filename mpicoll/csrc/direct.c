@@ -1,9 +1,9 @@
 /* Collectives of the ranks of a node in each other's arrays, without copies through slots.
  *
- * First the ranks exchange the locations of their arrays. A collective is carried out here if these lie in segments that
- * all ranks have mapped, or if it may read private memory (process_vm_readv) and no rank forbids that. All ranks draw the
- * same conclusion from the same numbers. An operation ends with a step, after which the arrays belong to their owners
- * again.
+ * First the ranks exchange the locations of their arrays. A collective is carried out here if these lie in segments
+ * that all ranks have mapped, or if it may read private memory (process_vm_readv) and no rank forbids that. All ranks
+ * draw the same conclusion from the same numbers. An operation ends with a step, after which the arrays belong to their
+ * owners again.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -19,8 +19,8 @@ enum {
     SEGMENT_BYTES = 4096, /* from which on the locations of arrays that may lie in segments are exchanged */
 };
 
-/* What a rank posts: the segments of its input and output (0: none) and the offsets in them, their addresses, and whether
- * its memory can't be read. */
+/* What a rank posts: the segments of its input and output (0: none) and the offsets in them, their addresses, and
+ * whether its memory can't be read. */
 enum { SOURCE_SEGMENT, SOURCE_OFFSET, TARGET_SEGMENT, TARGET_OFFSET, SOURCE, TARGET, FORBIDS_READING, NUMBERS };
 
 _Static_assert((int)NUMBERS <= (int)POSTED, "the numbers are posted in one step");
@@ -36,6 +36,8 @@ struct Locations {
     char **sources, **targets;       /* the parts of the segments of this rank's input and output */
     int64_t (*posted)[NUMBERS];      /* by all ranks */
     char *pieces;                    /* of other ranks, read to be reduced */
+    char *share;                     /* of an abandoned operation, from which ranks that are threads may still copy */
+    bool cannot_read;                /* reading has failed */
     size_t piece_bytes;
 };
 
@@ -62,6 +64,7 @@ void free_locations(Steps *steps)
         free(steps->locations->targets);
         free(steps->locations->posted);
         free(steps->locations->pieces);
+        free(steps->locations->share);
         free(steps->locations);
     }
 }
@@ -130,7 +133,8 @@ static int exchange_locations(const Collective *one)
     Locations *all = steps->locations;
     /* A library that protects its secrets may make the process unreadable at any time. */
     all->posted[steps->rank][FORBIDS_READING] =
-        one->reads_memory && steps->processes[steps->rank] != 0 && prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 1;
+        one->reads_memory && (all->cannot_read || (steps->processes[steps->rank] != 0 &&
+                                                   prctl(PR_GET_DUMPABLE, 0, 0, 0, 0) != 1));
     memcpy(get_posted(steps, steps->rank, get_parity(steps)), all->posted[steps->rank], sizeof *all->posted);
     if (sync_ranks(steps) < 0)
         return -1;
@@ -246,6 +250,7 @@ static int read_memory(int process, int64_t from, char *to, size_t nbytes)
 static int fail_to_read(const Collective *one, int peer, int number)
 {
     Steps *steps = one->steps;
+    steps->locations->cannot_read = true;
     acquire_gil(steps);
     PyObject *module = PyImport_ImportModule("mpicoll.errors");
     PyObject *error = module == NULL ? NULL : PyObject_GetAttrString(module, "CommunicationError");
@@ -360,7 +365,10 @@ int run_direct(const Collective *one, const char *source, char *target)
     int status = run_located(one, source, target, share);
     if (status > 0 && sync_ranks(steps) < 0)
         status = -1;
-    free(share);
+    if (status < 0 && steps->unusable)
+        steps->locations->share = share; /* there is no later operation */
+    else
+        free(share);
     return status;
 }
 
@@ -440,5 +448,7 @@ PyObject *set_processes(PyObject *self, PyObject *processes)
     }
     free(steps->processes);
     steps->processes = made;
+    if (steps->locations != NULL)
+        steps->locations->cannot_read = false;
     Py_RETURN_NONE;
 }

@@ -18,8 +18,8 @@ bool tries_direct(const Collective *one);
 /* Find the segments of this rank's arrays. The GIL is held. Returns -1 with an exception. */
 int locate_arrays(const Collective *one, const char *source, const char *target);
 
-/* Carry out a collective, after locate_arrays, where each rank can access what it needs. Returns 1; 0 if that is not so,
- * on all ranks, which have exchanged locations only; -1 with an exception. */
+/* Carry out a collective, after locate_arrays, where each rank can access what it needs. Returns 1; 0 if that is not
+ * so, on all ranks, which have exchanged locations only; -1 with an exception. */
 int run_direct(const Collective *one, const char *source, char *target);
 
 /* Methods of Steps. */

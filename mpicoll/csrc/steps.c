@@ -1,16 +1,17 @@
 /* The synchronisation of the ranks of a node by flags in memory that they share.
  *
- * Each rank has two words, for steps of even and odd number: the number of the step in the upper half, and the signature
- * of the operation that the rank carries out in the lower half. A rank ends a step by storing its word, then waits until
- * the words of all other ranks have the same number. No rank is more than one step ahead of another one, so a word of a
- * step is replaced only after all ranks have seen it, and all of them draw the same conclusion from the words:
+ * Each rank has two words, for steps of even and odd number: the number of the step in the upper half, and the
+ * signature of the operation that the rank carries out in the lower half. A rank ends a step by storing its word, then
+ * waits until the words of all other ranks have the same number. No rank is more than one step ahead of another one, so
+ * a word of a step is replaced only after all ranks have seen it, and all of them draw the same conclusion from the
+ * words:
  *
  * - all are equal: the operation goes on;
  * - the signature of a rank is 0: the rank has failed in this operation, which ends with this step on all ranks;
  * - other signatures differ: the ranks have begun different operations, which end with this step on all ranks.
  *
- * So the ranks remain synchronised in each case. A rank that stops waiting for the others, because they are late or dead,
- * abandons the operation: it can't be synchronised any more, which it states in a word of its own.
+ * So the ranks remain synchronised in each case. A rank that stops waiting for the others, because they are late or
+ * dead, abandons the operation: it can't be synchronised any more, which it states in a word of its own.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -23,6 +24,9 @@
 #include <structmember.h>
 
 #include "direct.h"
+
+/* Signature of the step in which ranks that have begun different operations exchange descriptions of them. */
+static const uint32_t DESCRIBING = 0xD15C0FFEu;
 
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
@@ -46,7 +50,10 @@ static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
     return (Word *)(void *)get_block(steps, rank) + (step & 1);
 }
 
-static inline Word *get_state(const Steps *steps, int rank) { return (Word *)(void *)(get_block(steps, rank) + STATE_AT); }
+static inline Word *get_state(const Steps *steps, int rank)
+{
+    return (Word *)(void *)(get_block(steps, rank) + STATE_AT);
+}
 
 int64_t *get_posted(const Steps *steps, int rank, int parity)
 {
@@ -100,18 +107,68 @@ static int poll_ranks(Steps *steps, int rank)
     return rank;
 }
 
-/* Call a method in Python. Returns -1 with its exception. */
+/* Call a method in Python. Returns -1 with its exception. The GIL is held. */
 static int call_python(Steps *steps, const char *name)
 {
-    bool held = steps->released == NULL;
-    acquire_gil(steps);
     PyObject *none = NULL;
     if (steps->running == NULL || steps->running->publish(steps->running) == 0)
         none = PyObject_CallMethod((PyObject *)steps, name, NULL);
     Py_XDECREF(none);
-    if (!held)
-        release_gil(steps);
     return none == NULL ? -1 : 0;
+}
+
+/* Keep the current exception until the operation has ended. Return false if another one is kept already. */
+static bool defer_exception(Steps *steps)
+{
+    if (steps->interrupt != NULL)
+        return false;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(value, traceback);
+    steps->interrupt = value;
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return true;
+}
+
+int raise_interrupt(Steps *steps)
+{
+    PyObject *interrupt = steps->interrupt;
+    if (interrupt == NULL)
+        return 0;
+    steps->interrupt = NULL;
+    PyErr_SetObject((PyObject *)Py_TYPE(interrupt), interrupt);
+    Py_DECREF(interrupt);
+    return -1;
+}
+
+static void abandon_operation(Steps *steps)
+{
+    steps->unusable = true;
+    /* Ranks that reach this step later must see that this rank has left it. */
+    atomic_store_explicit(
+        get_flag(steps, steps->rank, steps->step), (uint64_t)steps->step << 32, memory_order_release);
+    /* They must not have seen another word when this rank changes the arrays that they read. */
+    atomic_thread_fence(memory_order_seq_cst);
+    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
+}
+
+/* Wait in Python, which abandons the operation before it raises an exception of its own. Any other exception is one of
+ * a signal handler, which may be raised at each instruction: the other ranks may have seen that this rank has entered
+ * the operation, so it waits on. */
+static int wait_in_python(Steps *steps)
+{
+    while (call_python(steps, "wait_for_late_ranks") < 0) {
+        if (steps->unusable)
+            return -1;
+        if (!defer_exception(steps)) {
+            abandon_operation(steps);
+            return -1;
+        }
+    }
+    return 0;
 }
 
 /* Wait for the ranks from `rank` on. Returns -1 if the wait has failed. */
@@ -126,16 +183,21 @@ static int wait_for_ranks(Steps *steps, int rank)
     bool held = steps->released == NULL;
     release_gil(steps);
     rank = poll_ranks(steps, rank);
-    int status = rank < steps->size ? call_python(steps, "wait_for_late_ranks") : 0;
-    if (held)
+    int status = 0;
+    if (rank < steps->size) {
         acquire_gil(steps);
+        status = wait_in_python(steps);
+        if (!held)
+            release_gil(steps);
+    } else if (held) {
+        acquire_gil(steps);
+    }
     return status;
 }
 
-static int sync_signature(Steps *steps, uint32_t signature)
+/* End a step. Returns 1 if the words of the ranks differ, 0 if they are equal, -1 if the wait has failed. */
+static int sync_words(Steps *steps, uint32_t signature)
 {
-    if (steps->unusable)
-        return call_python(steps, "conclude_difference");
     /* What this rank has read from arrays of other ranks, it has read before it looks at their words again. */
     atomic_thread_fence(memory_order_acquire);
     uint32_t step = ++steps->step;
@@ -151,18 +213,64 @@ static int sync_signature(Steps *steps, uint32_t signature)
         }
         difference |= word ^ own;
     }
-    if (difference != 0 || signature == 0)
-        return call_python(steps, "conclude_difference");
-    /* Ranks that disagree about the number of steps disagree at the step that only some of them have. */
-    steps->signature = signature + 1 ? signature + 1 : 1;
-    return 0;
+    return difference != 0;
+}
+
+/* Return true if the ranks have begun different operations, whether or not some have failed. */
+static bool have_begun_different_operations(const Steps *steps)
+{
+    uint32_t seen = 0;
+    for (int rank = 0; rank < steps->size; rank++) {
+        uint32_t signature =
+            (uint32_t)atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
+        if (signature != 0 && seen != 0 && signature != seen)
+            return true;
+        seen = signature != 0 ? signature : seen;
+    }
+    return false;
+}
+
+/* End the operation, on all ranks alike. Returns 0 if this rank has failed itself, otherwise -1 with the error. */
+static int conclude(Steps *steps, uint32_t signature)
+{
+    steps->left = true;
+    steps->different = have_begun_different_operations(steps);
+    if (steps->different) {
+        /* A second exception of a signal handler replaces the description: the other ranks wait for this one. */
+        for (int i = 0; i < 2 && call_python(steps, "publish_description") < 0; i++) {
+            if (!defer_exception(steps))
+                PyErr_Clear();
+        }
+        if (sync_words(steps, DESCRIBING) < 0)
+            return -1;
+    }
+    return signature == 0 ? 0 : call_python(steps, "raise_difference");
+}
+
+static int sync_signature(Steps *steps, uint32_t signature)
+{
+    int status = steps->unusable ? 1 : sync_words(steps, signature);
+    if (status == 0 && signature != 0) {
+        /* Ranks that disagree about the number of steps disagree at the step that only some of them have. */
+        steps->signature = signature + 1 ? signature + 1 : 1;
+        return 0;
+    }
+    bool held = steps->released == NULL;
+    acquire_gil(steps);
+    if (steps->unusable && status > 0)
+        status = call_python(steps, "raise_unusable");
+    else if (status >= 0)
+        status = conclude(steps, signature);
+    if (status < 0)
+        raise_interrupt(steps);
+    if (!held)
+        release_gil(steps);
+    return status;
 }
 
 int sync_ranks(Steps *steps) { return sync_signature(steps, steps->signature); }
 
 int sync_failed(Steps *steps) { return sync_signature(steps, 0); }
-
-int raise_interrupt(Steps *steps) { return call_python(steps, "raise_interrupt"); }
 
 /* --- the Python type */
 
@@ -199,6 +307,7 @@ static void dealloc_steps(PyObject *self)
     PyTypeObject *type = Py_TYPE(self);
     if (steps->flags != NULL)
         PyBuffer_Release(&steps->memory);
+    Py_XDECREF(steps->interrupt);
     PyMem_Free(steps->slots);
     free_locations(steps);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
@@ -272,15 +381,26 @@ static PyObject *step_failed(PyObject *self, PyObject *unused)
 static PyObject *abandon(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    Steps *steps = (Steps *)self;
-    steps->unusable = true;
-    /* Ranks that reach this step later must see that this rank has left it. */
-    atomic_store_explicit(
-        get_flag(steps, steps->rank, steps->step), (uint64_t)steps->step << 32, memory_order_release);
-    /* They must not have seen another word when this rank changes the arrays that they read. */
-    atomic_thread_fence(memory_order_seq_cst);
-    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
+    abandon_operation((Steps *)self);
     Py_RETURN_NONE;
+}
+
+static PyObject *defer(PyObject *self, PyObject *exception)
+{
+    Steps *steps = (Steps *)self;
+    PyObject *former = steps->interrupt;
+    steps->interrupt = Py_NewRef(exception);
+    Py_XDECREF(former);
+    Py_RETURN_NONE;
+}
+
+static PyObject *take_interrupt(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    Steps *steps = (Steps *)self;
+    PyObject *interrupt = steps->interrupt;
+    steps->interrupt = NULL;
+    return interrupt == NULL ? Py_NewRef(Py_None) : interrupt;
 }
 
 /* Return the ranks for which `is_wanted` is true. */
@@ -383,15 +503,19 @@ static PyMethodDef methods[] = {
     {"count_flag_bytes", count_flag_bytes, METH_VARARGS | METH_STATIC,
      "count_flag_bytes(size)\n--\n\nReturn the bytes of the memory for the flags of `size` ranks."},
     {"set_slots", set_slots, METH_VARARGS,
-     "set_slots(addresses, even, odd, nbytes)\n--\n\nSet the addresses of the slots (those of even steps by rank, then of"
-     " odd ones), of the results of even and odd steps, and the bytes of each."},
+     "set_slots(addresses, even, odd, nbytes)\n--\n\nSet the addresses of the slots (those of even steps by rank, then"
+     " of odd ones), of the results of even and odd steps, and the bytes of each."},
     {"step", step, METH_NOARGS,
      "step()\n--\n\nEnd a step of the running operation: what the ranks wrote before is visible to all of them."},
     {"step_signature", step_signature, METH_O,
      "step_signature(signature)\n--\n\nBegin an operation, and end its first step."},
     {"step_failed", step_failed, METH_NOARGS,
      "step_failed()\n--\n\nEnd a step in which this rank has failed, and with it the operation on all ranks."},
-    {"abandon", abandon, METH_NOARGS, "abandon()\n--\n\nGive up the synchronisation with the other ranks, for ever."},
+    {"abandon", abandon, METH_NOARGS, "abandon()\n--\n\nEnd the synchronisation with the other ranks permanently."},
+    {"defer", defer, METH_O, "defer(exception)\n--\n\nRaise `exception` when the operation has ended."},
+    {"take_interrupt", take_interrupt, METH_NOARGS,
+     "take_interrupt()\n--\n\nReturn the exception that a signal handler has raised during the operation, or None. It"
+     " is not raised any more."},
     {"list_late_ranks", list_late_ranks, METH_NOARGS,
      "list_late_ranks()\n--\n\nReturn the ranks that have not ended the step that this rank has."},
     {"list_unusable_ranks", list_unusable_ranks, METH_NOARGS,
@@ -401,7 +525,8 @@ static PyMethodDef methods[] = {
     {"post", (PyCFunction)(void (*)(void))post, METH_FASTCALL,
      "post(*values)\n--\n\nPublish up to 8 numbers, which the other ranks read by `read_posted` after the next step."},
     {"read_posted", read_posted, METH_O,
-     "read_posted(count)\n--\n\nReturn the first `count` numbers that each rank posted in the step that has just ended."},
+     "read_posted(count)\n--\n\nReturn the first `count` numbers that each rank posted in the step that has just"
+     " ended."},
     {"add_segment", add_segment, METH_VARARGS,
      "add_segment(number, addresses, nbytes)\n--\n\nAdd memory that all ranks have mapped: the addresses of the ranks'"
      " parts, and the bytes of this rank's."},
@@ -423,8 +548,11 @@ static PyMemberDef members[] = {
     {"number", T_UINT, offsetof(Steps, step), 0, "Number of the last step, modulo 2 to the power of 32."},
     {"signature", T_UINT, offsetof(Steps, signature), 0, "Signature of the running operation, never 0."},
     {"unusable", T_BOOL, offsetof(Steps, unusable), READONLY, "True if this rank has abandoned an operation."},
-    {"interrupted", T_BOOL, offsetof(Steps, interrupted), 0,
-     "True if a signal handler has raised an exception, to be raised at the end of the operation."},
+    {"left", T_BOOL, offsetof(Steps, left), 0,
+     "True if the running operation has ended by a failure, on all ranks."},
+    {"different", T_BOOL, offsetof(Steps, different), READONLY,
+     "True if it has ended because the ranks have begun different operations."},
+    {"last", T_UINT, offsetof(Steps, last), 0, "Number of the last step of the running operation."},
     {NULL, 0, 0, 0, NULL},
 };
 

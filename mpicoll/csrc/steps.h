@@ -29,7 +29,10 @@ typedef struct {
     uint32_t signature;     /* of the running operation and the index of its step, never 0 */
     bool has_own_core;      /* no other rank of the node uses it */
     bool unusable;          /* this rank has abandoned an operation */
-    bool interrupted;       /* an exception is to be raised at the end of the operation */
+    bool left;              /* the running operation has ended by a failure, on all ranks */
+    bool different;         /* because the ranks have begun different operations */
+    uint32_t last;          /* number of the last step of the running operation */
+    PyObject *interrupt;    /* exception of a signal handler, to be raised at the end of the operation; or NULL */
     PyThreadState *released; /* the state of the thread that has released the GIL; NULL while it is held */
     Running *running;       /* NULL where Python has begun the operation */
     char **slots;           /* of both parities, by rank: slots[parity * size + rank] */
@@ -44,7 +47,10 @@ typedef struct {
 
 static inline int get_parity(const Steps *steps) { return (int)(steps->step & 1); }
 
-static inline char *get_slot(const Steps *steps, int parity, int rank) { return steps->slots[parity * steps->size + rank]; }
+static inline char *get_slot(const Steps *steps, int parity, int rank)
+{
+    return steps->slots[parity * steps->size + rank];
+}
 
 /* The numbers that a rank posts in its next step, of parity `get_parity`, or has posted in the last one. */
 int64_t *get_posted(const Steps *steps, int rank, int parity);
@@ -60,7 +66,8 @@ int sync_failed(Steps *steps);
 void release_gil(Steps *steps);
 void acquire_gil(Steps *steps);
 
-/* Raise the exception that a signal handler has raised during the operation, which has ended. Returns -1 then. */
+/* Raise the exception that a signal handler has raised during the operation, which has ended, in place of any other
+ * one. Returns -1 then. The GIL is held. */
 int raise_interrupt(Steps *steps);
 
 extern PyType_Spec steps_spec;

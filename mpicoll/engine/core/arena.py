@@ -21,9 +21,6 @@ Body: TypeAlias = "Callable[[Any, Any], None]"
 """Function called as ``body(source, target)`` on this rank's flat input and output; each is None where the collective
 has none on this rank."""
 
-_DESCRIBING = 0xD15C0FFE
-"""Signature of the step in which ranks that have begun different operations exchange descriptions of them."""
-
 
 class Arena(Steps):
     """Slots of all ranks of a node, and the flags that synchronise the ranks.
@@ -66,10 +63,6 @@ class Arena(Steps):
         self._row_mismatch_error = row_mismatch_error
         self._check_wait = check_wait
         self._executing = executing or Executing()
-        # The number of the last step of the running operation, and True when the operation has ended before that.
-        self._last = 0
-        self._left = False
-        self._interrupt: BaseException | None = None
 
     def allocate_slots(self) -> Arena:
         """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
@@ -100,20 +93,18 @@ class Arena(Steps):
             if call.arrivals:
                 return self._match_rows(call)
             signature = call.sign()
-        self._left = False
         self.step_signature(signature)
-        return self._take_interrupt() if self.interrupted else None
+        return self.take_interrupt()
 
     def _match_rows(self, call: Call) -> BaseException | None:
         """Match an operation whose block sizes are known only to the sender and the receiver of each block. Raises
         MismatchError on all ranks if these sizes differ."""
         signature, mine = call.row_signature(self.rank)
-        self._left = False
         self.post(mine)
         self.step_signature(signature)
         if sum(row for (row,) in self.read_posted(1)) % ROW_MODULUS and self._row_mismatch_error is not None:
             raise self._row_mismatch_error()
-        return self._take_interrupt() if self.interrupted else None
+        return self.take_interrupt()
 
     def sync(self) -> None:
         """End a step: all that the ranks wrote before is visible to all ranks afterwards. Raises CommunicationError if
@@ -126,7 +117,11 @@ class Arena(Steps):
     def cma_failed_reason(self) -> str | None:
         """The reason why the ranks could not read each other's memory in the last operation for that."""
         rank = self.unreadable_rank
-        return None if rank < 0 else f"rank {rank} forbids others to read its memory (PR_SET_DUMPABLE)"
+        return (
+            None
+            if rank < 0
+            else f"rank {rank} forbids others to read its memory (PR_SET_DUMPABLE), or can't read theirs"
+        )
 
     def run(
         self,
@@ -147,8 +142,8 @@ class Arena(Steps):
         after Timeout, when other ranks did not enter the operation: then it is the last operation of the arena, and
         ranks that enter it late get CommunicationError.
         """
-        self._last = self.number + steps
-        self._left = False
+        self.last = self.number + steps & 0xFFFFFFFF
+        self.left = False
         self.signature = signature
         self.synchronize = synchronize
         try:
@@ -156,48 +151,51 @@ class Arena(Steps):
                 load()
             body(source, target)
         except BaseException:
-            if not (self._left or self.unusable) and (self._last - self.number) & 0xFFFFFFFF:
+            if not (self.left or self.unusable or self.number == self.last):
                 # What this rank has failed with is raised, not what the wait for the others may fail with.
                 with suppress(CommunicationError):
                     self.step_failed()
-                self.raise_interrupt()
+            self._raise_interrupt()
             raise
         finally:
             self.synchronize = None
-        if self.interrupted:
-            self.raise_interrupt()
+        self._raise_interrupt()
 
-    def conclude_difference(self) -> None:
-        """Raise the error that follows from the signatures of the ranks in the step that has just ended, on all ranks
-        alike. Return if this rank has failed itself. Called by ``step``."""
-        if self.unusable:
-            raise CommunicationError(
-                f"{self._name_rank()}: an operation was abandoned, and the ranks are not synchronised any more; create"
-                " another communicator"
+    def _raise_interrupt(self) -> None:
+        """Raise the exception that a signal handler has raised during the operation, which has ended."""
+        interrupt = self.take_interrupt()
+        if interrupt is not None:
+            raise interrupt
+
+    def raise_unusable(self) -> None:
+        """Raise the error of operations after one that this rank has abandoned. Called by ``step``."""
+        raise CommunicationError(
+            f"{self._name_rank()}: an operation was abandoned, and the ranks are not synchronised any more; create"
+            " another communicator"
+        )
+
+    def publish_description(self) -> None:
+        """Publish the description of this rank's call, because the ranks have begun different operations in the step
+        that has just ended. Called by ``step``, which then ends another step."""
+        self._descriptions.publish(self.number)
+
+    def raise_difference(self) -> None:
+        """Raise the error of an operation that has ended by a failure of another rank, or because the ranks have begun
+        different operations. Called by ``step``."""
+        if self.different:
+            raise self._descriptions.mismatch_error(self.number - 1 & 0xFFFFFFFF) or CommunicationError(
+                f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype, op,"
+                " root or algorithm"
             )
-        self._left = True
-        signatures = self.list_signatures()
-        failed = [rank for rank, signature in enumerate(signatures) if not signature]
-        if len(set(signatures) - {0}) > 1:
-            self._descriptions.publish(self.number)
-            begun = self.number
-            self.step_signature(_DESCRIBING)
-            if self.rank not in failed:
-                self.raise_interrupt()
-                raise self._descriptions.mismatch_error(begun) or CommunicationError(
-                    f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype,"
-                    " op, root or algorithm"
-                )
-        elif self.rank not in failed:
-            self.raise_interrupt()
-            what = "failed in this operation"
-            if failed[0] in self.list_unusable_ranks():
-                self.abandon()
-                what = "has abandoned this operation"
-            raise CommunicationError(f"{self._name_rank()}: rank {failed[0]} {what}, as its own error explains")
+        failed, what = self.list_signatures().index(0), "failed in this operation"
+        if failed in self.list_unusable_ranks():
+            self.abandon()
+            what = "has abandoned this operation"
+        raise CommunicationError(f"{self._name_rank()}: rank {failed} {what}, as its own error explains")
 
     def wait_for_late_ranks(self) -> None:
-        """Wait until all ranks have reached the current step of this rank. Called by ``step``."""
+        """Wait until all ranks have reached the current step of this rank. Called by ``step``, which calls it again
+        after an exception of a signal handler, unless the operation has been abandoned."""
         with ArenaWait(self._transport, self._executing, self._check_wait, self.list_late_ranks) as wait:
             while late := self.list_late_ranks():
                 try:
@@ -209,15 +207,7 @@ class Arena(Steps):
                     # This rank stops waiting, so it cannot stay synchronised with ranks that may still enter the
                     # operation.
                     self.abandon()
-                    self.raise_interrupt()
                     raise
-                except BaseException as interrupt:
-                    if self._interrupt is not None:
-                        self.abandon()
-                        self._take_interrupt()
-                        raise
-                    # The other ranks may have seen that this rank has entered the operation.
-                    self.defer(interrupt)
 
     def _check_usable(self, late: Sequence[int]) -> None:
         for peer in self.list_unusable_ranks():
@@ -226,20 +216,6 @@ class Arena(Steps):
                     f"{self._name_rank()}: rank {peer} has abandoned an operation, as its own error explains; create"
                     " another communicator"
                 )
-
-    def defer(self, interrupt: BaseException) -> None:
-        """Raise `interrupt` when the operation has ended."""
-        self._interrupt, self.interrupted = interrupt, True
-
-    def _take_interrupt(self) -> BaseException | None:
-        interrupt, self._interrupt, self.interrupted = self._interrupt, None, False
-        return interrupt
-
-    def raise_interrupt(self) -> None:
-        """Raise the exception that a signal handler has raised during the operation, which has ended."""
-        interrupt = self._take_interrupt()
-        if interrupt is not None:
-            raise interrupt
 
     def _name_rank(self) -> str:
         return f"rank {self.rank} of {self.size} (of this node)"

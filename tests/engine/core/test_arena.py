@@ -14,6 +14,7 @@ from support.data import random
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll._shm import Collective
 from mpicoll.engine.core.arena import Arena
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicationError, RankFailed, Timeout
@@ -377,6 +378,57 @@ def test_an_interrupt_of_a_wait_is_raised_after_the_operation() -> None:
         with pytest.raises(KeyboardInterrupt) if arena.rank == 0 else nullcontext():
             arena.run(lambda source, target: seen.extend((arena.sync(), arena.sync())), 2)
         assert len(seen) == 2
+        arena.run(lambda source, target: arena.sync(), 1)
+
+    _together(3, body)
+
+
+def _raise_once(arena: Arena, name: str) -> None:
+    """Have a method of `arena` raise KeyboardInterrupt at its next call, as a signal handler may, and only then."""
+
+    def interrupted() -> None:
+        delattr(arena, name)
+        raise KeyboardInterrupt
+
+    setattr(arena, name, interrupted)
+
+
+@pytest.mark.parametrize("name", ["wait_for_late_ranks", "publish_description"])
+def test_an_interrupt_at_any_instruction_keeps_the_ranks_synchronised(name: str) -> None:
+    """Of what Python does within a step, even outside of all handlers of exceptions."""
+
+    def body(arena: Arena) -> None:
+        for turn in range(20):
+            own = arena.rank == 0
+            if own:
+                _raise_once(arena, name)
+            elif name == "wait_for_late_ranks":
+                time.sleep(0.02)  # rank 0 is past the polls in C
+            differs = name == "publish_description"
+            with pytest.raises(KeyboardInterrupt if own else CommunicationError) if own or differs else nullcontext():
+                arena.run(lambda source, target: arena.sync(), 1, signature=1 + arena.rank if differs else 1)
+            arena.post(turn)
+            arena.run(lambda source, target: arena.sync(), 1)
+            assert arena.read_posted(1) == [(turn,)] * arena.size
+
+    _together(2, body)
+
+
+def test_an_exception_after_a_compiled_collective_is_no_failure_of_it() -> None:
+    """The other ranks have what they need, and begin the next operation."""
+
+    def body(arena: Arena) -> None:
+        x, out = np.ones(1000), np.empty(1000)
+        collective = Collective(arena, "allreduce", "sum", "float64", 8, (1000,), 0, 4096, False, 7)
+
+        def operate(source: Any, target: Any) -> None:
+            collective.run(source, target)
+            if arena.rank == 0:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) if arena.rank == 0 else nullcontext():
+            arena.run(operate, collective.step_count + 5, x, out)
+        assert (out == arena.size).all()
         arena.run(lambda source, target: arena.sync(), 1)
 
     _together(3, body)

@@ -564,8 +564,9 @@ def test_the_largest_vectors_of_slots(several: Ranks) -> None:
 # --- a kernel that forbids what it allowed at the start
 
 
-def test_reading_is_forbidden_within_an_operation() -> None:
-    """All ranks report it; operations without reading go on."""
+@pytest.mark.parametrize("collective", ["allreduce", "reduce", "reduce_scatter", "alltoall"])
+def test_reading_is_forbidden_within_an_operation(collective: str) -> None:
+    """All ranks report it; later operations go another way."""
 
     def body() -> str:
         world, x = mpicoll.world(), np.arange(3000.0)
@@ -574,15 +575,16 @@ def test_reading_is_forbidden_within_an_operation() -> None:
         assert arena is not None
         if world.rank == 1:
             arena.set_processes([1 << 30] * world.size)  # more than the kernel's largest number of a process
-        errors = []
-        for collective in ("allreduce", "reduce", "reduce_scatter", "alltoall"):
-            with pytest.raises(mpicoll.CommunicationError) as caught:
-                getattr(mpicoll, collective)(x, algorithm="cma")
-            errors.append(str(caught.value))
-            np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="shm_pipelined"), total)
+        with pytest.raises(mpicoll.CommunicationError) as caught:
+            getattr(mpicoll, collective)(x, algorithm="cma")
+        for algorithm in ("shm_pipelined", "cma"):
+            np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm=algorithm), total)
+        assert arena.cma_failed_reason is not None
+        assert "rank 1" in arena.cma_failed_reason
         arena.set_processes([0] * world.size)
         np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="cma"), total)
-        return errors[0]
+        assert arena.cma_failed_reason is None
+        return str(caught.value)
 
     first, second, third = mpicoll.run_local(body, 3)
     assert "rank 1 of 3 (of this node) can't read the memory of rank" in second
