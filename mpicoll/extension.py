@@ -70,10 +70,10 @@ def check_rules(function: Callable[[], Any]) -> None:
         found.check_rules(function)
 
 
-def know_torch(tensor: type) -> bool:
+def set_torch_access(tensor: type) -> bool:
     """Have the extension find the memory of tensors. Return False if that is not possible."""
     found = _load()
-    return not isinstance(found, str) and bool(found.know_torch(tensor))
+    return not isinstance(found, str) and bool(found.set_torch_access(tensor))
 
 
 def set_recording(flag: bool) -> None:

@@ -12,7 +12,7 @@ from mpicoll.buffers.buffer import VIEWS, Buffer, View
 from mpicoll.buffers.device import Device, DeviceArray, StreamEvent, device_of
 from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.errors import DeviceError, DTypeError
-from mpicoll.extension import know_torch
+from mpicoll.extension import set_torch_access
 
 
 class TorchLibrary:
@@ -155,7 +155,7 @@ def _viewed(x: torch.Tensor) -> View | None:
 
 
 VIEWS[torch.Tensor] = VIEWS[torch.nn.Parameter] = _viewed
-know_torch(torch.Tensor)
+set_torch_access(torch.Tensor)
 
 
 def itemsize_of(operation: str, dtype: Any) -> int:

@@ -1,8 +1,8 @@
 /* The memory of numpy arrays and torch tensors, found without Python code.
  *
  * Extensions that use numpy's headers read the fields of an array directly, so their layout is part of numpy's binary
- * interface; here it is compared with what the buffer protocol says before it is used. Tensors are read by the functions
- * of DLPack that torch exports; where it exports none, all tensors are left to Python.
+ * interface; here it is compared with what the buffer protocol says before it is used. Tensors are read by the
+ * functions of DLPack that torch exports; where it exports none, all tensors are left to Python.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -60,7 +60,7 @@ static int has_known_layout(PyObject *array)
     return PyErr_Occurred() ? -1 : equal;
 }
 
-PyObject *know_numpy(PyObject *module, PyObject *samples)
+PyObject *set_numpy_layout(PyObject *module, PyObject *samples)
 {
     (void)module;
     if (numpy_type != NULL)
@@ -154,7 +154,7 @@ static bool find_torch_memory(PyObject *array, Memory *memory)
     return true;
 }
 
-PyObject *know_torch(PyObject *module, PyObject *type)
+PyObject *set_torch_access(PyObject *module, PyObject *type)
 {
     (void)module;
     if (sizeof(Py_ssize_t) != sizeof(int64_t))

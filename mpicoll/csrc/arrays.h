@@ -23,7 +23,7 @@ typedef struct {
  * exception, for everything but plain arrays. */
 bool find_memory(PyObject *array, bool writable, Memory *memory);
 
-PyObject *know_numpy(PyObject *module, PyObject *samples);
-PyObject *know_torch(PyObject *module, PyObject *type);
+PyObject *set_numpy_layout(PyObject *module, PyObject *samples);
+PyObject *set_torch_access(PyObject *module, PyObject *type);
 
 #endif

@@ -122,8 +122,8 @@ static uint64_t saved_registers(void)
     return (uint64_t)high << 32 | low;
 }
 
-/* Asked of the processor, not by __builtin_cpu_supports, which not every compiler's runtime has. */
-static Level ask_processor(void)
+/* By cpuid instead of __builtin_cpu_supports, which not every compiler's runtime has. */
+static Level find_level(void)
 {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_AVX) || !(c & bit_F16C))
@@ -148,7 +148,7 @@ static ReduceKernel choose_streaming(OpName op, DTypeName dtype, Level level)
     return level == BASE || streams == NULL ? choose(op, dtype, level) : streams;
 }
 #else
-static Level ask_processor(void) { return BASE; }
+static Level find_level(void) { return BASE; }
 
 static ReduceKernel choose(OpName op, DTypeName dtype, Level level)
 {
@@ -164,7 +164,7 @@ static Level best_level(void)
     static _Atomic int known = -1; /* every thread finds the same */
     int level = atomic_load_explicit(&known, memory_order_relaxed);
     if (level < 0) {
-        level = (int)ask_processor();
+        level = (int)find_level();
         atomic_store_explicit(&known, level, memory_order_relaxed);
     }
     return (Level)level;
@@ -189,8 +189,6 @@ static ReduceKernel find(const char *op, const char *dtype, Level level, int str
 }
 
 ReduceKernel find_kernel(const char *op, const char *dtype) { return find(op, dtype, best_level(), 0); }
-
-ReduceKernel find_streaming_kernel(const char *op, const char *dtype) { return find(op, dtype, best_level(), 1); }
 
 static size_t dtype_size(const char *dtype)
 {

@@ -14,15 +14,19 @@
 static PyMethodDef functions[] = {
     {"fold", (PyCFunction)(void (*)(void))shm_fold, METH_FASTCALL, shm_fold_doc},
     {"list_records", list_records, METH_NOARGS,
-     "list_records()\n--\n\nReturn the last calls that `Calls.run` has carried out, in the order in which they ended."},
+     "list_records()\n--\n\nReturn the last calls that `Calls.run` and `BoundCall.run` have carried out, in"
+     " the order in which they ended."},
     {"set_recording", set_recording, METH_O,
-     "set_recording(flag)\n--\n\nLet `Calls.run` carry out calls and record them, or have it leave them all to Python."},
+     "set_recording(flag)\n--\n\nLet `Calls.run` and `BoundCall.run` carry out calls and record them, or have them"
+     " leave all calls to Python."},
     {"check_rules", check_rules, METH_O,
      "check_rules(function)\n--\n\nHave `Calls.run` leave calls to Python where `function()` returns a true value."},
-    {"know_numpy", know_numpy, METH_O,
-     "know_numpy(samples)\n--\n\nLearn the type and the layout of numpy's arrays. Return False if it is not as expected."},
-    {"know_torch", know_torch, METH_O,
-     "know_torch(type)\n--\n\nLearn how to find the memory of tensors. Return False if this version has no means for that."},
+    {"set_numpy_layout", set_numpy_layout, METH_O,
+     "set_numpy_layout(samples)\n--\n\nHave arrays of the type of `samples` read by their fields. Return False if the"
+     " layout is not the known one."},
+    {"set_torch_access", set_torch_access, METH_O,
+     "set_torch_access(type)\n--\n\nHave the memory of tensors found by the functions that `type` exports. Return False"
+     " if it exports none."},
     {NULL, NULL, 0, NULL},
 };
 

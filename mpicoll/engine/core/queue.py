@@ -140,11 +140,11 @@ class OperationQueue:
 
     def _get_calls(self, steps: Steps) -> Calls:
         if self._calls is None:
-            from mpicoll._shm import Calls, know_numpy  # there is a collective of the extension
+            from mpicoll._shm import Calls, set_numpy_layout  # there is a collective of the extension
 
             sample = np.zeros((2, 3), np.int16)
             sample.flags.writeable = False
-            know_numpy((np.ones(4), sample[:, 1:]))
+            set_numpy_layout((np.ones(4), sample[:, 1:]))
             self._calls = Calls(steps, self.lock, self, self.pending, self.group)
             self._calls.enabled = self._observer is None
             self.run_repeated = self._calls.run
