@@ -37,6 +37,7 @@ class Plan:
 
     __slots__ = (
         "_body",
+        "_bound_after",
         "_call",
         "_comm",
         "_device",
@@ -68,6 +69,8 @@ class Plan:
         self._reuses_result = operation.arrays.persistent and not is_number
         # Carries out a run by the extension alone, once shared memory has been used.
         self._repeat: Callable[[], bool] | None = None
+        # The value of the queue's `discards` when it was bound.
+        self._bound_after = -1
         # It takes the addresses of memory of the host.
         self._may_repeat = isinstance(self.choice.algorithm, SharedMemoryAlgorithm) and self._device is None
 
@@ -103,8 +106,8 @@ class Plan:
         queue = self._queue
         # Observers read the operation, which is an attribute of the task.
         queue.run(self._body.run if queue.observer is None else self._body, self._call)
-        if self._may_repeat and self._comm.has_arena:
-            self._may_repeat = False
+        if self._may_repeat and self._bound_after != queue.discards and self._comm.has_arena:
+            self._bound_after = queue.discards
             self._repeat = bind_repeated(self._operation, self.choice, self._call)
         return self._result if self._reuses_result else self._operation.result()
 

@@ -80,6 +80,8 @@ class OperationQueue:
         # Carries out a call like an earlier one, and returns its result; if it can't, its first argument.
         self.run_repeated: Callable[..., Any] = leave_to_python
         self._calls: Calls | None = None
+        # How many times calls were discarded: what :meth:`bind_call` returned before is to be bound again.
+        self.discards = 0
         # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
         # Returns the exception of a signal handler that is to be raised after the collective, which all ranks have
         # begun.
@@ -152,6 +154,7 @@ class OperationQueue:
 
     def discard_calls(self) -> None:
         """Carry out all calls as if they were the first ones."""
+        self.discards += 1
         if self._calls is not None:
             self._calls.enabled = False
             self._calls.clear()
