@@ -38,6 +38,9 @@ class PythonQueueLock:
 
     __slots__ = ("_lock", "acquire", "locked", "number", "release")
 
+    # No call holds it in the extension.
+    call, thread = None, 0
+
     def __init__(self) -> None:
         self._lock = lock = threading.Lock()
         self.number = 0

@@ -1,7 +1,7 @@
-/* The way in for repeated calls: what was bound for the first call of a kind is looked up, run and recorded here.
+/* Repeated calls: what was bound for the first call of a kind is looked up, run and recorded.
  *
- * Everything that is not as it was when a call was bound is left to Python, which checks and binds the call again: run()
- * returns the module's constant MISSING before anything has been done.
+ * Everything that is not as it was when a call was bound is left to Python, which checks and binds the call again: then
+ * Calls.run returns its first argument, and BoundCall.run returns False, before anything has been done.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -51,8 +51,7 @@ typedef struct {
     PyObject *queue, *pending, *group; /* the queue of operations owns this object, so it is borrowed */
     bool enabled;
     Entry *entries;
-    PyObject *call; /* the running one, and the time when it began */
-    double begin;
+    double begin; /* of the running call, which the lock names */
     bool published;
 } Calls;
 
@@ -76,7 +75,7 @@ static int publish(Running *running)
     Calls *calls = (Calls *)((char *)running - offsetof(Calls, running));
     if (calls->published)
         return 0;
-    PyObject *entry = make_entry_tuple(calls->group, calls->lock->number, calls->call, calls->begin);
+    PyObject *entry = make_entry_tuple(calls->group, calls->lock->number, calls->lock->call, calls->begin);
     PyObject *thread = entry == NULL ? NULL : PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     int status = thread == NULL || PyObject_SetAttrString(calls->queue, "thread", thread) < 0 ||
                  PyObject_SetAttrString(calls->queue, "current", entry) < 0
@@ -163,12 +162,20 @@ static bool is_equal_key(PyObject *const *key, Py_ssize_t size, PyObject *other)
     return true;
 }
 
-/* The first place of a call in the table. Names of calls and operations are mostly the same objects in each call. */
+/* Return a number that is the same for all values that is_equal takes for equal. */
+static uint64_t hash_value(PyObject *value)
+{
+    if (PyUnicode_CheckExact(value) || PyLong_CheckExact(value))
+        return (uint64_t)PyObject_Hash(value);
+    return PyTuple_CheckExact(value) ? 0 : (uintptr_t)value >> 4;
+}
+
+/* Return the first place of a call in the table. */
 static size_t get_place(PyObject *const *key, Py_ssize_t size, const Memory *some)
 {
     uint64_t hash = some->dtype + (uint64_t)some->ndim;
     for (Py_ssize_t i = 0; i < size; i++)
-        hash = hash * 31 + ((uintptr_t)(PyTuple_CheckExact(key[i]) ? NULL : key[i]) >> 4);
+        hash = hash * 31 + hash_value(key[i]);
     for (int i = 0; i < some->ndim; i++)
         hash = hash * 31 + (uint64_t)some->shape[i];
     return (size_t)(hash * 0x9E3779B97F4A7C15u >> 40) & (ENTRIES - 1);
@@ -200,22 +207,26 @@ static int run_in_order(Calls *calls, const Collective *collective, PyObject *ca
     if (!recording || !calls->enabled || PyObject_Size(calls->pending) != 0 || !try_to_lock(calls->lock))
         return 0;
     Steps *steps = calls->steps;
-    calls->lock->number++;
-    calls->call = call;
-    calls->begin = read_clock();
+    QueueLock *lock = calls->lock;
+    const unsigned long long number = ++lock->number;
+    const double begin = calls->begin = read_clock();
+    lock->call = call;
+    lock->thread = PyThread_get_thread_ident();
     steps->running = &calls->running;
     int status = carry_out_collective(collective, source, target);
     steps->running = NULL;
     if (status < 0) {
         conclude_failure(calls);
-    } else {
-        if (calls->published) {
-            calls->published = false;
-            status = PyObject_SetAttrString(calls->queue, "current", Py_None);
-        }
-        record(calls->group, calls->lock->number, call, calls->begin);
+        unlock(lock);
+        return -1;
     }
-    unlock(calls->lock);
+    if (calls->published) {
+        calls->published = false;
+        status = PyObject_SetAttrString(calls->queue, "current", Py_None);
+    }
+    unlock(lock);
+    /* Last, since this may run other code. */
+    record(calls->group, number, call, begin);
     return status < 0 ? -1 : 1;
 }
 
@@ -358,8 +369,8 @@ static PyMethodDef bound_call_methods[] = {
 };
 
 static PyType_Slot bound_call_slots[] = {
-    {Py_tp_doc, "BoundCall(calls, collective, call, source, target)\n--\n\nA repeated call on the same arrays; None where"
-                " there is none."},
+    {Py_tp_doc, "BoundCall(calls, collective, call, source, target)\n--\n\nA repeated call on the same arrays; None"
+                " where there is none."},
     {Py_tp_init, init_bound_call},
     {Py_tp_dealloc, dealloc_bound_call},
     {Py_tp_traverse, traverse_bound_call},
@@ -422,7 +433,8 @@ static PyObject *add(PyObject *self, PyObject *args)
     Calls *calls = (Calls *)self;
     PyObject *key, *x, *result, *make_result, *collective, *call;
     int in_place;
-    if (!PyArg_ParseTuple(args, "O!OOOOOp", &PyTuple_Type, &key, &x, &result, &make_result, &collective, &call, &in_place))
+    if (!PyArg_ParseTuple(
+            args, "O!OOOOOp", &PyTuple_Type, &key, &x, &result, &make_result, &collective, &call, &in_place))
         return NULL;
     Memory from = {0}, to = {0};
     Entry entry = {.has_input = x != Py_None, .has_result = result != Py_None, .in_place = in_place != 0};
@@ -519,13 +531,13 @@ static void dealloc_calls(PyObject *self)
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL,
-     "run(missing, x, out, *key)\n--\n\nCarry out a call like one that was added, and return its result; return `missing`"
-     " if there is none, or if the call can't be carried out at once."},
+     "run(missing, x, out, *key)\n--\n\nCarry out a call like one that was added, and return its result; return"
+     " `missing` if there is none, or if the call can't be carried out at once."},
     {"add", add, METH_VARARGS,
      "add(key, x, result, make_result, collective, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
      " `collective`. `key` is a tuple of all other arguments; `result` is an array like the result, which `make_result`"
      " makes. Each is None where there is none."},
-    {"clear", clear, METH_NOARGS, "clear()\n--\n\nForget all calls."},
+    {"clear", clear, METH_NOARGS, "clear()\n--\n\nRemove all calls."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,6 @@
-/* The lock of a communicator's operations, and their number. As threading.Lock, which C can't acquire without a call. */
+/* The lock of a communicator's operations, their number, and the call of the extension that holds it. C can't acquire
+ * threading.Lock without a call.
+ */
 
 #define PY_SSIZE_T_CLEAN
 #include "queue_lock.h"
@@ -100,6 +102,8 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"number", T_ULONGLONG, offsetof(QueueLock, number), 0, "Number of collectives begun."},
+    {"call", T_OBJECT, offsetof(QueueLock, call), READONLY, "The blocking call that holds the lock in the extension."},
+    {"thread", T_ULONG, offsetof(QueueLock, thread), READONLY, "The thread of this call; 0 if there is none."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -1,4 +1,4 @@
-/* The lock of a communicator's operations, and their number. */
+/* The lock of a communicator's operations, their number, and the call of the extension that holds it. */
 
 #ifndef MPICOLL_QUEUE_LOCK_H
 #define MPICOLL_QUEUE_LOCK_H
@@ -11,6 +11,8 @@ typedef struct {
     PyThread_type_lock lock;
     bool locked;
     unsigned long long number; /* of collectives begun */
+    PyObject *call;            /* that holds the lock in C, borrowed; NULL: there is none */
+    unsigned long thread;      /* of this call */
 } QueueLock;
 
 /* Acquire the lock if it is free. The GIL is held. */
@@ -24,6 +26,8 @@ static inline bool try_to_lock(QueueLock *lock)
 
 static inline void unlock(QueueLock *lock)
 {
+    lock->call = NULL;
+    lock->thread = 0;
     lock->locked = false;
     PyThread_release_lock(lock->lock);
 }

@@ -47,9 +47,14 @@ PyObject *list_records(PyObject *module, PyObject *unused)
     PyObject *all = PyList_New(0);
     unsigned long long last = recorded;
     for (unsigned long long i = last > RECORDS ? last - RECORDS : 0; all != NULL && i < last; i++) {
-        const Record *one = &records[i % RECORDS];
-        PyObject *entry = make_entry_tuple(one->group, one->number, one->call, one->begin);
-        PyObject *tuple = entry == NULL ? NULL : Py_BuildValue("(Nds)", entry, one->end, "");
+        /* A collection of garbage, which any allocation may begin, may replace the record by that of another call. */
+        const Record one = records[i % RECORDS];
+        Py_INCREF(one.group);
+        Py_INCREF(one.call);
+        PyObject *entry = make_entry_tuple(one.group, one.number, one.call, one.begin);
+        Py_DECREF(one.group);
+        Py_DECREF(one.call);
+        PyObject *tuple = entry == NULL ? NULL : Py_BuildValue("(Nds)", entry, one.end, "");
         if (tuple == NULL || PyList_Append(all, tuple) < 0)
             Py_CLEAR(all);
         Py_XDECREF(tuple);

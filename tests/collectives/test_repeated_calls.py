@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 import mpicoll
 from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.dispatch import bind_repeated
 from mpicoll.extension import find_missing_reason, list_records
 
 pytestmark = [
@@ -229,6 +233,21 @@ def test_plans_take_it(comm: mpicoll.Communicator) -> None:
         plans[0]()
 
 
+def test_plans_take_it_again_after_the_calls_were_discarded(comm: mpicoll.Communicator) -> None:
+    core, x = core_of(comm), np.ones(4)
+    plan = mpicoll.allreduce_init(x, comm=comm)
+    repeat(core, plan)
+    mpicoll.empty(4, "float64", comm=comm)
+    plan()
+    assert repeat(core, plan, 1).tolist() == [comm.size] * 4
+
+
+def test_equal_names_and_numbers_take_it(comm: mpicoll.Communicator) -> None:
+    """Also where they are not the same objects in each call."""
+    core, x, letters = core_of(comm), np.ones(4), ["m", "ax"]
+    assert repeat(core, lambda: mpicoll.allreduce(x, "".join(letters), comm=comm)).tolist() == [1] * 4
+
+
 def test_a_disagreement_is_reported_on_every_rank(comm: mpicoll.Communicator) -> None:
     core, x, out = core_of(comm), np.ones(4), np.empty(4)
     for op in ("sum", "max"):
@@ -265,6 +284,58 @@ def test_a_call_in_a_signal_handler_is_rejected(comm: mpicoll.Communicator) -> N
         mpicoll.allreduce(x, out=out, comm=comm)
     assert out.tolist() == [comm.size] * 4
     repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm), 1)
+
+
+def test_a_call_of_another_thread_is_rejected(comm: mpicoll.Communicator) -> None:
+    """Also as long as the extension carries out the first one without the interpreter."""
+    core, x = core_of(comm), np.ones(1 << 19)
+    out = np.empty_like(x)
+    repeat(core, lambda: mpicoll.allreduce(x, out=out, comm=comm))
+
+    def work() -> None:
+        for _ in range(200):
+            mpicoll.allreduce(x, out=out, comm=comm)
+
+    other = threading.Thread(target=work, name="Other")
+    other.start()
+    error = None
+    while other.is_alive():
+        time.sleep(1e-4)
+        lock = core.queue.lock
+        if error is None and (call := lock.call) is not None and core.queue.current is None:
+            assert (call.name, lock.thread or other.ident) == ("allreduce", other.ident)
+            core.queue.match = lambda call: None  # if it is not rejected, it concerns no other rank
+            try:
+                core.queue.run(lambda: None, Call("probe"))
+            except mpicoll.CommunicatorError as caught:
+                error = caught
+    other.join(20)
+    assert out[-1] == comm.size
+    assert error is not None
+    assert "while thread Other is in allreduce(" in str(error) or "while another thread (of" in str(error)
+    assert lock.call is None
+    assert lock.thread == 0
+
+
+def test_a_finalizer_may_make_a_collective(comm: mpicoll.Communicator) -> None:
+    """The record of a call drops an older one, when the call no longer holds the lock."""
+    core, x = core_of(comm), np.ones(4)
+    done: list[float] = []
+
+    class Finalized(Call):
+        def __del__(self) -> None:
+            done.append(mpicoll.allreduce(x, comm=comm)[0])
+
+    plan = mpicoll.allreduce_init(x, comm=comm)
+    repeat(core, plan)
+    run = bind_repeated(plan._operation, plan.choice, Finalized("allreduce"))
+    assert run is not None
+    assert run()
+    del run
+    for _ in range(1100):
+        assert not done or done == [comm.size]
+        mpicoll.allreduce(x, comm=comm)
+    assert done == [comm.size]
 
 
 def test_calls_are_in_the_history(comm: mpicoll.Communicator) -> None:

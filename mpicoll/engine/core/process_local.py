@@ -33,7 +33,7 @@ class ForkedLock:
         )
 
     __enter__ = acquire = locked = _raise
-    active = property(_raise)
+    active = call = property(_raise)
 
     def __exit__(self, *args: object) -> None:
         """Satisfy the context manager protocol; never reached."""

@@ -481,6 +481,8 @@ class OperationQueue:
 
     def _blocking_entry(self) -> EntryTuple | None:
         """Return the blocking collective that runs on any thread, or None."""
+        if (call := self.lock.call) is not None:
+            return self.group, self.lock.number, call, monotonic(), None
         while True:
             # No lock is held: `_background_entry` is consistent only if `current` did not change meanwhile.
             running, background, again = self.current, self._background_entry, self.current
@@ -492,7 +494,7 @@ class OperationQueue:
         running = self._blocking_entry()
         if self.runner_thread == get_ident():
             within = "an operation" if self.current is None else name_and_number(self.current)
-        elif running is not None and self.thread == get_ident():
+        elif running is not None and get_ident() == (self.lock.thread or self.thread):
             within = name_and_number(running)
         else:
             return
@@ -506,7 +508,7 @@ class OperationQueue:
         if running is not None or others:
             # A thread that finds the lock free is not recorded, because that would cost 30 ns per call.
             what = others[0][1] if running is None else running[2]
-            ident = next((ident for ident, call in others if call is what), None)
+            ident = next((ident for ident, call in others if call is what), self.lock.thread)
             number = "" if running is None else f" number {running[1]}"
             raise concurrent_call_error(self.group, me[1], ident, f"{what}{number}")
 
