@@ -107,9 +107,8 @@ def test_hello(size: int) -> None:
         assert found[title] == [f"  rank {rank}: {line}" for rank, line in enumerate(lines)]
     choose = found["Choose"]
     assert choose[: len(ranks)] == [f"  rank {rank}: {total}" for rank in ranks]
-    assert choose[-2].startswith(
-        "  without a wish, shm_flat: " if size else "  without a wish, recursive_doubling: not"
-    )
+    chosen = "shm_flat: " if size > 1 else "native: " if size else "recursive_doubling: not"
+    assert choose[-2].startswith(f"  without a wish, {chosen}")
     assert choose[-1] == "  with a wish, tree: forced by `with algorithms`"
     assert "allreduce/ring on 3 ranks, 4 rounds" in output
 

@@ -1,7 +1,7 @@
 """Built-in rules."""
 
 DEFAULT_RULES = (
-    "allreduce:0-64k:shm_flat,0-32m:shm_pipelined,32m-inf:cma,0-inf:shm_pipelined,0-8k:native,"
+    "allreduce:0-64k:shm_flat,0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,0-8k:native,"
     "2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
     "reduce:0-64k:shm_flat,0-inf:shm_pipelined,0-inf:native;"
     "reduce_scatter:shm_pipelined,native;"
