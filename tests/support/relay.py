@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import threading
 
+from support.sockets import wait_readable
 from support.star import SOON, Star
 
 
@@ -36,7 +36,7 @@ class Relay:
             client, _ = self._listener.accept()
             self._ends = [client, socket.create_connection(("127.0.0.1", self._target))]
             while True:
-                for ready in select.select(self._ends, [], [], SOON)[0]:
+                for ready in wait_readable(self._ends, SOON):
                     data = ready.recv(1 << 16)
                     if not data:
                         return

@@ -383,11 +383,12 @@ def test_an_interrupt_of_a_wait_is_raised_after_the_operation() -> None:
     _together(3, body)
 
 
-def _raise_once(arena: Arena, name: str) -> None:
+def _raise_once(arena: Arena, name: str, raised: threading.Event) -> None:
     """Have a method of `arena` raise KeyboardInterrupt at its next call, as a signal handler may, and only then."""
 
     def interrupted() -> None:
         delattr(arena, name)
+        raised.set()
         raise KeyboardInterrupt
 
     setattr(arena, name, interrupted)
@@ -397,13 +398,15 @@ def _raise_once(arena: Arena, name: str) -> None:
 def test_an_interrupt_at_any_instruction_keeps_the_ranks_synchronised(name: str) -> None:
     """Of what Python does within a step, even outside of all handlers of exceptions."""
 
+    raised = [threading.Event() for _ in range(20)]
+
     def body(arena: Arena) -> None:
         for turn in range(20):
             own = arena.rank == 0
             if own:
-                _raise_once(arena, name)
+                _raise_once(arena, name, raised[turn])
             elif name == "wait_for_late_ranks":
-                time.sleep(0.02)  # rank 0 is past the polls in C
+                assert raised[turn].wait(30)
             differs = name == "publish_description"
             with pytest.raises(KeyboardInterrupt if own else CommunicationError) if own or differs else nullcontext():
                 arena.run(lambda source, target: arena.sync(), 1, signature=1 + arena.rank if differs else 1)

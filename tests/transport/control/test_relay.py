@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import select
 import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 from support.relay import Relay, start_with_relay
+from support.sockets import wait_readable
 from support.star import SOON, Make, Star, until
 
 from mpicoll.transport.control import timing
@@ -73,7 +73,7 @@ def test_a_forged_rejection_does_not_count(star: Make) -> None:
         with socket.create_connection(("127.0.0.1", job.lines[0].address["port"])) as hub:
             hub.settimeout(SOON)
             job.lines[0].connect(json.loads(json.dumps([line.address for line in job.lines])))
-            until(lambda: job.drive(0) or select.select([hub], [], [], 0)[0])
+            until(lambda: job.drive(0) or wait_readable([hub], 0))
             challenge = hub.recv(4096)
         job.lines[1].connect(addresses)
         job.drive(1)
@@ -81,7 +81,7 @@ def test_a_forged_rejection_does_not_count(star: Make) -> None:
         with accepted:
             accepted.settimeout(SOON)
             accepted.sendall(challenge)
-            until(lambda: job.drive(1) or select.select([accepted], [], [], 0)[0])
+            until(lambda: job.drive(1) or wait_readable([accepted], 0))
             assert b'"proof"' in accepted.recv(4096)
             # The header of the challenge, of another kind and with an object without fields.
             start = challenge.index(b"{")

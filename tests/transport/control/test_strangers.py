@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import select
 import socket
 import struct
 from pathlib import Path
 
 import pytest
+from support.sockets import wait_readable
 from support.star import SOON, TOKEN, Clock, Make, until
 
 from mpicoll.transport.control import connection, endpoint, listener, sockets, timing
@@ -124,7 +124,7 @@ def test_connections_that_no_rank_needs_are_accepted_at_a_limited_rate(star: Mak
                 socks.append(sock)
             for _ in range(20):
                 job.drive(1)
-            return len(select.select(socks, [], [], 0)[0])  # these have a challenge
+            return len(wait_readable(socks, 0))  # these have a challenge
 
         assert flood(60) == 60
         assert flood(20) == burst
