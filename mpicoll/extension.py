@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,12 @@ def find_missing_reason() -> str | None:
     """Return why the extension can't be imported; None if it can."""
     found = _load()
     return found if isinstance(found, str) else None
+
+
+def find_fold() -> Callable[[str, str, Sequence[Any], Any], None] | None:
+    """Return the reduction of host memory in C, ``fold(op, dtype, parts, out)``; None if the extension is missing."""
+    found = _load()
+    return None if isinstance(found, str) else found.fold
 
 
 class PythonQueueLock:

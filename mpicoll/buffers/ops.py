@@ -16,6 +16,7 @@ from mpicoll.buffers.dtypes import Array, DType
 from mpicoll.buffers.host import WORDS
 from mpicoll.buffers.recognise import recognise
 from mpicoll.errors import DTypeError
+from mpicoll.extension import find_fold
 from mpicoll.ufuncs import UFUNCS
 
 Combine: TypeAlias = Callable[[Array, Array, Array], object]
@@ -273,15 +274,6 @@ def _location(op: str, pair: np.dtype[Any]) -> Reduction:
     return Reduction(name=op, work=pair, combine=combine)
 
 
-@lru_cache(maxsize=1)
-def _load_kernels() -> Callable[[str, str, Sequence[Array], Array], None] | None:
-    try:
-        from mpicoll._shm import fold
-    except ImportError:
-        return None
-    return fold
-
-
 class Fold:
     """Combines operands of the caller's dtype in the order of ranks, rounding once.
 
@@ -317,7 +309,7 @@ class Fold:
         if self._named and native:
             # Without a buffer the caller finishes the result.
             self.fused = ("sum" if buffer is None and reduction.name == "avg" else reduction.name), self.what[1]
-        self._kernel = None if self.fused is None else _load_kernels()
+        self._kernel = None if self.fused is None else find_fold()
         self._finish = self._dtype = None
         self._library: Library | None = None
         if buffer is not None:

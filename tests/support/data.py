@@ -166,7 +166,7 @@ class Expected:
         return Expected(self.value[start:stop], None if self.slack is None else self.slack[start:stop])
 
 
-_UFUNCS = {
+UFUNCS = {
     "sum": np.add,
     "prod": np.multiply,
     "premul_sum": np.add,
@@ -230,7 +230,7 @@ def _exact(op: str, operands: Sequence[np.ndarray], name: str) -> np.ndarray:
         native = [one * np.asarray(factor(rank, name), one.dtype) for rank, one in enumerate(native)]
     if op in LOGIC:
         native = [one != 0 for one in native]
-    return np.asarray(reduce(_UFUNCS[op], native)).astype(dtype_of(name))
+    return np.asarray(reduce(UFUNCS[op], native)).astype(dtype_of(name))
 
 
 def neutral(op: str, name: str) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from mpicoll.buffers import kernels
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import NAMES
+from support.data import UFUNCS
 
 DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in kernels.ITEMSIZE}
 OPS = (*NAMES[:-2], "premul_sum")
@@ -36,20 +37,6 @@ def make_operands(dtype: str, parts: int, size: int) -> list[Array]:
     return [one.astype(kind) for one in made]
 
 
-_UFUNCS = {
-    **dict.fromkeys(("sum", "avg", "premul_sum"), np.add),
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-    "land": np.logical_and,
-    "lor": np.logical_or,
-    "lxor": np.logical_xor,
-}
-
-
 def by_numpy(op: str, parts: list[Array], count: int = 0) -> Array:
     """Combined in the dtype of the policy, rounded once."""
     dtype = parts[0].dtype
@@ -57,7 +44,7 @@ def by_numpy(op: str, parts: list[Array], count: int = 0) -> Array:
     logical = op in ("land", "lor", "lxor")
     total = (wide[0] != 0).astype(dtype) if logical else wide[0].copy()
     for one in wide[1:]:
-        total = _UFUNCS[op](total, one).astype(total.dtype)
+        total = UFUNCS["sum" if op == "avg" else op](total, one).astype(total.dtype)
     if op == "avg":
         total = np.divide(total, count or len(parts)).astype(total.dtype)
     return total.astype(dtype)
