@@ -274,7 +274,10 @@ def test_behind_an_operation_in_the_background() -> None:
         first.wait()
 
     states = Bench(2).run(
-        body, lambda states: states[0]["program"]["waits"] == "queue" and not states[0]["pending"][0]["program"]
+        body,
+        lambda states: (
+            states[0]["program"]["waits"] == "queue" and standing(states, 0) and not states[0]["pending"][0]["program"]
+        ),
     )
     assert states[0]["program"]["key"] == states[0]["queues"][0]["key"]
     words = analyse({0: states[0], 1: at_work()}, 2).words
