@@ -18,7 +18,12 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
-from mpicoll.engine.diagnostics.process_exit import abort_on_failure, describe_failure, make_exits_deaths
+from mpicoll.engine.diagnostics.process_exit import (
+    abort_on_failure,
+    call_within,
+    describe_failure,
+    make_exits_deaths,
+)
 from mpicoll.engine.diagnostics.signals import (
     block_sigterm,
     describe_sigterm_pipe,
@@ -45,6 +50,9 @@ _DRAIN_TIMEOUT = 5.0
 _MIN_START_TIMEOUT = 60.0
 """Minimum number of seconds allowed for MPI to start."""
 
+_CLAIM_TIMEOUT = 2.0
+"""Seconds that the claim of a rank may take. The file system of temporary files may not respond."""
+
 exit_callbacks: list[Callable[[], None]] = []
 """Functions that a process of a job of several ranks calls at exit, after its pending operations have completed."""
 
@@ -61,10 +69,11 @@ def reject_child_processes() -> None:
             "this process is a child of an MPI rank, and can't communicate: MPI belongs to the rank itself; exchange"
             " data with the rank, and let it communicate, or set MPICOLL_TRANSPORT=local to have a world of one here"
         )
-    owner = claim.claim(os.environ)
+    owner = call_within(_CLAIM_TIMEOUT, lambda: claim.claim(os.environ))
     if owner is not None:
+        other = f"process {owner}" if owner else "a process of another PID namespace"
         raise CommunicatorError(
-            f"this process ({os.getpid()}) and process {owner} can't both communicate as rank {os.environ['PMIX_RANK']}"
+            f"this process ({os.getpid()}) and {other} can't both communicate as rank {os.environ['PMIX_RANK']}"
             " of the MPI job: the launcher started one of them only, and that one, or a program around both, the other."
             " Let the MPI launcher start every process (in Lightning: plugins=[MPIEnvironment()]), or set"
             " MPICOLL_TRANSPORT=local to have a world of one here"
