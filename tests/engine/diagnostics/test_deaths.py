@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -54,6 +56,22 @@ def test_the_matrix_has_each_kind_at_each_moment() -> None:
     missing = {(kind, moment) for kind in dying.KINDS for moment in dying.MOMENTS} - met
     inside = {(kind, moment) for kind in ("exception", "exit3") for moment in dying.INSIDE}
     assert missing == inside | {("_exit0", "import")}
+
+
+def test_only_files_of_the_job_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Path(f"/dev/shm/mpicoll-{os.getpid()}-of-another-job")
+
+    def run_no_job(case: dying.Case, folder: Path, *args: object) -> None:
+        for path in (other, folder / "shared" / "mpicoll-own", folder / "out", folder / "err"):
+            path.touch()
+
+    monkeypatch.setattr(dying, "_watch_job", run_no_job)
+    try:
+        outcome = dying.run(dying.Case("KILL", "before", 3, 0))
+    finally:
+        other.unlink()
+    left = [problem for problem in outcome.problems if problem.startswith("left behind")]
+    assert [problem.rpartition("/")[2] for problem in left] == ["mpicoll-own"]
 
 
 def test_ranks_of_a_large_node_leave_descriptors_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
