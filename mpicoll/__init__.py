@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from mpicoll.collectives.explain import explain
     from mpicoll.collectives.exscan import exscan, exscan_init, iexscan
     from mpicoll.collectives.gather import gather, gather_init, igather
+    from mpicoll.collectives.message_buffers import Status
     from mpicoll.collectives.objects import allgather_object, bcast_object, gather_object, scatter_object
-    from mpicoll.collectives.p2p import Status, iprobe, irecv, isend, probe, recv, send, sendrecv
+    from mpicoll.collectives.p2p import iprobe, irecv, isend, probe, recv, send, sendrecv
     from mpicoll.collectives.reduce import ireduce, reduce, reduce_init
     from mpicoll.collectives.reduce_scatter import ireduce_scatter, reduce_scatter, reduce_scatter_init
     from mpicoll.collectives.resilient import resilient
@@ -156,8 +157,9 @@ _HOMES = {
     "collectives.explain": "explain",
     "collectives.exscan": "exscan exscan_init iexscan",
     "collectives.gather": "gather gather_init igather",
+    "collectives.message_buffers": "Status",
     "collectives.objects": "allgather_object bcast_object gather_object scatter_object",
-    "collectives.p2p": "Status iprobe irecv isend probe recv send sendrecv",
+    "collectives.p2p": "iprobe irecv isend probe recv send sendrecv",
     "collectives.reduce": "ireduce reduce reduce_init",
     "collectives.reduce_scatter": "ireduce_scatter reduce_scatter reduce_scatter_init",
     "collectives.resilient": "resilient",

@@ -28,7 +28,7 @@ schedules, whose Send and Recv are data."""
 
 WAITS = {
     "registered: an entry of the watch's `active`, or the operation of a queue": {
-        "collectives/p2p.py::_Transfer._wait_pending",
+        "collectives/transfers.py::Transfer._wait_pending",
         "engine/core/arena_wait.py::ArenaWait.pause",
         "engine/executors/staging.py::StagedExchanger.exchange",
         "engine/executors/nccl.py::Nccl._wait",
@@ -55,7 +55,7 @@ WAITS = {
     "a wait for a request, a job or a work, which is registered itself": {
         "collectives/arguments.py::call_with_timeout",
         "collectives/call.py::call",
-        "collectives/p2p.py::_wait_with_timeout",
+        "collectives/transfers.py::wait_with_timeout",
         "engine/plan.py::Plan.wait",
         "engine/core/request.py::Request.wait",
         "engine/core/request.py::waitall",

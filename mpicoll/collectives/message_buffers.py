@@ -1,0 +1,231 @@
+"""Memory and envelopes of point-to-point messages: checked arguments, buffers, and headers of checked messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from mpicoll.buffers.buffer import Buffer
+from mpicoll.buffers.device import device_of
+from mpicoll.buffers.dtypes import Array
+from mpicoll.buffers.recognise import recognise
+from mpicoll.buffers.streams import record_events
+from mpicoll.collectives.arguments import (
+    PROC_NULL,
+    adds_rank_to_errors,
+    check_peer,
+    check_tag,
+    recognise_prototype,
+    resolve_output,
+)
+from mpicoll.collectives.memory import InputArray, OutputArray
+from mpicoll.engine.core import message_check
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.diagnostics.flight_recorder import Call, find_call_site
+from mpicoll.engine.executors.staging import DeviceReceive, copy_to_host, sends_device_memory
+from mpicoll.errors import MismatchError, TruncationError
+from mpicoll.transport.base import Envelope
+
+NULL_ENVELOPE = Envelope(PROC_NULL, -1, 0)
+"""Envelope of a receive from PROC_NULL."""
+
+
+@dataclass(slots=True)
+class Status:
+    """Envelope of a message: filled by ``recv(status=...)``, returned by :func:`probe`.
+
+    Attributes:
+        source: Rank that has sent the message.
+        tag: Its tag.
+        nbytes: Its size in bytes.
+
+    Example:
+        >>> request = mpicoll.isend(np.ones(2), 0, tag=7)
+        >>> status = mpicoll.Status()
+        >>> _ = mpicoll.recv(np.empty(2), status=status)
+        >>> status.source, status.tag, status.nbytes
+        (0, 7, 16)
+        >>> request.wait()
+    """
+
+    source: int = -1
+    tag: int = -1
+    nbytes: int = -1
+
+
+@adds_rank_to_errors
+def prepare_send(comm: CommunicatorCore, operation: str, x: Any, dest: Any, tag: Any) -> tuple[Array, Call]:
+    """Check `dest` and `tag`, and return the bytes of `x` and the Call record."""
+    dest, tag = check_peer(operation, "dest", dest, comm), check_tag(operation, tag, comm)
+    buffer = recognise(operation, x)
+    device, call = device_of(buffer.array), _describe_call(operation, buffer, dest, tag)
+    if device is not None and not sends_device_memory(comm.checks.calls):
+        return copy_to_host(buffer, device), call
+    source = InputArray(buffer)
+    with nullcontext() if device is None else device.working(record_events(buffer)):
+        source.load()
+    return source.as_bytes, call
+
+
+def _describe_call(operation: str, buffer: Buffer, peer: int | None, tag: int | None) -> Call:
+    array = buffer.array
+    device = device_of(array)
+    return Call(
+        operation,
+        array.nbytes,
+        buffer.dtype.name,
+        array.shape,
+        peer=peer,
+        tag=tag,
+        memory="" if device is None else device.kind,
+        collective=False,
+    )
+
+
+@adds_rank_to_errors
+def prepare_recv(
+    comm: CommunicatorCore, operation: str, x: Any, source: Any, tag: Any, out: Any, disjoint_from: Array | None = None
+) -> RecvBuffer:
+    """Check `source` and `tag`, and return the receive buffer."""
+    source, tag = check_source_and_tag(comm, operation, source, tag)
+    like = recognise_prototype(operation, x, out)
+    output = resolve_output(operation, out, like, like.array.shape)
+    return RecvBuffer(
+        comm, output, _make_target(comm, output, disjoint_from), _describe_call(operation, output, source, tag), out
+    )
+
+
+def _make_target(comm: CommunicatorCore, output: Buffer, disjoint_from: Array | None) -> OutputArray | DeviceReceive:
+    device = device_of(output.array)
+    if device is None:
+        return OutputArray(output, disjoint_from)
+    return DeviceReceive(output, device, direct=sends_device_memory(comm.checks.calls))
+
+
+def check_source_and_tag(
+    comm: CommunicatorCore, operation: str, source: Any, tag: Any
+) -> tuple[int | None, int | None]:
+    return (
+        None if source is None else check_peer(operation, "source", source, comm),
+        None if tag is None else check_tag(operation, tag, comm),
+    )
+
+
+def make_status(comm: CommunicatorCore, envelope: Envelope) -> Status:
+    nbytes = envelope.nbytes
+    if comm.checks.calls and nbytes >= message_check.LENGTH:
+        nbytes -= message_check.LENGTH
+    return Status(envelope.source, envelope.tag, nbytes)
+
+
+def add_header(comm: CommunicatorCore, data: Array, call: Call) -> Array:
+    """Return the message to be sent: `data`, preceded by a header if messages are checked."""
+    return (
+        message_check.add_header(data, message_check.make_header(call, find_call_site())) if comm.checks.calls else data
+    )
+
+
+class RecvBuffer:
+    """Receive buffer. The transport fills `memory`, which has room for a header if messages are checked."""
+
+    __slots__ = ("_comm", "_header", "_name", "_out", "_output", "_target", "call", "memory")
+
+    def __init__(
+        self, comm: CommunicatorCore, output: Buffer, target: OutputArray | DeviceReceive, call: Call, out: Any
+    ) -> None:
+        self._comm = comm
+        self._output = output
+        self._out = out
+        self._target = target
+        self._name = call.name
+        self.call = call
+        self._header: message_check.Header | None = None
+        self.memory = target.as_bytes
+        if comm.checks.calls:
+            self._header = message_check.make_header(call, find_call_site())
+            self.memory = message_check.receive_buffer(self.memory.size)
+
+    def finish(self, envelope: Envelope, status: Status | None) -> Any:
+        """Return the array with the received message.
+
+        Raises TruncationError or MismatchError if the message differs from the expected one.
+        """
+        target, nbytes = self._target, envelope.nbytes
+        if envelope.source is PROC_NULL:
+            if status is not None:
+                status.source, status.tag, status.nbytes = envelope.source, envelope.tag, 0
+            return self._out
+        begin = 0
+        if self._header is not None:
+            sent = message_check.header_of(self.memory[:nbytes])
+            if sent is not None:
+                begin = message_check.LENGTH
+                nbytes -= begin
+                self._compare(sent, envelope.source, envelope.tag)
+        if status is not None:
+            status.source, status.tag, status.nbytes = envelope.source, envelope.tag, nbytes
+        if nbytes != target.as_bytes.size:
+            raise TruncationError(
+                f"{self._name}: a message of {nbytes} bytes from rank {envelope.source} (tag {envelope.tag})"
+                f" arrived where {target.as_bytes.size} bytes, shape {self._output.array.shape} of dtype"
+                f" {self._output.dtype.name}, were expected (rank {self._comm.rank} of {self._comm.size});"
+                f" {_SIZE_REMEDY}"
+            )
+        if self._header is not None:
+            target.as_bytes[:] = self.memory[begin : begin + nbytes]
+        target.store()
+        return self._output.result()
+
+    def explain(self, error: TruncationError) -> TruncationError:
+        """Return a detailed error for a message that is larger than its buffer, with its header if received."""
+        if self._header is not None:
+            sent = message_check.header_of(self.memory)
+            if sent is not None:
+                try:
+                    self._compare(sent, self.call.peer, self.call.tag)
+                except TruncationError as better:
+                    return better
+        comm = self._comm
+        return TruncationError(f"{self.call} on {comm.name}, rank {comm.rank} of {comm.size}: {error}; {_SIZE_REMEDY}")
+
+    def _compare(self, sent: message_check.Header, source: int | None, tag: int | None) -> None:
+        """Raise TruncationError or MismatchError if the header of the sender differs from that of this receive."""
+        expected = self._header
+        assert expected is not None
+        fields = tuple(
+            name
+            for name, differ in (
+                ("size", sent["nbytes"] != expected["nbytes"]),
+                ("dtype", sent["dtype"] != expected["dtype"]),
+                ("shape", not _shapes_match(sent["shape"], expected["shape"])),
+            )
+            if differ
+        )
+        if not fields:
+            return
+        origin = "" if source is None else f" from rank {source}"
+        tag_text = "" if tag is None else f", tag {tag},"
+        text = (
+            f"rank {self._comm.rank} of {self._comm.size} ({self._comm.name}): the message{origin}{tag_text} does not"
+            f" match the receive: they differ in {' and '.join(fields)}\n"
+            f"  it was sent by {_describe_header(sent)}\n  and is received by {_describe_header(expected)}"
+        )
+        if "size" in fields:
+            raise TruncationError(text)
+        raise MismatchError(text, () if source is None else (source,), fields, (sent, expected))
+
+
+_SIZE_REMEDY = (
+    "sender and receiver must agree on the size; mpicoll.probe returns the size of a message before it is received"
+)
+
+
+def _shapes_match(sent: Sequence[int] | None, expected: Sequence[int] | None) -> bool:
+    """Return True if the shapes are compatible. Flat shapes fit all others, since torch's messages are sent flat."""
+    return sent is None or expected is None or sent == expected or min(len(sent), len(expected)) < 2
+
+
+def _describe_header(header: message_check.Header) -> str:
+    return str(header["text"]) + (f" at {header['site']}" if header["site"] else "")
