@@ -23,6 +23,11 @@ enum {
 
 _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
 
+static inline char *find_slot(const Collective *one, int parity, int rank)
+{
+    return one->is_small ? get_small_slot(one->steps, parity, rank) : get_slot(one->steps, parity, rank);
+}
+
 static int run_barrier(const Collective *one, const char *source, char *target)
 {
     (void)source;
@@ -35,13 +40,13 @@ static int reduce_flat(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
     int parity = get_parity(steps);
-    copy(get_slot(steps, parity, steps->rank), source, one->nbytes);
+    copy(find_slot(one, parity, steps->rank), source, one->nbytes);
     if (sync_ranks(steps) < 0)
         return -1;
     if (!one->has_result)
         return 0;
     for (int rank = 0; rank < steps->size; rank++)
-        one->parts[rank] = get_slot(steps, parity, rank);
+        one->parts[rank] = find_slot(one, parity, rank);
     one->parts[steps->rank] = source;
     one->reduce(target, one->parts, steps->size, one->nbytes / one->itemsize);
     return 0;
@@ -93,7 +98,7 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
 static void write_moves(const Collective *one, const char *source, size_t start)
 {
     Steps *steps = one->steps;
-    char *slot = get_slot(steps, get_parity(steps), steps->rank);
+    char *slot = find_slot(one, get_parity(steps), steps->rank);
     const Move *outgoing = one->moves + steps->size;
     for (int i = 0; i < one->outgoing; i++) {
         if (start < outgoing[i].nbytes)
@@ -116,7 +121,7 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
             return -1;
         if (start < own->nbytes) {
             for (int peer = 0; peer < steps->size; peer++)
-                one->parts[peer] = get_slot(steps, parity, peer) + one->moves[peer].from;
+                one->parts[peer] = find_slot(one, parity, peer) + one->moves[peer].from;
             one->parts[steps->rank] = source + own->from + start;
             one->reduce(target + start, one->parts, steps->size,
                         min_size(one->width, own->nbytes - start) / one->itemsize);
@@ -148,11 +153,11 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
         const size_t start = i * one->width;
         const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (rank < steps->size - 1)
-            copy(get_slot(steps, parity, rank), source + start, nbytes);
+            copy(find_slot(one, parity, rank), source + start, nbytes);
         if (sync_ranks(steps) < 0)
             return -1;
         for (int lower = 0; lower < rank; lower++)
-            one->parts[lower] = get_slot(steps, parity, lower);
+            one->parts[lower] = find_slot(one, parity, lower);
         one->parts[rank] = source + start;
         if (one->operands > 1)
             one->reduce(target + start, one->parts, one->operands, nbytes / one->itemsize);
@@ -178,7 +183,7 @@ static int move_blocks(const Collective *one, const char *source, char *target)
         for (int peer = 0; peer < steps->size; peer++) {
             const Move *move = &one->moves[peer];
             if (start < move->nbytes)
-                copy(target + move->to + start, get_slot(steps, parity, peer) + move->from,
+                copy(target + move->to + start, find_slot(one, parity, peer) + move->from,
                      min_size(one->width, move->nbytes - start));
         }
     }
@@ -210,6 +215,7 @@ static uint32_t cut(Collective *one, size_t nbytes, size_t piece, int blocks)
     width = width < CACHE_LINE ? CACHE_LINE : width - width % CACHE_LINE;
     if (nbytes <= width) {
         one->width = nbytes ? nbytes : 1;
+        one->is_small = nbytes * (size_t)blocks <= SMALL_SLOT_BYTES;
         return 1;
     }
     one->width = width;
@@ -226,6 +232,7 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
     one->target_bytes = one->has_result ? layout->total : 0;
     one->run = flat ? reduce_flat : reduce_pieces;
     one->step_count = flat ? 1 : cut(one, layout->total, piece, 1) + 1;
+    one->is_small = flat && layout->total <= SMALL_SLOT_BYTES;
 }
 
 static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t piece, bool inclusive)

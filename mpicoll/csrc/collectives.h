@@ -29,6 +29,7 @@ struct Collective {
     int (*run)(const Collective *, const char *source, char *target);
     uint32_t signature, step_count;
     bool has_result;
+    bool is_small;         /* what a rank writes fits in its small slot */
     size_t itemsize;
     size_t source_bytes, target_bytes;
     size_t nbytes;         /* of the vector, or of all blocks */

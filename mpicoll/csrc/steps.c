@@ -30,9 +30,10 @@ static const uint32_t DESCRIBING = 0xD15C0FFEu;
 
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
-    RANK_BYTES = 4 * LINE,   /* flags, the state, posted numbers of both parities */
-    STATE_AT = 16,
-    POSTED_AT = LINE,
+    RANK_BYTES = 4 * LINE,   /* flags and small slots of both parities, the state, posted numbers of both parities */
+    SMALL_AT = 16,           /* in the cache line of a flag */
+    STATE_AT = 2 * LINE,
+    POSTED_AT = 3 * LINE,
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 20,       /* the same where ranks share cores */
     YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
@@ -40,6 +41,7 @@ enum {
 };
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
+_Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
 
 typedef _Atomic uint64_t Word;
 
@@ -47,7 +49,12 @@ static inline char *get_block(const Steps *steps, int rank) { return steps->flag
 
 static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 {
-    return (Word *)(void *)get_block(steps, rank) + (step & 1);
+    return (Word *)(void *)(get_block(steps, rank) + (step & 1) * LINE);
+}
+
+char *get_small_slot(const Steps *steps, int parity, int rank)
+{
+    return get_block(steps, rank) + parity * LINE + SMALL_AT;
 }
 
 static inline Word *get_state(const Steps *steps, int rank)
@@ -67,6 +74,27 @@ static inline void relax(void)
 #elif defined(__aarch64__)
     __asm__ volatile("yield");
 #endif
+}
+
+/* The words of the other ranks in the current step, as far as they have been seen. Each is read once after its rank has
+ * stored it: that rank goes on, and soon writes to this memory again. */
+typedef struct {
+    int next; /* rank, before which all have been seen */
+    uint64_t own, difference;
+} Words;
+
+/* Look at the words that have not been seen yet, and return true if there are no more of them. */
+static inline bool see_words(const Steps *steps, Words *words)
+{
+    for (; words->next < steps->size; words->next++) {
+        if (words->next == steps->rank)
+            continue;
+        uint64_t word = atomic_load_explicit(get_flag(steps, words->next, steps->step), memory_order_acquire);
+        if ((uint32_t)(word >> 32) != steps->step)
+            return false;
+        words->difference |= word ^ words->own;
+    }
+    return true;
 }
 
 static inline bool has_reached(const Steps *steps, int rank)
@@ -90,21 +118,19 @@ void acquire_gil(Steps *steps)
     }
 }
 
-/* Poll until all ranks from `rank` on have reached the step, without the GIL. Returns the first that has not. */
-static int poll_ranks(Steps *steps, int rank)
+/* Poll until all words have been seen, without the GIL. Returns false if some have not. */
+static bool poll_words(const Steps *steps, Words *words)
 {
     const int polls = steps->has_own_core ? POLLS_PER_YIELD : 1;
     for (int yields = 0; yields < YIELDS; yields++) {
         for (int poll = 0; poll < polls; poll++) {
-            while (rank < steps->size && has_reached(steps, rank))
-                rank++;
-            if (rank == steps->size)
-                return rank;
+            if (see_words(steps, words))
+                return true;
             relax();
         }
         sched_yield();
     }
-    return rank;
+    return see_words(steps, words);
 }
 
 /* Call a method in Python. Returns -1 with its exception. The GIL is held. */
@@ -171,22 +197,21 @@ static int wait_in_python(Steps *steps)
     return 0;
 }
 
-/* Wait for the ranks from `rank` on. Returns -1 if the wait has failed. */
-static int wait_for_ranks(Steps *steps, int rank)
+/* Wait for the ranks whose words have not been seen. Returns -1 if the wait has failed. */
+static int wait_for_words(Steps *steps, Words *words)
 {
     for (int spin = steps->has_own_core ? SPINS : SHARED_SPINS; spin > 0; spin--) {
-        if (!has_reached(steps, rank))
-            relax();
-        else if (++rank == steps->size)
+        relax();
+        if (see_words(steps, words))
             return 0;
     }
     bool held = steps->released == NULL;
     release_gil(steps);
-    rank = poll_ranks(steps, rank);
     int status = 0;
-    if (rank < steps->size) {
+    if (!poll_words(steps, words)) {
         acquire_gil(steps);
         status = wait_in_python(steps);
+        see_words(steps, words);
         if (!held)
             release_gil(steps);
     } else if (held) {
@@ -201,19 +226,11 @@ static int sync_words(Steps *steps, uint32_t signature)
     /* What this rank has read from arrays of other ranks, it has read before it looks at their words again. */
     atomic_thread_fence(memory_order_acquire);
     uint32_t step = ++steps->step;
-    uint64_t own = (uint64_t)step << 32 | signature, difference = 0;
-    atomic_store_explicit(get_flag(steps, steps->rank, step), own, memory_order_release);
-    for (int rank = 0; rank < steps->size; rank++) {
-        Word *flag = get_flag(steps, rank, step);
-        uint64_t word = atomic_load_explicit(flag, memory_order_acquire);
-        if ((uint32_t)(word >> 32) != step) {
-            if (wait_for_ranks(steps, rank) < 0)
-                return -1;
-            word = atomic_load_explicit(flag, memory_order_acquire);
-        }
-        difference |= word ^ own;
-    }
-    return difference != 0;
+    Words words = {.own = (uint64_t)step << 32 | signature};
+    atomic_store_explicit(get_flag(steps, steps->rank, step), words.own, memory_order_release);
+    if (!see_words(steps, &words) && wait_for_words(steps, &words) < 0)
+        return -1;
+    return words.difference != 0;
 }
 
 /* Return true if the ranks have begun different operations, whether or not some have failed. */

@@ -8,7 +8,8 @@
 #include <stdint.h>
 
 enum {
-    POSTED = 8 /* numbers that a rank posts in a step */
+    POSTED = 8, /* numbers that a rank posts in a step */
+    SMALL_SLOT_BYTES = 48
 };
 
 /* The running operation, which is shown to Python before Python code runs that may ask for it. */
@@ -51,6 +52,10 @@ static inline char *get_slot(const Steps *steps, int parity, int rank)
 {
     return steps->slots[parity * steps->size + rank];
 }
+
+/* Return a rank's slot for data of at most SMALL_SLOT_BYTES: one transfer between caches brings it with the flag. It is
+ * aligned to 16 bytes. */
+char *get_small_slot(const Steps *steps, int parity, int rank);
 
 /* The numbers that a rank posts in its next step, of parity `get_parity`, or has posted in the last one. */
 int64_t *get_posted(const Steps *steps, int rank, int parity);
