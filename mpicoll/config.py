@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from mpicoll.errors import SetupError
 
@@ -27,8 +26,7 @@ UNCHECKED = "off"
 """The word of MPICOLL_CHECK by which ranks of several nodes compare nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(NamedTuple):
     """The settings of this process. Each field is an environment variable; in brackets is its default.
 
     ``MPICOLL_ALGORITHMS`` (none)

@@ -6,9 +6,8 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpicoll import atomic_files
 
@@ -28,8 +27,7 @@ def cache_file(name: str) -> Path | None:
     return Path(cache) / "mpicoll" / name
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
+class Entries(NamedTuple):
     """JSON file `name` with results that were measured under various conditions.
 
     The fields of an entry that `results` names are its results; all other fields are its conditions. Entries for which

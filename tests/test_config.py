@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from mpicoll.config import Config, config
@@ -72,7 +70,7 @@ def test_malformed_interfaces(value: str) -> None:
 
 
 def test_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         Config().timeout = 1.0  # type: ignore[misc]
 
 
@@ -83,8 +81,8 @@ def test_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_variable_is_documented() -> None:
-    for field in dataclasses.fields(Config):
-        assert f"``MPICOLL_{field.name.upper()}``" in (Config.__doc__ or "")
+    for field in Config._fields:
+        assert f"``MPICOLL_{field.upper()}``" in (Config.__doc__ or "")
 
 
 def test_torchs_detail_asks_for_checks() -> None:

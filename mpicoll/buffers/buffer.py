@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -31,15 +30,17 @@ class Library(Protocol):
         """Record an event on the caller's stream, to be done before `buffer` is touched; None on the host."""
 
 
-@dataclass(slots=True)
 class Buffer:
     """An array that a caller passed: the object, a numpy view of its memory (a DeviceArray on a device), its dtype and
     its library."""
 
-    user: Any
-    array: Array
-    dtype: DType
-    library: Library
+    __slots__ = ("array", "dtype", "library", "user")
+
+    def __init__(self, user: Any, array: Array, dtype: DType, library: Library) -> None:
+        self.user = user
+        self.array = array
+        self.dtype = dtype
+        self.library = library
 
     def result(self) -> Any:
         """Return the filled buffer as an object of its library."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
@@ -242,8 +241,7 @@ def same_place(operation: str, one: Array, other: Array, names: tuple[str, str] 
         )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
+class DeviceMemory(NamedTuple):
     """A CUDA array as its ``__cuda_array_interface__`` (version 2 or 3) describes it.
 
     `strides` are in bytes, or None for C order; `stream` is the interface's: None if nothing needs to be waited for.

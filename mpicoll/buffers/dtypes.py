@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -65,8 +64,7 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DType:
+class DType(NamedTuple):
     """A dtype as the engine sees it.
 
     `name` is numpy's name (``bfloat16`` for every library), `storage` numpy's view of the memory: the dtype itself, or

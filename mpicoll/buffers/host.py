@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array as _array
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,11 +65,13 @@ class NumpyScalars(NumpyLibrary):
         return buffer.array[()] if buffer.user is buffer.array else buffer.user
 
 
-@dataclass(frozen=True, slots=True)
 class ArrayApi(NumpyLibrary):
     """A library that follows the array API standard: results are made by its own ``from_dlpack``."""
 
-    namespace: Any
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Any) -> None:
+        self.namespace = namespace
 
     def finish(self, buffer: Buffer) -> Any:
         return buffer.user if buffer.user is not buffer.array else self.wrap(buffer.array)

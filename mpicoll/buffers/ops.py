@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -23,8 +22,7 @@ Combine: TypeAlias = Callable[[Array, Array, Array], object]
 """``combine(left, right, out)``: `out` is one of the operands."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Op:
+class Op(NamedTuple):
     """A reduction by the caller's own associative function.
 
     Args:
@@ -47,12 +45,18 @@ class Op:
     elementwise: bool = False
     name: str = "user"
 
+    # By identity, since functions need not be hashable.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __str__(self) -> str:
         return f"{self.name} ({getattr(self.function, '__name__', 'function')})"
 
 
-@dataclass(frozen=True, slots=True)
-class Premul:
+class Premul(NamedTuple):
     """``premul_sum``: every rank's operand is multiplied by its `factor`, then summed."""
 
     factor: complex
@@ -85,8 +89,7 @@ NAMES = (*(name for name in _UFUNCS if name != "premul_sum"), "minloc", "maxloc"
 _BOOL_NATIVE = {"min": "land", "band": "land", "max": "lor", "bor": "lor", "bxor": "lxor"}
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+class Reduction(NamedTuple):
     """An operation prepared for a dtype.
 
     It runs on arrays of dtype `work`: `prepare` (in place, before), `combine`, then `finish` (in place, given the

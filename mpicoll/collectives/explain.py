@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,11 +62,11 @@ def explain(
     choice = choose(query, algorithm)
     if choice.algorithm == SharedMemoryAlgorithm("cma") and communicator.cma_failed_reason is not None:
         refusal = f"the data takes the path of shm_pipelined, because {communicator.cma_failed_reason}"
-        choice = replace(choice, reason=f"{choice.reason}; {refusal}")
+        choice = choice._replace(reason=f"{choice.reason}; {refusal}")
     if communicator.size == 1:
         return choice  # with one rank the other algorithms are irrelevant
     refused = (f"not {name}: {why}" for name, why in unsupported_reasons(query).items() if why is not None)
-    return replace(choice, refused=tuple(refused))
+    return choice._replace(refused=tuple(refused))
 
 
 def make_call_query(

@@ -6,7 +6,6 @@ Otherwise ``load`` and ``store`` copy between this memory and the caller's array
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -157,7 +156,7 @@ def arrays_for_shared_memory(arrays: CollectiveArrays, buffer: Buffer, output: B
     # There are kernels for the native byte order only, and prefixes are reduced by kernels alone.
     swapped = arrays.collective in ("scan", "exscan") and not buffer.array.dtype.isnative
     if reduction.prepare is not None or buffer.dtype.kind == "opaque" or swapped:
-        return replace(arrays, fold=Fold(reduction), unconverted=False)
+        return arrays.with_fold(Fold(reduction), unconverted=False)
     same = output is not None and output.same_memory(buffer)
     source = InputArray(buffer, None if same else output)
     target = None if output is None else OutputArray(output)
@@ -165,16 +164,21 @@ def arrays_for_shared_memory(arrays: CollectiveArrays, buffer: Buffer, output: B
     if identity is not None:
         identity = np.empty(1, buffer.array.dtype)
         buffer.library.convert(np.full(1, arrays.identity, reduction.work), identity, buffer.dtype)
-    return replace(
-        arrays,
-        source=source.array,
-        target=None if target is None else target.array,
-        spare=None,
+    return CollectiveArrays(
+        arrays.collective,
+        arrays.rank,
+        source.array,
+        None if target is None else target.array,
+        arrays.counts,
+        arrays.root,
+        reduction,
+        arrivals=arrays.arrivals,
+        identity=identity,
         load=do_nothing if source.is_user_buffer else source.load,
         store=do_nothing if target is None or target.is_user_buffer else target.store,
-        identity=identity,
+        persistent=arrays.persistent,
         fold=Fold(reduction, buffer),
-        unconverted=True,
+        in_callers_dtype=arrays.in_callers_dtype,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +133,7 @@ def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None)
         try:
             collective(arrays.source, arrays.target, arrays.load)
         except SharedMemoryLost as lost:
-            operation.query = replace(operation.query, shm_failed_reason=operation.comm.shm_failed_reason)
+            operation.query = operation.query._replace(shm_failed_reason=operation.comm.shm_failed_reason)
             own_context = context.copy()
             other = own_context.run(choose, operation.query, None)
             if call is not None:
@@ -193,7 +192,7 @@ def select_on_device(operation: Operation, device: Device, report: Callable[[Cho
             else get_device_capabilities(comm, device, query.collective, operation.arrays.reduction)
         )
         choice = context.copy().run(
-            choose, replace(query, device=capabilities, shm_failed_reason=comm.shm_failed_reason), operation.algorithm
+            choose, query._replace(device=capabilities, shm_failed_reason=comm.shm_failed_reason), operation.algorithm
         )
         report(choice)
         return choice

@@ -377,7 +377,13 @@ def check_forms(forms: dict[str, tuple[Any, Any]], count: int, prepared: list[in
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The threads on which operations were prepared, an entry for each."""
     threads: list[int] = []
-    monkeypatch.setattr(Operation, "__post_init__", lambda self: threads.append(get_ident()))
+    prepare = Operation.__init__
+
+    def count(operation: Operation, *args: Any, **options: Any) -> None:
+        threads.append(get_ident())
+        prepare(operation, *args, **options)
+
+    monkeypatch.setattr(Operation, "__init__", count)
     return threads
 
 

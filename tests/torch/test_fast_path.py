@@ -160,7 +160,13 @@ FORMS = [
 @pytest.mark.parametrize("rows", [1, 300])
 def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[str] = []
-    monkeypatch.setattr(Operation, "__post_init__", lambda self: prepared.append(self.query.collective))
+    prepare = Operation.__init__
+
+    def count(operation: Operation, *args: Any, **options: Any) -> None:
+        prepare(operation, *args, **options)
+        prepared.append(operation.query.collective)
+
+    monkeypatch.setattr(Operation, "__init__", count)
     count = rows * dist.get_world_size()
     for form in FORMS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):

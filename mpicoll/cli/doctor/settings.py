@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import fields
 
 from mpicoll.cli.doctor.findings import Finding
 
@@ -15,7 +14,7 @@ def check_settings() -> Iterator[Finding]:
     from mpicoll.errors import SetupError
     from mpicoll.transport.control.interfaces import select_addresses
 
-    names = {one.name: f"MPICOLL_{one.name.upper()}" for one in fields(Config)}
+    names = {one: f"MPICOLL_{one.upper()}" for one in Config._fields}
     for field, name in names.items():
         try:
             # One variable at a time, so that an invalid one does not hide the others.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from math import exp, log
 from typing import Any
@@ -131,7 +130,7 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
         for point in (point for points in groups for point in points):
             label = f"{point.workload.collective} {point.workload.dtype} {formatting.nbytes(point.workload.nbytes)}"
             step(f"checking {label}", 0)
-            taken = choose(replace(point.problem, context=here), None).name
+            taken = choose(point.problem._replace(context=here), None).name
             names = list(dict.fromkeys([point.untuned, *point.medians, taken]))
             again = TunedPoint(point.workload, point.problem, point.untuned)
             looks, again.medians = measure_point(team, point.workload, names, taken, asked)

@@ -7,7 +7,6 @@ called with, and where the chunks of a schedule lie, follow from that, for all c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -24,12 +23,14 @@ NativeCall: TypeAlias = Callable[[Any, Any], None]
 """Function of `source` and `target` that calls one of the MPI library's collectives."""
 
 
-@dataclass(slots=True)
 class Region:
     """Consecutive chunks in one flat array: chunk ``i`` of the region is ``array[offsets[i]:offsets[i + 1]]``."""
 
-    array: Array
-    offsets: Sequence[int]
+    __slots__ = ("array", "offsets")
+
+    def __init__(self, array: Array, offsets: Sequence[int]) -> None:
+        self.array = array
+        self.offsets = offsets
 
 
 def even_displacements(count: int, pieces: int) -> list[int]:
@@ -51,7 +52,6 @@ def do_nothing() -> None:
     """Default of :attr:`CollectiveArrays.load` and :attr:`CollectiveArrays.store`."""
 
 
-@dataclass(slots=True)
 class CollectiveArrays:
     """Flat contiguous arrays of a collective on this rank, of one dtype, which are identical or do not overlap.
 
@@ -70,31 +70,93 @@ class CollectiveArrays:
     result of exscan on rank 0, if the reduction has one.
     """
 
-    collective: str
-    rank: int
-    source: Array | None = None
-    target: Array | None = None
-    counts: tuple[int, ...] = ()
-    root: int = 0
-    reduction: Reduction | None = None
-    spare: Array | None = None
-    arrivals: tuple[int, ...] = ()
-    identity: Any = None
-    load: Callable[[], None] = do_nothing
-    store: Callable[[], None] = do_nothing
-    persistent: bool = False
-    unconverted: bool = True
-    fold: Fold | None = None
-    in_callers_dtype: Callable[[CollectiveArrays], CollectiveArrays] | None = None
-    # Where the input is placed in the memory of a schedule and the output is taken from; None: it lies there already.
-    _place: Array | None = field(default=None, init=False)
-    _result: Array | None = field(default=None, init=False)
+    __slots__ = (
+        "_place",
+        "_result",
+        "arrivals",
+        "collective",
+        "counts",
+        "fold",
+        "identity",
+        "in_callers_dtype",
+        "load",
+        "persistent",
+        "rank",
+        "reduction",
+        "root",
+        "source",
+        "spare",
+        "store",
+        "target",
+        "unconverted",
+    )
+
+    def __init__(
+        self,
+        collective: str,
+        rank: int,
+        source: Array | None = None,
+        target: Array | None = None,
+        counts: tuple[int, ...] = (),
+        root: int = 0,
+        reduction: Reduction | None = None,
+        spare: Array | None = None,
+        arrivals: tuple[int, ...] = (),
+        identity: Any = None,
+        load: Callable[[], None] = do_nothing,
+        store: Callable[[], None] = do_nothing,
+        persistent: bool = False,
+        unconverted: bool = True,
+        fold: Fold | None = None,
+        in_callers_dtype: Callable[[CollectiveArrays], CollectiveArrays] | None = None,
+    ) -> None:
+        self.collective = collective
+        self.rank = rank
+        self.source = source
+        self.target = target
+        self.counts = counts
+        self.root = root
+        self.reduction = reduction
+        self.spare = spare
+        self.arrivals = arrivals
+        self.identity = identity
+        self.load = load
+        self.store = store
+        self.persistent = persistent
+        self.unconverted = unconverted
+        self.fold = fold
+        self.in_callers_dtype = in_callers_dtype
+        # Where the input is placed in the memory of a schedule and the output is taken from; None: it lies there
+        # already.
+        self._place: Array | None = None
+        self._result: Array | None = None
+
+    def with_fold(self, fold: Fold, *, unconverted: bool | None = None) -> CollectiveArrays:
+        """Return the same arrays with another `fold`, and another value of `unconverted` if that is given."""
+        return CollectiveArrays(
+            self.collective,
+            self.rank,
+            self.source,
+            self.target,
+            self.counts,
+            self.root,
+            self.reduction,
+            self.spare,
+            self.arrivals,
+            self.identity,
+            self.load,
+            self.store,
+            self.persistent,
+            self.unconverted if unconverted is None else unconverted,
+            fold,
+            self.in_callers_dtype,
+        )
 
     def for_shared_memory(self) -> CollectiveArrays:
         """Return the arrays for the collective through shared memory."""
         if self.in_callers_dtype is not None:
             return self.in_callers_dtype(self)
-        return self if self.reduction is None else replace(self, fold=Fold(self.reduction))
+        return self if self.reduction is None else self.with_fold(Fold(self.reduction))
 
     def native_call(self, mpi: Native) -> NativeCall:
         """Return the MPI library's own collective for arrays like these."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from mpicoll.buffers.buffer import Buffer
@@ -16,7 +15,6 @@ from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.selection.query import SelectionQuery
 
 
-@dataclass(slots=True)
 class Operation:
     """Description of a collective call on this rank, which can be carried out any number of times.
 
@@ -28,21 +26,46 @@ class Operation:
     buffers lie, if any; `after` holds the events that must complete before they may be accessed.
     """
 
-    comm: CommunicatorCore
-    query: SelectionQuery
-    algorithm: str | None
-    arrays: CollectiveArrays
-    block: Buffer | None = None
-    counts: tuple[int, ...] = ()
-    arrivals: tuple[int, ...] = ()
-    buffers: tuple[Buffer | None, ...] = ()
-    output: Buffer | None = None
-    on: Device | None = None
-    after: tuple[StreamEvent, ...] = ()
+    __slots__ = (
+        "after",
+        "algorithm",
+        "arrays",
+        "arrivals",
+        "block",
+        "buffers",
+        "comm",
+        "counts",
+        "on",
+        "output",
+        "query",
+    )
 
-    def __post_init__(self) -> None:
-        if self.on is None:
-            self.on = device_of(*(part.array for one in self.buffers if one is not None for part in parts_of(one)))
+    def __init__(
+        self,
+        comm: CommunicatorCore,
+        query: SelectionQuery,
+        algorithm: str | None,
+        arrays: CollectiveArrays,
+        block: Buffer | None = None,
+        counts: tuple[int, ...] = (),
+        arrivals: tuple[int, ...] = (),
+        buffers: tuple[Buffer | None, ...] = (),
+        output: Buffer | None = None,
+        on: Device | None = None,
+    ) -> None:
+        self.comm = comm
+        self.query = query
+        self.algorithm = algorithm
+        self.arrays = arrays
+        self.block = block
+        self.counts = counts
+        self.arrivals = arrivals
+        self.buffers = buffers
+        self.output = output
+        if on is None:
+            on = device_of(*(part.array for one in buffers if one is not None for part in parts_of(one)))
+        self.on = on
+        self.after: tuple[StreamEvent, ...] = ()
 
     def record_events(self) -> None:
         """Record the events of the buffers' streams. The caller's thread must call it before each run."""

@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -203,7 +202,7 @@ class OperationQueue:
 
     def waiting(self, call: Call, timeout: float) -> RegisteredWait:
         """Return a wait that polls for at most `timeout` seconds and bypasses the queue."""
-        group = self.group if timeout <= self.group.timeout else replace(self.group, timeout=timeout)
+        group = self.group if timeout <= self.group.timeout else self.group.with_timeout(timeout)
         return RegisteredWait(self.watch, (group, 0, call, monotonic(), None))
 
     def _run_recorded(self, entry: EntryTuple, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

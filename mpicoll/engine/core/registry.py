@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
 from mpicoll.config import UNCHECKED
@@ -14,8 +13,7 @@ from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.transport.base import Transport
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """Enabled checks: `calls` before each collective (and messages), `numerics`: NaN and infinity in inputs and
     outputs, `checksum`: equality of the results that must be equal on all ranks. Without `calls`, `batched` still
     compares the first collectives, and later ones in batches, of ranks that share no memory."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -177,7 +176,6 @@ COMPARED_BY_EXECUTOR = -1
 """The ``signature`` of calls that their executor compares."""
 
 
-@dataclass(slots=True)
 class Group:
     """The description of a communicator for diagnostics.
 
@@ -188,12 +186,21 @@ class Group:
     key is that of the communicator, a space and the name of the meetings; `members` are the ranks that meet.
     """
 
-    key: str
-    name: str
-    members: tuple[int, ...]
-    rank: int
-    timeout: float
-    traffic: Traffic | None = None
+    __slots__ = ("key", "members", "name", "rank", "timeout", "traffic")
+
+    def __init__(
+        self, key: str, name: str, members: tuple[int, ...], rank: int, timeout: float, traffic: Traffic | None = None
+    ) -> None:
+        self.key = key
+        self.name = name
+        self.members = members
+        self.rank = rank
+        self.timeout = timeout
+        self.traffic = traffic
+
+    def with_timeout(self, timeout: float) -> Group:
+        """Return the same description with another timeout."""
+        return Group(self.key, self.name, self.members, self.rank, timeout, self.traffic)
 
     def __str__(self) -> str:
         return f"{self.name} ({len(self.members)} ranks)"

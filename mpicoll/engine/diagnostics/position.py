@@ -7,12 +7,10 @@ stores at most one attribute for each round. The texts are made only when the po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """A place within an operation.
 
     `where` is its description, `waits_for` are the ranks of the job that it waits for at this moment, and `polls`

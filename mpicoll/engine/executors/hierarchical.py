@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -93,7 +92,7 @@ class _Phases:
         for level in (self.node, self.lane):
             inner = level.queue.executing.position(level.members)
             if inner.where:
-                return replace(inner, where=f"{phase}: {inner.where}")
+                return inner._replace(where=f"{phase}: {inner.where}")
         return Position(phase)
 
     def check(self) -> None:

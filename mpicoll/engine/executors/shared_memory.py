@@ -18,8 +18,7 @@ depends on where numpy's vector loops end).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -42,8 +41,7 @@ _LINE = 64
 """Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveSpec:
+class CollectiveSpec(NamedTuple):
     """Parameters of a collective. `counts` are the elements of each rank's block, or of the vector alone."""
 
     collective: str
@@ -140,7 +138,7 @@ class SharedMemoryCollective:
             arrays.collective, choice.algorithm.name, dtype, arrays.counts, arrays.root, arrays.fold, choice.segment
         )
         if arrays.identity is not None:
-            self._spec = replace(self._spec, identity=np.asarray(arrays.identity, dtype).tobytes())
+            self._spec = self._spec._replace(identity=np.asarray(arrays.identity, dtype).tobytes())
         self._signature = self._spec.signature
         if call is not None:
             self._signature ^= call.sign()
@@ -363,15 +361,17 @@ def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Program:
     return body, len(pieces.cuts)
 
 
-@dataclass(frozen=True, slots=True)
 class Move:
     """Transfer from the input of `peer` to this rank's output: `count` elements, from element `start` of the input to
     element `to` of the output."""
 
-    peer: int
-    start: int
-    to: int
-    count: int
+    __slots__ = ("count", "peer", "start", "to")
+
+    def __init__(self, peer: int, start: int, to: int, count: int) -> None:
+        self.peer = peer
+        self.start = start
+        self.to = to
+        self.count = count
 
 
 def make_moves(spec: CollectiveSpec, rank: int, size: int) -> list[Move]:

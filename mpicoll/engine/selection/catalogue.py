@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mpicoll.engine.selection.nbytes import parse_bytes
 from mpicoll.errors import AlgorithmError
@@ -63,21 +62,18 @@ MAX_SEGMENTS = 4096
 """Largest number of segments of a schedule: each rank has as many rounds, which are kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemoryAlgorithm:
+class SharedMemoryAlgorithm(NamedTuple):
     """``shm_flat``, ``shm_pipelined`` or ``cma`` (see :mod:`mpicoll.engine.executors.shared_memory`)."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceAlgorithm:
+class DeviceAlgorithm(NamedTuple):
     """``nccl`` or ``ipc`` (see :mod:`mpicoll.engine.executors.device`)."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
 class HierarchicalAlgorithm:
     """Phases within the nodes and between them (see :mod:`mpicoll.engine.executors.hierarchical`)."""
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """Seconds per message, and per byte."""
 
     alpha: float
     beta: float
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+class Costs(NamedTuple):
     """Costs of messages within a node (`node`) and between nodes (`network`); seconds per byte reduced (`gamma`)."""
 
     node: Link

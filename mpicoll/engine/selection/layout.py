@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpicoll.wording import count
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLayout:
+class NodeLayout(NamedTuple):
     """Number of ranks, of nodes, and of ranks on the node that has most."""
 
     ranks: int

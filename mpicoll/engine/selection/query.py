@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from mpicoll.engine.selection.costs import TYPICAL, Costs
 from mpicoll.engine.selection.layout import NodeLayout
@@ -21,30 +21,40 @@ _DEVICE_SEPARATOR = " on "
 """Text between a class and the models of devices."""
 
 
-@dataclass(frozen=True, eq=False)
 class TunedTable:
     """Results of tuning on a machine: rules by layout and class of dtypes, and the measured costs of messages.
 
     `text` is the JSON that it was made of, `source` the file that this came from.
     """
 
-    text: str = ""
-    source: str = ""
-    rules: Mapping[NodeLayout, Mapping[str, Rules]] = field(default_factory=dict)
-    costs: Costs = TYPICAL
+    __slots__ = ("costs", "rules", "source", "text")
+
+    def __init__(
+        self,
+        text: str = "",
+        source: str = "",
+        rules: Mapping[NodeLayout, Mapping[str, Rules]] | None = None,
+        costs: Costs = TYPICAL,
+    ) -> None:
+        self.text = text
+        self.source = source
+        self.rules = rules or {}
+        self.costs = costs
 
 
 UNTUNED = TunedTable()
 """The table where nothing was tuned."""
 
 
-@dataclass(frozen=True, eq=False)
 class SelectionContext:
     """Layout of the ranks of a communicator and the tuned table that applies to it. Equal contexts are one object (see
     :func:`selection_context`), so that a cache compares them by identity."""
 
-    layout: NodeLayout
-    table: TunedTable
+    __slots__ = ("layout", "table")
+
+    def __init__(self, layout: NodeLayout, table: TunedTable) -> None:
+        self.layout = layout
+        self.table = table
 
 
 def selection_context(layout: NodeLayout, table: TunedTable = UNTUNED) -> SelectionContext:
@@ -55,8 +65,7 @@ def selection_context(layout: NodeLayout, table: TunedTable = UNTUNED) -> Select
 _context = lru_cache(maxsize=1024)(SelectionContext)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceCapabilities:
+class DeviceCapabilities(NamedTuple):
     """Reasons why data on a device can't be served, or None where it can: by NCCL (`nccl`), by direct access to device
     memory of other ranks (`ipc`), by MPI's own collective (`native`), and by shared memory of the host, where the
     processor reduces (`host`). `models` names the devices of the ranks, and how many ranks share one, if they do; None
@@ -69,8 +78,7 @@ class DeviceCapabilities:
     models: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SelectionQuery:
+class SelectionQuery(NamedTuple):
     """Requirements on an algorithm. Equal on every rank, since all ranks must make the same choice.
 
     `nbytes` is the size by which the collective's cost is counted: the vector, or all blocks of one buffer; None if the

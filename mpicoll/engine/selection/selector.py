@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from mpicoll.config import config
 from mpicoll.engine.selection.catalogue import (
@@ -43,8 +43,7 @@ _DIRECT_BYTES = 4096
 """From this size on, shared-memory algorithms are preferred if the buffers may lie in memory that all ranks map."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """An algorithm and the reason for the choice, as :func:`mpicoll.explain` returns it.
 
     Attributes:
@@ -66,7 +65,14 @@ class Choice:
     segments: int
     reason: str
     segment: int | None = None
-    refused: tuple[str, ...] = field(default=(), compare=False)
+    refused: tuple[str, ...] = ()
+
+    # Only queries about a choice list what it has refused.
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Choice) and self[:-1] == other[:-1]
+
+    def __hash__(self) -> int:
+        return hash(self[:-1])
 
     def __str__(self) -> str:
         return "\n  ".join([f"{self.name}: {self.reason}", *self.refused])
@@ -127,7 +133,7 @@ def _choose(query: SelectionQuery, argument: str | None, context: Rules) -> Choi
         argument = canonical_name(argument)
         algorithm, segments = resolve_name(query.collective, argument)
         # If shared memory is lost, all ranks detect that at its first use, and then use another algorithm.
-        refusal = _find_unsupported_reason(replace(query, shm_failed_reason=None), algorithm)
+        refusal = _find_unsupported_reason(query._replace(shm_failed_reason=None), algorithm)
         if refusal is not None:
             raise AlgorithmError(
                 f"{query.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to"
