@@ -70,7 +70,7 @@ class Device(Protocol):
     def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceArray:
         """Allocate scratch memory: flat, contiguous, not filled."""
 
-    def pinned(self, nbytes: int) -> Array:
+    def allocate_pinned(self, nbytes: int) -> Array:
         """Allocate page-locked host memory (flat ``uint8``). It returns to a pool when it is unreferenced."""
 
     def register_host_memory(self, memory: Array) -> None:

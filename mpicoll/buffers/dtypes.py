@@ -15,7 +15,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def silent(function: F) -> F:
+def ignore_float_errors(function: F) -> F:
     """Wrap `function` so that numpy ignores floating-point errors: as in MPI, infinities and NaN are results.
     Warnings would appear on some of the ranks only, and exceptions of numpy would leave the other ranks waiting."""
     if np.lib.NumpyVersion(np.__version__) >= "2.0.0":

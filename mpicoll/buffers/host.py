@@ -27,7 +27,7 @@ class NumpyLibrary:
     def wrap(self, view: Array) -> Any:
         return view
 
-    @dtypes.silent
+    @dtypes.ignore_float_errors
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         np.copyto(target, source, casting="unsafe")
 
@@ -38,7 +38,7 @@ class NumpyLibrary:
 class WordsLibrary(NumpyLibrary):
     """numpy arrays in host memory that hold the elements of device arrays; bfloat16 is words of 16 bits."""
 
-    @dtypes.silent
+    @dtypes.ignore_float_errors
     def convert(self, source: Array, target: Array, dtype: DType) -> None:
         if dtype.name != "bfloat16" or np.uint16 not in (source.dtype, target.dtype):
             np.copyto(target, source, casting="unsafe")

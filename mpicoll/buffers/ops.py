@@ -125,7 +125,7 @@ def reduction(
     DTypeError if `op` is unknown or has no meaning for `dtype`.
     """
     if isinstance(op, str):
-        return _named(operation, op, dtype)
+        return _get_named_reduction(operation, op, dtype)
     if isinstance(op, Premul):
         dtypes.check(operation, "premul_sum", dtype)
         return _premul(operation, op, dtype)
@@ -139,7 +139,7 @@ def reduction(
 
 
 @lru_cache(maxsize=1024)
-def _named(operation: str, op: str, dtype: DType) -> Reduction:
+def _get_named_reduction(operation: str, op: str, dtype: DType) -> Reduction:
     if op not in NAMES:
         raise DTypeError(f"{operation}: unknown op {op!r}; there are {', '.join(NAMES)}, or pass a function")
     if op in ("minloc", "maxloc"):
@@ -163,7 +163,7 @@ def _native(op: str, dtype: DType) -> str:
 
 
 def _ufunc(ufunc: np.ufunc) -> Combine:
-    @dtypes.silent
+    @dtypes.ignore_float_errors
     def combine(left: Array, right: Array, out: Array) -> None:
         ufunc(left, right, out=out)
 
@@ -174,7 +174,7 @@ def _to_truth(work: Array) -> None:
     np.not_equal(work, 0, out=work, casting="unsafe")
 
 
-@dtypes.silent
+@dtypes.ignore_float_errors
 def _divide(work: Array, size: int) -> None:
     np.divide(work, size, out=work)
 
@@ -192,9 +192,9 @@ def _premul(operation: str, op: Premul, dtype: DType) -> Reduction:
             " them"
         )
     # On one rank the factor may exceed the range, whatever the other ranks pass.
-    scale = dtypes.silent(factor.astype)(dtype.work)
+    scale = dtypes.ignore_float_errors(factor.astype)(dtype.work)
 
-    @dtypes.silent
+    @dtypes.ignore_float_errors
     def multiply(work: Array) -> None:
         np.multiply(work, scale, out=work)
 

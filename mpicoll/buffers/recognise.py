@@ -146,7 +146,9 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     # bfloat16 is the one dtype that libraries show to numpy in different ways.
     same = buffer.dtype.storage == like.dtype.storage or (buffer.dtype.name == like.dtype.name == "bfloat16")
     if not same or buffer.dtype.name != like.dtype.name:
-        raise DTypeError(f"{operation}: out has dtype {_shown(buffer)}, the result has dtype {_shown(like)}")
+        raise DTypeError(
+            f"{operation}: out has dtype {_describe_dtype(buffer)}, the result has dtype {_describe_dtype(like)}"
+        )
     if isinstance(buffer.library, (PythonScalars, NumpyScalars)):
         raise DTypeError(f"{operation}: out is the number {out!r}, which can't be written to; pass an array")
     if not buffer.array.flags.writeable:
@@ -160,7 +162,7 @@ def output(operation: str, out: Any, like: Buffer, shape: tuple[int, ...]) -> Bu
     return Buffer(out, buffer.array.view(like.dtype.storage), like.dtype, library)
 
 
-def _shown(buffer: Buffer) -> str:
+def _describe_dtype(buffer: Buffer) -> str:
     """Return the dtype for a message, with byte order and fields if it has them."""
     dtype = buffer.array.dtype
     return buffer.dtype.name if dtype.isnative and dtype.names is None else str(dtype)

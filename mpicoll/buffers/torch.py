@@ -142,7 +142,7 @@ def _bfloat16_on(words: Array) -> torch.Tensor:
     return torch.from_numpy(words).view(torch.bfloat16)
 
 
-def _viewed(x: torch.Tensor) -> View | None:
+def _find_view(x: torch.Tensor) -> View | None:
     """Return numpy's view of a CPU tensor if the view shows the memory unchanged."""
     if not x.is_cpu:
         return None
@@ -154,7 +154,7 @@ def _viewed(x: torch.Tensor) -> View | None:
         return None
 
 
-VIEWS[torch.Tensor] = VIEWS[torch.nn.Parameter] = _viewed
+VIEWS[torch.Tensor] = VIEWS[torch.nn.Parameter] = _find_view
 set_torch_access(torch.Tensor)
 
 

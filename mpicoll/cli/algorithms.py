@@ -56,7 +56,7 @@ def _ranks(text: str) -> list[int]:
     return sorted(found)
 
 
-def _chosen(name: str | None) -> list[Algorithm]:
+def _find_algorithms(name: str | None) -> list[Algorithm]:
     """Return all algorithms, those of a collective, or the one of a ``collective/name``. Raise AlgorithmError."""
     if name is not None and "/" in name:
         return [schedules.find(name)]
@@ -72,7 +72,7 @@ def _full(algorithm: Algorithm) -> str:
 
 def _list(args: argparse.Namespace) -> int:
     console = formatting.console()
-    chosen = _chosen(args.collective)
+    chosen = _find_algorithms(args.collective)
     rows = [
         [
             _full(algorithm),
@@ -106,7 +106,7 @@ def _verify(args: argparse.Namespace) -> int:
     console = formatting.console()
     rows: list[list[str]] = []
     failed: list[str] = []
-    for algorithm in _chosen(args.name):
+    for algorithm in _find_algorithms(args.name):
         right, messages, ordered = [], 0, True
         errors: list[str] = []
         for size in args.ranks:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from mpicoll.cli import formatting
-from mpicoll.engine.tracing.table import TraceTable
+from mpicoll.engine.tracing.table import Floats, Ints, TraceTable
 from mpicoll.wording import count, rank_list
-
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 
 _MUCH = 0.05
 """Fraction of the other ranks' time from which on their waiting for a rank is reported."""

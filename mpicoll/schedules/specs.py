@@ -91,7 +91,7 @@ def _at_root(state: Callable[[Seat], State]) -> Callable[[Seat], State]:
     return lambda seat: state(seat) if seat.rank == seat.root else {}
 
 
-def _scattered(seat: Seat) -> State:
+def _hold_all_blocks(seat: Seat) -> State:
     """Return all blocks as the root holds them, with the root as the contributor of each."""
     return {rank: Value(rank, 1 << seat.root, seat.root, seat.root) for rank in range(seat.size)}
 
@@ -131,7 +131,7 @@ SPECS: dict[str, Spec] = {
     ),
     "allgather": Spec(before=_own(_blocks), after=_blocks, readonly=_own_block),
     "gather": Spec(before=_own(_blocks), after=_at_root(_blocks), readonly=_own_block),
-    "scatter": Spec(before=_at_root(_scattered), after=_own(_scattered), readonly=_all_at_root),
+    "scatter": Spec(before=_at_root(_hold_all_blocks), after=_own(_hold_all_blocks), readonly=_all_at_root),
     "reduce_scatter": Spec(before=_operand, after=_own(_total)),
     "alltoall": Spec(before=_input, after=_output, readonly=lambda seat: range(seat.size)),
     "barrier": Spec(before=_none, after=_none, reached=True),

@@ -225,7 +225,7 @@ class Work(dist.Work):
         if self._future is None:
             self._future = _Future(self._schedule, self.wait, find_cuda_devices(self.outputs))
             if isinstance(self.handle, QueuedOperation):
-                self.handle.when_done(self._complete)
+                self.handle.add_done_callback(self._complete)
             else:
                 poller.watch(self.handle, self._complete)
         return self._future

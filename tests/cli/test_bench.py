@@ -21,7 +21,7 @@ from mpicoll import schedules
 from mpicoll.cli import main
 from mpicoll.cli.bench import job, peers, report
 from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Workload, bus_factor, wide
-from mpicoll.cli.bench.measure import Point, Result, Wrong, verified
+from mpicoll.cli.bench.measure import Point, Result, Wrong, prepare_verified
 from mpicoll.cli.bench.overlap import Overlap
 from mpicoll.engine.selection.catalogue import algorithms_of
 from mpicoll.errors import SetupError
@@ -66,8 +66,8 @@ def test_bus_factor_of_four_ranks(collective: str, factor: float) -> None:
 def test_extents(collective: str, given: list[int], got: list[int]) -> None:
     workload = Workload(collective, 36, "float32", "sum", RANKS)
     assert workload.nbytes == 36
-    assert [workload.given(rank) for rank in range(RANKS)] == given
-    assert [workload.got(rank) for rank in range(RANKS)] == got
+    assert [workload.operand_size(rank) for rank in range(RANKS)] == given
+    assert [workload.result_size(rank) for rank in range(RANKS)] == got
 
 
 def test_names_of_algorithms() -> None:
@@ -107,7 +107,7 @@ def test_the_oracle_agrees_with_right_results_and_no_others(collective: str) -> 
     for size in (8, 1_000_000):
         found = results(Workload(collective, size, "float32", "sum", RANKS), "numpy")
         for rank, (case, value) in enumerate(found):
-            if not case.workload.got(rank):
+            if not case.workload.result_size(rank):
                 assert value is None
                 continue
             assert case.workload.check(rank, value) is None
@@ -128,10 +128,10 @@ def test_blocks_in_a_wrong_place_are_found() -> None:
 
 def test_a_changed_input_is_found() -> None:
     for rank, (case, _) in enumerate(results(Workload("reduce_scatter", 600, "float32", "sum", RANKS), "numpy")):
-        assert case.workload.changed(rank, case.x) is None
+        assert case.workload.check_operand(rank, case.x) is None
         case.x[7] -= 2
         assert "its input has changed: 1 of 150 elements are wrong; element 7 is" in str(
-            case.workload.changed(rank, case.x)
+            case.workload.check_operand(rank, case.x)
         )
 
 
@@ -187,7 +187,7 @@ def test_an_input_that_a_call_has_changed_is_an_error_of_mpicoll() -> None:
     ours = peers.Contestant("mpicoll", lambda case: peers.Ready(lambda: spoil(case)), ours=True)
     case = Case(Workload("allreduce", 4000, "float32", "sum", 1), 0, "numpy")
     with pytest.raises(Wrong, match="its input has changed: 1 of 1000 elements"):
-        verified(team, ours, case)
+        prepare_verified(team, ours, case)
 
 
 # --- what is said about it

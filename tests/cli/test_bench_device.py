@@ -40,7 +40,7 @@ def test_arrays_of_a_case(cuda: ModuleType, dtype: str) -> None:
     assert not wide(on_device.out).any()
     device_arrays.arrays("cupy").copy(on_device.out, on_device.x)
     assert workload.check(0, on_device.out) is None
-    assert workload.changed(0, on_device.x) is None
+    assert workload.check_operand(0, on_device.x) is None
     on_device.reset()
     assert "elements are wrong" in str(workload.check(0, on_device.out))
 

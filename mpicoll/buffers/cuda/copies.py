@@ -73,7 +73,7 @@ def _up(device: DeviceStreams, target: Array, source: Array, lines: _Lines, to: 
     if _transfer(device, lines, to, of):
         device.thread_stream().kept.append(source)
     elif not source.flags.c_contiguous:
-        staged = device.pinned(source.nbytes).view(source.dtype).reshape(source.shape)
+        staged = device.allocate_pinned(source.nbytes).view(source.dtype).reshape(source.shape)
         np.copyto(staged, source)
         copy(device, target, staged)
     else:
@@ -86,7 +86,7 @@ def _down(device: DeviceStreams, target: Array, source: Array, lines: _Lines, to
     elif not source.flags.c_contiguous:
         copy(device, target, clone(device, source))
     else:
-        staged = device.pinned(source.nbytes).view(source.dtype).reshape(source.shape)
+        staged = device.allocate_pinned(source.nbytes).view(source.dtype).reshape(source.shape)
         copy(device, staged, source)
         device.synchronize()
         np.copyto(target, staged)

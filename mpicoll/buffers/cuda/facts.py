@@ -19,8 +19,8 @@ def facts() -> list[dict[str, Any]]:
     for (driver, runtime) and of cupy. Raises DeviceError where there is no driver, or no device.
     """
     versions = {
-        "driver": _dotted(runtime.driverGetVersion()),
-        "runtime": _dotted(runtime.runtimeGetVersion()),
+        "driver": _format_version(runtime.driverGetVersion()),
+        "runtime": _format_version(runtime.runtimeGetVersion()),
         "cupy": str(cupy.__version__),
     }
     every = range(count_devices())
@@ -44,5 +44,5 @@ def facts() -> list[dict[str, Any]]:
     return found
 
 
-def _dotted(number: int) -> str:
+def _format_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -123,11 +123,11 @@ def recognise_cuda(operation: str, x: Any, argument: str = "x") -> Buffer:
         refuse_capture(operation, argument, index, current_stream(index))
         return Buffer(x, _of_cupy(x), _dtype(operation, argument, x.dtype), _CUPY)
     if hasattr(x, "__cuda_array_interface__"):
-        return _interfaced(operation, x, argument)
+        return _recognise_by_interface(operation, x, argument)
     return _by_dlpack(operation, x, argument)
 
 
-def _interfaced(operation: str, x: Any, argument: str) -> Buffer:
+def _recognise_by_interface(operation: str, x: Any, argument: str) -> Buffer:
     memory = describe(x)
     dtype = _dtype(operation, argument, memory.dtype)
     index = cupy.cuda.runtime.getDevice()

@@ -81,7 +81,7 @@ class DeviceStreams:
             memory = cupy.cuda.alloc(count * dtype.itemsize)
         return view(cast(Device, self), memory.ptr, (count,), dtype, owner=memory)
 
-    def pinned(self, nbytes: int) -> Array:
+    def allocate_pinned(self, nbytes: int) -> Array:
         if not nbytes:
             return np.empty(0, np.uint8)
         with CurrentDevice(self.index):

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     from mpicoll.cli.bench import job
     from mpicoll.transport import launch_env
 
-    settings = job.settings(_completed(args))
+    settings = job.parse_settings(_fill_defaults(args))
     settings.command = shlex.join(["mpicoll", *sys.argv[1:]])
     settings.progress = sys.stderr.isatty()
     if launch_env.is_launched(os.environ):
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return int(max(start_ranks.start(job.main, (settings,), settings.ranks or 2, settings.limit)))
 
 
-def _completed(args: argparse.Namespace) -> dict[str, Any]:
+def _fill_defaults(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments with their defaults, and with `kind`: sweep, overlap or overhead."""
     from mpicoll.errors import ArgumentError
 

@@ -94,12 +94,12 @@ class Workload:
         """True if input and output are one array, as with the peers."""
         return self.collective == "bcast"
 
-    def given(self, rank: int) -> int:
+    def operand_size(self, rank: int) -> int:
         """Return the number of elements that `rank` passes."""
         whole = self.collective in ("reduce_scatter", "alltoall") or (self.collective == "scatter" and rank == 0)
         return self.rows * (self.ranks if whole else 1)
 
-    def got(self, rank: int) -> int:
+    def result_size(self, rank: int) -> int:
         """Return the number of elements that `rank` receives; 0 if it receives nothing."""
         if self.collective in ("reduce", "gather") and rank != 0:
             return 0
@@ -111,15 +111,15 @@ class Workload:
 
     def check(self, rank: int, got: Any) -> str | None:
         """Return a description of the errors in the result `got` of `rank`; None if it is correct."""
-        return self._compared(got, self._parts(rank), self.got(rank))
+        return self._compare(got, self._parts(rank), self.result_size(rank))
 
-    def changed(self, rank: int, x: Any) -> str | None:
+    def check_operand(self, rank: int, x: Any) -> str | None:
         """Return a description of an illegal change of the input `x` of `rank`; None if it is unchanged."""
-        parts = [(0, self.given(rank), 0, self.pattern(rank), np.zeros(1))]
-        fault = None if self.in_place else self._compared(x, parts, self.given(rank))
+        parts = [(0, self.operand_size(rank), 0, self.pattern(rank), np.zeros(1))]
+        fault = None if self.in_place else self._compare(x, parts, self.operand_size(rank))
         return fault and f"its input has changed: {fault}"
 
-    def _compared(self, got: Any, parts: Iterable[Part], count: int) -> str | None:
+    def _compare(self, got: Any, parts: Iterable[Part], count: int) -> str | None:
         wrong, worst = 0, ""
         for start, expected, slack in _pieces(parts):
             part = wide(got[start : start + expected.size])
@@ -140,17 +140,17 @@ class Workload:
         """Yield the parts of the expected result of `rank`."""
         rows = self.rows
         if self.collective in REDUCTIONS:
-            if self.got(rank):
-                values, slack = self._reduced(rank)
+            if self.result_size(rank):
+                values, slack = self._reduce_patterns(rank)
                 yield 0, rows, rank * rows if self.collective == "reduce_scatter" else 0, values, slack
         elif self.collective in ("bcast", "scatter"):
             yield 0, rows, rank * rows if self.collective == "scatter" else 0, self.pattern(0), np.zeros(1)
-        elif self.got(rank):
+        elif self.result_size(rank):
             for source in range(self.ranks if rows else 0):
                 offset = rank * rows if self.collective == "alltoall" else 0
                 yield source * rows, rows, offset, self.pattern(source), np.zeros(1)
 
-    def _reduced(self, rank: int) -> tuple[Wide, Wide]:
+    def _reduce_patterns(self, rank: int) -> tuple[Wide, Wide]:
         """Return the reduction of the patterns, and its tolerance: some roundings of the sum of magnitudes."""
         ranks = {"scan": range(rank + 1), "exscan": range(rank)}.get(self.collective, range(self.ranks))
         patterns = np.array([self.pattern(one) for one in ranks])
@@ -185,7 +185,7 @@ def _pieces(parts: Iterable[Part]) -> Iterator[tuple[int, Wide, Wide]]:
     for start, count, offset, values, slack in parts:
         for begin in range(0, count, _PIECE):
             where, many = offset + begin, min(_PIECE, count - begin)
-            yield start + begin, tiled(values, where, many), tiled(slack, where, many)
+            yield start + begin, tile(values, where, many), tile(slack, where, many)
 
 
 @lru_cache(maxsize=64)
@@ -205,7 +205,7 @@ def _pattern(dtype: str, positive: bool, rank: int) -> Wide:
     return real().astype(dtype).astype(np.float64)
 
 
-def tiled(pattern: Wide, offset: int, count: int) -> Wide:
+def tile(pattern: Wide, offset: int, count: int) -> Wide:
     """Return `count` elements of the infinite repetition of `pattern`, starting at `offset`."""
     return np.resize(np.roll(pattern, -(offset % pattern.size)), count)
 
@@ -239,18 +239,18 @@ class Case:
         self.workload = workload
         self.rank = rank
         self.kind = kind
-        self.x = self._array(workload.given(rank))
+        self.x = self._array(workload.operand_size(rank))
         # The creation of registered memory is collective, so a rank that receives nothing takes part as well.
-        made = self.x if workload.in_place else self._array(workload.got(rank))
-        self.out = made if workload.got(rank) else None
+        made = self.x if workload.in_place else self._array(workload.result_size(rank))
+        self.out = made if workload.result_size(rank) else None
         self.reset()
 
     def reset(self) -> None:
         """Fill the input with its pattern and the output with zeros."""
         if self.out is not None:
-            self._fill(self.out, np.zeros(self.workload.got(self.rank)))
+            self._fill(self.out, np.zeros(self.workload.result_size(self.rank)))
         if not self.workload.in_place or self.rank == 0:
-            self._fill(self.x, tiled(self.workload.pattern(self.rank), 0, self.workload.given(self.rank)))
+            self._fill(self.x, tile(self.workload.pattern(self.rank), 0, self.workload.operand_size(self.rank)))
 
     @property
     def on_device(self) -> device_arrays.Library | None:

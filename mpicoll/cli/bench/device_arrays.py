@@ -77,7 +77,7 @@ def arrays(library: Library) -> Arrays:
     return _Torch() if library == "torch" else _Cupy()
 
 
-def wanted(command: str, where: str | None, library: Library | None, dtypes: Sequence[str]) -> Library | None:
+def select_library(command: str, where: str | None, library: Library | None, dtypes: Sequence[str]) -> Library | None:
     """Return the library of the arrays to be measured, from ``--device`` (`where`) and ``--array`` (`library`); None
     for arrays on the host. Raise ArgumentError if the options contradict each other."""
     if where != "cuda":
@@ -153,7 +153,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def synchronised(call: Callable[[], Any], library: Library) -> Callable[[], Any]:
+def add_synchronization(call: Callable[[], Any], library: Library) -> Callable[[], Any]:
     """Wrap `call` so that it then waits for the work it has submitted to the current stream."""
     synchronize = arrays(library).synchronize
 
@@ -175,4 +175,4 @@ def copying(library: Library, nbytes: int) -> tuple[Callable[[], None], Any]:
     def run() -> None:
         made.copy(target, source)
 
-    return synchronised(run, library), target
+    return add_synchronization(run, library), target

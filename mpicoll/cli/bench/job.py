@@ -61,7 +61,7 @@ class Settings:
     width: int = 0
 
 
-def settings(given: dict[str, Any]) -> Settings:
+def parse_settings(given: dict[str, Any]) -> Settings:
     """Return the settings for the arguments `given`.
 
     Raises ArgumentError, AlgorithmError or DTypeError for arguments that cannot be measured, SetupError if an output
@@ -70,14 +70,14 @@ def settings(given: dict[str, Any]) -> Settings:
     kind = given["kind"]
     defaults = {"sweep": ("allreduce",), "overlap": ("allreduce",), "overhead": _SMALL}[kind]
     collectives = COLLECTIVES if given["collectives"] == ["all"] else tuple(given["collectives"]) or defaults
-    _known("collective", collectives, COLLECTIVES)
-    _known("dtype", [given["dtype"]], DTYPES)
-    _known("op", [given["op"]], OPS)
-    array = device_arrays.wanted("bench", given["device"], given["array"], (given["dtype"],))
+    _check_known("collective", collectives, COLLECTIVES)
+    _check_known("dtype", [given["dtype"]], DTYPES)
+    _check_known("op", [given["op"]], OPS)
+    array = device_arrays.select_library("bench", given["device"], given["array"], (given["dtype"],))
     for option in ("like", "registered") if array is not None else ():
         if given[option] is not None:
             raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
-    against = _against(given["against"], array)
+    against = _parse_peers(given["against"], array)
     for collective in set(collectives) & set(REDUCTIONS):
         dtype = "float16" if given["dtype"] == "bfloat16" else given["dtype"]
         mpicoll.explain(collective, 8, op=given["op"], dtype=dtype)
@@ -117,10 +117,10 @@ def settings(given: dict[str, Any]) -> Settings:
     )
 
 
-def _against(text: str | None, array: device_arrays.Library | None) -> tuple[str, ...]:
+def _parse_peers(text: str | None, array: device_arrays.Library | None) -> tuple[str, ...]:
     names = text or {None: "mpi4py", "torch": "gloo,nccl,copy", "cupy": "copy"}[array]
     against = () if names == "none" else tuple(names.split(","))
-    _known("peer", against, PEERS)
+    _check_known("peer", against, PEERS)
     if array is not None and "mpi4py" in against:
         raise ArgumentError(
             "bench: --against mpi4py is for arrays on the host; most MPI libraries end the process when they meet"
@@ -131,7 +131,7 @@ def _against(text: str | None, array: device_arrays.Library | None) -> tuple[str
     return against
 
 
-def _known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+def _check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ArgumentError(f"bench: no {what} {name!r}; there are {', '.join(known)}")
@@ -168,7 +168,7 @@ def main(rank: int, asked: Settings) -> int:
         {"sweep": _sweep, "overlap": _overlaps, "overhead": _overhead}[asked.kind](team, asked)
         status = 0
     except (Wrong, SetupError) as error:
-        team.tell(error)
+        team.report_error(error)
         status = 1 if isinstance(error, Wrong) else 2
     peers.close()
     # Ranks that exit with a nonzero status end the job, possibly before other ranks have written their output.
@@ -188,7 +188,7 @@ def _sweep(team: Team, asked: Settings) -> None:
     entered = [peers.candidate("mpicoll", kind=kind, form=form)]
     entered += [peers.candidate(one, kind=kind, form=form, algorithm=one) for one in asked.algorithms]
     entered += [_peer(one, team.comm, asked.like if asked.array is None else kind) for one in asked.against]
-    points = _measured(team, asked, entered)
+    points = _measure_points(team, asked, entered)
     first_peer = asked.against[0] if asked.against else None
     _report(team, asked, points, first_peer)
     if team.rank == 0 and asked.plot is not None:
@@ -207,7 +207,7 @@ def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
         if like != "cuda torch":
             raise
         # This peer is a default there, so its absence is not an error.
-        return peers.absent(name, like, str(error))
+        return peers.make_absent(name, like, str(error))
 
 
 def _overhead(team: Team, asked: Settings) -> None:
@@ -219,7 +219,7 @@ def _overhead(team: Team, asked: Settings) -> None:
         peers.candidate("counts=, out=", kind="numpy", counts=True),
         peers.candidate("None elsewhere, out=", kind="numpy", absent=True),
         peers.candidate("strided, out=", kind="numpy", strided=True),
-        peers.waited(peers.candidate("i-form, wait", kind="numpy", form="i")),
+        peers.add_wait(peers.candidate("i-form, wait", kind="numpy", form="i")),
         peers.candidate("plan", kind="numpy", form="_init"),
         peers.mpi4py(team.comm, kind="torch", name="mpi4py, tensor"),
         peers.candidate("tensor", kind="torch", out=False),
@@ -229,15 +229,15 @@ def _overhead(team: Team, asked: Settings) -> None:
         peers.candidate("tensor, plan", kind="torch", form="_init"),
         through_torch(name="torch"),
         through_torch(name="torch, drop-in", dropin=True),
-        peers.waited(through_torch(name="torch, async", asynchronous=True)),
+        peers.add_wait(through_torch(name="torch, async", asynchronous=True)),
     ]
-    points = _measured(team, asked, entered)
+    points = _measure_points(team, asked, entered)
     if team.rank == 0:
         formatting.console(asked.width).print(*report.overhead(points, {one.name: one.kind for one in entered}))
         _write(team, asked, {"points": report.as_json(points)})
 
 
-def _measured(team: Team, asked: Settings, entered: Sequence[Contestant]) -> list[Point]:
+def _measure_points(team: Team, asked: Settings, entered: Sequence[Contestant]) -> list[Point]:
     workloads = _workloads(team, asked)
     points = []
     with formatting.steps(team.rank == 0 and asked.progress, len(workloads)) as step:

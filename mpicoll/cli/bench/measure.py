@@ -66,7 +66,7 @@ class Point:
     results: dict[str, Result]
 
 
-def timed(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> float:
+def time_calls(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> float:
     """Return seconds per call on this rank in a block of `calls`."""
     barrier()
     begin = time.perf_counter()
@@ -97,7 +97,7 @@ def measure(
     results: dict[str, Result] = {}
     phases: defaultdict[str, list[tuple[Contestant, Ready]]] = defaultdict(list)
     for one in contestants:
-        results[one.name], ready = _checked(team, one, cases[one.kind])
+        results[one.name], ready = _check_contestant(team, one, cases[one.kind])
         if ready is not None:
             phases[one.phase].append((one, ready))
     for phase in phases.values():
@@ -108,20 +108,20 @@ def measure(
     return Point(workload, results)
 
 
-def _checked(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Ready | None]:
+def _check_contestant(team: Team, contestant: Contestant, case: Case) -> tuple[Result, Ready | None]:
     """Run `contestant` once, and compare the result. The second value is None if it is not to be timed."""
     try:
-        ready = verified(team, contestant, case)
+        ready = prepare_verified(team, contestant, case)
     except Unavailable as error:
         return Result("absent", str(error)), None
     except Wrong as error:
         if contestant.ours:
             raise
         return Result("wrong", str(error)), None
-    return Result("timed", phase=contestant.phase, takes=_takes(contestant, case)), ready
+    return Result("timed", phase=contestant.phase, takes=_find_algorithm(contestant, case)), ready
 
 
-def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
+def prepare_verified(team: Team, contestant: Contestant, case: Case) -> Ready:
     """Return the contestant, ready to be timed on `case`, after one run with a correct result on every rank.
 
     Collective. Raises on all ranks: Wrong if a result is wrong, Unavailable if the contestant lacks the operation.
@@ -134,7 +134,7 @@ def verified(team: Team, contestant: Contestant, case: Case) -> Ready:
         got = _first_run(contestant, ready)
         wrong = None if got is None else contestant.check(case, got)
         if wrong is None and contestant.ours:
-            wrong = case.workload.changed(case.rank, case.x)
+            wrong = case.workload.check_operand(case.rank, case.x)
     except (Unavailable, AlgorithmError) as error:
         absent = str(error)
     except Exception as error:
@@ -166,7 +166,7 @@ def _first_run(contestant: Contestant, ready: Ready) -> Any:
     return ready.result if value is None else value
 
 
-def _takes(contestant: Contestant, case: Case) -> str:
+def _find_algorithm(contestant: Contestant, case: Case) -> str:
     """Return the algorithm that mpicoll chooses by itself."""
     if contestant.name != "mpicoll":
         return ""
@@ -188,7 +188,7 @@ def _time(
     """Time blocks of calls of all contestants in rotation; the first contestant changes from block to block."""
 
     def block(one: Contestant, ready: Ready, calls: int) -> float:
-        return timed(ready.call, calls, one.barrier or team.barrier, one.finish)
+        return time_calls(ready.call, calls, one.barrier or team.barrier, one.finish)
 
     turns: list[tuple[Contestant, Ready, int]] = []
     lap = 0.0
@@ -207,7 +207,7 @@ def _time(
         for one, ready, calls in turns[first:] + turns[:first]:
             own[one.name].append(block(one, ready, calls))
     for name, times in own.items():
-        results[name].blocks = team.slowest(times)
+        results[name].blocks = team.max_over_ranks(times)
 
 
 def _calibrate(team: Team, block: Callable[[int], float]) -> float:

@@ -14,7 +14,7 @@ from math import ceil
 import numpy as np
 
 from mpicoll.cli.bench.cases import Case, Workload
-from mpicoll.cli.bench.measure import timed, verified
+from mpicoll.cli.bench.measure import prepare_verified, time_calls
 from mpicoll.cli.bench.peers import Call, Contestant
 from mpicoll.cli.bench.team import Team
 
@@ -45,20 +45,20 @@ def overlap(team: Team, workload: Workload, contestant: Contestant, computation:
 
     Raises Wrong on all ranks if the result is wrong.
     """
-    begin = verified(team, contestant, Case(workload, team.rank, contestant.kind)).call
+    begin = prepare_verified(team, contestant, Case(workload, team.rank, contestant.kind)).call
 
     def pure() -> None:
         begin().wait()
 
     def block(call: Call, calls: int) -> float:
-        return timed(call, calls, contestant.barrier or team.barrier)
+        return time_calls(call, calls, contestant.barrier or team.barrier)
 
     def length(calls: int) -> float:
-        return float(np.median([team.slowest([block(pure, calls)])[0] for _ in range(_ROUNDS[0])]))
+        return float(np.median([team.max_over_ranks([block(pure, calls)])[0] for _ in range(_ROUNDS[0])]))
 
     calls = ceil(_BLOCK / length(1))
     expected = length(calls)
-    compute = _calibrated(team, computation, expected)
+    compute = _calibrate_computation(team, computation, expected)
 
     def total() -> None:
         request = begin()
@@ -66,19 +66,21 @@ def overlap(team: Team, workload: Workload, contestant: Contestant, computation:
         request.wait()
 
     rounds = int(min(max(seconds // (4 * calls * expected), _ROUNDS[0]), _ROUNDS[1]))
-    times = np.array([team.slowest([block(one, calls) for one in (pure, compute, total)]) for _ in range(rounds)])
+    times = np.array(
+        [team.max_over_ranks([block(one, calls) for one in (pure, compute, total)]) for _ in range(rounds)]
+    )
     medians = [float(one) for one in np.median(times, axis=0)]
     return Overlap(workload, medians[0], medians[1], medians[2], rounds)
 
 
-def _calibrated(team: Team, computation: str, seconds: float) -> Call:
+def _calibrate_computation(team: Team, computation: str, seconds: float) -> Call:
     """Return a computation that takes about `seconds` on the slowest rank while all ranks compute."""
     if computation == "sleep":
         return lambda: time.sleep(seconds)
     work = {"numpy": _vectors, "python": _numbers}[computation]()
     turns = 1
     while True:
-        took = team.slowest([timed(lambda turns=turns: work(turns), 1, team.barrier)])[0]  # type: ignore[misc]
+        took = team.max_over_ranks([time_calls(lambda turns=turns: work(turns), 1, team.barrier)])[0]  # type: ignore[misc]
         if took > min(seconds, 1e-3) or turns >= 1 << 24:
             break
         turns *= 2

@@ -149,10 +149,10 @@ def copy(kind: Kind = "numpy") -> Contestant:
         source, target = np.full(case.workload.nbytes, 1, np.uint8), np.full(case.workload.nbytes, 2, np.uint8)
         return Ready(partial(np.copyto, target, source), target)
 
-    return Contestant("copy", prepare, kind, check=lambda case, got: _not_copied(got))
+    return Contestant("copy", prepare, kind, check=lambda case, got: _check_copy(got))
 
 
-def _not_copied(got: Any) -> str | None:
+def _check_copy(got: Any) -> str | None:
     return None if (wide(got) == 1).all() else "nothing was copied"
 
 
@@ -194,7 +194,7 @@ def of_torch(
         function, arguments, result = _torch_call(functions, case, tensor(case.x), tensor(case.out))
         keywords = {"async_op": True} if asynchronous else {}
         call = partial(function, *arguments, group=group, **keywords)
-        return Ready(device_arrays.synchronised(call, "torch") if beside else call, result)
+        return Ready(device_arrays.add_synchronization(call, "torch") if beside else call, result)
 
     if beside or not apart:
         return Contestant(name or backend, prepare, kind, ours=backend == "mpicoll")
@@ -209,7 +209,7 @@ def of_torch(
     )
 
 
-def waited(contestant: Contestant) -> Contestant:
+def add_wait(contestant: Contestant) -> Contestant:
     """Return `contestant` with calls that wait for the request they have started."""
 
     def prepare(case: Case) -> Ready:
@@ -223,7 +223,7 @@ def waited(contestant: Contestant) -> Contestant:
     return replace(contestant, prepare=prepare)
 
 
-def absent(name: str, kind: Kind, why: str) -> Contestant:
+def make_absent(name: str, kind: Kind, why: str) -> Contestant:
     """Return a contestant that is not available, with the reason `why`."""
 
     def prepare(case: Case) -> Ready:

@@ -33,12 +33,12 @@ class Team:
         """Return every rank's value, by rank."""
         return list(self._mpi.allgather(value))
 
-    def tell(self, error: MpicollError) -> None:
+    def report_error(self, error: MpicollError) -> None:
         """Print once an error that all ranks have raised alike."""
         if self.rank == 0:
             sys.stderr.write(f"mpicoll: {error}\n")
             sys.stderr.flush()
 
-    def slowest(self, times: Sequence[float]) -> list[float]:
+    def max_over_ranks(self, times: Sequence[float]) -> list[float]:
         """Return for each of `times`, which were measured together, the maximum over the ranks."""
         return [float(one) for one in np.max(self._mpi.allgather(list(times)), axis=0)]

@@ -43,7 +43,7 @@ def main(rank: int, asked: TuneSettings, ranks: tuple[int, ...] = ()) -> int:
     try:
         device_arrays.give(team, asked.array)
     except SetupError as error:
-        team.tell(error)
+        team.report_error(error)
         # Ranks that exit with a nonzero status end the job, possibly before rank 0 has written the error.
         team.barrier()
         return 2
@@ -138,7 +138,7 @@ def _print_check(team: Team, groups: Sequence[Sequence[TunedPoint]], asked: Tune
             again.medians.setdefault(point.untuned, looks[point.untuned])
             best = min(again.medians, key=lambda name: again.medians[name])
             for good, name in zip(goods, (taken, point.untuned), strict=True):
-                good.append(again.good(name))
+                good.append(again.efficiency(name))
             rows.append(
                 [label, best, taken, _format_percent(goods[0][-1]), point.untuned, _format_percent(goods[1][-1])]
             )
@@ -166,13 +166,13 @@ def _print_results(asked: TuneSettings, groups: Sequence[Sequence[TunedPoint]], 
                 *(formatting.seconds(point.medians[name]) if name in point.medians else "-" for name in names),
                 point.winner,
                 point.untuned,
-                _format_percent(point.good(point.untuned)),
+                _format_percent(point.efficiency(point.untuned)),
             ]
             for point in points
         ]
         first = points[0]
         what = first.workload.dtype if first.problem.kind != "moved" else "any dtype"
-        caption = f"untuned, geometric mean: {_format_mean([point.good(point.untuned) for point in points])} good"
+        caption = f"untuned, geometric mean: {_format_mean([point.efficiency(point.untuned) for point in points])} good"
         title = f"{first.workload.collective}, {what}, {first.where}: median time per call"
         console.print(formatting.table(title, ("size", *names, "winner", "untuned", "good"), rows, caption=caption))
     for line in rules:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpicoll.cli.bench.cases import Case, Kind, Workload
 from mpicoll.cli.bench.device_arrays import Library
-from mpicoll.cli.bench.measure import timed
+from mpicoll.cli.bench.measure import time_calls
 from mpicoll.cli.bench.peers import candidate
 from mpicoll.cli.bench.team import Team
 from mpicoll.cli.tune.settings import TuneSettings
@@ -54,12 +54,12 @@ def measure_point(
     own: dict[str, list[float]] = {name: [] for name in entered}
     for turn in range(blocks):
         if turn == _TRIAL:
-            trial = {name: float(np.median(team.slowest(own[name]))) for name in entered}
+            trial = {name: float(np.median(team.max_over_ranks(own[name]))) for name in entered}
             entered = [name for name in entered if trial[name] <= _BEHIND * min(trial.values()) or name == kept]
         first = turn % len(entered)
         for name in entered[first:] + entered[:first]:
-            own[name].append(timed(calls[name], repeats[name], team.barrier))
-    return looks, {name: float(np.median(team.slowest(times))) for name, times in own.items()}
+            own[name].append(time_calls(calls[name], repeats[name], team.barrier))
+    return looks, {name: float(np.median(team.max_over_ranks(times))) for name, times in own.items()}
 
 
 def _kind(workload: Workload, array: Library | None) -> Kind:
@@ -71,10 +71,10 @@ def _kind(workload: Workload, array: Library | None) -> Kind:
 
 def _measure_briefly(team: Team, call: Callable[[], Any]) -> float:
     """Return seconds per call of the slowest rank. A first call, which creates cached state, is not timed."""
-    timed(call, 1, team.barrier)
+    time_calls(call, 1, team.barrier)
     calls = 1
     while True:
-        (per_call,) = team.slowest([min(timed(call, calls, team.barrier) for _ in range(2))])
+        (per_call,) = team.max_over_ranks([min(time_calls(call, calls, team.barrier) for _ in range(2))])
         if per_call * calls >= _BLOCK / 4 or calls >= 1024:
             return max(per_call, 1e-9)
         calls *= 4
@@ -86,11 +86,11 @@ def measure_costs(team: Team) -> dict[str, Any]:
     near = next(((one, nodes.index(node)) for one, node in enumerate(nodes) if nodes.index(node) < one), None)
     far = next(((0, one) for one, node in enumerate(nodes) if node != nodes[0]), None)
     left, right = np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32)
-    add = [timed(lambda: np.add(left, right, out=left), 8, team.barrier) for _ in range(11)]
+    add = [time_calls(lambda: np.add(left, right, out=left), 8, team.barrier) for _ in range(11)]
     return {
         "node": None if near is None else _measure_link(team, near),
         "network": None if far is None else _measure_link(team, far),
-        "gamma": float(np.median(team.slowest(add))) / left.nbytes,
+        "gamma": float(np.median(team.max_over_ranks(add))) / left.nbytes,
     }
 
 
@@ -105,7 +105,7 @@ def _measure_link(team: Team, pair: tuple[int, int]) -> list[float]:
             peer = pair[0] + pair[1] - team.rank
             out, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
             own = [_time_exchange(transport, peer, out, into, tag, calls) for _ in range(blocks + 1)][1:]
-        times.append(float(np.median(team.slowest(own))))
+        times.append(float(np.median(team.max_over_ranks(own))))
     return [times[0], max(0.0, times[1] - times[0]) / _MESSAGE]
 
 

@@ -35,7 +35,7 @@ class TuneSettings:
 
 def parse_settings(args: argparse.Namespace) -> TuneSettings:
     dtypes = tuple(args.dtypes.split(","))
-    array = device_arrays.wanted("tune", args.device, args.array, dtypes)
+    array = device_arrays.select_library("tune", args.device, args.array, dtypes)
     every = COLLECTIVES if array is None else tuple(name for name in COLLECTIVES if name != "barrier")
     collectives = every if args.collectives in ([], ["all"]) else tuple(args.collectives)
     for what, names, known in (("collective", collectives, every), ("dtype", dtypes, DTYPES)):

@@ -37,7 +37,7 @@ class TunedPoint:
     medians: dict[str, float] = field(default_factory=dict)
     winner: str = ""
 
-    def good(self, name: str) -> float:
+    def efficiency(self, name: str) -> float:
         return min(self.medians.values()) / self.medians[name]
 
     @property

@@ -71,7 +71,7 @@ class QueuedOperation:
         for callback in callbacks:
             callback(self)
 
-    def when_done(self, callback: Callable[[QueuedOperation], None]) -> None:
+    def add_done_callback(self, callback: Callable[[QueuedOperation], None]) -> None:
         """Call ``callback(operation)`` once the operation is done, immediately if it is already.
 
         The callback runs on the thread that finishes the operation and blocks the other operations of the communicator

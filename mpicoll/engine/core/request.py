@@ -164,7 +164,7 @@ def waitany(requests: Sequence[Request], timeout: float | None = None) -> tuple[
     bound = min(one.limit for _, one in active) if timeout is None else timeout
     try:
         with _waiting([one for _, one in active], bound, bounded=timeout is not None) as waiting:
-            found = poll(lambda: _checked(waiting, first_complete), bound, f"waitany on {len(active)} requests")
+            found = poll(lambda: _check_and_poll(waiting, first_complete), bound, f"waitany on {len(active)} requests")
     except Timeout as error:
         # The wait for one request gives a more detailed error and queries the other ranks, unless it has completed by
         # now.
@@ -187,6 +187,6 @@ def _waiting(requests: Sequence[Request], bound: float, *, bounded: bool) -> Reg
     return queue.waiting(call, bound)
 
 
-def _checked(waiting: RegisteredWait, look: Callable[[], Any]) -> Any:
+def _check_and_poll(waiting: RegisteredWait, look: Callable[[], Any]) -> Any:
     waiting.check()
     return look()

@@ -229,10 +229,10 @@ class DeadlockSearch:
             # Of a sendrecv, either direction may be the one that is still pending.
             return (any if takes is None else all)(may_come(way, stuck) for way in ways)
 
-        def awaited(stuck: set[_Agent]) -> list[int]:
+        def find_awaited(stuck: set[_Agent]) -> list[int]:
             return [peer for way in ways if takes is None or not may_come(way, stuck) for peer in peers(way)]
 
-        return _Wait(rank, one, may, awaited)
+        return _Wait(rank, one, may, find_awaited)
 
     def _count(self, rank: int, key: str, what: str, peer: int, tag: int | None) -> int | None:
         """Return the number of messages with `tag` (None: any) that `rank` has "sent" to or "received" from `peer`.
@@ -303,7 +303,7 @@ class DeadlockSearch:
             one = wait.one
             if one is None:
                 continue
-            on = tuple(dict.fromkeys(wait.awaited(stuck)))
+            on = tuple(dict.fromkeys(wait.find_awaited(stuck)))
             edges.setdefault(wait.rank, []).extend(on)
             found.append((wait.rank, one["key"], one["number"], one["begin"]))
             if (one["key"], one["number"]) not in self._mismatched:
@@ -336,13 +336,13 @@ class DeadlockSearch:
 class _Wait:
     """A waiting agent.
 
-    `one` is the operation. `may_continue` and `awaited` (ranks) depend on which agents are stuck.
+    `one` is the operation. `may_continue` and `find_awaited` (which returns ranks) depend on which agents are stuck.
     """
 
     rank: int
     one: State | None
     may_continue: Callable[[set[_Agent]], bool]
-    awaited: Callable[[set[_Agent]], list[int]]
+    find_awaited: Callable[[set[_Agent]], list[int]]
 
 
 def _cycle(edges: Mapping[int, Sequence[int]]) -> tuple[int, ...]:

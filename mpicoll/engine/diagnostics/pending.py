@@ -38,10 +38,10 @@ def pending_operations(known: Mapping[int, State]) -> tuple[list[State], list[St
             if (at is None or at < number) and "unreached" not in known.get(rank, ())
         ]
         wait["begun"] = [rank for rank, at in numbers.items() if at is not None and at >= number]
-    return sorted(collectives.values(), key=_waited), sorted(messages, key=_waited)
+    return sorted(collectives.values(), key=_longest_wait), sorted(messages, key=_longest_wait)
 
 
-def _waited(wait: State) -> float:
+def _longest_wait(wait: State) -> float:
     return -max(float(one["seconds"]) for one in wait["by"].values())
 
 

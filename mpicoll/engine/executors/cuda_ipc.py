@@ -119,7 +119,7 @@ class PeerMemory:
         try:
             with device.working():
                 scratch = device.empty(_PATTERN, np.dtype(np.uint8))
-                host = device.pinned(_PATTERN)
+                host = device.allocate_pinned(_PATTERN)
                 host[:] = np.frombuffer(pattern, np.uint8)
                 device.copy(scratch, host)
             export = device.export(scratch)
@@ -143,7 +143,7 @@ class PeerMemory:
                     # Copies may succeed where kernels fail.
                     here = device.empty(_PATTERN, there.dtype)
                     device.fold("max", [there], [here], "uint8")
-                    host = device.pinned(2 * _PATTERN)
+                    host = device.allocate_pinned(2 * _PATTERN)
                     device.copy(host[:_PATTERN], there)
                     device.copy(host[_PATTERN:], here)
             except Exception as error:  # noqa: BLE001  raised after the exchange, on all ranks

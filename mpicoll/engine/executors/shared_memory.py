@@ -254,7 +254,7 @@ def _allreduce_flat(arena: Arena, spec: CollectiveSpec) -> Program:
         if device is None:
             fold(slots[w], target)
             return
-        result = device.pinned(target.nbytes).view(target.dtype)
+        result = device.allocate_pinned(target.nbytes).view(target.dtype)
         fold(slots[w], result)
         np.copyto(target, result)
         device.synchronize()
@@ -332,7 +332,7 @@ def _reduce_scatter_pipelined(arena: Arena, spec: CollectiveSpec) -> Program:
     def body(source: Array, target: Array) -> None:
         previous: tuple[int, int] | None = None
         device = device_of(source)
-        reduced = None if device is None else device.pinned(width * spec.dtype.itemsize).view(spec.dtype)
+        reduced = None if device is None else device.allocate_pinned(width * spec.dtype.itemsize).view(spec.dtype)
         for piece in [*pieces.cuts, None]:
             if previous is not None:
                 start, stop = previous[0], min(previous[1], counts[rank])

@@ -120,7 +120,7 @@ class StagedExchanger:
         key = which, i, step & 1
         memory = self._memory.get(key)
         if memory is None or memory.size < size:
-            memory = self._memory[key] = self._device.pinned(size)
+            memory = self._memory[key] = self._device.allocate_pinned(size)
         return memory[:size]
 
 
@@ -132,7 +132,7 @@ def sends_device_memory(checked: bool) -> bool:
 
 def copy_to_host(buffer: Buffer, device: Device) -> Array:
     """Return the elements of `buffer`, which lies on `device`, as bytes in page-locked memory."""
-    memory = device.pinned(buffer.array.nbytes)
+    memory = device.allocate_pinned(buffer.array.nbytes)
     with device.working(record_events(buffer)):
         np.copyto(memory.view(buffer.array.dtype).reshape(buffer.array.shape), buffer.array)
     return memory
@@ -155,7 +155,7 @@ class DeviceReceive:
             with device.working(self._events):
                 self.as_bytes: Array = array.reshape(-1).view(np.uint8)
         else:
-            self.as_bytes = device.pinned(array.nbytes)
+            self.as_bytes = device.allocate_pinned(array.nbytes)
 
     def store(self) -> None:
         """Copy the received message to the buffer."""

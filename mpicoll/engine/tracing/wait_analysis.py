@@ -1,4 +1,4 @@
-"""Which rank the others waited for in each collective of a trace, and for how long."""
+"""The rank that the others waited for in each collective of a trace, and how long."""
 
 from __future__ import annotations
 

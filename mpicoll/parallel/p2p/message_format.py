@@ -197,7 +197,7 @@ def allocate_host_buffer(operation: str, nbytes: int, place: torch.device | None
     """Return host memory for copies to and from the device `place`. Raise DeviceError if that device can't be used."""
     if place is None or place.type == "cpu":
         return np.empty(nbytes, np.uint8)
-    return cuda_device(operation, place, "a tensor").pinned(nbytes)
+    return cuda_device(operation, place, "a tensor").allocate_pinned(nbytes)
 
 
 class MessagePart(NamedTuple):

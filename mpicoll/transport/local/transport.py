@@ -235,9 +235,9 @@ class LocalTransport:
         self._send(self._p2p, data, dest, tag)
 
     def recv(self, data: Memory, source: int | None, tag: int | None) -> Envelope:
-        return self._received(self.irecv(data, source, tag))
+        return self._wait_or_withdraw(self.irecv(data, source, tag))
 
-    def _received(self, receiving: LocalPending) -> Envelope:
+    def _wait_or_withdraw(self, receiving: LocalPending) -> Envelope:
         try:
             return receiving.wait(None)
         except BaseException:
@@ -269,7 +269,7 @@ class LocalTransport:
     ) -> Envelope:
         receiving = self.irecv(into, source, recvtag)
         self.send(data, dest, tag)
-        return self._received(receiving)
+        return self._wait_or_withdraw(receiving)
 
     def isend(self, data: Memory, dest: int, tag: int) -> LocalPending:
         self._send(self._p2p, data, dest, tag)

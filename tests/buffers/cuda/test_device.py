@@ -75,7 +75,7 @@ def test_an_unused_device_is_not_touched(
         contexts.clear()
         x = up(third, np.arange(4.0))
         x = third.reach(third.export(x))
-        third.pinned(100)
+        third.allocate_pinned(100)
         events.record_event(3, third.stream)
         down(third, x)
         used.append(set(contexts))

@@ -42,27 +42,27 @@ def test_scratch_goes_back_to_cupys_pool(cuda: ModuleType, on: Any) -> None:
 
 
 def test_page_locked_memory_serves_again(on: Any) -> None:
-    first = on.pinned(5000)
+    first = on.allocate_pinned(5000)
     assert first.shape == (5000,)
     assert first.dtype == np.uint8
     address = first.ctypes.data
     part = first[100:200].view("f4")
     del first
-    other = on.pinned(5000)
+    other = on.allocate_pinned(5000)
     assert other.ctypes.data != address
     del part
-    assert on.pinned(8192).ctypes.data == address
-    assert on.pinned(0).size == 0
+    assert on.allocate_pinned(8192).ctypes.data == address
+    assert on.allocate_pinned(0).size == 0
 
 
 def test_page_locked_memory_is_not_hoarded(on: Any, pinned: Any, monkeypatch: pytest.MonkeyPatch, lazy: None) -> None:
     monkeypatch.setattr(pinned, "_IDLE", 3 * 8192)
     monkeypatch.setattr(on, "_pinned", pinned.PinnedPool())
-    held = [on.pinned(8192) for _ in range(5)]
+    held = [on.allocate_pinned(8192) for _ in range(5)]
     addresses = [one.ctypes.data for one in held]
     del held
-    assert on.pinned(8192).ctypes.data in addresses
-    on.pinned(20000)  # for which CUDA is asked
+    assert on.allocate_pinned(8192).ctypes.data in addresses
+    on.allocate_pinned(20000)  # for which CUDA is asked
     assert sum(fake_cuda.fakecuda.memory.pinned(one) for one in addresses) == 3
 
 
@@ -71,7 +71,7 @@ def test_page_locked_memory_of_threads(on: Any) -> None:
 
     def body(number: int) -> None:
         for _ in range(200):
-            mine = on.pinned(64)
+            mine = on.allocate_pinned(64)
             mine[:] = number
             if (mine != number).any():
                 wrong.append(number)

@@ -227,7 +227,7 @@ def test_what_cupy_cannot_take_by_dlpack(cuda: ModuleType, monkeypatch: pytest.M
 
 
 def test_memory_of_the_host_that_the_device_reaches(cuda: ModuleType, on: Any) -> None:
-    memory = on.pinned(32)
+    memory = on.allocate_pinned(32)
     memory.view("f8")[:] = range(4)
     x = Interface(cuda.zeros(4), data=(memory.ctypes.data, False))
     buffer = recognise("op", x)

@@ -27,7 +27,7 @@ def events(cuda: ModuleType) -> Any:
 
 def test_host_memory_is_right_after_synchronize_only(on: Any, lazy: None) -> None:
     x = up(on, np.arange(8.0))
-    host = on.pinned(64).view("f8")
+    host = on.allocate_pinned(64).view("f8")
     host[:] = -1
     with on.working():
         np.add(x, x, out=x)
@@ -39,7 +39,7 @@ def test_host_memory_is_right_after_synchronize_only(on: Any, lazy: None) -> Non
 
 def test_a_mark_is_a_moment(on: Any, lazy: None) -> None:
     x = up(on, np.arange(8.0))
-    first, second = (on.pinned(64).view("f8") for _ in range(2))
+    first, second = (on.allocate_pinned(64).view("f8") for _ in range(2))
     first[:] = second[:] = -1
     with on.working():
         np.copyto(first, x)
@@ -71,7 +71,7 @@ def test_work_waits_for_the_callers_stream(cuda: ModuleType, events: Any, on: An
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_work_is_done_when_the_block_is_left(on: Any, nested: bool) -> None:
-    host = on.pinned(64).view("f8")
+    host = on.allocate_pinned(64).view("f8")
     host[:] = -1
     x = up(on, np.arange(8.0))
 
@@ -104,7 +104,7 @@ def test_what_is_copied_up_may_be_forgotten(on: Any) -> None:
     with on.working():
         np.copyto(target, np.arange(2000, dtype="f4")[::2])
         # It would be taken for these, if it were given back too early.
-        others = [on.pinned(4000) for _ in range(3)]
+        others = [on.allocate_pinned(4000) for _ in range(3)]
         for one in others:
             one[:] = 255
     np.testing.assert_array_equal(down(on, target), np.arange(2000, dtype="f4")[::2])

@@ -230,7 +230,7 @@ def test_an_operation_in_the_middle_of_another_is_an_error(outer: str, inner: st
         queue.submit(operation, WHAT).wait(None)
     else:
         job = queue.submit(lambda: None, WHAT)
-        job.when_done(lambda _: operation())
+        job.add_done_callback(lambda _: operation())
         job.wait(None)
     running = "an operation" if outer == "callback" else r"a test of the queue\(\) number 1"
     (words,) = caught
@@ -508,19 +508,19 @@ def test_a_dropped_request_does_not_stop_its_operation(several: Ranks) -> None:
 def test_callbacks_are_called_once_whether_they_come_before_the_end_or_after(queue: OperationQueue) -> None:
     gate, seen = threading.Event(), list[QueuedOperation]()
     job = queue.submit(lambda: gate.wait(20), WHAT)
-    job.when_done(seen.append)
+    job.add_done_callback(seen.append)
     assert seen == []
     gate.set()
     job.wait(20)
     until(lambda: seen == [job])
-    job.when_done(seen.append)
+    job.add_done_callback(seen.append)
     assert seen == [job, job]
 
 
 def test_callbacks_of_a_failed_job(queue: OperationQueue) -> None:
     job = queue.submit(fail, WHAT)
     errors: list[BaseException | None] = []
-    job.when_done(lambda job: errors.append(job.error))
+    job.add_done_callback(lambda job: errors.append(job.error))
     with pytest.raises(ZeroDivisionError):
         job.wait(20)
     until(lambda: bool(errors))

@@ -678,7 +678,7 @@ def test_a_missing_synchronisation_is_seen(several: Ranks, cuda: ModuleType, syn
         node = Node()
         values = _values(node.size, 1000)
         source, target = node.put(np.zeros(1000, np.int32)), node.put(np.zeros(1000, np.int32))
-        news = node.device.pinned(4000).view(np.int32)
+        news = node.device.allocate_pinned(4000).view(np.int32)
         news[:] = values[node.rank]
         spec = Case(node, "allreduce", [1000] * node.size).spec(source.dtype, _fold("sum", news))
         body, steps = cuda_ipc.bind(node.arena, node.peers, spec)
