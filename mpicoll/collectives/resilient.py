@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,11 +14,10 @@ from mpicoll.engine.core import state_copy
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import CommLike, as_communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed
+from mpicoll.logs import get_logger
 from mpicoll.wording import count, inflect, rank_list
 
 S = TypeVar("S")
-
-_log = logging.getLogger("mpicoll")
 
 
 def resilient(
@@ -134,7 +132,7 @@ class _Loop:
         self._checkpoint = bcast_object(self._checkpoint if comm.rank == source else None, source, comm=comm)
         if comm.rank == 0:
             dead = sorted(set(self._members) - set(comm.members))
-            _log.warning(
+            get_logger().warning(
                 "%s of the job %s died; %s with step %d",
                 rank_list(dead),
                 inflect(dead, "has", "have"),

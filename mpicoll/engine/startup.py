@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from mpicoll.config import config
@@ -193,7 +192,7 @@ def _connect(
     address = line.address | {"sigterm_pipe": describe_sigterm_pipe()}
     addresses = exchange(address)
     line.connect(addresses)
-    folder = None if config().report == "off" else Path(config().report)
+    folder = None if config().report == "off" else config().report
     watch.join(line, addresses, job, folder, fault_tolerant=fault_tolerant)
     if fault_tolerant:
         make_exits_deaths()

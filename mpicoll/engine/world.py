@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 from mpicoll.config import config
 from mpicoll.engine import startup
-from mpicoll.engine.checks.call_check import CallCheck
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
+from mpicoll.engine.core.observer import Observer
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicatorError, MpicollError
@@ -34,7 +34,16 @@ local_world: ContextVar[Communicator | None] = ContextVar("mpicoll_local_world",
 
 _world: Communicator | None = None
 _world_lock = threading.Lock()
-_registry = Registry(CallCheck)
+
+
+def _make_check(*arguments: Any) -> Observer:
+    """Return the observer of the communicator's calls."""
+    from mpicoll.engine.checks.call_check import CallCheck  # late: only checked programs need it
+
+    return CallCheck(*arguments)
+
+
+_registry = Registry(_make_check)
 """Communicators of a process that is one rank."""
 
 

@@ -16,15 +16,17 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from time import strftime
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from mpicoll import user_cache
 from mpicoll.errors import MpicollError
-from mpicoll.transport import launcher
 from mpicoll.transport.base import Memory
 from mpicoll.ufuncs import UFUNCS
+
+if TYPE_CHECKING:
+    from mpicoll.transport import launcher
 
 Reduce: TypeAlias = Callable[[str, Memory, Memory], object]
 """``reduce(op, source, target)`` stores `op` of the two arrays in `target`, as MPI_Reduce_local does."""
@@ -125,24 +127,31 @@ def reduces_in_place() -> bool:
     entry = read_entry()
     if entry is not None and entry["in_place"] is not None:
         return bool(entry["in_place"])
-    library = launcher.find_library()
-    return not isinstance(library, str) and " ".join(library.version.split()).startswith(_IN_PLACE)
+    library = _find_library()
+    return library is not None and " ".join(library.version.split()).startswith(_IN_PLACE)
 
 
 def read_conditions() -> dict[str, Any]:
     """Return the conditions on which a library's reductions depend."""
-    library = launcher.find_library()
-    if isinstance(library, str):
-        library = launcher.MpiLibrary("", "", "")
+    library = _find_library()
+    path = "" if library is None else library.path
     return {
         "machine": platform.machine(),
         "processor": _read_processor(),
-        "mpi": library.version,
-        "library": library.path,
-        "built": _build_of(library.path),
-        "mpi4py": library.mpi4py,
+        "mpi": "" if library is None else library.version,
+        "library": path,
+        "built": _build_of(path),
+        "mpi4py": "" if library is None else library.mpi4py,
         "settings": {key: value for key, value in os.environ.items() if key.startswith("OMPI_MCA_op")},
     }
+
+
+def _find_library() -> launcher.MpiLibrary | None:
+    """Return the MPI library of this process, or the one that it would load; None if there is none."""
+    from mpicoll.transport import launcher  # late: only one rank of a node needs it
+
+    library = launcher.find_library()
+    return None if isinstance(library, str) else library
 
 
 def _build_of(path: str) -> list[int]:

@@ -9,8 +9,8 @@ from functools import partial
 from random import Random
 
 from mpicoll.engine.diagnostics.call_facts import describe_call
+from mpicoll.engine.diagnostics.departures import departed_state
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
-from mpicoll.engine.diagnostics.rank_state import departed_state
 from support.rank_states import SUM, State, begun, doing, message
 
 

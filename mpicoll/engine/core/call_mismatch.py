@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, EntryTuple, Group, find_call_site
@@ -76,6 +75,8 @@ def _add_arguments(fields: Description, prefix: str, call: Call) -> None:
 
 def hash_fields(fields: Description) -> int:
     """Return a hash of 62 bits of `fields`: equal for equal `fields`, and with high probability different otherwise."""
+    from hashlib import blake2b  # late: it takes milliseconds to load
+
     return int.from_bytes(blake2b(repr(fields).encode(), digest_size=8).digest(), "big") >> 2
 
 

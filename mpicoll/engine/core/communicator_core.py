@@ -9,8 +9,6 @@ from weakref import finalize
 
 import numpy as np
 
-from mpicoll.engine.core.call_comparison import BatchedComparison, row_mismatch_error
-from mpicoll.engine.core.call_mismatch import decode_mismatch_error, encode_call
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
 from mpicoll.engine.core.observer import accept_any_call
 from mpicoll.engine.core.queue import OperationQueue
@@ -223,7 +221,12 @@ class CommunicatorCore:
 
     def _message_matcher(self) -> Callable[[Call], None]:
         """Return the function that begins a collective where there is no shared memory."""
-        return BatchedComparison(self.transport, self.queue).match if self.requested.batched else accept_any_call
+        if not self.requested.batched:
+            return accept_any_call
+        # Not at module level, like the other comparisons: calls that agree in shared memory do not need it.
+        from mpicoll.engine.core.call_comparison import BatchedComparison
+
+        return BatchedComparison(self.transport, self.queue).match
 
     def match_now(self) -> None:
         """Compare the running collective now, if it would be compared in shared memory that is not allocated."""
@@ -239,6 +242,8 @@ class CommunicatorCore:
 
     def _describe_call(self) -> str:
         """Return a description of the running collective, for ranks that have called a different one."""
+        from mpicoll.engine.core.call_mismatch import encode_call
+
         return encode_call((self.on_behalf_of or self).queue.current)
 
     def _check_wait(self) -> None:
@@ -248,9 +253,13 @@ class CommunicatorCore:
 
     def _row_mismatch_error(self) -> Exception:
         """Return the error for blocks that differ from what their receivers expect. Collective."""
+        from mpicoll.engine.core.call_comparison import row_mismatch_error
+
         return row_mismatch_error(self.transport, self.queue, (self.on_behalf_of or self).queue.current)
 
     def _mismatch_error(self, texts: list[str]) -> Exception | None:
+        from mpicoll.engine.core.call_mismatch import decode_mismatch_error
+
         return decode_mismatch_error(self.queue.group, texts)
 
     def levels(self) -> tuple[CommunicatorCore, CommunicatorCore]:

@@ -6,13 +6,12 @@ MPI moves a large message, or detects its arrival, only while a thread calls MPI
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-_log = logging.getLogger("mpicoll")
+from mpicoll.logs import get_logger
 
 _PERIOD = 1e-3
 """Seconds between two polls: frequent enough to move large messages, too rare to slow down waiting threads."""
@@ -98,7 +97,7 @@ class Poller:
         try:
             done()
         except Exception:  # noqa: BLE001  the thread must go on for the others
-            _log.exception("the completion callback of a transfer failed")
+            get_logger().exception("the completion callback of a transfer failed")
 
 
 poller = Poller()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 
 from mpicoll.engine.diagnostics.flight_recorder import Call, EntryTuple, Group
-from mpicoll.engine.diagnostics.stacks import thread_names
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
 from mpicoll.errors import CommunicatorError, Timeout, TruncationError
 
@@ -79,6 +78,8 @@ def concurrent_call_error(group: Group, call: Call, thread: int | None, other: s
 
 def _describe_thread(ident: int | None) -> str:
     """Return the name of the thread `ident`; if unknown, the names of the program's threads except this one."""
+    from mpicoll.engine.diagnostics.stacks import thread_names  # late: correct programs do not need it
+
     threads = thread_names()
     known = [threads[ident]] if ident in threads else []
     this = threading.get_ident()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,8 +9,7 @@ from typing import Any, Protocol
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, Group
-
-_log = logging.getLogger("mpicoll")
+from mpicoll.logs import get_logger
 
 _ENDING = threading.Lock()
 """Lock held briefly while an operation ends or a callback for its end is registered."""
@@ -113,4 +111,4 @@ class QueuedOperation:
     def __del__(self) -> None:
         # A QueuedOperation whose constructor was interrupted (by Ctrl-C) has no attributes.
         if getattr(self, "error", None) is not None and not self.reported:
-            _log.error("%s failed, and its error was not retrieved", self, exc_info=self.error)
+            get_logger().error("%s failed, and its error was not retrieved", self, exc_info=self.error)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
+from zlib import crc32
 
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
 from mpicoll.engine.diagnostics.process_exit import end_launcher, log_to_stderr, run_exit_hooks
@@ -72,7 +72,8 @@ class JobAbort:
             log_to_stderr(f"rank {peers.rank} of {peers.size} {of}", separate=True)
             self.notify(of)
             return
-        cause = hashlib.sha256(re.sub(rf"\brank {peers.rank}\b", "rank", alike).encode()).hexdigest()
+        alike = re.sub(rf"\brank {peers.rank}\b", "rank", alike)
+        cause = f"{crc32(alike.encode()):x}"
         self.notify(of, cause)
         with self._announcement:
             self._announcement.wait_for(lambda: len(peers.announced) >= peers.size - 1, _SAME_CAUSE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
@@ -92,7 +91,7 @@ def call_with_site(one: State) -> str:
 
 
 def at_site(site: State | None) -> str:
-    return "" if site is None else f" at {Path(site['file']).name}:{site['line']} in {site['function']}"
+    return "" if site is None else f" at {site['file'].rpartition('/')[2]}:{site['line']} in {site['function']}"
 
 
 def group_matching(calls: Mapping[int, State]) -> list[list[int]]:

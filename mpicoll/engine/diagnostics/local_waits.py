@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
+from mpicoll.engine.diagnostics.departures import last_calls, list_counts
 from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, EntryTuple, Group, Wait
 from mpicoll.engine.diagnostics.position import Executing
-from mpicoll.engine.diagnostics.rank_state import last_calls, list_counts, snapshot
 
 _MAX_RETIRED = 1000
 """Number of freed or dropped communicators whose last collective number is kept."""
@@ -120,6 +120,8 @@ class LocalWaits:
 
     def state(self, rank: int, size: int, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
         """Return the present state of this rank (see :func:`~mpicoll.engine.diagnostics.rank_state.snapshot`)."""
+        from mpicoll.engine.diagnostics.rank_state import snapshot  # late, see `reporter.load_analysis`
+
         found = snapshot(
             rank,
             size,

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from mpicoll.engine.diagnostics.departures import departed_state, unreached_state
 from mpicoll.engine.diagnostics.local_waits import LocalWaits
-from mpicoll.engine.diagnostics.rank_state import departed_state, unreached_state
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
 
@@ -21,7 +21,7 @@ class Peers:
 
     ``network`` is None before the ranks are connected and after the control network was closed. ``announced`` are ranks
     that have announced that they abort the job, or are known to be lost, with the cause; ``left`` are ranks that make
-    no more calls, with their final states as :func:`~mpicoll.engine.diagnostics.rank_state.departed_state` takes them.
+    no more calls, with their final states as :func:`~mpicoll.engine.diagnostics.departures.departed_state` takes them.
     """
 
     def __init__(self, waits: LocalWaits) -> None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from traceback import format_exception
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -219,6 +218,8 @@ def abort_on_failure(abort: Abort, cancel_exit: Callable[[], None]) -> None:
             folded = _fold(error, traceback)
             # A hook of the program is called on every rank, since it may not write to stderr.
             if previous is sys.__excepthook__:
+                from traceback import format_exception  # late: most ranks end well
+
                 shown = "".join(format_exception(kind, error, folded))
         abort.announce(f"{describe_failure(error)}; the job is ended", shown)
         previous(kind, error, folded)

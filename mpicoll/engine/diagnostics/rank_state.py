@@ -19,7 +19,8 @@ from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 from mpicoll.engine.diagnostics import flight_recorder
-from mpicoll.engine.diagnostics.call_facts import State, comm_key, describe_call, is_meeting, messages_of, to_json
+from mpicoll.engine.diagnostics.call_facts import State, comm_key, describe_call, is_meeting, messages_of
+from mpicoll.engine.diagnostics.departures import list_counts
 from mpicoll.engine.diagnostics.flight_recorder import CallSite, Entry, EntryTuple, Group, Wait
 from mpicoll.engine.diagnostics.position import Executing, Position
 from mpicoll.engine.diagnostics.stacks import (
@@ -31,7 +32,6 @@ from mpicoll.engine.diagnostics.stacks import (
     take_stacks,
     thread_names,
 )
-from mpicoll.transport.base import Tally
 
 LIMIT = 1_000_000
 """Maximum size in bytes of the state of a rank as JSON."""
@@ -102,64 +102,6 @@ def snapshot(
     except Exception as error:  # noqa: BLE001  the parts that were found must be returned
         state.setdefault("failed", []).append(f"{type(error).__name__}: {error}")
     return state
-
-
-def list_counts(group: Group, messages: Tally) -> list[list[int | None]]:
-    """Return numbers of messages for JSON, as lists of rank of the job, tag and number.
-
-    The ranks in `messages` are those of `group`.
-    """
-    members = group.members
-    return [[members[peer], tag, number] for (peer, tag), number in messages.items() if 0 <= peer < len(members)]
-
-
-def departed_state(
-    rank: int,
-    how: str,
-    words: str = "",
-    numbers: Mapping[str, int] | None = None,
-    sent: Mapping[str, Sequence[Sequence[int | None]]] | None = None,
-    calls: Sequence[Sequence[Any]] = (),
-) -> State:
-    """Return the state of a rank that has ended.
-
-    Args:
-        rank: The rank in the job.
-        how: "left" (it has announced that it makes no more calls) or "died".
-        words: Details.
-        numbers: The collectives that it had begun on each communicator, by key. Without them no wait for this rank can
-            be proved to be endless.
-        sent: The messages that it had sent, by key, as :func:`list_counts` returns them.
-        calls: Its :func:`last_calls`.
-    """
-    assert how in ("left", "died")
-    called = [
-        {"key": key, "number": number, "call": {"name": name, "text": name} | ({} if root is None else {"root": root})}
-        for key, number, name, root in calls
-    ]
-    return {"rank": rank, how: words, "numbers": dict(numbers or {}), "sent": dict(sent or {}), "called": called}
-
-
-def last_calls(rank: int) -> list[list[Any]]:
-    """Return the last collectives of `rank`, a rank of this process: key of the communicator, number, name and root.
-
-    There are at most ``_LAST_CALLS``, since each rank that leaves sends them to all others.
-    """
-    found = []
-    for (group, number, call, _, _), _, _ in reversed(flight_recorder.list_history()):
-        if number and group.members[group.rank] == rank:
-            found.append([group.key, number, call.name, to_json(call.root)])
-            if len(found) == _LAST_CALLS:
-                break
-    return found
-
-
-_LAST_CALLS = 8
-
-
-def unreached_state(rank: int, relay: int) -> State:
-    """Return the state of a rank that was not queried, since `relay`, which forwards messages, does not respond."""
-    return {"rank": rank, "unreached": relay}
 
 
 class _Snapshotter:

@@ -6,19 +6,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
-from mpicoll.engine.diagnostics import report_file
-from mpicoll.engine.diagnostics.analysis import analyse
-from mpicoll.engine.diagnostics.deadlock import open_questions
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
 from mpicoll.engine.diagnostics.process_exit import call_within
+from mpicoll.logs import get_logger
 
 _WRITE_TIMEOUT = 3.0
 """Seconds in which a report is written."""
 
 BRIEF_QUERY_TIMEOUT = 0.15
 """Seconds in which the other ranks reply after a rank has died: the launcher leaves them a quarter of a second."""
+
+
+def load_analysis() -> None:
+    """Import what analyses the states of the ranks, and writes reports.
+
+    A job that ends well does not need it, so that it is not imported at the start. The watchdog calls this when the job
+    has run for a moment: when a rank fails, there may be no file descriptors left by which modules could be read.
+    """
+    from mpicoll.engine.diagnostics import rank_state, report_file  # noqa: F401
+
+    get_logger()
 
 
 class _Request:
@@ -35,7 +43,7 @@ class Reporter:
 
     def __init__(self, peers: Peers) -> None:
         self.job = ""
-        self.folder: Path | None = None
+        self.folder: str | None = None
         self.last_served = 0.0  # time of the last reply to a thread, which is about to raise Timeout
         self._peers = peers
         self._requests: deque[_Request] = deque()
@@ -72,6 +80,13 @@ class Reporter:
         reason why there is none. It waits at most ``_WRITE_TIMEOUT`` seconds for the file system.
         """
         try:
+            # Late, see `load_analysis`.
+            from pathlib import Path
+
+            from mpicoll.engine.diagnostics import report_file
+            from mpicoll.engine.diagnostics.analysis import analyse
+            from mpicoll.engine.diagnostics.deadlock import open_questions
+
             states = self._peers.collect_states(seconds, full=True)
             questions = open_questions({rank: one for rank, one in states.items() if one is not None})
             if questions and seconds > BRIEF_QUERY_TIMEOUT:
@@ -89,7 +104,7 @@ class Reporter:
 
             def write_file() -> str:
                 try:
-                    path, _ = report_file.write(folder, self.job, why, states, analysis)
+                    path, _ = report_file.write(Path(folder), self.job, why, states, analysis)
                 except Exception as error:  # noqa: BLE001  as above
                     return f"The report can't be written to {folder} ({error!r}); {remedy}"
                 return f"Where each rank stands, its stacks and its last operations: {path}"

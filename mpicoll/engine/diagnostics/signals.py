@@ -14,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpicoll.engine.diagnostics import stacks
 from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.deaths import DeathHandler
 from mpicoll.engine.diagnostics.flight_recorder import Entry
@@ -223,6 +222,8 @@ class SignalMonitor:
             if peers.coordinator() == peers.rank:
                 log_to_stderr(self._deaths.suspicion, separate=True)
         elif not announced:
+            from mpicoll.engine.diagnostics import stacks  # late, see `reporter.load_analysis`
+
             self._abort.announce(f"died of SIGTERM; the job is ended. Its stack:\n{stacks.traceback_of_main_thread()}")
         elif set(announced.values()) == {_ENDED_BY_SIGTERM} and peers.rank < min(announced):
             log_to_stderr(f"{rank_list([peers.rank, *announced])} of {peers.size} were ended by SIGTERM", separate=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.call_facts import State
-from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
+from mpicoll.engine.diagnostics.departures import departed_state
 from mpicoll.engine.diagnostics.flight_recorder import Entry, EntryTuple
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, WaitKey, wait_key
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
-from mpicoll.engine.diagnostics.rank_state import departed_state
 from mpicoll.errors import CommunicationError, MismatchError
+
+if TYPE_CHECKING:
+    from mpicoll.engine.diagnostics.deadlock import Deadlock
 
 _INTERVAL = 0.4
 """Fraction of MPICOLL_STUCK_AFTER between two examinations of all ranks: a wait found stuck by both is stuck."""
@@ -108,6 +110,8 @@ class UnsatisfiableWaits:
             left & set(entry.group.members) and now - entry.begin > AFTER_LEAVE and wait_key(entry) not in self._causes
             for entry in waiting
         ):
+            from mpicoll.engine.diagnostics.deadlock import find_deadlock  # late, see `load_analysis`
+
             states = {rank: departed_state(rank, "left", **one) for rank, one in self._peers.left.items()}
             found = find_deadlock(states | {self._peers.rank: self._peers.own_state()}, self._peers.size)
             if found is not None:
@@ -169,6 +173,8 @@ class UnsatisfiableWaits:
 
     def _find_deadlock(self) -> Deadlock | None:
         """Return the deadlock that the states of all ranks prove if they don't change, or None."""
+        from mpicoll.engine.diagnostics.deadlock import find_deadlock, open_questions  # late, see `load_analysis`
+
         states = self._collect_states()
         questions = open_questions(states)
         if questions:

@@ -9,12 +9,10 @@ stderr once for the whole job.
 from __future__ import annotations
 
 import faulthandler
-import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from mpicoll.config import config
@@ -26,7 +24,7 @@ from mpicoll.engine.diagnostics.mailbox import Mailbox
 from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
-from mpicoll.engine.diagnostics.reporter import Reporter
+from mpicoll.engine.diagnostics.reporter import Reporter, load_analysis
 from mpicoll.engine.diagnostics.signals import (
     SignalMonitor,
     has_received_sigterm,
@@ -35,14 +33,16 @@ from mpicoll.engine.diagnostics.signals import (
 )
 from mpicoll.engine.diagnostics.unsatisfiable import Cause, UnsatisfiableWaits
 from mpicoll.errors import RankFailed
+from mpicoll.logs import get_logger
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
 from mpicoll.wording import ranks_and_verb
 
-_log = logging.getLogger("mpicoll")
-
 _TIMEOUT_MARGIN = 2.0
 """Seconds that a call has to raise Timeout by itself, where it can."""
+
+_LOAD_ANALYSIS_AFTER = 1.0
+"""Seconds after its start at which the watchdog imports what analyses the states of the ranks."""
 
 MIN_REPORTED_TIMEOUT = 0.5
 """Shortest bound, in seconds, that is worth a report: with a shorter one a program only polls for a message."""
@@ -80,6 +80,7 @@ class Watchdog:
         self._period = period
         self._leaving = False
         self._left_at = 0.0
+        self._load_analysis_at = time.monotonic() + _LOAD_ANALYSIS_AFTER
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
 
     def join(
@@ -87,7 +88,7 @@ class Watchdog:
         network: ControlNetwork,
         addresses: Sequence[dict[str, Any]],
         job: str,
-        folder: Path | None,
+        folder: str | None,
         *,
         fault_tolerant: bool,
     ) -> None:
@@ -143,7 +144,7 @@ class Watchdog:
             try:
                 self._turn()
             except Exception:  # noqa: BLE001  without this thread nothing would be bounded any more
-                _log.exception("rank %d: the watchdog continues after an error", self.peers.rank)
+                get_logger().exception("rank %d: the watchdog continues after an error", self.peers.rank)
                 time.sleep(self._period)
 
     def _turn(self) -> None:
@@ -160,6 +161,9 @@ class Watchdog:
         for event in events:
             self._handle(event)
         now = time.monotonic()
+        if now >= self._load_analysis_at:
+            self._load_analysis_at = float("inf")
+            load_analysis()
         waiting = self.waits.entries()
         self._check_deadlines(waiting, now)
         self._check_recovery(waiting, now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +16,12 @@ import numpy as np
 
 from mpicoll.buffers.device import Device, empty_beside, view
 from mpicoll.errors import AlgorithmError, CommunicationError, CommunicatorError, DeviceError, RankFailed, Timeout
+from mpicoll.logs import get_logger
 from mpicoll.transport.base import Memory, Native, Transport
 from mpicoll.transport.waiting import poll
 
 NcclCall: TypeAlias = "Callable[[Any, int], object]"
 """Function called as ``call_nccl(communicator, stream)``, which calls NCCL."""
-
-_log = logging.getLogger("mpicoll")
 
 COLLECTIVES = ("allreduce", "reduce", "reduce_scatter", "bcast", "gather", "scatter", "allgather", "alltoall")
 
@@ -421,7 +419,7 @@ def _hold_communicator(communicator: Any, device: Device, end: SimpleQueue[Calla
         with device.working():  # so that NCCL does not use this thread's default device
             end.get()()
     except Exception as error:  # noqa: BLE001  the communicator is unusable in any case
-        _log.warning("NCCL on %s did not end well: %s", device.name, error)
+        get_logger().warning("NCCL on %s did not end well: %s", device.name, error)
 
 
 def free_all(dead: AbstractSet[int]) -> None:

@@ -9,7 +9,6 @@ kernels use towards the other hosts. A candidate is chosen only if connections t
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import selectors
 import socket
@@ -19,12 +18,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from mpicoll.logs import get_logger
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.addresses import place
 from mpicoll.transport.control.interfaces import LOOPBACK, InterfaceAddress, find_source_address
 from mpicoll.transport.control.sockets import connecting_error, start_connecting
-
-_log = logging.getLogger("mpicoll")
 
 _MOST = 4
 """Number of shared subnets, and of routes, that are tried, so that few connections are made at a time."""
@@ -84,7 +82,7 @@ class AddressChoice:
         if chosen is not None:
             return [LOOPBACK, chosen]
         if self._rank == self._hosts[0].leader:
-            _log.warning(
+            get_logger().warning(
                 "the control network listens at all interfaces that MPICOLL_INTERFACE allows, by default at all, for"
                 " not all hosts reach each other at one address of each: %s. Set MPICOLL_INTERFACE to the interface"
                 " that connects the hosts",
@@ -166,7 +164,7 @@ def _listen(address: str, opened: ExitStack) -> int:
             sock = opened.enter_context(socket.create_server((address, 0), family=family, backlog=4096))
             return int(sock.getsockname()[1])
     except OSError as error:
-        _log.debug("can't listen at %s: %s", address, error)
+        get_logger().debug("can't listen at %s: %s", address, error)
     return 0
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import logging
 import socket
 from collections.abc import Iterable
 
+from mpicoll.logs import get_logger
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.addresses import AddressBook
 from mpicoll.transport.control.attempts import Attempts
 from mpicoll.transport.control.connection import Connection
 from mpicoll.transport.control.links import Links
 from mpicoll.transport.control.sockets import connecting_error, is_taken, start_connecting
-
-_log = logging.getLogger("mpicoll")
 
 
 class Dialer:
@@ -76,7 +74,7 @@ class Dialer:
         try:
             one = Connection(socket.socket(family, socket.SOCK_STREAM), role, rank, address)
         except OSError as error:
-            _log.debug("rank %d has no socket: %s", self._rank, error)
+            get_logger().debug("rank %d has no socket: %s", self._rank, error)
             if role == "attempt" and self._attempts is not None:
                 self._attempts.postpone(address, now)
             return []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mpicoll.logs import get_logger
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.addresses import AddressBook
 from mpicoll.transport.control.connection import (
@@ -46,8 +46,6 @@ from mpicoll.transport.control.sockets import (
     unacknowledged_bytes,
 )
 from mpicoll.wording import rank_list
-
-_log = logging.getLogger("mpicoll")
 
 _LOST_HOST = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
@@ -236,8 +234,8 @@ class Endpoint:
         else:
             missing = [] if self._links.hub else [self.members.hub]
         if missing:
-            _log.log(
-                logging.WARNING if self.members.is_hub else logging.INFO,
+            log = get_logger().warning if self.members.is_hub else get_logger().info
+            log(
                 "rank %d is not connected with %s yet; a death there would not be detected at once%s",
                 self.rank,
                 rank_list(missing),
@@ -293,8 +291,8 @@ class Endpoint:
 
     def _close_violated(self, one: Connection, violation: ProtocolViolation) -> None:
         """Close a connection whose peer has violated the protocol."""
-        level = logging.WARNING if one.role in ("client", "hub") else logging.DEBUG
-        _log.log(level, "rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
+        log = get_logger().warning if one.role in ("client", "hub") else get_logger().debug
+        log("rank %d closes its connection with %s: %s", self.rank, one.name(), violation)
         one.error = errno.EPROTO
         self._handle_end(one)
 

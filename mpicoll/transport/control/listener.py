@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import socket
 from collections.abc import Callable, Iterator, Sequence
 
+from mpicoll.logs import get_logger
 from mpicoll.transport.control.sockets import RESERVED_DESCRIPTORS, listen, query_descriptor_limit, tune
-
-_log = logging.getLogger("mpicoll")
 
 _AT_ONCE = 64
 """Connections that are accepted before the other connections are served."""
@@ -108,7 +106,7 @@ class Listener:
         self._stop(now + _PAUSE)
         if not self._has_logged:
             self._has_logged = True
-            _log.info(
+            get_logger().info(
                 "rank %d can't accept all connections of its job: %s; it works without the others", self._rank, why
             )
 

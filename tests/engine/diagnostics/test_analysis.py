@@ -20,8 +20,8 @@ from support.rank_states import (
 )
 
 from mpicoll.engine.diagnostics.analysis import analyse
+from mpicoll.engine.diagnostics.departures import departed_state, unreached_state
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.diagnostics.rank_state import departed_state, unreached_state
 from mpicoll.engine.diagnostics.report_file import format_report
 from mpicoll.wording import rank_list
 

@@ -29,8 +29,9 @@ from support.rank_states import (
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
+from mpicoll.engine.diagnostics.departures import departed_state
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
-from mpicoll.engine.diagnostics.rank_state import departed_state, snapshot
+from mpicoll.engine.diagnostics.rank_state import snapshot
 
 
 def doomed(*states: State | None) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from support.hostile_json import FUZZING, VALUES, places, replaced
 from support.rank_states import WORLD, at_work, crossed, in_message, waits
 
 from mpicoll.engine.diagnostics.analysis import analyse
-from mpicoll.engine.diagnostics.rank_state import departed_state
+from mpicoll.engine.diagnostics.departures import departed_state
 from mpicoll.engine.diagnostics.report_file import summarize, write
 from mpicoll.errors import ArgumentError
 

@@ -13,7 +13,7 @@ from support.rank_states import WHAT, at_work, crossed, waits
 from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import find_deadlock
-from mpicoll.engine.diagnostics.rank_state import departed_state
+from mpicoll.engine.diagnostics.departures import departed_state
 from mpicoll.engine.diagnostics.report_file import format_report, summarize, write
 from mpicoll.errors import ArgumentError
 
