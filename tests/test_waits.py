@@ -145,7 +145,7 @@ WAITS = {
         "engine/run_local.py::run_local",
         "transport/local/transport.py::LocalPending.cancel",
         "transport/local/transport.py::LocalPending.wait",
-        "transport/local/transport.py::LocalTransport._received",
+        "transport/local/transport.py::LocalTransport._wait_or_withdraw",
         "transport/local/transport.py::LocalTransport.exchange",
         "transport/local/transport.py::LocalTransport.probe",
         "transport/local/job.py::LocalJob.agree",

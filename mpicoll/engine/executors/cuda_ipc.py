@@ -27,7 +27,7 @@ from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arrays import displacements
-from mpicoll.engine.executors.shared_memory import (
+from mpicoll.engine.executors.slots import (
     CollectiveSpec,
     Move,
     Program,

@@ -17,9 +17,9 @@ from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
 from mpicoll.engine import cuda_probes
 from mpicoll.engine.core.communicator_core import CommunicatorCore
-from mpicoll.engine.executors import cuda_ipc, nccl, shared_memory
+from mpicoll.engine.executors import cuda_ipc, nccl, slots
 from mpicoll.engine.executors.schedule import Exchanger
-from mpicoll.engine.executors.shared_memory import CollectiveSpec, Program
+from mpicoll.engine.executors.slots import CollectiveSpec, Program
 from mpicoll.engine.executors.staging import DirectExchanger, StagedExchanger, SynchronizedNative
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.errors import DeviceError, MpicollError
@@ -128,7 +128,7 @@ class DeviceContext:
 
         def bind(arena: Arena, spec: CollectiveSpec) -> Program:
             self._register_host_memory(arena)
-            return shared_memory.bind(arena, spec)
+            return slots.bind(arena, spec)
 
         return bind
 
