@@ -69,6 +69,19 @@ def test_what_was_taken_shares_nothing() -> None:
     assert state_copy.restore(saved, [None, model, ()])[0].tolist() == [0, 0]
 
 
+def test_a_state_that_can_not_be_loaded_is_copied() -> None:
+    class Exported:
+        value = 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    state = Exported()
+    saved = state_copy.take_snapshot([state])
+    state.value = 2
+    assert state_copy.restore(saved, [state])[0].value == 1
+
+
 def step(state: dict[str, Any], number: int, comm: mpicoll.Communicator) -> None:
     data = np.random.default_rng(number).standard_normal((13, 5))
     mine = np.array_split(data, comm.size)[comm.rank].sum(axis=0)

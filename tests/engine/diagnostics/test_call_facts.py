@@ -49,6 +49,7 @@ def test_calls_that_may_differ(first: Call, second: Call) -> None:
         (SUM, Call("allreduce", 4000, "float32", (1000,), op="sum", algorithm="native")),
         (SUM, Call("several", parts=(SUM,))),
         (Call("several", parts=(SUM, BARRIER)), Call("several", parts=(SUM, SUM))),
+        (Call("several", parts=(SUM,)), Call("several", parts=(SUM, SUM))),
     ],
     ids=str,
 )

@@ -80,6 +80,7 @@ def test_an_operation_that_stops_polling_has_time_to_raise() -> None:
     unsatisfiable = UnsatisfiableWaits(waits, Peers(waits), abort)
     unsatisfiable.mark([(0, waiting.group.key, waiting.number, waiting.begin)], Cause("never", mismatch=False))
     assert waits.state(0, 2, full=False)["pending"][0]["failing"]
+    unsatisfiable.check(None)  # between two operations
     for now in (1000.0, 1010.0):
         unsatisfiable.update([waiting], now)
     executor.polls = False

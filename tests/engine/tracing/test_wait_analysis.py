@@ -28,10 +28,12 @@ def test_waiting_and_awaited_ranks(tmp_path: Path) -> None:
 def test_collectives_are_distinguished_by_communicator_and_number(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     comms = {"0.0": [0, 1], "0.1": [1, 0]}
-    part(folder, 0, [("0.0", 1, ALLREDUCE, 1001.0, 1003.0), ("0.1", 1, ALLREDUCE, 1004.0, 1009.0)], comms=comms)
-    part(folder, 1, [("0.1", 1, ALLREDUCE, 1008.0, 1009.0), ("0.0", 1, ALLREDUCE, 1002.0, 1003.0)], comms=comms)
+    mine = [("0.0", 1, 1001.0, 1003.0), ("0.0", 2, 1003.0, 1003.5), ("0.1", 1, 1004.0, 1009.0)]
+    theirs = [("0.1", 1, 1008.0, 1009.0), ("0.0", 1, 1002.0, 1003.0), ("0.0", 2, 1003.0, 1003.5)]
+    for rank, calls in enumerate((mine, theirs)):
+        part(folder, rank, [(comm, number, ALLREDUCE, *times) for comm, number, *times in calls], comms=comms)
     table = parts.load_parts(folder)
-    np.testing.assert_allclose(table.wait, [1e6, 4e6, 0, 0], atol=1e-3)
+    np.testing.assert_allclose(table.wait, [1e6, 0, 4e6, 0, 0, 0], atol=1e-3)
 
 
 def test_who_is_done_before_the_last_one_comes_has_not_waited_for_it(tmp_path: Path) -> None:
