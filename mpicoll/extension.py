@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
-    from mpicoll._shm import QueueLock
+    from mpicoll._shm import Calls, QueueLock
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 REMEDY = (
     "with a C compiler and Python's headers (apt-get install gcc python3-dev), install mpicoll again: with the options"
@@ -64,6 +66,44 @@ def make_queue_lock() -> QueueLock | PythonQueueLock:
     found = _load()
     lock: QueueLock | PythonQueueLock = PythonQueueLock() if isinstance(found, str) else found.QueueLock()
     return lock
+
+
+def make_calls(lock: Any, queue: Any, pending: Any, group: Any) -> Calls | None:
+    """Return the repeated calls of a queue of operations; None if the extension is missing."""
+    found = _load()
+    if isinstance(found, str):
+        return None
+    calls: Calls = found.Calls(lock, queue, pending, group)
+    return calls
+
+
+def make_function(function: F, name: str, key: tuple[str, ...], given: Any) -> F:
+    """Return a function that carries out calls like earlier ones in the extension, and all others by `function`; or
+    `function` itself if the extension is missing. See :class:`mpicoll._shm.Function`."""
+    found = _load()
+    if isinstance(found, str):
+        return function
+    plain = cast(FunctionType, function)
+    code, named = plain.__code__, plain.__kwdefaults__ or {}
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    last = code.co_varnames[: code.co_argcount][-len(plain.__defaults__ or ()) :]
+    defaults = dict(zip(last, plain.__defaults__ or (), strict=False)) | named
+    made = found.Function(function, parameters, code.co_argcount, defaults, name, key, given)
+    return cast(F, functools.update_wrapper(made, function))
+
+
+def set_communicator_type(kind: type) -> None:
+    """Have the extension find the repeated calls of a communicator, which is a `kind`."""
+    found = _load()
+    if not isinstance(found, str):
+        found.set_communicator_type(kind)
+
+
+def set_world(queue: Any) -> None:
+    """Have the extension carry out calls without a communicator in `queue`; None: have it leave them to Python."""
+    found = _load()
+    if not isinstance(found, str):
+        found.set_world(queue)
 
 
 def list_records() -> list[Any]:

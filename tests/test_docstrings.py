@@ -16,7 +16,7 @@ import mpicoll
 FUNCTIONS = sorted(
     name
     for name in mpicoll.__all__
-    if inspect.isfunction(value := getattr(mpicoll, name)) and value.__module__.startswith("mpicoll.collectives.")
+    if inspect.isroutine(value := getattr(mpicoll, name)) and value.__module__.startswith("mpicoll.collectives.")
 )
 
 

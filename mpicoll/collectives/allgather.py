@@ -16,7 +16,7 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, call
+from mpicoll.collectives.call import call, repeats
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -26,6 +26,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("allgather", "algorithm", "counts")
 def allgather(
     x: Any,
     *,
@@ -59,10 +60,6 @@ def allgather(
     """
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "allgather", algorithm, counts_key)
-        if value is not MISSING:
-            return value
     key = ("allgather", algorithm, counts_key)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 

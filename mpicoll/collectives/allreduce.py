@@ -7,7 +7,7 @@ from typing import Any
 
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_operand, resolve_output
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -17,6 +17,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("allreduce", "op", "algorithm")
 def allreduce(
     x: Any,
     op: OpLike = "sum",
@@ -59,10 +60,6 @@ def allreduce(
         array([1., 2.])
     """
     communicator = resolve(comm)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "allreduce", op, algorithm)
-        if value is not MISSING:
-            return value
     key = ("allreduce", op, algorithm) if type(op) is str else ("allreduce", UNCACHED)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
 

@@ -17,7 +17,7 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, call
+from mpicoll.collectives.call import call, repeats
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -27,6 +27,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("alltoall", "algorithm", "counts")
 def alltoall(
     x: Any,
     *,
@@ -62,10 +63,6 @@ def alltoall(
     """
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "alltoall", algorithm, counts_key)
-        if value is not MISSING:
-            return value
     key = ("alltoall", algorithm, counts_key)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, counts=counts, algorithm=algorithm))
 

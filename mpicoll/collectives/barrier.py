@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query
-from mpicoll.collectives.call import MISSING, call
+from mpicoll.collectives.call import call, repeats
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -17,6 +17,7 @@ from mpicoll.engine.world import CommLike, resolve
 _NOTHING = np.empty(0, np.uint8)
 
 
+@repeats("barrier", "algorithm", given=_NOTHING)
 def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: float | None = None) -> None:
     """Wait until all ranks have entered the barrier.
 
@@ -33,10 +34,6 @@ def barrier(*, comm: CommLike = None, algorithm: str | None = None, timeout: flo
         >>> mpicoll.barrier()
     """
     communicator = resolve(comm)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, _NOTHING, None, "barrier", algorithm)
-        if value is not MISSING:
-            return
     call(communicator, ("barrier", algorithm), _NOTHING, None, timeout, lambda x, out: prepare(communicator, algorithm))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_prototype, resolve_output
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -17,6 +17,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("bcast", "root", "algorithm")
 def bcast(
     x: Any,
     root: int = 0,
@@ -49,10 +50,6 @@ def bcast(
         array([7.])
     """
     communicator = resolve(comm)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "bcast", root, algorithm)
-        if value is not MISSING:
-            return value
     key = ("bcast", root, algorithm) if type(root) is int else ("bcast", UNCACHED)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, root=root, algorithm=algorithm))
 

@@ -20,6 +20,7 @@ from mpicoll.engine.dispatch import Task
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
 from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, get_forced_rules
+from mpicoll.extension import F, make_function
 
 BoundCall: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
 """Function that carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is
@@ -59,6 +60,18 @@ _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""
 
 
+def repeats(name: str, *key: str, given: Any = None) -> Callable[[F], F]:
+    """Return a decorator of the public function of a blocking collective. The extension carries out calls like earlier
+    ones before the function is called.
+
+    Args:
+        name: the name of the collective, and `key`: the parameters that follow it in the key that is passed to
+            :func:`call`.
+        given: the input of a function without a parameter ``x``.
+    """
+    return lambda function: make_function(function, name, key, given)
+
+
 def call(
     comm: CommunicatorCore, key: tuple[Any, ...], x: Any, out: Any, timeout: float | None, prepare: Prepare
 ) -> Any:
@@ -71,6 +84,9 @@ def call(
     if timeout is not None:
         bound = check_timeout(comm, key[0], timeout)
         return dispatch.start(prepare(x=x, out=out)).wait(bound)
+    value = comm.queue.run_repeated(MISSING, x, out, *key)
+    if value is not MISSING:
+        return value
     full_key, cached, array, into, finish = _find_entry(comm, key, x, out)
     if type(cached) is not tuple:
         operation = prepare(x=x, out=out)
@@ -200,13 +216,12 @@ def _add_repeated(
     description: Call,
 ) -> None:
     """Have later calls on arrays like `x` carried out by the extension alone, if it can do that."""
-    compiled, result = collective.find_compiled(), operation.result()
+    carrier, result = collective.find_compiled(), operation.result()
     make_result = bind_empty(result)
-    if compiled is None or get_forced_rules() or (result is not None and make_result is None):
+    if carrier is None or get_forced_rules() or (result is not None and make_result is None):
         return
-    steps, carrier = compiled
     in_place = operation.arrays.collective in _IN_PLACE
-    operation.comm.queue.add_call(steps, key, x, result, make_result, carrier, description, in_place=in_place)
+    operation.comm.queue.add_call(key, x, result, make_result, carrier, description, in_place=in_place)
 
 
 def _is_movable(arrays: CollectiveArrays, x: Any) -> bool:

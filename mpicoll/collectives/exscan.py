@@ -15,7 +15,7 @@ from mpicoll.collectives.arguments import (
     reject_average,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import ReductionArray, arrays_for_shared_memory
 from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -26,6 +26,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("exscan", "op", "algorithm")
 def exscan(
     x: Any,
     op: OpLike = "sum",
@@ -59,10 +60,6 @@ def exscan(
         array([0, 0])
     """
     communicator = resolve(comm)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "exscan", op, algorithm)
-        if value is not MISSING:
-            return value
     key = ("exscan", op, algorithm) if type(op) is str else ("exscan", UNCACHED)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
 

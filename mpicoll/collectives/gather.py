@@ -17,7 +17,7 @@ from mpicoll.collectives.arguments import (
     make_query,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -27,6 +27,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("gather", "root", "algorithm", "counts")
 def gather(
     x: Any,
     root: int = 0,
@@ -63,10 +64,6 @@ def gather(
     """
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "gather", root, algorithm, counts_key)
-        if value is not MISSING:
-            return value
     key = ("gather", root, algorithm, counts_key) if type(root) is int else ("gather", UNCACHED)
     return call(
         communicator,

@@ -8,7 +8,7 @@ from typing import Any
 from mpicoll.buffers.ops import OpLike
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import adds_rank_to_errors, make_query, recognise_operand, resolve_output
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -18,6 +18,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("reduce", "op", "root", "algorithm")
 def reduce(
     x: Any,
     op: OpLike = "sum",
@@ -51,10 +52,6 @@ def reduce(
         array([3, 4])
     """
     communicator = resolve(comm)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "reduce", op, root, algorithm)
-        if value is not MISSING:
-            return value
     key = ("reduce", op, root, algorithm) if type(root) is int and type(op) is str else ("reduce", UNCACHED)
     return call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, root=root, algorithm=algorithm)

@@ -18,7 +18,7 @@ from mpicoll.collectives.arguments import (
     recognise_operand,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import OutputArray, ReductionArray, arrays_for_shared_memory
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -30,6 +30,7 @@ from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import DTypeError
 
 
+@repeats("reduce_scatter", "op", "algorithm", "counts")
 def reduce_scatter(
     x: Any,
     op: OpLike = "sum",
@@ -65,10 +66,6 @@ def reduce_scatter(
     """
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "reduce_scatter", op, algorithm, counts_key)
-        if value is not MISSING:
-            return value
     key = ("reduce_scatter", op, algorithm, counts_key) if type(op) is str else ("reduce_scatter", UNCACHED)
     return call(
         communicator, key, x, out, timeout, partial(prepare, communicator, op=op, counts=counts, algorithm=algorithm)

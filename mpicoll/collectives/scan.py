@@ -13,7 +13,7 @@ from mpicoll.collectives.arguments import (
     reject_average,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import reduction_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -23,6 +23,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("scan", "op", "algorithm")
 def scan(
     x: Any,
     op: OpLike = "sum",
@@ -54,10 +55,6 @@ def scan(
         array([1, 2])
     """
     communicator = resolve(comm)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "scan", op, algorithm)
-        if value is not MISSING:
-            return value
     key = ("scan", op, algorithm) if type(op) is str else ("scan", UNCACHED)
     return call(communicator, key, x, out, timeout, partial(prepare, communicator, op=op, algorithm=algorithm))
 

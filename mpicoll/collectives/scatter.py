@@ -19,7 +19,7 @@ from mpicoll.collectives.arguments import (
     recognise_prototype,
     resolve_output,
 )
-from mpicoll.collectives.call import MISSING, UNCACHED, call
+from mpicoll.collectives.call import UNCACHED, call, repeats
 from mpicoll.collectives.memory import InputArray, OutputArray, move_arrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
@@ -29,6 +29,7 @@ from mpicoll.engine.plan import Plan
 from mpicoll.engine.world import CommLike, resolve
 
 
+@repeats("scatter", "root", "algorithm", "counts")
 def scatter(
     x: Any,
     root: int = 0,
@@ -65,10 +66,6 @@ def scatter(
     """
     communicator = resolve(comm)
     counts_key = None if counts is None else make_counts_key(counts)
-    if timeout is None:
-        value = communicator.queue.run_repeated(MISSING, x, out, "scatter", root, algorithm, counts_key)
-        if value is not MISSING:
-            return value
     key = ("scatter", root, algorithm, counts_key) if type(root) is int else ("scatter", UNCACHED)
     return call(
         communicator,

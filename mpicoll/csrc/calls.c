@@ -14,16 +14,14 @@
 #include <structmember.h>
 
 #include "arrays.h"
-#include "collectives.h"
-#include "queue_lock.h"
 #include "records.h"
-#include "steps.h"
 
 enum {
     ENTRIES = 512,
-    WAYS = 4, /* entries that are looked at */
-    MAX_KEY = 8
+    WAYS = 4 /* entries that are looked at */
 };
+
+typedef struct Entry Entry;
 
 /* The dtype and the shape of an array. */
 typedef struct {
@@ -32,7 +30,7 @@ typedef struct {
     Py_ssize_t shape[DIMENSIONS];
 } Kind;
 
-typedef struct {
+struct Entry {
     PyObject *key; /* the name of the call and the arguments that are not arrays; NULL: no entry */
     bool has_input, has_result, in_place;
     Kind input, result;
@@ -41,19 +39,7 @@ typedef struct {
     PyObject *make_result;
     Collective *collective;
     PyObject *call; /* its description */
-} Entry;
-
-typedef struct {
-    PyObject_HEAD
-    Running running;
-    Steps *steps;
-    QueueLock *lock;
-    PyObject *queue, *pending, *group; /* the queue of operations owns this object, so it is borrowed */
-    bool enabled;
-    Entry *entries;
-    double begin; /* of the running call, which the lock names */
-    bool published;
-} Calls;
+};
 
 /* Returns the rules of `with algorithms(...)` blocks around a call; NULL as long as there has been no such block. */
 static PyObject *get_rules;
@@ -185,6 +171,8 @@ static size_t get_place(PyObject *const *key, Py_ssize_t size, const Memory *som
 static Entry *find_entry(
     const Calls *calls, PyObject *const *key, Py_ssize_t size, const Memory *from, const Memory *to)
 {
+    if (calls->entries == NULL)
+        return NULL;
     size_t place = get_place(key, size, from != NULL ? from : to);
     for (size_t way = 0; way < WAYS; way++) {
         Entry *entry = &calls->entries[(place + way) & (ENTRIES - 1)];
@@ -201,12 +189,11 @@ static bool overlap(const char *one, size_t one_bytes, const char *other, size_t
     return one < other + other_bytes && other < one + one_bytes;
 }
 
-/* Run a call in the order of the communicator, and record it. Returns 1, -1 with an exception, 0 if Python has to. */
-static int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target)
+int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target)
 {
     if (!recording || !calls->enabled || PyObject_Size(calls->pending) != 0 || !try_to_lock(calls->lock))
         return 0;
-    Steps *steps = calls->steps;
+    Steps *steps = collective->steps;
     QueueLock *lock = calls->lock;
     const unsigned long long number = ++lock->number;
     const double begin = calls->begin = read_clock();
@@ -276,114 +263,20 @@ static bool has_rules(void)
     return found;
 }
 
+PyObject *run_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size)
+{
+    return calls->enabled && (get_rules == NULL || !has_rules()) ? run_call(calls, x, out, key, size) : NULL;
+}
+
 static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    Calls *calls = (Calls *)self;
     if (nargs < 4) {
         PyErr_SetString(PyExc_TypeError, "Calls.run: missing, x, out and the name of the call are needed");
         return NULL;
     }
-    if (calls->enabled && (get_rules == NULL || !has_rules())) {
-        PyObject *value = run_call(calls, args[1], args[2], args + 3, nargs - 3);
-        if (value != NULL)
-            return value;
-    }
-    return PyErr_Occurred() ? NULL : Py_NewRef(args[0]);
+    PyObject *value = run_repeated((Calls *)self, args[1], args[2], args + 3, nargs - 3);
+    return value != NULL || PyErr_Occurred() ? value : Py_NewRef(args[0]);
 }
-
-/* --- calls that are bound to their arrays */
-
-typedef struct {
-    PyObject_HEAD
-    Calls *calls;
-    PyObject *queue; /* which `calls` borrows */
-    Collective *collective;
-    PyObject *call;
-    Py_buffer from, to;
-} BoundCall;
-
-static int init_bound_call(PyObject *self, PyObject *args, PyObject *keywords)
-{
-    (void)keywords;
-    BoundCall *one = (BoundCall *)self;
-    PyObject *calls, *collective, *call, *source, *target;
-    if (!PyArg_ParseTuple(args, "OOOOO", &calls, &collective, &call, &source, &target))
-        return -1;
-    if (one->calls != NULL || !PyObject_HasAttrString(calls, "enabled")) {
-        PyErr_SetString(PyExc_ValueError, "BoundCall: invalid arguments, or initialised twice");
-        return -1;
-    }
-    if ((source != Py_None && PyObject_GetBuffer(source, &one->from, PyBUF_SIMPLE) < 0) ||
-        (target != Py_None && PyObject_GetBuffer(target, &one->to, PyBUF_WRITABLE) < 0))
-        return -1;
-    one->calls = (Calls *)Py_NewRef(calls);
-    one->queue = Py_NewRef(one->calls->queue);
-    one->collective = (Collective *)Py_NewRef(collective);
-    one->call = Py_NewRef(call);
-    return 0;
-}
-
-static PyObject *run_bound_call(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    const BoundCall *one = (BoundCall *)self;
-    if (one->calls == NULL)
-        Py_RETURN_FALSE;
-    int status = run_in_order(one->calls, one->collective, one->call, one->from.buf, one->to.buf);
-    return status < 0 ? NULL : PyBool_FromLong(status);
-}
-
-static int traverse_bound_call(PyObject *self, visitproc visit, void *arg)
-{
-    const BoundCall *one = (BoundCall *)self;
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT((PyObject *)one->calls);
-    Py_VISIT(one->queue);
-    Py_VISIT((PyObject *)one->collective);
-    Py_VISIT(one->call);
-    Py_VISIT(one->from.obj);
-    Py_VISIT(one->to.obj);
-    return 0;
-}
-
-static void dealloc_bound_call(PyObject *self)
-{
-    BoundCall *one = (BoundCall *)self;
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    PyBuffer_Release(&one->from);
-    PyBuffer_Release(&one->to);
-    Py_XDECREF((PyObject *)one->calls);
-    Py_XDECREF(one->queue);
-    Py_XDECREF((PyObject *)one->collective);
-    Py_XDECREF(one->call);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
-static PyMethodDef bound_call_methods[] = {
-    {"run", run_bound_call, METH_NOARGS,
-     "run()\n--\n\nCarry out the call, and return True; False if it can't be carried out at once."},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot bound_call_slots[] = {
-    {Py_tp_doc, "BoundCall(calls, collective, call, source, target)\n--\n\nA repeated call on the same arrays; None"
-                " where there is none."},
-    {Py_tp_init, init_bound_call},
-    {Py_tp_dealloc, dealloc_bound_call},
-    {Py_tp_traverse, traverse_bound_call},
-    {Py_tp_methods, bound_call_methods},
-    {0, NULL},
-};
-
-PyType_Spec bound_call_spec = {
-    .name = "mpicoll._shm.BoundCall",
-    .basicsize = sizeof(BoundCall),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = bound_call_slots,
-};
 
 /* --- the Python type */
 
@@ -444,6 +337,10 @@ static PyObject *add(PyObject *self, PyObject *args)
         status = describe_array(x, &from, &entry.input, &entry.input_bytes, &entry.prototypes[0]);
     if (status > 0 && entry.has_result)
         status = describe_array(result, &to, &entry.result, &entry.result_bytes, &entry.prototypes[1]);
+    if (status > 0 && calls->entries == NULL && (calls->entries = PyMem_Calloc(ENTRIES, sizeof(Entry))) == NULL) {
+        PyErr_NoMemory();
+        status = -1;
+    }
     if (status > 0) {
         PyObject *parts[MAX_KEY];
         for (Py_ssize_t i = 0; i < size; i++)
@@ -464,8 +361,10 @@ static PyObject *add(PyObject *self, PyObject *args)
 static PyObject *clear(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    for (int i = 0; i < ENTRIES; i++)
-        clear_entry(&((Calls *)self)->entries[i]);
+    Calls *calls = (Calls *)self;
+    calls->generation++;
+    for (int i = 0; calls->entries != NULL && i < ENTRIES; i++)
+        clear_entry(&calls->entries[i]);
     Py_RETURN_NONE;
 }
 
@@ -473,20 +372,14 @@ static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
     Calls *calls = (Calls *)self;
-    PyObject *steps, *lock, *queue, *pending, *group;
-    if (!PyArg_ParseTuple(args, "OOOOO", &steps, &lock, &queue, &pending, &group))
+    PyObject *lock, *queue, *pending, *group;
+    if (!PyArg_ParseTuple(args, "OOOO", &lock, &queue, &pending, &group))
         return -1;
-    if (calls->entries != NULL) {
+    if (calls->lock != NULL) {
         PyErr_SetString(PyExc_ValueError, "Calls: initialised twice");
         return -1;
     }
-    calls->entries = PyMem_Calloc(ENTRIES, sizeof(Entry));
-    if (calls->entries == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
     calls->running.publish = publish;
-    calls->steps = (Steps *)Py_NewRef(steps);
     calls->lock = (QueueLock *)Py_NewRef(lock);
     calls->queue = queue;
     calls->pending = Py_NewRef(pending);
@@ -499,7 +392,6 @@ static int traverse_calls(PyObject *self, visitproc visit, void *arg)
 {
     const Calls *calls = (Calls *)self;
     Py_VISIT(Py_TYPE(self));
-    Py_VISIT((PyObject *)calls->steps);
     Py_VISIT(calls->pending);
     Py_VISIT(calls->group);
     for (int i = 0; calls->entries != NULL && i < ENTRIES; i++) {
@@ -515,15 +407,12 @@ static void dealloc_calls(PyObject *self)
     Calls *calls = (Calls *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    if (calls->entries != NULL) {
-        for (int i = 0; i < ENTRIES; i++)
-            clear_entry(&calls->entries[i]);
-        PyMem_Free(calls->entries);
-        Py_DECREF((PyObject *)calls->steps);
-        Py_DECREF((PyObject *)calls->lock);
-        Py_DECREF(calls->pending);
-        Py_DECREF(calls->group);
-    }
+    for (int i = 0; calls->entries != NULL && i < ENTRIES; i++)
+        clear_entry(&calls->entries[i]);
+    PyMem_Free(calls->entries);
+    Py_XDECREF((PyObject *)calls->lock);
+    Py_XDECREF(calls->pending);
+    Py_XDECREF(calls->group);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
@@ -537,7 +426,7 @@ static PyMethodDef methods[] = {
      "add(key, x, result, make_result, collective, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
      " `collective`. `key` is a tuple of all other arguments; `result` is an array like the result, which `make_result`"
      " makes. Each is None where there is none."},
-    {"clear", clear, METH_NOARGS, "clear()\n--\n\nRemove all calls."},
+    {"clear", clear, METH_NOARGS, "clear()\n--\n\nRemove all calls, those of `BoundCall` too."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -547,7 +436,7 @@ static PyMemberDef members[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Calls(steps, lock, queue, pending, group)\n--\n\nThe repeated calls of a communicator."},
+    {Py_tp_doc, "Calls(lock, queue, pending, group)\n--\n\nThe repeated calls of a communicator."},
     {Py_tp_init, init_calls},
     {Py_tp_dealloc, dealloc_calls},
     {Py_tp_traverse, traverse_calls},

@@ -4,9 +4,37 @@
 #define MPICOLL_CALLS_H
 
 #include <Python.h>
+#include <stdbool.h>
+
+#include "collectives.h"
+#include "queue_lock.h"
+#include "steps.h"
+
+enum {
+    MAX_KEY = 8 /* the name of a call, and its arguments that are not arrays */
+};
+
+/* The repeated calls of a communicator. */
+typedef struct {
+    PyObject_HEAD
+    Running running;
+    QueueLock *lock;
+    PyObject *queue, *pending, *group; /* the queue of operations owns this object, so it is borrowed */
+    bool enabled;
+    unsigned int generation; /* how many times calls were removed */
+    struct Entry *entries;   /* NULL: there has been none */
+    double begin;            /* of the running call, which the lock names */
+    bool published;
+} Calls;
+
+/* Carry out a call like one that was added. Returns a new reference to its result; or NULL, with an exception, or
+ * without one if Python has to carry out the call. */
+PyObject *run_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size);
+
+/* Run a call in the order of the communicator, and record it. Returns 1, -1 with an exception, 0 if Python has to. */
+int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target);
 
 extern PyType_Spec calls_spec;
-extern PyType_Spec bound_call_spec;
 
 PyObject *check_rules(PyObject *module, PyObject *function);
 

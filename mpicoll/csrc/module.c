@@ -4,8 +4,10 @@
 #include <Python.h>
 
 #include "arrays.h"
+#include "bound_call.h"
 #include "calls.h"
 #include "collectives.h"
+#include "functions.h"
 #include "kernels.h"
 #include "queue_lock.h"
 #include "records.h"
@@ -21,6 +23,10 @@ static PyMethodDef functions[] = {
      " leave all calls to Python."},
     {"check_rules", check_rules, METH_O,
      "check_rules(function)\n--\n\nHave `Calls.run` leave calls to Python where `function()` returns a true value."},
+    {"set_world", set_world, METH_O,
+     "set_world(queue)\n--\n\nHave calls without a communicator carried out in `queue`; None: by Python."},
+    {"set_communicator_type", set_communicator_type, METH_O,
+     "set_communicator_type(type)\n--\n\nHave the calls of a communicator found by its attribute `_calls`."},
     {"set_numpy_layout", set_numpy_layout, METH_O,
      "set_numpy_layout(samples)\n--\n\nHave arrays of the type of `samples` read by their fields. Return False if the"
      " layout is not the known one."},
@@ -32,7 +38,8 @@ static PyMethodDef functions[] = {
 
 static int add_types(PyObject *module)
 {
-    PyType_Spec *specs[] = {&steps_spec, &collective_spec, &queue_lock_spec, &calls_spec, &bound_call_spec};
+    PyType_Spec *specs[] = {
+        &steps_spec, &collective_spec, &queue_lock_spec, &calls_spec, &bound_call_spec, &function_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

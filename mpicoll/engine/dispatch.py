@@ -155,11 +155,10 @@ def bind_repeated(operation: Operation, choice: Choice, call: Call) -> Callable[
     arrays = operation.arrays.for_shared_memory()
     if arrays.load is not do_nothing or arrays.store is not do_nothing:
         return None
-    compiled = SharedMemoryCollective.of(operation, choice, arrays, call=call).find_compiled()
-    if compiled is None:
+    collective = SharedMemoryCollective.of(operation, choice, arrays, call=call).find_compiled()
+    if collective is None:
         return None
-    steps, collective = compiled
-    return operation.comm.queue.bind_call(steps, collective, call, arrays.source, arrays.target)
+    return operation.comm.queue.bind_call(collective, call, arrays.source, arrays.target)
 
 
 def get_device_capabilities(

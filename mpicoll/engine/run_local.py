@@ -13,7 +13,7 @@ from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.message_check import warn_of_unmatched_messages
 from mpicoll.engine.core.registry import Options, Registry
-from mpicoll.engine.world import local_world
+from mpicoll.engine.world import local_world, set_local_world
 from mpicoll.errors import CommunicationError, RankError, RankFailed
 from mpicoll.transport import local
 
@@ -68,7 +68,7 @@ def run_local(
             # Each rank is a thread here, with its own copy of the state that a process has elsewhere.
             core = CommunicatorCore(transport, None, name="world", checks=checks, registry=Registry(CallCheck))
             worlds.append(core)
-            local_world.set(Communicator(core, _replace_world))
+            set_local_world(Communicator(core, _replace_world))
             results[transport.rank] = function(*args)
             completed = True
         except local.Killed:
@@ -106,4 +106,4 @@ def run_local(
 
 
 def _replace_world(comm: Communicator) -> None:
-    local_world.set(comm)
+    set_local_world(comm)

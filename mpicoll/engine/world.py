@@ -20,6 +20,7 @@ from mpicoll.engine.core.observer import Observer
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicatorError, MpicollError
+from mpicoll.extension import set_world
 from mpicoll.transport import launch_env
 from mpicoll.transport.base import Transport
 
@@ -33,6 +34,7 @@ local_world: ContextVar[Communicator | None] = ContextVar("mpicoll_local_world",
 """The world of a rank that is a thread (see :func:`mpicoll.run_local`)."""
 
 _world: Communicator | None = None
+_has_local_worlds = False
 _world_lock = threading.Lock()
 
 
@@ -68,7 +70,6 @@ def world() -> Communicator:
 
 def _make_world() -> Communicator:
     """Create the communicator of all ranks. Collective."""
-    global _world  # noqa: PLW0603  the default communicator is the one global
     with _world_lock:
         if _world is None:
             kind = config().transport
@@ -85,18 +86,34 @@ def _make_world() -> Communicator:
                     alone, None, name="world", checks=Options.parse(config().check), registry=_registry
                 )
                 trace_folder = config().trace
-            _world = Communicator(core, _replace_world)
+            _use_world(Communicator(core, _replace_world))
             startup.exit_callbacks.append(_warn_of_messages)
             if trace_folder:
                 _start_trace(core, trace_folder)
+    assert _world is not None
     return _world
 
 
 def _replace_world(comm: Communicator) -> None:
     """Replace the world by `comm`."""
-    global _world  # noqa: PLW0603  see above
     with _world_lock:
-        _world = comm
+        _use_world(comm)
+
+
+def _use_world(comm: Communicator) -> None:
+    global _world  # noqa: PLW0603  the default communicator is the one global
+    _world = comm
+    if not _has_local_worlds:
+        set_world(core_of(comm).queue)
+
+
+def set_local_world(comm: Communicator) -> None:
+    """Set the world of a rank that is a thread. From then on, Python has to find the world of each call: a context that
+    has one can be copied to any thread."""
+    global _has_local_worlds  # noqa: PLW0603
+    _has_local_worlds = True
+    set_world(None)
+    local_world.set(comm)
 
 
 def _start_trace(comm: CommunicatorCore, folder: str) -> None:

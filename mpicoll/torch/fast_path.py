@@ -203,11 +203,10 @@ class FastPath:
             # The cache is cleared so that algorithms are selected again with this knowledge.
             self._cache.clear()
             return False
-        compiled = function.find_compiled() if isinstance(function, SharedMemoryCollective) else None
-        if compiled is not None:
-            steps, collective = compiled
+        collective = function.find_compiled() if isinstance(function, SharedMemoryCollective) else None
+        if collective is not None:
             given = _NOTHING if tensor is None else tensor
-            self._queue.add_call(steps, name, given, output, None, collective, call, in_place=output is tensor)
+            self._queue.add_call(name, given, output, None, collective, call, in_place=output is tensor)
         return True
 
     def _add_to_cache(self, key: tuple[Any, ...], bound: tuple[Any, Call] | bool, name: str) -> Any:

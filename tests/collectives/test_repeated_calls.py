@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +99,40 @@ def test_tensors_take_it(comm: mpicoll.Communicator, dtype: torch.dtype) -> None
     assert torch.equal(out, want)
     own = torch.ones(2, dtype=dtype)
     assert repeat(core, lambda: mpicoll.allreduce(own, "max", out=own, comm=comm)) is own
+
+
+def list_python_calls(call: Callable[[], Any]) -> list[str]:
+    """Return the names of the functions in Python that `call` has called."""
+    names: list[str] = []
+    sys.setprofile(lambda frame, event, argument: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return names[1:]
+
+
+def test_it_begins_before_any_python_code(comm: mpicoll.Communicator) -> None:
+    core, x, out, counts = core_of(comm), np.ones((comm.size, 2)), np.empty((comm.size, 2)), (1,) * comm.size
+    keywords: dict[str, Any] = {"out": out, "comm": comm}
+    for call in (
+        lambda: mpicoll.barrier(comm=comm),
+        lambda: mpicoll.allreduce(x, "max", out=out, comm=comm),
+        lambda: mpicoll.allreduce(x, op="max", comm=comm, out=out, algorithm=None, timeout=None),
+        lambda: mpicoll.bcast(x, 1, comm=comm, out=out),
+        lambda: mpicoll.reduce_scatter(x, counts=counts, out=out[:1], comm=comm),
+        lambda: mpicoll.allreduce(*(x,), **keywords),
+    ):
+        repeat(core, call)
+        assert not {"barrier", "allreduce", "bcast", "reduce_scatter"}.intersection(list_python_calls(call))
+        assert is_last_short(core)
+
+
+def test_a_freed_communicator_is_left_to_python() -> None:
+    with mpicoll.world().duplicate() as comm:
+        repeat(core_of(comm), lambda: mpicoll.barrier(comm=comm))
+    with pytest.raises(mpicoll.CommunicatorError, match="freed"):
+        mpicoll.barrier(comm=comm)
 
 
 class _Subclass(np.ndarray[Any, Any]):

@@ -10,6 +10,7 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.errors import CommunicatorError, RankError
+from mpicoll.extension import set_communicator_type
 from mpicoll.transport.base import Transport
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Communicator:
     def __init__(self, core: CommunicatorCore, on_shrink: Callable[[Communicator], None] | None = None) -> None:
         self._core = core
         self._on_shrink = on_shrink
+        # Read by the extension.
+        self._calls = core.queue.calls
         self.rank = core.rank
         self.size = core.size
         self.nodes = core.nodes
@@ -221,6 +224,9 @@ class Communicator:
         # Freeing is collective: after an error on this rank alone it would wait for ranks that never enter it.
         if kind is None:
             self.free()
+
+
+set_communicator_type(Communicator)
 
 
 def core_of(comm: Communicator) -> CommunicatorCore:

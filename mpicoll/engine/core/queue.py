@@ -11,6 +11,7 @@ threads.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,14 +40,24 @@ from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, EntryTupl
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
-from mpicoll.extension import make_queue_lock
+from mpicoll.extension import make_calls, make_queue_lock
 from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Calls, Collective, Steps
+    from mpicoll._shm import Collective
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
+
+
+@functools.cache
+def _show_numpy_layout() -> None:
+    """Have the extension read the fields of numpy arrays."""
+    from mpicoll._shm import set_numpy_layout  # there is a collective of the extension
+
+    sample = np.zeros((2, 3), np.int16)
+    sample.flags.writeable = False
+    set_numpy_layout((np.ones(4), sample[:, 1:]))
 
 
 def leave_to_python(missing: Any, x: Any, out: Any, *key: Any) -> Any:
@@ -76,9 +87,9 @@ class OperationQueue:
         self._worker: threading.Thread | None = None
         self._closed = False
         self._observer: Observer | None = None
+        self.calls = make_calls(self.lock, self, self.pending, group)
         # Carries out a call like an earlier one, and returns its result; if it can't, its first argument.
-        self.run_repeated: Callable[..., Any] = leave_to_python
-        self._calls: Calls | None = None
+        self.run_repeated: Callable[..., Any] = leave_to_python if self.calls is None else self.calls.run
         # How many times calls were discarded: what :meth:`bind_call` returned before is to be bound again.
         self.discards = 0
         # Called first by all collectives: raises on all ranks if they call different ones, where that costs little.
@@ -112,12 +123,11 @@ class OperationQueue:
     @observer.setter
     def observer(self, observer: Observer | None) -> None:
         self._observer = observer
-        if self._calls is not None:
-            self._calls.enabled = observer is None
+        if self.calls is not None:
+            self.calls.enabled = observer is None
 
     def add_call(
         self,
-        steps: Steps,
         key: tuple[Any, ...],
         x: Any,
         result: Any,
@@ -128,36 +138,23 @@ class OperationQueue:
         in_place: bool,
     ) -> None:
         """Have later blocking calls like `call` carried out by `collective`; see :meth:`mpicoll._shm.Calls.add`."""
-        self._get_calls(steps).add(key, x, result, make_result, collective, call, in_place)
+        assert self.calls is not None
+        _show_numpy_layout()
+        self.calls.add(key, x, result, make_result, collective, call, in_place)
 
-    def bind_call(
-        self, steps: Steps, collective: Collective, call: Call, source: Any, target: Any
-    ) -> Callable[[], bool]:
+    def bind_call(self, collective: Collective, call: Call, source: Any, target: Any) -> Callable[[], bool]:
         """Return a function that carries out `call` on the flat arrays `source` and `target`, and returns True; False
         if Python has to."""
         from mpicoll._shm import BoundCall
 
-        return BoundCall(self._get_calls(steps), collective, call, source, target).run
-
-    def _get_calls(self, steps: Steps) -> Calls:
-        if self._calls is None:
-            from mpicoll._shm import Calls, set_numpy_layout  # there is a collective of the extension
-
-            sample = np.zeros((2, 3), np.int16)
-            sample.flags.writeable = False
-            set_numpy_layout((np.ones(4), sample[:, 1:]))
-            self._calls = Calls(steps, self.lock, self, self.pending, self.group)
-            self._calls.enabled = self._observer is None
-            self.run_repeated = self._calls.run
-        return self._calls
+        assert self.calls is not None
+        return BoundCall(self.calls, collective, call, source, target).run
 
     def discard_calls(self) -> None:
         """Carry out all calls as if they were the first ones."""
         self.discards += 1
-        if self._calls is not None:
-            self._calls.enabled = False
-            self._calls.clear()
-            self._calls, self.run_repeated = None, leave_to_python
+        if self.calls is not None:
+            self.calls.clear()
 
     @property
     def needs_every_operation(self) -> bool:
@@ -458,6 +455,8 @@ class OperationQueue:
         """Make all further operations raise CommunicatorError: this process was forked from the process that
         communicates."""
         self.discard_calls()
+        if self.calls is not None:
+            self.calls.enabled = False
         self.lock = self._filled = self.watch = ForkedLock(self.group.name)  # type: ignore[assignment]
 
     def on_dropped(self) -> None:

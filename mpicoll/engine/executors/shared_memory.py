@@ -142,11 +142,11 @@ class SharedMemoryCollective:
         body, steps = self._program
         arena.run(body, steps, source, target, load, self._signature, synchronize)
 
-    def find_compiled(self) -> tuple[Arena, Collective] | None:
+    def find_compiled(self) -> Collective | None:
         """Return what carries out the collective in C alone; None if that takes Python too. There is an arena."""
         if self._arena is None:
             self._prepare()
-        return None if self._arena is None or self._compiled is None else (self._arena, self._compiled)
+        return self._compiled
 
     def _prepare(self) -> Arena:
         """Bind the collective to the arena, at the first run."""
