@@ -50,7 +50,7 @@ if wanted lint; then
     check lint 60 ruff check .
     check format 60 ruff format --check .
     check spelling 60 codespell
-    check prose 60 codespell --dictionary ci/words.txt README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs
+    check prose 60 codespell --dictionary ci/words.txt README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs mpicoll examples ci
     check analysis 300 ci/analyse.sh
 fi
 compilation=(compilation 300 python -m pytest --collect-only -qq -p no:cacheprovider)

@@ -10,7 +10,7 @@ Besides mpicoll this needs ``pip install torch scikit-learn rich``. It prints so
 
 Every rank holds the whole network. DistributedSampler gives it its share of the samples, and
 DistributedDataParallel averages the gradients over the ranks. So all of them take the same step, which is also the step
-of one rank that sees the whole batch: 1, 2 and 4 ranks end with the same parameters, but for rounding.
+of one rank that sees the whole batch: 1, 2 and 4 ranks end with the same parameters, except for rounding.
 
 Rank 0 saves the parameters, and all ranks load them: first a barrier, or they would look for a file that isn't there.
 What saved them may be another kind of device than what loads them, hence the map_location.
@@ -76,7 +76,7 @@ def train(model, dataset, device, options):
 
 
 def save(model, path):
-    """Write the parameters under another name first, so that nobody ever meets half a checkpoint."""
+    """Write the parameters under another name first, so that no process ever reads half a checkpoint."""
     part = path.with_name(f"{path.name}.part")
     torch.save(model.state_dict(), part)
     part.replace(path)
@@ -93,7 +93,7 @@ def through_checkpoint(model, device, path):
         dist.barrier()  # the file is there
         loaded = network().to(device)
         loaded.load_state_dict(torch.load(place[0], map_location=device, weights_only=True))
-        dist.barrier()  # everybody has read it, so rank 0 may remove it
+        dist.barrier()  # all ranks have read it, so rank 0 may remove it
     return loaded
 
 

@@ -8,9 +8,9 @@ Data-parallel training: every rank holds the same parameters. Of each batch it t
 computes their gradient. `mpicoll.allreduce` adds up the gradients of all ranks. So every rank takes the same step, and
 the parameters stay the same everywhere.
 
-The sum over the ranks is the sum over the batch, however it was shared out. So 1, 2, 3 or 4 ranks give the same
-parameters, but for the rounding of sums that are added in another order. They don't give them sooner: this network is
-so small that a message takes longer than the work it saves.
+The sum over the ranks is the sum over the batch, however the batch is divided. So 1, 2, 3 or 4 ranks give the same
+parameters, except for the rounding of sums that are added in another order. More ranks are not faster here: this
+network is so small that a message takes longer than the work it saves.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def share(samples, world):
 
 def train(world, images, digits, options):
     """Returns the parameters and the mean loss of the last epoch."""
-    # Rank 0 chooses where to begin, and everybody gets a copy. What the others pass only tells shape and dtype.
+    # Rank 0 chooses the initial values, and all ranks get a copy. What the others pass only gives shape and dtype.
     parameters = mpicoll.bcast(initial(options.seed) if world.rank == 0 else np.empty(COUNT), root=0)
     velocity = np.zeros(COUNT)
     buffer = np.empty(COUNT + 1)  # the gradient, and behind it the loss

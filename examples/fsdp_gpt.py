@@ -13,7 +13,7 @@ Besides mpicoll this needs ``pip install torch rich``, and matplotlib for --plot
 What each rank holds:
 
 - Of every parameter, of its gradient and of the two averages that Adam keeps of it: a P-th part on each of P ranks,
-  namely rows. Nobody holds the whole network, but for a moment
+  namely rows. No rank holds the whole network, except for a moment
   at the beginning.
 - While a block computes, in the forward and again in the backward pass: all parameters of that block, gathered from all
   ranks just before and freed right after. Its gradients are added up and cut in pieces again as soon as they are there
@@ -23,7 +23,7 @@ What each rank holds:
 - The text: all of it. A model that needs FSDP would come with a text that is read in pieces, too.
 
 Every rank's loss is divided by the size of the whole batch, however the batch was shared out. So any number of ranks
-takes the same steps, but for rounding.
+takes the same steps, except for rounding.
 """
 
 import argparse

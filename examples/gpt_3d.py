@@ -25,7 +25,7 @@ How the model is divided:
 - **cp**, context parallel: the sequence. Attention passes keys and values round a ring of ranks.
 
 Each layer draws its first parameters from a seed of its own, all of them on every rank, which then keeps its part. So
-any layout begins with the same model and takes the same steps, but for rounding.
+any layout begins with the same model and takes the same steps, except for rounding.
 """
 
 import argparse
@@ -225,8 +225,8 @@ def plot(losses, path, skip):
 
 
 class Parser(argparse.ArgumentParser):
-    """All ranks read the same arguments and come to the same conclusions. So one speaks for all, and all leave: by an
-    exception, since sys.exit with a status tells mpicoll to end ranks that know nothing of it."""
+    """All ranks read the same arguments and draw the same conclusions. So one rank prints for all, and all end: by an
+    exception, since mpicoll ends the other ranks when one calls sys.exit with a status."""
 
     def _print_message(self, message, file=None):
         if dist.get_rank() == 0:

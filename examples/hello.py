@@ -26,17 +26,17 @@ def say(value):
             print(f"  rank {number}: {line}")
 
 
-title("Who is there")
+title("Ranks and nodes")
 say(f"one of {size}, number {world.local_rank} of {world.local_size} on node {world.node}")
 
-title("allreduce: everybody gets the sum of everybody's array")
+title("allreduce: every rank gets the sum of all ranks' arrays")
 x = np.arange(3.0) + rank
 say(f"{x} -> {mpicoll.allreduce(x, 'sum')}")
 
-title("bcast: everybody gets the array of rank 0")
+title("bcast: every rank gets the array of rank 0")
 say(mpicoll.bcast(np.full(3, rank + 7), root=0))
 
-title("allgather: everybody gets everybody's rows")
+title("allgather: every rank gets all ranks' rows")
 say(mpicoll.allgather(np.array([[rank, rank**2]])).tolist())
 
 title("sendrecv: pass something round the ring")

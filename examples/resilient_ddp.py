@@ -13,7 +13,7 @@ something like
 
 A rank's loss is the sum over its own samples, scaled so that the average over the ranks, which is what
 DistributedDataParallel makes of the gradients, is the mean over the batch: so each sample counts alike, also where 3
-ranks can't share a batch evenly, and the parameters are those of a run without a death, but for rounding.
+ranks can't share a batch evenly, and the parameters are those of a run without a death, except for rounding.
 """
 
 import argparse

@@ -11,7 +11,7 @@ last step that one of them has completed, and go on. It prints something like
     4 ranks began, 3 were left after 660 steps on 40410 samples
     test accuracy 97.3% of 450 samples
 
-The parameters are those of a run without a death, but for the rounding of sums that are added in another order: the
+The parameters are those of a run without a death, except for the rounding of sums that are added in another order: the
 share of a sample's work changes hands, but each is counted once in each epoch. The state carries the ledger that shows
 it: the steps and the samples, which are summed with the gradients.
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def on_screen():
-    """Whether somebody watches. mpirun gives each rank a terminal, wherever its own output goes, so look at both."""
+    """Return True if the output is a terminal. mpirun gives each rank one, so its own output is examined too."""
     try:
         return sys.stdout.isatty() and Path(f"/proc/{os.getppid()}/fd/1").is_char_device()
     except OSError:

@@ -1,4 +1,4 @@
-"""All-gather: everybody gets a tensor of each rank.
+"""All-gather: every rank gets a tensor of each rank.
 
     mpirun -np 3 python examples/torch/all_gather.py              # torch.distributed, with mpicoll as its backend
     mpirun -np 3 python examples/torch/all_gather.py --drop-in    # mpicoll.torch in place of torch.distributed

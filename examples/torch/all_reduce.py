@@ -1,4 +1,4 @@
-"""All-reduce: everybody gets the sum, and the maximum, over all ranks.
+"""All-reduce: every rank gets the sum, and the maximum, over all ranks.
 
     mpirun -np 3 python examples/torch/all_reduce.py              # torch.distributed, with mpicoll as its backend
     mpirun -np 3 python examples/torch/all_reduce.py --drop-in    # mpicoll.torch in place of torch.distributed

@@ -1,4 +1,4 @@
-"""Barrier: nobody goes on before everybody has come.
+"""Barrier: no rank continues before all ranks have arrived.
 
     mpirun -np 3 python examples/torch/barrier.py              # torch.distributed, with mpicoll as its backend
     mpirun -np 3 python examples/torch/barrier.py --drop-in    # mpicoll.torch in place of torch.distributed

@@ -1,4 +1,4 @@
-"""Broadcast: everybody gets the tensor of rank 0.
+"""Broadcast: every rank gets the tensor of rank 0.
 
     mpirun -np 3 python examples/torch/broadcast.py              # torch.distributed, with mpicoll as its backend
     mpirun -np 3 python examples/torch/broadcast.py --drop-in    # mpicoll.torch in place of torch.distributed
@@ -25,7 +25,7 @@ rank = dist.get_rank()
 
 tensor = torch.tensor([5, 6, 7]) if rank == 0 else torch.zeros(3, dtype=torch.int64)
 before = tensor.tolist()
-dist.broadcast(tensor, src=0)  # in place: everybody passes a tensor of the same shape and dtype
+dist.broadcast(tensor, src=0)  # in place: every rank passes a tensor of the same shape and dtype
 say(f"{before} -> {tensor.tolist()}")
 
 dist.destroy_process_group()

@@ -27,7 +27,7 @@ mine = torch.tensor([rank, rank**2])
 neighbours = [other for other in (rank - 1, rank + 1) if 0 <= other < size]
 theirs = {other: torch.empty_like(mine) for other in neighbours}
 
-# These calls return at once. With recv and send in their place, everybody would wait for everybody.
+# These calls return at once. With recv and send in their place, every rank would wait for another one.
 works = [dist.irecv(tensor, src=other) for other, tensor in theirs.items()]
 works += [dist.isend(mine, dst=other) for other in neighbours]
 own = mine.sum().item()

@@ -248,7 +248,7 @@ class _Run:
             raise ScheduleError(f"{self}: deadlock when sends are synchronous: {'; '.join(shorten(stuck))}")
 
     def check_promise(self) -> None:
-        everybody = (1 << self.size) - 1
+        all_ranks = (1 << self.size) - 1
         for rank in range(self.size):
             for chunk, want in self.spec.after(self.seat(rank)).items():
                 got = self.values[rank].get(chunk)
@@ -260,8 +260,8 @@ class _Run:
                     self.fail(f"lacks the contribution of {_ranks(missing)} in the end", rank, chunk)
                 if excess := got.ranks & ~want.ranks:
                     self.fail(f"has the contribution of {_ranks(excess)} too much in the end", rank, chunk)
-            if self.spec.reached and self.reached[rank] != everybody:
-                self.fail(f"leaves before a chain of messages from {_ranks(everybody & ~self.reached[rank])}", rank)
+            if self.spec.reached and self.reached[rank] != all_ranks:
+                self.fail(f"leaves before a chain of messages from {_ranks(all_ranks & ~self.reached[rank])}", rank)
 
 
 def _ranks(mask: int) -> str:

@@ -25,7 +25,7 @@ _claims: list[int] = []
 it."""
 
 _LOCK = "hhqqi4x"
-"""struct flock: type, whence, start, length, process."""
+"""struct flock: l_type, l_whence, l_start, l_len, l_pid."""
 
 
 def claim(environ: Mapping[str, str]) -> int | None:

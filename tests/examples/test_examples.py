@@ -91,7 +91,7 @@ def test_hello(size: int) -> None:
     ranks = range(size or 1)
     total = len(ranks) * np.arange(3.0) + sum(ranks)
     expected = {
-        "Who": [f"one of {len(ranks)}, number {rank} of {len(ranks)} on node 0" for rank in ranks],
+        "Ranks": [f"one of {len(ranks)}, number {rank} of {len(ranks)} on node 0" for rank in ranks],
         "allreduce": [f"{np.arange(3.0) + rank} -> {total}" for rank in ranks],
         "bcast": ["[7 7 7]" for _ in ranks],
         "allgather": [str([[rank, rank**2] for rank in ranks]) for _ in ranks],

@@ -48,7 +48,7 @@ def _wrap_operand(device: DeviceStreams, one: Any, out: Array, target: Any) -> A
         return one[()] if not one.ndim else wrap(device, clone(device, one))
     if are_apart(one, out):
         return wrap(device, one)
-    # cupy takes views of one memory for apart, as it doesn't know it, but for one object.
+    # cupy knows that two arrays share memory only if they are one object.
     same = one.ctypes.data == out.ctypes.data and one.strides == out.strides
     return target if same and one.shape == out.shape and one.dtype == out.dtype else wrap(device, clone(device, one))
 

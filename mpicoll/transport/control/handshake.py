@@ -3,7 +3,7 @@
 The side that accepts sends a challenge, the other answers with a hello, which proves that it has the job's token, and
 receives a welcome or a rejection. From then on, beginning with the welcome, every frame has a tag under a key that both
 derive from the token and from the nonces that they have drawn for this connection: so the tag of the welcome is the
-other side's proof, and a proof that was relayed allows nobody else to send a frame.
+other side's proof, and a relayed proof allows no other process to send a frame.
 """
 
 from __future__ import annotations

@@ -219,13 +219,13 @@ class MpiTransport(MessagePassing):
 
     @translates_errors
     def duplicate(self, tag: int) -> MpiTransport:
-        everybody = self._p2p.Get_group()
+        all_ranks = self._p2p.Get_group()
         try:
             self._synchronize(range(self.size), 1 + tag)
-            child = self._collective.Create_group(everybody, _GROUP_TAGS + 1 + tag)
+            child = self._collective.Create_group(all_ranks, _GROUP_TAGS + 1 + tag)
             return self._child(child, child.Dup())
         finally:
-            everybody.Free()
+            all_ranks.Free()
 
     def _synchronize(self, ranks: Sequence[int], number: int) -> None:
         """In a fault-tolerant job, wait until all of `ranks` have entered the call.
