@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.process_local import refuse_pickling
@@ -48,6 +49,8 @@ class Communicator:
         self.rank = core.rank
         self.size = core.size
         self.nodes = core.nodes
+        # Prepared operations refer to the communicator, which therefore would live until the next garbage collection.
+        finalize(self, core.call_cache.clear).atexit = False
 
     __reduce_ex__ = refuse_pickling(
         "Communicator",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
-from weakref import finalize
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from mpicoll.engine.core.message_check import warn_of_unmatched_messages
 from mpicoll.engine.core.observer import accept_any_call
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.registry import Options, Registry
+from mpicoll.engine.core.running_call import RunningCall
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call, Group
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.diagnostics.watchdog import Watchdog
@@ -82,18 +84,18 @@ class CommunicatorCore:
         self._tags = itertools.count()
         self.freed = False
         self.is_world = world
-        # The communicator on behalf of which this one runs operations, if it is one of its levels.
-        self.on_behalf_of: CommunicatorCore | None = None
+        self.running = RunningCall(transport, self.queue)
         # The checks that the environment requests, and the checks in effect.
         self.requested = checks
         self.checks = checks
         if self.no_shm_reason is None:
-            self.queue.match = self._match_first
+            self.queue.match = partial(_match_first, ref(self))
         elif self.size > 1:
             self.queue.match = self._message_matcher()
         self.registry = registry
         registry.add(self)
-        # A communicator that is dropped without being freed must not leave its worker behind.
+        # A communicator that is dropped without being freed must not leave its worker and its shared memory behind. So
+        # neither the queue nor the arena, which the queue refers to, has a reference to this object.
         finalize(self, self.queue.on_dropped).atexit = False
 
     def __repr__(self) -> str:
@@ -187,11 +189,11 @@ class CommunicatorCore:
             self._arena = self._try_sharing(
                 lambda: Arena(
                     self.transport,
-                    self._describe_call,
-                    self._mismatch_error,
-                    self._check_wait,
+                    self.running.describe,
+                    self.running.mismatch_error,
+                    self.running.check_wait,
                     self.queue.executing,
-                    self._row_mismatch_error,
+                    self.running.row_mismatch_error,
                 )
             )
         return self._arena
@@ -213,7 +215,7 @@ class CommunicatorCore:
         finally:
             executing.executor = outer
 
-    def _match_first(self, call: Call) -> BaseException | None:
+    def match_first(self, call: Call) -> BaseException | None:
         """Begin the first collective, which all ranks have to enter, regardless of the operation that they call."""
         flags = self._flags()
         self.queue.match = self._message_matcher() if flags is None else flags.match
@@ -240,28 +242,6 @@ class CommunicatorCore:
             if interrupt is not None and self._arena is not None:
                 self._arena.defer(interrupt)
 
-    def _describe_call(self) -> str:
-        """Return a description of the running collective, for ranks that have called a different one."""
-        from mpicoll.engine.core.call_mismatch import encode_call
-
-        return encode_call((self.on_behalf_of or self).queue.current)
-
-    def _check_wait(self) -> None:
-        """Raise CommunicationError if the running collective can never complete."""
-        if self.watch is not None:
-            self.watch.check((self.on_behalf_of or self).queue.current)
-
-    def _row_mismatch_error(self) -> Exception:
-        """Return the error for blocks that differ from what their receivers expect. Collective."""
-        from mpicoll.engine.core.call_comparison import row_mismatch_error
-
-        return row_mismatch_error(self.transport, self.queue, (self.on_behalf_of or self).queue.current)
-
-    def _mismatch_error(self, texts: list[str]) -> Exception | None:
-        from mpicoll.engine.core.call_mismatch import decode_mismatch_error
-
-        return decode_mismatch_error(self.queue.group, texts)
-
     def levels(self) -> tuple[CommunicatorCore, CommunicatorCore]:
         """Return private communicators of the ranks of this node, and of the ranks of equal local rank on all nodes, in
         the order of nodes. Collective at first use; called by operations."""
@@ -277,7 +257,7 @@ class CommunicatorCore:
             assert lane is not None
             self._levels = self.derive(node, "node"), self.derive(lane, "lane")
             for level in self._levels:
-                level.on_behalf_of = self
+                level.running.queue = self.queue  # it runs operations on behalf of this communicator
         return self._levels
 
     def allocate(self, nbytes: int) -> Memory:
@@ -360,6 +340,13 @@ class CommunicatorCore:
             warn_of_unmatched_messages([(self.transport, self.name)])
             self.queue.run(self.transport.free, Call("free"))
             self.queue.retire()
+
+
+def _match_first(comm: ref[CommunicatorCore], call: Call) -> BaseException | None:
+    core = comm()
+    if core is None:
+        raise CommunicatorError(f"{call}: its communicator was dropped")
+    return core.match_first(call)
 
 
 def _apart(transport: Transport) -> tuple[str | None, str | None]:

@@ -460,10 +460,14 @@ class OperationQueue:
         self.lock = self._filled = self.watch = ForkedLock(self.group.name)  # type: ignore[assignment]
 
     def on_dropped(self) -> None:
-        """Retire the queue and end the worker when the communicator is garbage-collected."""
+        """Retire the queue, end the worker and release shared memory when the communicator is garbage-collected."""
         if not self._closed:
             self.retire()
         self.stop()
+        if not self.pending and not self.lock.locked():
+            # They refer to the arena.
+            self.match = accept_any_call
+            self.discard_calls()
 
     def retire(self) -> None:
         """Record the final position of the communicator, on which the program makes no more calls."""

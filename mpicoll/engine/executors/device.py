@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 from mpicoll.buffers import ops
 from mpicoll.buffers.device import Device
@@ -36,7 +37,7 @@ class DeviceContext:
     def __init__(self, comm: CommunicatorCore, device: Device) -> None:
         self.device = device
         self._transport: Transport = comm.transport
-        self._arena: Callable[[], Arena | None] = comm.arena
+        self._comm = ref(comm)  # which owns this object, and is dropped without a garbage collection
         self._size, self._runs_probe, self._spans_nodes = comm.size, comm.local_rank == 0, comm.num_nodes > 1
         self._exchanged = False
         # Reasons why a method is not available; methods are assumed to be available until the ranks have exchanged
@@ -90,7 +91,8 @@ class DeviceContext:
             *(one["aware"] for one in properties_by_rank if "aware" in one)
         )
         if self._ipc is None:
-            arena = self._arena()
+            comm = self._comm()
+            arena = None if comm is None else comm.arena()
             if arena is None:
                 self._ipc = "shared memory is not available"
             else:

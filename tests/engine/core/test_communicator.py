@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
+from support.descriptors import count_descriptors
 from support.ranks import Ranks
 
 import mpicoll
@@ -610,6 +615,63 @@ print("done", flush=True)
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.split() == ["done"] * 3
+
+
+def test_dropped_communicators_release_their_memory(ranks: Ranks) -> None:
+    """MPI keeps its own, since MPI_Comm_free is collective."""
+
+    def main() -> None:
+        world, x = mpicoll.world(), np.ones(1000)
+
+        def use_and_drop() -> ref[Any]:
+            comm = world.duplicate()
+            for _ in range(4):  # prepared operations are kept from the third on
+                mpicoll.allreduce(x, comm=comm)
+            plan = mpicoll.allreduce_init(x, comm=comm)
+            assert plan()[0] == world.size
+            assert mpicoll.iallreduce(x, comm=comm).wait()[0] == world.size
+            return ref(comm._core)
+
+        use_and_drop()
+        mapped, opened = count_mappings(), count_descriptors("mpicoll")
+        dropped = [use_and_drop() for _ in range(5)]
+        gc.collect()
+        assert [one() for one in dropped] == [None] * 5
+        assert (count_mappings(), count_descriptors("mpicoll")) == (mapped, opened)
+
+    ranks(main)
+
+
+def count_mappings() -> int:
+    """Count the mappings of shared memory of mpicoll."""
+    return len(re.findall(r"/memfd:mpicoll|/dev/shm/mpicoll", Path("/proc/self/maps").read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_others_do_not_wait_for_a_rank_that_has_dropped_the_communicator(job: Job) -> None:
+    done = job(
+        3,
+        """
+import gc
+world = mpicoll.world()
+comm = world.duplicate()
+for _ in range(4):
+    mpicoll.allreduce(np.ones(4), comm=comm)
+if world.rank == 1:
+    del comm
+    gc.collect()
+else:
+    try:
+        mpicoll.allreduce(np.ones(4), comm=comm)
+    except mpicoll.CommunicationError as error:
+        assert "rank 1" in str(error), error
+        print("an error")
+mpicoll.barrier()
+""",
+        MPICOLL_STUCK_AFTER="1",
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["an", "error"] * 2), done.stdout
 
 
 @pytest.mark.slow
