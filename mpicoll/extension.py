@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -130,3 +131,19 @@ def set_recording(flag: bool) -> None:
     found = _load()
     if not isinstance(found, str):
         found.set_recording(flag)
+
+
+def limit_sigterm(seconds: float, stack: int, output: int, text: str) -> None:
+    """Have the extension end this process by SIGTERM if Python does not handle one within `seconds`, after it has
+    written `text` and the contents of the pipe `stack` to `output`."""
+    found = _load()
+    if not isinstance(found, str):
+        with suppress(OSError):  # timers are forbidden
+            found.limit_sigterm(seconds, stack, output, text)
+
+
+def cancel_sigterm_limit() -> None:
+    """Cancel the limit of :func:`limit_sigterm`, because Python handles SIGTERM."""
+    found = _load()
+    if not isinstance(found, str):
+        found.cancel_sigterm_limit()

@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "queue_lock.h"
 #include "records.h"
+#include "sigterm.h"
 #include "steps.h"
 
 static PyMethodDef functions[] = {
@@ -33,6 +34,12 @@ static PyMethodDef functions[] = {
     {"set_torch_access", set_torch_access, METH_O,
      "set_torch_access(type)\n--\n\nHave the memory of tensors found by the functions that `type` exports. Return False"
      " if it exports none."},
+    {"limit_sigterm", (PyCFunction)(void (*)(void))limit_sigterm, METH_FASTCALL,
+     "limit_sigterm(seconds, stack, output, text)\n--\n\nEnd this process by SIGTERM if Python does not cancel that"
+     " within `seconds` of a SIGTERM, after `text`, and what can be read from the descriptor `stack`, were written to"
+     " the descriptor `output`. To be called when Python has installed its handler."},
+    {"cancel_sigterm_limit", cancel_sigterm_limit, METH_NOARGS,
+     "cancel_sigterm_limit()\n--\n\nCancel the limit of `limit_sigterm`, because Python handles SIGTERM."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -224,7 +224,8 @@ def start_watchdog() -> Watchdog | None:
 
     if mpi.world_size() == 1:
         return None
-    watch = Watchdog(1.0, mpi.abort, listen_for_signals())
+    rank_name = f"rank {mpi.world_rank()} of {mpi.world_size()}"
+    watch = Watchdog(1.0, mpi.abort, listen_for_signals(rank_name))
     watch.peers.rank, watch.peers.size = mpi.world_rank(), mpi.world_size()
     watch.is_finalizing = mpi.is_finalizing
     atexit.register(_finish_pending, watch, os.getpid())

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from mpicoll.errors import MpicollError
+from mpicoll.extension import cancel_sigterm_limit
 
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 
@@ -119,6 +120,7 @@ def end_by_signal(number: int, of: str = "") -> NoReturn:
     In a job that survives deaths (ULFM), Open MPI's launcher reports a death by a signal to MPI on the other ranks, but
     not an exit with a status other than 0: ``shrink`` and ``agree`` would wait for this rank without limit.
     """
+    cancel_sigterm_limit()
     if of:
         log_to_stderr(of, separate=True)
     run_exit_hooks()

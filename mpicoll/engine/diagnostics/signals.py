@@ -6,6 +6,7 @@ import faulthandler
 import fcntl
 import os
 import signal
+import sys
 import termios
 import threading
 import time
@@ -20,6 +21,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Entry
 from mpicoll.engine.diagnostics.local_waits import WaitKey, describe_wait, wait_key
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
+from mpicoll.extension import cancel_sigterm_limit, limit_sigterm
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.wording import rank_list
 
@@ -30,6 +32,13 @@ _SIGTERM_SPREAD = 0.1
 """Seconds in which a launcher's SIGTERM reaches all ranks that it ends."""
 
 _ENDED_BY_SIGTERM = "was ended by SIGTERM"
+
+_SIGTERM_LIMIT = 4.0
+"""Seconds after which SIGTERM ends this process while its interpreter lock is held. Before that, the next rank on the
+host ends it, if there is one (:mod:`mpicoll.engine.diagnostics.neighbour`)."""
+
+_texts: list[str] = []
+"""What is written then."""
 
 _wakeup_fds: list[int] = []
 """The descriptor to which signal numbers for the watchdog are written, if it listens."""
@@ -42,7 +51,7 @@ _set_wakeup_fd = signal.set_wakeup_fd
 _forking = threading.local()
 
 
-def listen_for_signals() -> int | None:
+def listen_for_signals(rank_name: str = "this process") -> int | None:
     """Return a descriptor from which signal numbers can be read as the signals arrive.
 
     They arrive even while the main thread is blocked outside Python. Returns None if another library has set a
@@ -58,6 +67,8 @@ def listen_for_signals() -> int | None:
         _wakeup_fds[:] = [writer]
         signal.set_wakeup_fd = _set_wakeup_fd_of_program
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not _is_caught_in_c(signal.SIGTERM):
+            died = f"{rank_name} died of SIGTERM, while a thread held its interpreter lock"
+            _texts[:] = [f"\nmpicoll: {died}. Its stacks then and now:\n"]
             _handle_sigterm()
         return reader
     _set_wakeup_fd(previous)
@@ -96,6 +107,9 @@ def _handle_sigterm() -> None:
         _sigterm_pipe.extend(os.pipe())
     for descriptor in _sigterm_pipe:
         os.set_blocking(descriptor, False)
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed or None
+        output = -1 if sys.__stderr__ is None else sys.__stderr__.fileno()
+        limit_sigterm(_SIGTERM_LIMIT, _sigterm_pipe[0], output, _texts[0])
     faulthandler.register(signal.SIGTERM, file=_sigterm_pipe[1], all_threads=False, chain=True)
 
 
@@ -204,6 +218,7 @@ class SignalMonitor:
 
     def _terminate(self) -> None:
         """Handle SIGTERM, which was sent to this rank alone, or by the launcher to all ranks that it ends."""
+        cancel_sigterm_limit()
         peers, announced, network = self._peers, self._peers.announced, self._peers.network
         if peers.fault_tolerant:
             end_by_signal(

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from support.launch import ROOT
+
+from mpicoll.extension import find_missing_reason
 
 Starter = Callable[..., "CompletedProcess[str]"]
 
@@ -44,6 +51,43 @@ print("goes on")
 """)
     assert (done.returncode, done.stdout) == (0, "goes on\n")
     assert "most recent call first" in stack.read_text()
+
+
+LOCKED = """
+import os, signal, sys, time
+from mpicoll import extension
+from mpicoll.engine.diagnostics import signals
+signals._SIGTERM_LIMIT = 0.3
+assert signals.listen_for_signals("rank 2 of 3") is not None
+os.kill(os.getpid(), signal.SIGTERM)
+if sys.argv[1:] == ["cancelled"]:
+    extension.cancel_sigterm_limit()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.6)
+else:
+    sum(range(10**11))
+"""
+
+
+@pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+def test_sigterm_ends_a_process_that_holds_its_interpreter_lock() -> None:
+    """Without another rank on the host, and also if nobody reads what it writes."""
+    command = [sys.executable, "-c", LOCKED]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert "mpicoll: rank 2 of 3 died of SIGTERM, while a thread held its interpreter lock" in done.stderr
+    assert done.stderr.count('File "<string>", line 13 in <module>') == 1
+    done = subprocess.run([*command, "cancelled"], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    assert subprocess.run(command, cwd=ROOT, stderr=writer, timeout=30, check=False).returncode == -signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
 
 
 def test_sigterm_is_recorded_after_the_program_has_restored_the_handler(
