@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
@@ -107,10 +108,31 @@ def set_world(queue: Any) -> None:
         found.set_world(queue)
 
 
-def list_records() -> list[Any]:
-    """Return the last operations that the extension has recorded, in the order in which they ended."""
+class PythonRecorder:
+    """The last operations of this process that have ended."""
+
+    def __init__(self, length: int) -> None:
+        self._records: deque[Any] = deque(maxlen=length)
+        self.end_entry, self.clear_records = self._records.append, self._records.clear
+
+    def begin_entry(self, entry: Any) -> None:
+        """Do nothing: operations are recorded when they end."""
+
+    def list_records(self, direct: bool) -> list[Any]:
+        """Return the last operations that have ended; none if `direct`."""
+        return [] if direct else list(self._records.copy())
+
+    def name_job(self, name: str) -> None:
+        """Do nothing: other processes can't read the records."""
+
+    def mark_left(self) -> None:
+        """Do nothing: other processes can't read the records."""
+
+
+def make_recorder(length: int) -> Any:
+    """Return the recorder of the operations of this process: the extension, else one of `length` operations."""
     found = _load()
-    return [] if isinstance(found, str) else list(found.list_records())
+    return PythonRecorder(length) if isinstance(found, str) else found
 
 
 def check_rules(function: Callable[[], Any]) -> None:

@@ -4,6 +4,7 @@
 #include "bound_call.h"
 
 #include "calls.h"
+#include "records.h"
 
 typedef struct {
     PyObject_HEAD
@@ -34,6 +35,7 @@ static int init_bound_call(PyObject *self, PyObject *args, PyObject *keywords)
     one->queue = Py_NewRef(one->calls->queue);
     one->collective = (Collective *)Py_NewRef(collective);
     one->call = Py_NewRef(call);
+    summarize_call(one->calls->group, call, true, &one->collective->summary);
     return 0;
 }
 

@@ -61,7 +61,7 @@ static int publish(Running *running)
     Calls *calls = (Calls *)((char *)running - offsetof(Calls, running));
     if (calls->published)
         return 0;
-    PyObject *entry = make_entry_tuple(calls->group, calls->lock->number, calls->lock->call, calls->begin);
+    PyObject *entry = get_entry(running->record);
     PyObject *thread = entry == NULL ? NULL : PyLong_FromUnsignedLong(PyThread_get_thread_ident());
     int status = thread == NULL || PyObject_SetAttrString(calls->queue, "thread", thread) < 0 ||
                  PyObject_SetAttrString(calls->queue, "current", entry) < 0
@@ -195,25 +195,28 @@ int run_in_order(Calls *calls, const Collective *collective, PyObject *call, con
         return 0;
     Steps *steps = collective->steps;
     QueueLock *lock = calls->lock;
-    const unsigned long long number = ++lock->number;
-    const double begin = calls->begin = read_clock();
     lock->call = call;
     lock->thread = PyThread_get_thread_ident();
+    References own = {.group = Py_NewRef(calls->group), .call = Py_NewRef(call), .thread = lock->thread}, old;
+    const int record = calls->running.record =
+        begin_record(read_clock(), ++lock->number, &collective->summary, &own, &old);
     steps->running = &calls->running;
     int status = carry_out_collective(collective, source, target);
     steps->running = NULL;
     if (status < 0) {
         conclude_failure(calls);
         unlock(lock);
+        drop_references(&old);
         return -1;
     }
+    end_record(record, read_clock(), RECORD_DONE);
     if (calls->published) {
         calls->published = false;
         status = PyObject_SetAttrString(calls->queue, "current", Py_None);
     }
     unlock(lock);
     /* Last, since this may run other code. */
-    record(calls->group, number, call, begin);
+    drop_references(&old);
     return status < 0 ? -1 : 1;
 }
 
@@ -350,6 +353,7 @@ static PyObject *add(PyObject *self, PyObject *args)
         entry.make_result = Py_NewRef(make_result);
         entry.collective = (Collective *)Py_NewRef(collective);
         entry.call = Py_NewRef(call);
+        summarize_call(calls->group, call, true, &entry.collective->summary);
         Entry old = *place;
         *place = entry;
         entry = old;

@@ -23,7 +23,6 @@ typedef struct {
     bool enabled;
     unsigned int generation; /* how many times calls were removed */
     struct Entry *entries;   /* NULL: there has been none */
-    double begin;            /* of the running call, which the lock names */
     bool published;
 } Calls;
 

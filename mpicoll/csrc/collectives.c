@@ -507,6 +507,7 @@ void end_failed(Steps *steps)
 int carry_out_collective(const Collective *one, const char *source, char *target)
 {
     one->steps->signature = one->signature;
+    one->steps->first = one->steps->step;
     int status = run_on(one, source, target);
     return status == 0 ? raise_interrupt(one->steps) : status;
 }

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "records.h"
 #include "steps.h"
 
 enum { CACHE_LINE = 64 /* alignment of what different ranks write to */ };
@@ -28,6 +29,7 @@ struct Collective {
     Steps *steps;
     int (*run)(const Collective *, const char *source, char *target);
     uint32_t signature, step_count;
+    Summary summary;       /* of the call that the collective carries out */
     bool has_result;
     bool is_small;         /* what a rank writes fits in its small slot */
     size_t itemsize;

@@ -16,9 +16,14 @@
 
 static PyMethodDef functions[] = {
     {"fold", (PyCFunction)(void (*)(void))shm_fold, METH_FASTCALL, shm_fold_doc},
-    {"list_records", list_records, METH_NOARGS,
-     "list_records()\n--\n\nReturn the last calls that `Calls.run` and `BoundCall.run` have carried out, in"
-     " the order in which they ended."},
+    {"begin_entry", begin_entry, METH_O, begin_entry_doc},
+    {"end_entry", end_entry, METH_O, end_entry_doc},
+    {"list_records", list_records, METH_O, list_records_doc},
+    {"clear_records", clear_records, METH_NOARGS,
+     "clear_records()\n--\n\nForget the operations that have ended."},
+    {"place_records", place_records, METH_VARARGS, place_records_doc},
+    {"name_job", name_job, METH_O, "name_job(name)\n--\n\nRecord the name of the job."},
+    {"mark_left", mark_left, METH_NOARGS, "mark_left()\n--\n\nRecord that the process ends normally."},
     {"set_recording", set_recording, METH_O,
      "set_recording(flag)\n--\n\nLet `Calls.run` and `BoundCall.run` carry out calls and record them, or have them"
      " leave all calls to Python."},
@@ -54,7 +59,7 @@ static int add_types(PyObject *module)
         if (status < 0)
             return -1;
     }
-    return 0;
+    return PyModule_AddIntConstant(module, "AREA_BYTES", sizeof(Area));
 }
 
 static PyModuleDef_Slot slots[] = {

@@ -24,6 +24,7 @@
 #include <structmember.h>
 
 #include "direct.h"
+#include "records.h"
 
 /* Signature of the step in which ranks that have begun different operations exchange descriptions of them. */
 static const uint32_t DESCRIBING = 0xD15C0FFEu;
@@ -181,20 +182,35 @@ static void abandon_operation(Steps *steps)
     atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
 }
 
+/* Record the ranks that this rank waits for; none, if it does not wait any more. */
+static void record_late_ranks(const Steps *steps)
+{
+    int late[SHOWN_RANKS], count = 0;
+    for (int rank = 0; rank < steps->size; rank++) {
+        if (has_reached(steps, rank))
+            continue;
+        if (count < SHOWN_RANKS)
+            late[count] = steps->members == NULL ? rank : steps->members[rank];
+        count++;
+    }
+    record_wait(steps->waiting, steps->step - steps->first, late, count);
+}
+
 /* Wait in Python, which abandons the operation before it raises an exception of its own. Any other exception is one of
  * a signal handler, which may be raised at each instruction: the other ranks may have seen that this rank has entered
  * the operation, so it waits on. */
 static int wait_in_python(Steps *steps)
 {
-    while (call_python(steps, "wait_for_late_ranks") < 0) {
-        if (steps->unusable)
-            return -1;
-        if (!defer_exception(steps)) {
+    steps->waiting = steps->running != NULL ? steps->running->record : find_record_of_thread();
+    int status;
+    while ((status = call_python(steps, "wait_for_late_ranks")) < 0 && !steps->unusable) {
+        if (!defer_exception(steps))
             abandon_operation(steps);
-            return -1;
-        }
     }
-    return 0;
+    if (status == 0)
+        record_late_ranks(steps);
+    steps->waiting = -1;
+    return status;
 }
 
 /* Wait for the ranks whose words have not been seen. Returns -1 if the wait has failed. */
@@ -291,13 +307,30 @@ int sync_failed(Steps *steps) { return sync_signature(steps, 0); }
 
 /* --- the Python type */
 
+static int set_members(Steps *steps, PyObject *members)
+{
+    if (PyTuple_Size(members) != steps->size) {
+        PyErr_Format(PyExc_ValueError, "Steps: %zd members of %d ranks", PyTuple_Size(members), steps->size);
+        return -1;
+    }
+    steps->members = PyMem_Calloc((size_t)steps->size, sizeof *steps->members);
+    if (steps->members == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int rank = 0; rank < steps->size; rank++)
+        steps->members[rank] = (int)PyLong_AsLong(PyTuple_GetItem(members, rank));
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int init_steps(PyObject *self, PyObject *args, PyObject *keywords)
 {
     Steps *steps = (Steps *)self;
     (void)keywords;
-    PyObject *memory;
+    PyObject *memory, *members = NULL;
     int has_own_core;
-    if (!PyArg_ParseTuple(args, "Oiip", &memory, &steps->rank, &steps->size, &has_own_core))
+    if (!PyArg_ParseTuple(
+            args, "Oiip|O!", &memory, &steps->rank, &steps->size, &has_own_core, &PyTuple_Type, &members))
         return -1;
     steps->has_own_core = has_own_core != 0;
     if (steps->flags != NULL || steps->size < 1 || steps->rank < 0 || steps->rank >= steps->size) {
@@ -314,8 +347,8 @@ static int init_steps(PyObject *self, PyObject *args, PyObject *keywords)
     }
     steps->flags = (char *)steps->memory.buf + shift;
     steps->signature = 1;
-    steps->unreadable_rank = -1;
-    return 0;
+    steps->unreadable_rank = steps->waiting = -1;
+    return members == NULL ? 0 : set_members(steps, members);
 }
 
 static void dealloc_steps(PyObject *self)
@@ -326,6 +359,7 @@ static void dealloc_steps(PyObject *self)
         PyBuffer_Release(&steps->memory);
     Py_XDECREF(steps->interrupt);
     PyMem_Free(steps->slots);
+    PyMem_Free(steps->members);
     free_locations(steps);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -386,6 +420,7 @@ static PyObject *step_signature(PyObject *self, PyObject *signature)
         return NULL;
     Steps *steps = (Steps *)self;
     steps->signature = (uint32_t)value;
+    steps->first = steps->step;
     return sync_ranks(steps) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
@@ -445,6 +480,8 @@ static bool is_unusable(const Steps *steps, int rank)
 static PyObject *list_late_ranks(PyObject *self, PyObject *unused)
 {
     (void)unused;
+    if (((Steps *)self)->waiting >= 0)
+        record_late_ranks((Steps *)self);
     return list_ranks((Steps *)self, is_late);
 }
 
@@ -569,6 +606,7 @@ static PyMemberDef members[] = {
      "True if the running operation has ended by a failure, on all ranks."},
     {"different", T_BOOL, offsetof(Steps, different), READONLY,
      "True if it has ended because the ranks have begun different operations."},
+    {"first", T_UINT, offsetof(Steps, first), 0, "Number of the step before the running operation."},
     {"last", T_UINT, offsetof(Steps, last), 0, "Number of the last step of the running operation."},
     {NULL, 0, 0, 0, NULL},
 };
@@ -579,7 +617,9 @@ static PyGetSetDef attributes[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_doc, "Steps(memory, rank, size, has_own_core)\n--\n\nThe synchronisation of the ranks of a node."},
+    {Py_tp_doc, "Steps(memory, rank, size, has_own_core, members=None)\n--\n\n"
+                "The synchronisation of the ranks of a node."
+                " `members` are these ranks as ranks of the job."},
     {Py_tp_init, init_steps},
     {Py_tp_dealloc, dealloc_steps},
     {Py_tp_methods, methods},

@@ -16,6 +16,7 @@ enum {
 typedef struct Running Running;
 struct Running {
     int (*publish)(Running *running); /* returns -1 with an exception */
+    int record;
 };
 
 /* The steps of one communicator on this rank. Each step has a parity: a rank writes to the slots of the parity of its
@@ -26,15 +27,18 @@ typedef struct {
     Py_buffer memory; /* of the flags */
     char *flags;
     int rank, size;
+    int *members;           /* the ranks, as ranks of the job */
     uint32_t step;
     uint32_t signature;     /* of the running operation and the index of its step, never 0 */
     bool has_own_core;      /* no other rank of the node uses it */
     bool unusable;          /* this rank has abandoned an operation */
     bool left;              /* the running operation has ended by a failure, on all ranks */
     bool different;         /* because the ranks have begun different operations */
+    uint32_t first;         /* number of the step before the running operation */
     uint32_t last;          /* number of the last step of the running operation */
     PyObject *interrupt;    /* exception of a signal handler, to be raised at the end of the operation; or NULL */
     PyThreadState *released; /* the state of the thread that has released the GIL; NULL while it is held */
+    int waiting;            /* record of the operation, while this rank waits in Python; else -1 */
     Running *running;       /* NULL where Python has begun the operation */
     char **slots;           /* of both parities, by rank: slots[parity * size + rank] */
     char *results[2];       /* of both parities, shared by the ranks */

@@ -53,15 +53,15 @@ class SharedBlock:
     ``seal``, which is to be called when the other processes have mapped it.
     """
 
-    def __init__(self, nbytes: int, *, named: bool = False) -> None:
+    def __init__(self, nbytes: int, *, named: bool = False, label: str = _NAME) -> None:
         # The first page holds a cookie, by which other processes verify that they mapped the right file.
         total = nbytes + _PAGE
         self._name: str | None = None
         if named:
-            self._name = f"{_DIRECTORY}/{_NAME}-{os.urandom(16).hex()}"
+            self._name = f"{_DIRECTORY}/{label}-{os.urandom(16).hex()}"
             self._fd = os.open(self._name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         else:
-            self._fd = os.memfd_create(_NAME)
+            self._fd = os.memfd_create(label)
             os.fchmod(self._fd, 0o600)
         try:
             os.ftruncate(self._fd, total)
@@ -77,6 +77,10 @@ class SharedBlock:
         path = self._name or f"/proc/{os.getpid()}/fd/{self._fd}"
         self.handle = MemoryHandle(path, nbytes, cookie)
         self.memory: Memory = whole[_PAGE:]
+
+    def duplicate(self) -> int:
+        """Return another descriptor of the file, by which other processes can map the memory as long as it is open."""
+        return os.dup(self._fd)
 
     def seal(self) -> None:
         """Close the descriptor and remove the name, so that no other process can map the memory from now on."""
@@ -116,14 +120,17 @@ _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def attach(handle: MemoryHandle) -> Memory:
-    """Map the memory of another process of this node. Raises OSError if it can't be reached."""
+def attach(handle: MemoryHandle, kept: list[int] | None = None) -> Memory:
+    """Map the memory of another process of this node. Raises OSError if it can't be reached. The descriptor is appended
+    to `kept`, if given, and stays open."""
     if handle == _NOTHING:
         return np.empty(0, np.uint8)
     offset = 0 if handle.cookie is None else _PAGE
     fd = os.open(handle.path, os.O_RDWR)
     try:
         whole: Memory = np.asarray(_Mapping(fd, handle.nbytes + offset))
+        if kept is not None:
+            kept.append(os.dup(fd))
     finally:
         os.close(fd)
     if handle.cookie is not None and whole[:8].view(np.int64)[0] != handle.cookie:
@@ -209,24 +216,33 @@ def _check_free(nbytes: int) -> None:
 
 
 def share(
-    nbytes: int, exchange: Callable[[object], Sequence[object]], rank: int, *, named: bool
+    nbytes: int,
+    exchange: Callable[[object], Sequence[object]],
+    rank: int,
+    *,
+    named: bool,
+    label: str = _NAME,
+    kept: list[int] | None = None,
 ) -> tuple[list[Memory] | None, str]:
     """Share memory between processes of one node, and return that of each as this process sees it. Collective.
 
     `nbytes` is the size of this rank's memory (0: none). ``exchange(value)`` returns the values of all ranks, by
-    rank. If it fails on one rank, all get None and the same reason.
+    rank. If it fails on one rank, all get None and the same reason. `label` is the name of the memory in lists of the
+    process's files. A descriptor of rank 0's memory is appended to `kept`, if given.
     """
     own: SharedBlock | None = None
     own_handle: MemoryHandle | str = _NOTHING
     try:
         if nbytes:
-            own = SharedBlock(nbytes, named=named)
+            own = SharedBlock(nbytes, named=named, label=label)
             own_handle = own.handle
+            if kept is not None and rank == 0:
+                kept.append(own.duplicate())
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         own_handle = f"rank {rank} can't allocate {nbytes} bytes of shared memory: {error}"
     try:
         # Named memory was already allocated by posix_fallocate.
-        return _map_all(own_handle, None if own is None else own.memory, exchange, rank, is_allocated=named)
+        return _map_all(own_handle, None if own is None else own.memory, exchange, rank, is_allocated=named, kept=kept)
     finally:
         if own is not None:
             own.seal()
@@ -247,6 +263,7 @@ def _map_all(
     rank: int,
     *,
     is_allocated: bool,
+    kept: list[int] | None = None,
 ) -> tuple[list[Memory] | None, str]:
     handles = exchange(own_handle)
     memories: list[Memory] = []
@@ -258,7 +275,7 @@ def _map_all(
         if not is_allocated and total > _ALWAYS_FREE:
             _check_free(total)
         memories = [
-            own if peer == rank and own is not None else attach(one)
+            own if peer == rank and own is not None else attach(one, None if peer else kept)
             for peer, one in enumerate(handles)
             if isinstance(one, MemoryHandle)
         ]

@@ -15,7 +15,8 @@ from torch.distributed import ReduceOp
 import mpicoll.torch
 from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.operation import Operation
-from mpicoll.extension import find_missing_reason, list_records
+from mpicoll.engine.diagnostics.flight_recorder import recorder
+from mpicoll.extension import find_missing_reason
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 pytestmark = [
@@ -209,11 +210,11 @@ def test_repeated_calls_take_the_short_way_of_the_extension(module: Any, dtype: 
     for call, got, want in calls:
         for _ in range(3):
             call()
-        assert list_records()[-1][0][1] == queue.number
-        assert list_records()[-1][0][0] is queue.group
+        assert recorder.list_records(True)[-1][0][1] == queue.number
+        assert recorder.list_records(True)[-1][0][0] is queue.group
         assert torch.equal(got, want.to(dtype))
     # Where they aren't alike, the memory is not taken for that of a plain tensor.
     negated = torch._neg_view(torch.ones(3, dtype=dtype))
     dist.all_reduce(negated)
-    assert list_records()[-1][0][1] != queue.number
+    assert recorder.list_records(True)[-1][0][1] != queue.number
     assert torch.equal(negated, torch.full((3,), -size).to(dtype))

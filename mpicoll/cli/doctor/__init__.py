@@ -47,12 +47,24 @@ def add(commands: Commands) -> None:
         help="only list the sockets at which a job of 2 ranks on this machine listens, with the settings that close"
         " them; those that other hosts can reach are marked open",
     )
+    parser.add_argument(
+        "--job",
+        nargs="?",
+        const="",
+        metavar="PID|JOB",
+        help="only show where the ranks of the running jobs of this user are on this host, or those of one job: the"
+        " operation of each rank, and for which ranks it waits",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; return 1 if one of them is a problem."""
+    if args.job is not None:
+        from mpicoll.cli.doctor import job
+
+        return job.run(args.job, as_json=args.json)
     if any(os.environ.get(name, "0") != "0" for name in ("PMIX_RANK", "PMI_RANK")):
         return 0  # one rank is enough
     found: list[Finding] = []

@@ -51,7 +51,7 @@ class Arena(Steps):
         rank, size = transport.rank, transport.size
         flags = Steps.count_flag_bytes(size)
         first = transport.share(flags + description_bytes(size) if rank == 0 else 0)[0]
-        super().__init__(first[:flags].data, rank, size, transport.has_own_cores)
+        super().__init__(first[:flags].data, rank, size, transport.has_own_cores, tuple(transport.members))
         self.has_slots = False
         self.slots: tuple[tuple[Memory, ...], ...] = ()
         self.results: tuple[Memory, ...] = ()
@@ -142,6 +142,7 @@ class Arena(Steps):
         after Timeout, when other ranks did not enter the operation: then it is the last operation of the arena, and
         ranks that enter it late get CommunicationError.
         """
+        self.first = self.number
         self.last = self.number + steps & 0xFFFFFFFF
         self.left = False
         self.signature = signature

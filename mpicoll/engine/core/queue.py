@@ -36,7 +36,15 @@ from mpicoll.engine.core.queue_errors import (
 )
 from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.core.registered_wait import RegisteredWait
-from mpicoll.engine.diagnostics.flight_recorder import Call, CallSite, EntryTuple, Group, find_call_site, sinks
+from mpicoll.engine.diagnostics.flight_recorder import (
+    Call,
+    CallSite,
+    EntryTuple,
+    Group,
+    begin_entry,
+    find_call_site,
+    sinks,
+)
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT, Watchdog
 from mpicoll.errors import CommunicationError, CommunicatorError, Timeout, TruncationError
@@ -205,6 +213,7 @@ class OperationQueue:
     def _run_recorded(self, entry: EntryTuple, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call `function` and record the outcome."""
         try:
+            begin_entry(entry)
             value = function(*args)
         except BaseException as error:
             sinks.emit((entry, monotonic(), describe_error(error)))
@@ -229,6 +238,7 @@ class OperationQueue:
             self.lock.number = number = self.lock.number + 1
             self.current = entry = (self.group, number, call, monotonic(), None)
             try:
+                begin_entry(entry)
                 interrupt = self.match(call)
                 value = function(*args)
                 if interrupt is not None:
@@ -305,6 +315,7 @@ class OperationQueue:
         self.current = entry
         interrupt = None
         try:
+            begin_entry(entry)
             if observer is None or not observer.compares_calls:
                 interrupt = self.match(call)
             if observer is not None:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import TAKEOVER, JobAbort
 from mpicoll.engine.diagnostics.deaths import GRACE, DeathHandler
-from mpicoll.engine.diagnostics.flight_recorder import Entry, Group
+from mpicoll.engine.diagnostics.flight_recorder import Entry, Group, recorder
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, describe_wait
 from mpicoll.engine.diagnostics.mailbox import Mailbox
 from mpicoll.engine.diagnostics.neighbour import Neighbour
@@ -100,6 +100,7 @@ class Watchdog:
         peers = self.peers
         peers.rank, peers.size, peers.fault_tolerant = network.rank, network.size, fault_tolerant
         self.reporter.job, self.reporter.folder = job, folder
+        recorder.name_job(job)
         self.abort.places = [one["place"] for one in addresses]
         self.deaths.observe_processes(addresses)
         if network.crash_fd is not None and not faulthandler.is_enabled():
@@ -118,6 +119,7 @@ class Watchdog:
             time.sleep(TAKEOVER)  # in which the watchdog's thread ends this process
             end_by_signal(signal.SIGTERM, f"{self.abort.rank_name} died of SIGTERM")
         network, self._leaving, self._left_at = self.peers.network, True, time.monotonic()
+        recorder.mark_left()
         if network is not None:
             network.leave({"kind": "left"} | self.waits.final_state(self.peers.rank))
 

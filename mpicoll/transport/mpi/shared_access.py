@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.extension import find_missing_reason
-from mpicoll.transport import shm
+from mpicoll.transport import record_file, shm
 
 
 class SharedAccess(NamedTuple):
@@ -35,7 +35,8 @@ def probe_access(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> SharedAccess:
             return SharedAccess(reason, reason, named)
     node = cast(MPI.Intracomm, comm.Split(nodes[comm.rank], comm.rank))
     try:
-        unshared = shm.share(8, node.allgather, node.rank, named=named)[1] or None
+        world = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        unshared = record_file.share(node.allgather, node.rank, node.size, world, named=named) or None
         unread = _try_reading_peers(node, comm.rank)
     finally:
         node.Free()

@@ -284,7 +284,7 @@ def test_behind_an_operation_in_the_background() -> None:
     assert words[0].startswith("allreduce(float64[6], op=sum) number 2 on world waits for rank 1")
 
 
-def test_everything_about_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_about_a_rank() -> None:
     bench, found = Bench(2), {}
 
     def body(rank: int) -> None:
@@ -296,8 +296,7 @@ def test_everything_about_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         found.update(bench.states(full=True))
         return True
 
-    monkeypatch.setattr(flight_recorder, "list_records", list)
-    flight_recorder.history.clear()
+    flight_recorder.recorder.clear_records()
     bench.run(body, ready)
     one = found[0]
     assert (one["rank"], one["size"]) == (0, 2)
@@ -370,17 +369,17 @@ def test_numbers_of_numpy() -> None:
 
 def test_a_state_is_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_state, "LIMIT", 60_000)
-    monkeypatch.setattr(flight_recorder, "list_records", list)
+    flight_recorder.recorder.clear_records()
     group = Group("0.0", "world", (0, 1), 1, 60.0)
     call = Call("allgather", None, "int8", (4, 5), counts=tuple(range(1000)))
     for number in range(1000):
-        flight_recorder.history.append(((group, number, call, 1.0, None), 2.0, ""))
+        flight_recorder.recorder.end_entry(((group, number, call, 1.0, None), 2.0, ""))
 
     def deep(depth: int) -> State:
         return deep(depth - 1) if depth else snapshot(1, 2, [], {}, full=True)
 
     found = deep(100)
-    flight_recorder.history.clear()
+    flight_recorder.recorder.clear_records()
     assert len(json.dumps(found)) <= 60_000
     assert found["past"][-1]["number"] == 999
     assert len(found["past"]) > 50
