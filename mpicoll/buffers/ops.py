@@ -22,7 +22,7 @@ Combine: TypeAlias = Callable[[Array, Array, Array], object]
 """``combine(left, right, out)``: `out` is one of the operands."""
 
 
-class Op(NamedTuple):
+class Op:
     """A reduction by the caller's own associative function.
 
     Args:
@@ -40,17 +40,34 @@ class Op(NamedTuple):
         [5.0, 5.0]
     """
 
+    __slots__ = ("commutative", "elementwise", "function", "name")
+
     function: Callable[[Any, Any], Any]
-    commutative: bool = False
-    elementwise: bool = False
-    name: str = "user"
+    commutative: bool
+    elementwise: bool
+    name: str
 
-    # By identity, since functions need not be hashable.
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    # A dataclass would compile these methods at each start, and a named tuple would be a sequence.
+    def __init__(
+        self,
+        function: Callable[[Any, Any], Any],
+        commutative: bool = False,
+        elementwise: bool = False,
+        name: str = "user",
+    ) -> None:
+        for field, value in zip(Op.__slots__, (commutative, elementwise, function, name), strict=True):
+            object.__setattr__(self, field, value)
 
-    def __hash__(self) -> int:
-        return id(self)
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(
+            f"can't set {name!r}: an Op is immutable, since calls that use it are kept; make another one"
+        )
+
+    def __reduce__(self) -> tuple[type[Op], tuple[object, ...]]:
+        return Op, (self.function, self.commutative, self.elementwise, self.name)
+
+    def __repr__(self) -> str:
+        return f"Op({self.function!r}, {self.commutative}, {self.elementwise}, {self.name!r})"
 
     def __str__(self) -> str:
         return f"{self.name} ({getattr(self.function, '__name__', 'function')})"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -169,3 +171,15 @@ def test_location_prefers_nan_then_value_then_lowest_index(op: str, into_left: b
     reduction.combine(left, right, out)
     assert out["index"].tolist() == [3, 4, 6, 4, 2, 8]
     np.testing.assert_array_equal(out["value"], [best, best, 1, np.nan, np.nan, np.nan])
+
+
+def test_a_function_as_operation_is_an_immutable_value() -> None:
+    """Calls that use it are kept by its identity; pytrees and messages treat sequences as containers."""
+    one = mpicoll.Op(max, commutative=True, name="largest")
+    with pytest.raises(AttributeError, match="can't set 'commutative': an Op is immutable"):
+        one.commutative = False
+    assert not isinstance(one, tuple)
+    other = pickle.loads(pickle.dumps(copy.copy(one)))
+    assert repr(other) == repr(one) == "Op(<built-in function max>, True, False, 'largest')"
+    assert other != one
+    assert {one: 1}[one] == 1
