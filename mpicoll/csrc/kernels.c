@@ -38,21 +38,61 @@ static const char *const level_names[LEVELS] = {"base", "avx2", "avx512"};
 
 #define INLINE static inline __attribute__((always_inline, unused))
 
-/* Copy less than a vector, which a call of memcpy takes longer for. */
-static void copy_rest(char *to, const char *from, size_t bytes)
+enum { WORD_BYTES = 8 };
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "words have their first byte in their lowest bits");
+
+/* Read a word of which `bytes` bytes exist, without one byte more; the others are 0. */
+static __attribute__((noinline)) uint64_t read_part_of_word(const char *from, size_t bytes)
 {
-    for (; bytes >= 8; bytes -= 8, to += 8, from += 8)
-        memcpy(to, from, 8);
+    uint64_t word = 0;
+    unsigned int shift = 0;
     if (bytes & 4) {
-        memcpy(to, from, 4);
-        to += 4, from += 4;
+        uint32_t part;
+        memcpy(&part, from, 4);
+        word = part, from += 4, shift = 32;
     }
     if (bytes & 2) {
-        memcpy(to, from, 2);
-        to += 2, from += 2;
+        uint16_t part;
+        memcpy(&part, from, 2);
+        word |= (uint64_t)part << shift, from += 2, shift += 16;
     }
     if (bytes & 1)
-        *to = *from;
+        word |= (uint64_t)(unsigned char)*from << shift;
+    return word;
+}
+
+INLINE uint64_t read_word(const char *from, size_t bytes)
+{
+    uint64_t word;
+    if (bytes < WORD_BYTES)
+        return read_part_of_word(from, bytes);
+    memcpy(&word, from, WORD_BYTES);
+    return word;
+}
+
+static __attribute__((noinline)) void write_part_of_word(char *to, uint64_t word, size_t bytes)
+{
+    if (bytes & 4) {
+        const uint32_t part = (uint32_t)word;
+        memcpy(to, &part, 4);
+        word >>= 32, to += 4;
+    }
+    if (bytes & 2) {
+        const uint16_t part = (uint16_t)word;
+        memcpy(to, &part, 2);
+        word >>= 16, to += 2;
+    }
+    if (bytes & 1)
+        *to = (char)word;
+}
+
+INLINE void write_word(char *to, uint64_t word, size_t bytes)
+{
+    if (bytes < WORD_BYTES)
+        write_part_of_word(to, word, bytes);
+    else
+        memcpy(to, &word, WORD_BYTES);
 }
 
 static __attribute__((unused)) int is_among(const void *out, const void *const *parts, int nparts)

@@ -223,9 +223,15 @@ INLINE BITS LEVEL(pack_float16)(WIDE total)
         return at;                                                                                                     \
     }
 
-/* `item` is the size of an element. What is left after the last vector is combined in a padded one. */
+/* `item` is the size of an element. What is left after the last vector is combined in padded ones, a word each. These
+ * stay in registers: a load of a vector would wait until smaller stores to its memory have left the processor. */
 #define DEFINE_KERNEL(name, item, Vector, load, pack, combine, finish)                                                 \
     DEFINE_LOOP(name##_loop, Vector, load, pack, combine, finish, store)                                               \
+    static __attribute__((noinline)) Vector LEVEL(name##_pad)(uint64_t word)                                           \
+    {                                                                                                                  \
+        BITS padded = {word};                                                                                          \
+        return load((const char *)&padded);                                                                            \
+    }                                                                                                                  \
     static __attribute__((noinline)) void LEVEL(name##_rest)(char *out, const char *const *parts, const int nparts,    \
                                                              size_t at, size_t bytes)                                  \
     {                                                                                                                  \
@@ -235,16 +241,12 @@ INLINE BITS LEVEL(pack_float16)(WIDE total)
                 total = combine(total, load(parts[part] + at));                                                        \
             LEVEL(store)(out + at, pack(finish(total, nparts)));                                                       \
         }                                                                                                              \
-        if (at < bytes) {                                                                                              \
-            char padded[VECTOR_BYTES] = {0};                                                                           \
-            copy_rest(padded, parts[0] + at, bytes - at);                                                              \
-            Vector total = load(padded);                                                                               \
-            for (int part = 1; part < nparts; part++) {                                                                \
-                copy_rest(padded, parts[part] + at, bytes - at);                                                       \
-                total = combine(total, load(padded));                                                                  \
-            }                                                                                                          \
-            LEVEL(store)(padded, pack(finish(total, nparts)));                                                         \
-            copy_rest(out + at, padded, bytes - at);                                                                   \
+        for (; at < bytes; at += WORD_BYTES) {                                                                         \
+            const size_t left = bytes - at;                                                                            \
+            Vector total = LEVEL(name##_pad)(read_word(parts[0] + at, left));                                          \
+            for (int part = 1; part < nparts; part++)                                                                  \
+                total = combine(total, LEVEL(name##_pad)(read_word(parts[part] + at, left)));                          \
+            write_word(out + at, pack(finish(total, nparts))[0], left);                                                \
         }                                                                                                              \
     }                                                                                                                  \
     static void LEVEL(name)(void *out, const void *const *parts, int nparts, size_t count)                             \

@@ -55,7 +55,8 @@ static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 
 char *get_small_slot(const Steps *steps, int parity, int rank)
 {
-    return get_block(steps, rank) + parity * LINE + SMALL_AT;
+    /* What is written to a slot ends with a step of the other parity. */
+    return get_block(steps, rank) + (1 - parity) * LINE + SMALL_AT;
 }
 
 static inline Word *get_state(const Steps *steps, int rank)
