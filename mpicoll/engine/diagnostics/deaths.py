@@ -66,23 +66,25 @@ class DeathHandler:
             with suppress(OSError):  # it has just ended
                 process.kill()
 
-    def report_ended(self, ranks: Collection[int]) -> None:
-        """Report those of `ranks` on this host whose processes have ended, except by the launcher's SIGTERM.
+    def report_ended(self, ranks: Collection[int]) -> bool:
+        """Report those of `ranks` on this host whose processes have failed. Return True if a process of this host has.
 
-        Only the lowest of the other ranks on this host reports.
+        Only the lowest of the other ranks on this host reports. A rank that SIGTERM has ended has reported that itself.
         """
         peers = self._peers
         here = {rank: process for rank, process in self._processes.items() if rank in ranks}
-        if any(rank < peers.rank for rank in self._processes.keys() - here.keys()):
-            return
+        reports = all(rank > peers.rank for rank in self._processes.keys() - here.keys())
+        died = False
 
         def report_all() -> bool | None:
+            nonlocal died
             for rank, process in list(here.items()):
                 status = process.status(0.0)
                 if status is None:
                     continue
                 del here[rank]
-                if status not in (0, -signal.SIGTERM):
+                died = died or status not in (0, -signal.SIGTERM)
+                if reports and status not in (0, -signal.SIGTERM):
                     gone = PeerExit(rank, "closed", "", 0, "")
                     log_to_stderr(
                         f"rank {rank} of {peers.size} {describe_exit(gone, status)}; the job is ended", separate=True
@@ -90,6 +92,7 @@ class DeathHandler:
             return None if here else True
 
         wait_for(report_all, _STATUS_TIMEOUT)
+        return died or any(process.status(0.0) == -signal.SIGTERM for process in self._processes.values())
 
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""

@@ -80,6 +80,7 @@ class Watchdog:
         self._period = period
         self._leaving = False
         self._left_at = 0.0
+        self._ending = threading.Lock()
         self._load_analysis_at = time.monotonic() + _LOAD_ANALYSIS_AFTER
         threading.Thread(target=self._run, name="mpicoll-watch", daemon=True).start()
 
@@ -127,7 +128,7 @@ class Watchdog:
         """Close the control network after all ranks have left and MPI is finalized."""
         reset_signal_handling()
         if has_received_sigterm():
-            end_by_signal(signal.SIGTERM)
+            self._end_by_sigterm()
         network, self.peers.network = self.peers.network, None
         self._joined.clear()
         if network is not None:
@@ -154,7 +155,7 @@ class Watchdog:
         events = self._wait(self._pause())
         if self._leaving:  # this rank still forwards messages, but handles none
             if has_received_sigterm():
-                self._end_after_death()
+                self._end_by_sigterm()
             self._check_finalize(time.monotonic())
             self._neighbour.check(time.monotonic())
             return
@@ -220,13 +221,15 @@ class Watchdog:
         known = () if network is None else network.exits
         return set(range(self.peers.size)) - {self.peers.rank, *known}
 
-    def _end_after_death(self) -> NoReturn:
-        """End this process by SIGTERM, which the launcher sends after the death of a rank; report which one died.
+    def _end_by_sigterm(self) -> NoReturn:
+        """End this process, which has left, by the SIGTERM that it has received.
 
-        The control network reports no deaths to ranks that have left.
+        If the launcher has sent that after the death of a rank on this host, report which one died: the control network
+        reports no deaths to ranks that have left.
         """
-        self.deaths.report_ended(self._find_missing())
-        end_by_signal(signal.SIGTERM)
+        with self._ending:  # in which the other thread waits for the end of the process
+            died = self.deaths.report_ended(self._find_missing())
+            end_by_signal(signal.SIGTERM, "" if died else f"{self.abort.rank_name} died of SIGTERM at its exit")
 
     def _check_finalize(self, now: float) -> None:
         """Abort the job if MPI_Finalize has been waiting for too long for ranks that have not left."""

@@ -215,6 +215,36 @@ class FakeProcess:
         return self._status
 
 
+def end_in_finalize(watched: WatchedRank, statuses: dict[int, int | None], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the text with which a rank ends at SIGTERM. `statuses` are those of the ranks of the host."""
+    ended: list[tuple[int, str]] = []
+
+    def end(number: int, of: str = "") -> None:
+        ended.append((number, of))
+        sys.exit()
+
+    rank = watched.watchdog.peers.rank
+    processes = {other: FakeProcess(status) for other, status in statuses.items() if other != rank}
+    monkeypatch.setattr(watched.watchdog.deaths, "_processes", processes)
+    monkeypatch.setattr(watchdog, "end_by_signal", end)
+    monkeypatch.setattr(watchdog, "has_received_sigterm", is_main_thread)
+    with pytest.raises(SystemExit):
+        watched.watchdog._turn()
+    [(number, of)] = ended
+    assert number == signal.SIGTERM
+    return of
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_during_finalize_is_reported(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it follows no death: it was sent to this rank, or to the launcher."""
+    watched = finalizing_watchdog(rank, monkeypatch)
+    of = end_in_finalize(watched, {0: None, 1: None, 2: 0, 3: None}, monkeypatch)
+    assert of == f"rank {rank} of 4 died of SIGTERM at its exit"
+    # It is also sent by the launcher, when it has ended another rank.
+    assert end_in_finalize(watched, {0: None, 1: None, 2: 0, 3: -signal.SIGTERM}, monkeypatch) == ""
+
+
 @pytest.mark.parametrize(("rank", "said"), [(0, True), (1, False)])
 def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
     rank: int, said: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -222,13 +252,7 @@ def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
     """The lowest rank reports that rank 2 was killed. Rank 3 is killed by the launcher, and others are alive."""
     watched = finalizing_watchdog(rank, monkeypatch)
     statuses = {0: None, 1: None, 2: -signal.SIGKILL, 3: -signal.SIGTERM}
-    processes = {other: FakeProcess(status) for other, status in statuses.items() if other != rank}
-    monkeypatch.setattr(watched.watchdog.deaths, "_processes", processes)
-    monkeypatch.setattr(watchdog, "end_by_signal", sys.exit)
-    monkeypatch.setattr(watchdog, "has_received_sigterm", is_main_thread)
-    with pytest.raises(SystemExit) as end:
-        watched.watchdog._turn()
-    assert end.value.code == signal.SIGTERM
+    assert end_in_finalize(watched, statuses, monkeypatch) == ""
     line = "rank 2 of 4 was killed by SIGKILL (kill -9, or the kernel's out-of-memory killer); the job is ended"
     assert (f"\nmpicoll: {line}\n" in capfd.readouterr().err) == said
 
