@@ -436,6 +436,29 @@ def test_arguments_are_still_checked(several: Ranks) -> None:
     several(body)
 
 
+def test_calls_with_other_counts_are_other_calls(several: Ranks) -> None:
+    """Arrays of the same shapes, of which the ranks get other parts."""
+
+    def body() -> None:
+        world = mpicoll.world()
+        rank, size = world.rank, world.size
+        ones = (1,) * (size - 1)
+        x = np.arange(size + 2)
+        for _ in range(4):
+            for rows in ((3, *ones), (*ones, 3)):
+                mine, begin = rows[rank], sum(rows[:rank])
+                part, block = x[begin : begin + mine], np.full(mine, rank)
+                np.testing.assert_array_equal(mpicoll.reduce_scatter(x, counts=rows), size * part)
+                np.testing.assert_array_equal(mpicoll.scatter(x if rank == 0 else block, counts=rows), part)
+                np.testing.assert_array_equal(mpicoll.allgather(block, counts=rows), np.repeat(range(size), rows))
+                whole = mpicoll.gather(block, counts=rows)
+                np.testing.assert_array_equal(whole, np.repeat(range(size), rows) if rank == 0 else None)
+                every = mpicoll.alltoall(x, counts=(rows, (mine,) * size))
+                np.testing.assert_array_equal(every, np.tile(part, size))
+
+    several(body)
+
+
 def test_words_are_no_bfloat16(several: Ranks) -> None:
     """numpy sees both as words of 16 bits."""
 
