@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from typing import Any, TypeAlias, TypeVar
 
 from mpicoll.config import config
 from mpicoll.engine.core.communicator_core import CommunicatorCore
@@ -37,11 +37,14 @@ from mpicoll.engine.time_limit import time_limit
 from mpicoll.errors import CommunicatorError, SetupError
 from mpicoll.transport import claim, launch_env
 from mpicoll.transport.base import Transport
-from mpicoll.transport.control.address_choice import AddressChoice, describe_host
+from mpicoll.transport.control.addresses import place
 from mpicoll.transport.control.interfaces import LOOPBACK, InterfaceAddress, find_addresses, select_addresses
 from mpicoll.transport.control.network import ControlNetwork
 
 T = TypeVar("T")
+
+Exchange: TypeAlias = Callable[[Any], list[Any]]
+"""Collective function that returns its arguments of all ranks, by rank, as JSON has them."""
 
 _DRAIN_TIMEOUT = 5.0
 """Seconds that an exiting process waits for its pending operations."""
@@ -97,16 +100,13 @@ def start_mpi(registry: Registry) -> tuple[CommunicatorCore, str]:
         ) from error
     watch = start_watchdog()
     transport = run_within_deadline(watch, "making the world", lambda: mpi.world(launch_env.launched_size(os.environ)))
+    connect = None
     if watch is not None:
         watch.is_closed_at_exit = is_first
         watch.deaths.find_undetected_failures = mpi.find_undetected_failures
         watch.deaths.mark_dead, watch.waits.started = mpi.mark_dead, mpi.active_transfers.list_started
-        run_within_deadline(
-            watch,
-            "connecting the ranks",
-            lambda: _connect(watch, transport, mpi.expect_exits, fault_tolerant=mpi.fault_tolerant()),
-        )
-    return make_communicator(transport, watch, registry, "world", mpi.library)
+        connect = partial(_connect, watch, transport, mpi.expect_exits, fault_tolerant=mpi.fault_tolerant())
+    return make_communicator(transport, watch, registry, "world", mpi.library, exchange=connect)
 
 
 def make_communicator(
@@ -116,23 +116,27 @@ def make_communicator(
     name: str,
     library: Callable[[], str],
     known: TunedTable | None = None,
+    exchange: Exchange | None = None,
 ) -> tuple[CommunicatorCore, str]:
     """Return a communicator whose ranks agree on the tuned table and on the options of checks (the union of those that
     they request, and no default checks if one rank disables them), and the folder of the trace that a rank requests, or
     "". Collective.
 
-    `library` returns the name of the MPI library, `known` is the table of the world if there is one.
+    `library` returns the name of the MPI library, `known` is the table of the world if there is one. `exchange` is that
+    of the settings, by default one of `transport`.
     """
     settings: list[dict[str, Any]] = []
 
-    def exchange(table: str) -> list[str]:
+    def exchange_settings(table: str) -> list[str]:
         # One exchange for all: with more ranks than cores, each one takes several slices of the scheduler's time.
         mine = {"table": table, "checks": config().check, "trace": config().trace}
-        settings.extend(json.loads(text) for text in transport.allgather_text(json.dumps(mine)))
+        settings.extend((exchange or _exchange_by(transport))(mine))
         return [one["table"] for one in settings]
 
     table = run_within_deadline(
-        watch, "agreeing on settings", lambda: tuned_table.share(transport.rank, exchange, library(), known)
+        watch,
+        "agreeing on settings" if exchange is None else "connecting the ranks",
+        lambda: tuned_table.share(transport.rank, exchange_settings, library(), known),
     )
     checks = Options.parse([word for one in settings for word in one["checks"]])
     core = CommunicatorCore(
@@ -162,32 +166,37 @@ def _connect(
     watch: Watchdog,
     transport: Transport,
     expect_exits: Callable[[Callable[[], bool]], None],
+    settings: dict[str, Any],
     *,
     fault_tolerant: bool,
-) -> None:
-    """Connect the watchdogs of all ranks. Collective. `expect_exits` is that of the transport.
+) -> list[dict[str, Any]]:
+    """Connect the watchdogs of all ranks, and return the `settings` of all ranks. Collective. `expect_exits` is that of
+    the transport.
 
     Raises SetupError on all ranks if MPICOLL_INTERFACE selects nothing on one of several hosts.
     """
-
-    def exchange(value: Any) -> list[Any]:
-        return [json.loads(text) for text in transport.allgather_text(json.dumps(value))]
-
-    mine: dict[str, Any] = {"job": os.urandom(4).hex(), "secret": os.urandom(16).hex(), "problem": ""}
+    exchange = _exchange_by(transport)
+    mine = {"job": os.urandom(4).hex(), "secret": os.urandom(16).hex(), "problem": "", "place": place()}
     selected: list[InterfaceAddress] = []
     if config().interface:
         try:
             selected = select_addresses(config().interface)
         except ValueError as error:
             mine["problem"] = str(error)
-    offers = exchange(mine | describe_host(selected or find_addresses()))
+    offers = exchange(settings | mine)
     job, secret = offers[0]["job"], offers[0]["secret"]
     problems = [f"rank {rank}: {offer['problem']}" for rank, offer in enumerate(offers) if offer["problem"]]
-    if problems and len({offer["place"] for offer in offers}) > 1:
-        raise SetupError("; ".join(problems))
-    listen_at = AddressChoice(transport.rank, offers, exchange).choose()
-    if selected and not listen_at:
-        listen_at = [LOOPBACK, *(one.address for one in selected)]
+    listen_at = [LOOPBACK]
+    if len({offer["place"] for offer in offers}) > 1:
+        if problems:
+            raise SetupError("; ".join(problems))
+        # Not at module level: most jobs run on one host.
+        from mpicoll.transport.control.address_choice import AddressChoice, describe_host
+
+        hosts = exchange(describe_host(selected or find_addresses()))
+        listen_at = AddressChoice(transport.rank, hosts, exchange).choose()
+        if selected and not listen_at:
+            listen_at = [LOOPBACK, *(one.address for one in selected)]
     line = ControlNetwork(transport.rank, transport.size, bytes.fromhex(secret), config().outage, listen_at=listen_at)
     address = line.address | {"sigterm_pipe": describe_sigterm_pipe()}
     addresses = exchange(address)
@@ -197,6 +206,12 @@ def _connect(
     if fault_tolerant:
         make_exits_deaths()
         expect_exits(lambda: len(line.exits) == line.size - 1)
+    return offers
+
+
+def _exchange_by(transport: Transport) -> Exchange:
+    """Return the function that returns its arguments of all ranks, by rank, as JSON has them."""
+    return lambda value: [json.loads(text) for text in transport.allgather_text(json.dumps(value))]
 
 
 def run_within_deadline(watch: Watchdog | None, what: str, function: Callable[[], T]) -> T:

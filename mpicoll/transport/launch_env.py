@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Mapping
 
@@ -48,4 +47,4 @@ def local_ranks(environ: Mapping[str, str], size: int) -> int:
 
 def _parse_number(text: str) -> int | None:
     """Return the number of ranks that a variable holds, or None if it holds none."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None

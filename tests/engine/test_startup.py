@@ -95,13 +95,18 @@ def test_first_operation_does_only_what_it_needs(job: Starter) -> None:
         2,
         """
 import sys
+from mpicoll.engine.diagnostics import watchdog
+watchdog._LOAD_ANALYSIS_AFTER = 1000
 from mpicoll.transport.mpi import MpiTransport
 original, texts = MpiTransport.allgather_text, []
 MpiTransport.allgather_text = lambda self, text: texts.append(text) or original(self, text)
 mpicoll.allreduce(np.ones(1))
-assert len(texts) == 3, texts  # two to connect the ranks, one for their settings
-executors = {"mpicoll.engine.executors." + one for one in ("hierarchical", "nccl", "schedule")}
-unneeded = executors | {"mpicoll.schedules", "secrets", "shutil", "subprocess", "sysconfig"}
+assert len(texts) == 2, texts  # to connect the ranks, the first one with their settings
+engine = "checks.call_check core.call_comparison core.call_mismatch executors.hierarchical executors.nccl"
+engine += " executors.schedule diagnostics.deadlock diagnostics.rank_state diagnostics.report_file diagnostics.stacks"
+late = "transport.control.address_choice schedules"
+unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.split()), *late.split()]}
+unneeded |= {"dataclasses", "logging", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
 assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
 """,
     )

@@ -270,11 +270,12 @@ def test_what_one_library_computes_wrongly_is_left_to_none(monkeypatch: pytest.M
     from mpi4py import MPI
 
     from mpicoll.transport import mpi
+    from mpicoll.transport.mpi.comm_facts import find_facts
 
     world = MPI.COMM_WORLD
     wrong = reductions.try_all(library(signed)) if world.rank == world.size - 1 else {}
-    monkeypatch.setattr(mpi.ops, "_defects_here", lambda: wrong)
-    transport = mpi.MpiTransport(world.Dup(), world.Dup(), tuple(range(world.size)))
+    monkeypatch.setattr(mpi.ops, "find_defects", lambda: wrong)
+    transport = mpi.MpiTransport(world.Dup(), world.Dup(), find_facts(world, [world.rank]))
     core = CommunicatorCore(
         transport, None, name="several", world=False, checks=Options(), registry=Registry(CallCheck)
     )
@@ -298,9 +299,10 @@ def test_words_are_compared_whatever_min_does(wrong: reductions.Defects) -> None
     from mpi4py import MPI
 
     from mpicoll.transport import mpi
+    from mpicoll.transport.mpi.comm_facts import find_facts
 
     world = MPI.COMM_WORLD
-    end = mpi.MpiTransport(world.Dup(), world.Dup(), (0,) * world.size, defects=wrong)
+    end = mpi.MpiTransport(world.Dup(), world.Dup(), find_facts(world, range(world.size))._replace(defects=wrong))
     rank, size = end.rank, end.size
     for word in (0, 2**62 - 1, 5):
         assert end.compare(word, lambda: "unused", lambda: None) is None

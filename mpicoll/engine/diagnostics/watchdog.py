@@ -41,7 +41,7 @@ from mpicoll.wording import ranks_and_verb
 _TIMEOUT_MARGIN = 2.0
 """Seconds that a call has to raise Timeout by itself, where it can."""
 
-_LOAD_ANALYSIS_AFTER = 1.0
+_LOAD_ANALYSIS_AFTER = 2.0
 """Seconds after its start at which the watchdog imports what analyses the states of the ranks."""
 
 MIN_REPORTED_TIMEOUT = 0.5

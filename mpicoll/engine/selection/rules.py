@@ -23,25 +23,39 @@ Rules: TypeAlias = tuple[tuple[str, tuple[Rule, ...]], ...]
 
 
 @lru_cache(maxsize=256)
-def parse_rules(text: str, *, built_in: bool = False) -> Rules:
-    """Return the rules that `text` holds. Raises AlgorithmError that quotes the wrong part.
+def parse_rules(text: str) -> Rules:
+    """Return the rules that `text` holds. Raises AlgorithmError that quotes the wrong part."""
+    return tuple(_parse_collective(part.strip()) for part in text.split(";") if part.strip())
 
-    The names in built-in rules are not looked up: the first call of a program rarely needs a schedule, and to load all
-    schedules takes tens of milliseconds.
+
+@lru_cache(maxsize=256)
+def parse_built_in_rules(text: str, collective: str) -> Rules:
+    """Return the rules for `collective` that the built-in `text` holds.
+
+    The names in them are not looked up: the first call of a program rarely needs a schedule, and to load all schedules
+    takes tens of milliseconds.
     """
-    return tuple(_parse_collective(part.strip(), built_in) for part in text.split(";") if part.strip())
+    parts = (part.strip().partition(":") for part in text.split(";"))
+    return tuple(
+        (name, tuple(_parse_rule(name, part.strip()) for part in rest.split(",")))
+        for name, _, rest in parts
+        if name == collective
+    )
 
 
-def _parse_collective(text: str, built_in: bool) -> tuple[str, tuple[Rule, ...]]:
+def _parse_collective(text: str) -> tuple[str, tuple[Rule, ...]]:
     collective, colon, rest = text.partition(":")
     if not colon or not rest:
         raise AlgorithmError(f"rule {text!r}: expected collective:algorithm or collective:from-to:algorithm,...")
-    if not built_in and collective not in collectives():
+    if collective not in collectives():
         raise AlgorithmError(f"rule {text!r}: no collective {collective!r}; there are {', '.join(collectives())}")
-    return collective, tuple(_parse_rule(collective, part.strip(), built_in) for part in rest.split(","))
+    rules = tuple(_parse_rule(collective, part.strip()) for part in rest.split(","))
+    for _, _, name in rules:
+        resolve_name(collective, name)
+    return collective, rules
 
 
-def _parse_rule(collective: str, text: str, built_in: bool) -> Rule:
+def _parse_rule(collective: str, text: str) -> Rule:
     extent, colon, name = text.rpartition(":")
     if not colon:
         low, high = 0.0, float("inf")
@@ -52,8 +66,6 @@ def _parse_rule(collective: str, text: str, built_in: bool) -> Rule:
         low, high = parse_bytes(match[1]), parse_bytes(match[2])
         if low >= high:
             raise AlgorithmError(f"rule {text!r} of {collective}: the range {extent} is empty")
-    if not built_in:
-        resolve_name(collective, name)
     return low, high, canonical_name(name)
 
 

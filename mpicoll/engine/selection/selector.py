@@ -30,7 +30,7 @@ from mpicoll.engine.selection.catalogue import (
 )
 from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
-from mpicoll.engine.selection.rules import Rules, format_range, parse_rules
+from mpicoll.engine.selection.rules import Rules, format_range, parse_built_in_rules, parse_rules
 from mpicoll.errors import AlgorithmError, SetupError
 from mpicoll.extension import check_rules
 
@@ -168,10 +168,10 @@ def _iter_candidates(query: SelectionQuery, context: Rules) -> Iterator[tuple[st
             yield name, "memory of mpicoll.empty exists, where it needs no copies"
     yield from _iter_tuned(query)
     text = DEFAULT_RULES if query.device is None else DEVICE_RULES
-    for name, extent in _match_rules(parse_rules(text, built_in=True), query):
+    for name, extent in _match_rules(parse_built_in_rules(text, query.collective), query):
         yield name, f"table{extent}"
     yield from _predict_schedules(query)
-    for name, _ in _match_rules(parse_rules(FALLBACK_RULES, built_in=True), query):
+    for name, _ in _match_rules(parse_built_in_rules(FALLBACK_RULES, query.collective), query):
         yield name, "fallback table"
     for name in schedules_of(query.collective):
         yield name, "first schedule that can serve the request"

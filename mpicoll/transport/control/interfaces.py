@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import ipaddress
 import re
 import socket
 import struct
@@ -36,6 +35,8 @@ class InterfaceAddress(NamedTuple):
     @property
     def network(self) -> str:
         """The subnet, such as "10.1.0.0/16"."""
+        import ipaddress  # late: jobs on one host do not need it
+
         return str(ipaddress.ip_interface(f"{self.address}/{self.prefix}").network)
 
 
@@ -102,6 +103,8 @@ def select_addresses(selection: Sequence[str]) -> list[InterfaceAddress]:
 def _is_selected(one: InterfaceAddress, word: str) -> bool:
     if one.interface == word:
         return True
+    import ipaddress  # late, see above
+
     try:
         return ipaddress.ip_address(one.address) in ipaddress.ip_network(word, strict=False)
     except ValueError:  # a name

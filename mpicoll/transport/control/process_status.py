@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import platform
-import re
 import resource
 import signal
 import struct
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from mpicoll.transport.waiting import wait_for
@@ -21,7 +20,13 @@ _GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 _EXIT = 8
 """PIDFD_INFO_EXIT: asks for the exit status, and says in the answer that it is there."""
 
-_keeps_status = tuple(map(int, re.findall(r"\d+", platform.release())[:2])) >= (6, 15)
+
+def _parse_release(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of the release of a kernel, such as (6, 15)."""
+    return tuple(int("".join(takewhile(str.isdigit, part)) or 0) for part in text.split(".")[:2])
+
+
+_keeps_status = _parse_release(os.uname().release) >= (6, 15)
 """True if a pidfd keeps the exit status after the parent has waited for the process. Older kernels have the status in
 /proc/PID/stat between the two, if that was opened before the process ended."""
 

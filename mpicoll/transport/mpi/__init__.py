@@ -4,9 +4,9 @@ Modules, lowest first: :mod:`~mpicoll.transport.mpi.ops` (predefined reductions)
 :mod:`~mpicoll.transport.mpi.native` (MPI's own collectives), :mod:`~mpicoll.transport.mpi.translation` (envelopes and
 exceptions), :mod:`~mpicoll.transport.mpi.fault_tolerance` (failed ranks, ULFM), :mod:`~mpicoll.transport.mpi.pending`
 (non-blocking transfers), :mod:`~mpicoll.transport.mpi.messages` (point-to-point and rounds),
-:mod:`~mpicoll.transport.mpi.shared_access` (memory of a node), :mod:`~mpicoll.transport.mpi.transport` (the transport),
-:mod:`~mpicoll.transport.mpi.user_comms` (the program's communicators), :mod:`~mpicoll.transport.mpi.session` (start and
-end of this process in the job).
+:mod:`~mpicoll.transport.mpi.comm_facts` (what the ranks of a communicator find out together),
+:mod:`~mpicoll.transport.mpi.transport` (the transport), :mod:`~mpicoll.transport.mpi.user_comms` (the program's
+communicators), :mod:`~mpicoll.transport.mpi.session` (start and end of this process in the job).
 """
 
 import sys

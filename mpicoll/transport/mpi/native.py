@@ -10,7 +10,6 @@ from weakref import finalize
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.transport import reductions
 from mpicoll.transport.base import Memory, Native
 from mpicoll.transport.mpi.ops import OPS
 
@@ -33,8 +32,11 @@ class MpiNative:
         self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, OPS[op])
 
     def reduce(self, source: Memory, target: Memory | None, op: str, root: int) -> None:
-        if source is target and root and not reductions.reduces_in_place():
-            source = source.copy()
+        if source is target and root:
+            from mpicoll.transport import reductions  # late: few calls need it
+
+            if not reductions.reduces_in_place():
+                source = source.copy()
         self._comm.Reduce(MPI.IN_PLACE if source is target else source, target, OPS[op], root)
 
     def scan(self, source: Memory, target: Memory, op: str) -> None:

@@ -7,7 +7,6 @@ from functools import lru_cache
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicationError
-from mpicoll.transport import reductions
 from mpicoll.transport.base import Memory
 
 OPS = {
@@ -41,21 +40,16 @@ def reduce_in_place(data: Memory, op: str, root: int) -> None:
     MPI.COMM_WORLD.Reduce(MPI.IN_PLACE if at_root else data, data if at_root else None, OPS[op], root)
 
 
-def agree_on_defects(comm: MPI.Intracomm, nodes: tuple[int, ...]) -> reductions.Defects:
-    """Collective: the reductions that the library computes wrongly on any node. All ranks of a node load the same
-    library, so one of them answers for the node."""
-    found = _defects_here() if nodes.index(nodes[comm.rank]) == comm.rank else {}
-    return {name: reason for one in reversed(comm.allgather(found)) for name, reason in one.items()}
-
-
 @lru_cache(maxsize=1)
-def _defects_here() -> reductions.Defects:
+def find_defects() -> dict[str, str]:
     """Return the reductions that the library computes wrongly in this process."""
     # The program may have set error handlers that end the job; an operation that does not exist must only raise here.
     handlers = [(comm, comm.Get_errhandler()) for comm in (MPI.COMM_WORLD, MPI.COMM_SELF)]
     try:
         for comm, _ in handlers:
             comm.Set_errhandler(MPI.ERRORS_RETURN)
+        from mpicoll.transport import reductions  # late: only one rank of a node needs it
+
         return reductions.find_defects(reduce_local)
     finally:
         for comm, handler in handlers:

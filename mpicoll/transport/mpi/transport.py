@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,13 +12,12 @@ from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, Timeout
-from mpicoll.transport import launch_env, reductions, shm
+from mpicoll.transport import launch_env, shm
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
+from mpicoll.transport.mpi.comm_facts import CommFacts, draw_key
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
 from mpicoll.transport.mpi.messages import MessagePassing
 from mpicoll.transport.mpi.native import MpiNative, buffer_spec
-from mpicoll.transport.mpi.ops import agree_on_defects
-from mpicoll.transport.mpi.shared_access import SharedAccess, probe_access
 from mpicoll.transport.mpi.translation import translates_errors
 from mpicoll.transport.waiting import poll, wait_for
 from mpicoll.wording import rank_list
@@ -31,40 +29,31 @@ of schedules. No rank receives from any source or with any tag there."""
 _GATHER_TAGS = 1 << 15
 """Above the tags of collectives."""
 
-_drawn_keys = itertools.count()
-
 
 class MpiTransport(MessagePassing):
     """One process's end of an MPI communicator, on two duplicates of it: `collective` for collectives and `p2p` for the
     caller's messages.
 
-    `access` and `defects` (the reductions that MPI computes wrongly) are those of the communicator from which it was
-    derived; if None they are found out, which is collective. `key` as in
-    :class:`~mpicoll.transport.base.Transport`; drawn if "".
+    `facts` are those of :func:`~mpicoll.transport.mpi.comm_facts.find_facts`.
     """
 
     def __init__(
         self,
         collective: MPI.Intracomm,
         p2p: MPI.Intracomm,
-        nodes: tuple[int, ...],
-        access: SharedAccess | None = None,
-        key: str = "",
-        defects: reductions.Defects | None = None,
+        facts: CommFacts,
     ) -> None:
-        members = world_ranks(collective)
-        self.key = key or _draw_key(collective)
-        self._access = probe_access(collective, nodes) if access is None else access
-        self._defects = agree_on_defects(collective, nodes) if defects is None else defects
-        super().__init__(collective, p2p, members)
+        self._facts = facts
+        self.key = facts.key
+        super().__init__(collective, p2p, world_ranks(collective))
         self.timeout = config().timeout
-        self.nodes = nodes
+        self.nodes = facts.nodes
         self.native = MpiNative(collective)
         self.mpi = p2p
         # Only COMM_WORLD is guaranteed to have the attribute.
         self.max_tag = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self.background = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.no_shm_reason, self.no_cma_reason, _ = self._access
+        self.no_shm_reason, self.no_cma_reason = facts.no_shm_reason, facts.no_cma_reason
         self._compare_buffers: list[Any] = []
         self._compare_comm: MPI.Intracomm | None = None
 
@@ -73,18 +62,21 @@ class MpiTransport(MessagePassing):
         return cast("list[str]", self._collective.allgather(text))
 
     def find_native_defect(self, op: str, dtype: np.dtype[Any]) -> str | None:
-        return reductions.find_defect(self._defects, op, dtype)
+        # Not at module level: a rank that calls no reduction of MPI, and does not look for defects, does not need it.
+        from mpicoll.transport import reductions
+
+        return reductions.find_defect(self._facts.defects, op, dtype)
 
     # --- memory of a node
 
     def share(self, nbytes: int) -> list[Memory]:
-        memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._access.named)
+        memories, failure = shm.share(nbytes, self._collective.allgather, self.rank, named=self._facts.named)
         if memories is None:
             raise CommunicationError(f"{failure}; set MPICOLL_SHARED_MEMORY=off to do without")
         return memories
 
     def adopt(self, memory: Memory, fd: int) -> list[Memory]:
-        if self._access.named:
+        if self._facts.named:
             raise CommunicationError("memory without a name can't be passed on (MPICOLL_SHARED_MEMORY=named)")
         memories, failure = shm.adopt(memory, fd, self._collective.allgather, self.rank)
         if memories is None:
@@ -92,7 +84,7 @@ class MpiTransport(MessagePassing):
         return memories
 
     def list_processes(self) -> list[int]:
-        return self._collective.allgather(os.getpid())
+        return list(self._facts.processes)
 
     @property
     def has_own_cores(self) -> bool:
@@ -247,12 +239,13 @@ class MpiTransport(MessagePassing):
         return child
 
     def _derive(self, collective: MPI.Intracomm, p2p: MPI.Intracomm, key: str = "") -> MpiTransport:
-        part, whole = collective.Get_group(), self._collective.Get_group()
-        ranks = MPI.Group.Translate_ranks(part, range(part.size), whole)
-        part.Free()
-        whole.Free()
-        nodes = renumber([self.nodes[rank] for rank in ranks])
-        return MpiTransport(collective, p2p, nodes, self._access, key, self._defects)
+        ranks = translate_ranks(collective, range(collective.size), self._collective)
+        facts = self._facts._replace(
+            key=key or collective.bcast(draw_key(collective)),
+            nodes=renumber([self.nodes[rank] for rank in ranks]),
+            processes=tuple(self._facts.processes[rank] for rank in ranks),
+        )
+        return MpiTransport(collective, p2p, facts)
 
     @translates_errors
     def free(self) -> None:
@@ -261,19 +254,16 @@ class MpiTransport(MessagePassing):
                 comm.Free()
 
 
-def _draw_key(comm: MPI.Intracomm) -> str:
-    """Collective: return a name that no other communicator has, drawn by rank 0: its rank in the job, and a number that
-    it has drawn for no other one."""
-    drawn = np.array([MPI.COMM_WORLD.rank, next(_drawn_keys)])
-    comm.Bcast(drawn)
-    return f"{drawn[0]}.{drawn[1]}"
-
-
 def world_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
     """Return the ranks of `comm` as ranks of COMM_WORLD."""
-    part, whole = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    return translate_ranks(comm, range(comm.size), MPI.COMM_WORLD)
+
+
+def translate_ranks(comm: MPI.Comm, ranks: Sequence[int], other: MPI.Comm) -> tuple[int, ...]:
+    """Return ranks of `comm` as ranks of `other`."""
+    part, whole = comm.Get_group(), other.Get_group()
     try:
-        return tuple(MPI.Group.Translate_ranks(part, range(part.size), whole))
+        return tuple(MPI.Group.Translate_ranks(part, ranks, whole))
     finally:
         part.Free()
         whole.Free()

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from mpicoll.errors import CommunicatorError
-from mpicoll.transport.base import renumber
-from mpicoll.transport.mpi.transport import MpiTransport
+from mpicoll.transport.mpi.comm_facts import find_facts
+from mpicoll.transport.mpi.transport import MpiTransport, translate_ranks
 
 R = TypeVar("R")
 
@@ -27,9 +27,9 @@ def duplicate(comm: Any) -> MpiTransport:
     for own in (collective, p2p):
         own.Set_errhandler(MPI.ERRORS_RETURN)
     node = collective.Split_type(MPI.COMM_TYPE_SHARED)
-    leaders = collective.allgather(node.bcast(collective.rank, 0))
+    ranks = translate_ranks(node, range(node.size), collective)
     node.Free()
-    return MpiTransport(collective, p2p, renumber(leaders))
+    return MpiTransport(collective, p2p, find_facts(collective, ranks))
 
 
 def cached_communicator(comm: Any, make: Callable[[], R]) -> R:

@@ -27,7 +27,7 @@ from mpicoll.engine.selection.query import (
     TunedTable,
     selection_context,
 )
-from mpicoll.engine.selection.rules import Rules, format_range, format_rules, parse_rules
+from mpicoll.engine.selection.rules import Rules, format_range, format_rules, parse_built_in_rules, parse_rules
 from mpicoll.engine.selection.selector import choose, unsupported_reasons
 
 INF = float("inf")
@@ -86,7 +86,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
 
 @pytest.mark.parametrize("text", [DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES], ids=["host", "device", "fallback"])
 def test_built_in_rules_name_algorithms_that_exist(text: str) -> None:
-    assert parse_rules(text, built_in=True) == parse_rules(text)
+    rules = parse_rules(text)
+    assert tuple(one for collective, _ in rules for one in parse_built_in_rules(text, collective)) == rules
 
 
 @pytest.mark.parametrize(
