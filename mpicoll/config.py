@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 from mpicoll.errors import SetupError
 
-Transport = Literal["auto", "mpi", "local"]
+TransportName = Literal["auto", "mpi", "local"]
 SharedMemory = Literal["auto", "named", "off"]
 
 CUDA_AWARE = ("send", "move", "reduce")
@@ -79,7 +79,7 @@ class Config(NamedTuple):
     stuck_after: float = 5.0
     timeout: float = 1800.0
     trace: str = ""
-    transport: Transport = "auto"
+    transport: TransportName = "auto"
     tuned: str = ""
 
     @classmethod
@@ -102,7 +102,7 @@ class Config(NamedTuple):
             stuck_after=_seconds(environ, "MPICOLL_STUCK_AFTER", 5.0),
             timeout=_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
             trace=environ.get("MPICOLL_TRACE", ""),
-            transport=cast(Transport, transport),
+            transport=cast(TransportName, transport),
             tuned=environ.get("MPICOLL_TUNED", ""),
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpicoll.cli import formatting
 
 if TYPE_CHECKING:
-    from mpicoll.cli.trace_summary import Kind, Summary
+    from mpicoll.cli.trace_summary import KindSummary, Summary
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
 
@@ -130,7 +130,7 @@ def _print_tables(summary: Summary, rows: int) -> None:
         console.print(text)
 
 
-def _format_cells(kind: Kind) -> list[str]:
+def _format_cells(kind: KindSummary) -> list[str]:
     slowest = ""
     if kind.slowest is not None and kind.late is not None:
         slowest = f"{kind.slowest} (+{formatting.seconds(kind.late)}, {kind.slowest_calls} of {kind.calls})"

@@ -26,7 +26,7 @@ _COLLECTIVES = {
 
 
 @dataclass(slots=True)
-class Kind:
+class KindSummary:
     """Operations of one kind: of one name, size, dtype and algorithm, with the same number of ranks.
 
     Times are in seconds: `total` per rank of the job, `share` of all such totals; `mean`, `median` and `max` per rank
@@ -75,7 +75,7 @@ class Summary:
 
     job: str
     seconds: float
-    kinds: list[Kind]
+    kinds: list[KindSummary]
     ranks: list[Rank]
     missing: list[int]
     words: list[str] = field(default_factory=list)
@@ -111,14 +111,14 @@ def _make_key(call: dict[str, Any], size: int) -> tuple[Any, ...]:
     return call["name"], one.get("nbytes"), one.get("dtype", ""), call.get("algorithm", ""), size
 
 
-def _summarise_kind(table: TraceTable, key: tuple[Any, ...], rows: Ints, took: Floats) -> Kind:
+def _summarise_kind(table: TraceTable, key: tuple[Any, ...], rows: Ints, took: Floats) -> KindSummary:
     name, nbytes, dtype, algorithm, size, collective = key
     started = np.isnan(table.end[rows])
     times = took[rows[~started]] if not started.all() else np.zeros(1)
     # A nonblocking message has one row for its start and one for its wait.
     calls = max(int(started.sum()), int((~started).sum()))
     failed, total = int((table.error[rows] >= 0).sum()), float(times.sum())
-    kind = Kind(
+    kind = KindSummary(
         *(name, nbytes, dtype, algorithm, size, calls, failed, total, 0.0),
         *(float(times.mean()), float(np.median(times)), float(times.max())),
     )
@@ -130,7 +130,7 @@ def _summarise_kind(table: TraceTable, key: tuple[Any, ...], rows: Ints, took: F
     return kind
 
 
-def _add_waits(table: TraceTable, kind: Kind, rows: Ints, whole: Ints, name: str) -> None:
+def _add_waits(table: TraceTable, kind: KindSummary, rows: Ints, whole: Ints, name: str) -> None:
     """Add to `kind` the values that need the rows of all ranks of each collective."""
     from mpicoll.cli.bench.cases import bus_factor
     from mpicoll.engine.tracing.wait_analysis import number_collectives
@@ -229,7 +229,7 @@ def _describe_waiting(summary: Summary, spent: float, waiting: float) -> str:
     return f"No rank makes the others wait for long: they wait {waiting / spent:.1%} of their time in communication."
 
 
-def _describe_kind(kind: Kind) -> str:
+def _describe_kind(kind: KindSummary) -> str:
     size = "" if kind.nbytes is None else f" of {formatting.nbytes(kind.nbytes)}"
     by = f" by {kind.algorithm}" if kind.algorithm else ""
     return f"{kind.operation}{size}{by} on {kind.ranks} ranks"

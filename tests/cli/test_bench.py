@@ -20,7 +20,7 @@ import mpicoll
 from mpicoll import schedules
 from mpicoll.cli import main
 from mpicoll.cli.bench import job, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Case, Kind, Workload, bus_factor, wide
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, ArrayKind, Case, Workload, bus_factor, wide
 from mpicoll.cli.bench.measure import Point, Result, Wrong, prepare_verified
 from mpicoll.cli.bench.overlap import Overlap
 from mpicoll.engine.selection.catalogue import algorithms_of
@@ -88,7 +88,7 @@ def test_sizes_are_rounded_to_elements_and_equal_blocks() -> None:
     assert Workload("barrier", 8, "float32", "sum", 3).nbytes == 0
 
 
-def results(workload: Workload, kind: Kind, form: str = "", out: bool = True) -> list[tuple[Case, Any]]:
+def results(workload: Workload, kind: ArrayKind, form: str = "", out: bool = True) -> list[tuple[Case, Any]]:
     """Each rank's case and result, with the library's own algorithms on ranks that are threads."""
 
     def rank() -> tuple[Case, Any]:
@@ -143,7 +143,7 @@ def test_no_number_is_wrong() -> None:
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(kind: Kind, dtype: str) -> None:
+def test_every_dtype(kind: ArrayKind, dtype: str) -> None:
     for op in OPS:
         if (op == "avg" and "int" in dtype) or (op in ("min", "max") and "complex" in dtype):
             continue

@@ -27,7 +27,7 @@ Wide: TypeAlias = npt.NDArray[Any]
 Part: TypeAlias = tuple[int, int, int, Wide, Wide]
 """A stretch of an array: start, number of elements, offset in the pattern, pattern, and absolute tolerance."""
 
-Kind: TypeAlias = Literal["numpy", "torch", "registered numpy", "registered torch", "cuda torch", "cuda cupy"]
+ArrayKind: TypeAlias = Literal["numpy", "torch", "registered numpy", "registered torch", "cuda torch", "cuda cupy"]
 
 COLLECTIVES = (
     "allreduce",
@@ -222,7 +222,7 @@ def wide(array: Any) -> Wide:
     if isinstance(array, np.ndarray):
         return array.astype(_wide_dtype(array.dtype.name))
     name = str(array.dtype).removeprefix("torch.")
-    library: device_arrays.Library = "cupy" if hasattr(array.dtype, "kind") else "torch"
+    library: device_arrays.LibraryName = "cupy" if hasattr(array.dtype, "kind") else "torch"
     copied: Wide = device_arrays.arrays(library).on_host(array, _wide_dtype(name))
     return copied
 
@@ -235,7 +235,7 @@ class Case:
     """The arrays of one rank for a workload. `out` is None where the rank receives nothing. Registered arrays are
     created collectively; CUDA arrays lie on the device of this process."""
 
-    def __init__(self, workload: Workload, rank: int, kind: Kind) -> None:
+    def __init__(self, workload: Workload, rank: int, kind: ArrayKind) -> None:
         self.workload = workload
         self.rank = rank
         self.kind = kind
@@ -253,10 +253,10 @@ class Case:
             self._fill(self.x, tile(self.workload.pattern(self.rank), 0, self.workload.operand_size(self.rank)))
 
     @property
-    def on_device(self) -> device_arrays.Library | None:
+    def on_device(self) -> device_arrays.LibraryName | None:
         """The library of the arrays on a device; None for arrays on the host."""
         where, _, library = self.kind.partition(" ")
-        return cast("device_arrays.Library", library) if where == "cuda" else None
+        return cast("device_arrays.LibraryName", library) if where == "cuda" else None
 
     def _array(self, count: int) -> Any:
         if self.on_device is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from mpicoll.cli.bench.team import Team
 from mpicoll.errors import ArgumentError, SetupError
 
-Library: TypeAlias = Literal["torch", "cupy"]
+LibraryName: TypeAlias = Literal["torch", "cupy"]
 
 
 class Arrays(Protocol):
@@ -72,12 +72,14 @@ class _Cupy:
         self._cupy.cuda.get_current_stream().synchronize()
 
 
-def arrays(library: Library) -> Arrays:
+def arrays(library: LibraryName) -> Arrays:
     """Return the operations of `library`."""
     return _Torch() if library == "torch" else _Cupy()
 
 
-def select_library(command: str, where: str | None, library: Library | None, dtypes: Sequence[str]) -> Library | None:
+def select_library(
+    command: str, where: str | None, library: LibraryName | None, dtypes: Sequence[str]
+) -> LibraryName | None:
     """Return the library of the arrays to be measured, from ``--device`` (`where`) and ``--array`` (`library`); None
     for arrays on the host. Raise ArgumentError if the options contradict each other."""
     if where != "cuda":
@@ -90,7 +92,7 @@ def select_library(command: str, where: str | None, library: Library | None, dty
     return library
 
 
-def give(team: Team, library: Library | None) -> None:
+def give(team: Team, library: LibraryName | None) -> None:
     """Select the device of each rank, if a `library` of device arrays is given. Raise SetupError on all ranks if one
     of them has no device."""
     if library is None:
@@ -106,7 +108,7 @@ def give(team: Team, library: Library | None) -> None:
             raise SetupError(f"{one} (rank {rank} of {team.size})")
 
 
-def _require(library: Library) -> None:
+def _require(library: LibraryName) -> None:
     # mpicoll accesses devices through cupy, for tensors as well.
     count = _count()
     if library == "torch" and not _torch_has_cuda():
@@ -153,7 +155,7 @@ def facts() -> dict[str, Any]:
     }
 
 
-def add_synchronization(call: Callable[[], Any], library: Library) -> Callable[[], Any]:
+def add_synchronization(call: Callable[[], Any], library: LibraryName) -> Callable[[], Any]:
     """Wrap `call` so that it then waits for the work it has submitted to the current stream."""
     synchronize = arrays(library).synchronize
 
@@ -165,7 +167,7 @@ def add_synchronization(call: Callable[[], Any], library: Library) -> Callable[[
     return run
 
 
-def copying(library: Library, nbytes: int) -> tuple[Callable[[], None], Any]:
+def copying(library: LibraryName, nbytes: int) -> tuple[Callable[[], None], Any]:
     """Return a function that copies `nbytes` on the device, and the target of the copy."""
     made = arrays(library)
     source, target = made.zeros(nbytes, "uint8"), made.zeros(nbytes, "uint8")

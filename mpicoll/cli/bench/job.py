@@ -13,7 +13,7 @@ from typing import Any, cast
 import mpicoll
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays, peers, report
-from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, Kind, Workload
+from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES, OPS, REDUCTIONS, ArrayKind, Workload
 from mpicoll.cli.bench.measure import Point, Wrong, measure
 from mpicoll.cli.bench.overlap import Overlap, overlap
 from mpicoll.cli.bench.peers import Contestant
@@ -44,7 +44,7 @@ class Settings:
     algorithms: tuple[str, ...]
     dtype: str
     op: str
-    like: Kind
+    like: ArrayKind
     plan: bool
     registered: bool
     compute: str
@@ -55,7 +55,7 @@ class Settings:
     json: Path | None
     plot: Path | None
     draw: str
-    array: device_arrays.Library | None = None
+    array: device_arrays.LibraryName | None = None
     command: str = ""
     progress: bool = False
     width: int = 0
@@ -117,7 +117,7 @@ def parse_settings(given: dict[str, Any]) -> Settings:
     )
 
 
-def _parse_peers(text: str | None, array: device_arrays.Library | None) -> tuple[str, ...]:
+def _parse_peers(text: str | None, array: device_arrays.LibraryName | None) -> tuple[str, ...]:
     names = text or {None: "mpi4py", "torch": "gloo,nccl,copy", "cupy": "copy"}[array]
     against = () if names == "none" else tuple(names.split(","))
     _check_known("peer", against, PEERS)
@@ -150,7 +150,9 @@ def _writable(option: str, path: Path | None) -> None:
         raise ArgumentError(f"{option} {path}: there is no directory {path.absolute().parent}")
 
 
-def _algorithms(text: str | None, collectives: Sequence[str], array: device_arrays.Library | None) -> tuple[str, ...]:
+def _algorithms(
+    text: str | None, collectives: Sequence[str], array: device_arrays.LibraryName | None
+) -> tuple[str, ...]:
     if text != "all":
         return tuple(canonical_name(name) for name in text.split(",")) if text else ()
     names = dict.fromkeys(name for one in collectives for name in algorithms_of(one))
@@ -176,10 +178,10 @@ def main(rank: int, asked: Settings) -> int:
     return status
 
 
-def _kind(asked: Settings) -> Kind:
+def _kind(asked: Settings) -> ArrayKind:
     if asked.array is not None:
-        return cast("Kind", f"cuda {asked.array}")
-    return cast("Kind", f"registered {asked.like}") if asked.registered else asked.like
+        return cast("ArrayKind", f"cuda {asked.array}")
+    return cast("ArrayKind", f"registered {asked.like}") if asked.registered else asked.like
 
 
 def _sweep(team: Team, asked: Settings) -> None:
@@ -196,7 +198,7 @@ def _sweep(team: Team, asked: Settings) -> None:
         report.plot(asked.plot, points, against=asked.draw, title=title)
 
 
-def _peer(name: str, comm: Communicator, like: Kind) -> Contestant:
+def _peer(name: str, comm: Communicator, like: ArrayKind) -> Contestant:
     if name == "mpi4py":
         return peers.mpi4py(comm, kind=like)
     if name == "copy":

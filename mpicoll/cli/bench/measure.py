@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import mpicoll
-from mpicoll.cli.bench.cases import Case, Kind, Workload
-from mpicoll.cli.bench.peers import Call, Contestant, Ready, Unavailable
+from mpicoll.cli.bench.cases import ArrayKind, Case, Workload
+from mpicoll.cli.bench.peers import Contestant, Ready, TimedCall, Unavailable
 from mpicoll.cli.bench.team import Team
 from mpicoll.errors import AlgorithmError, MpicollError
 
@@ -66,7 +66,7 @@ class Point:
     results: dict[str, Result]
 
 
-def time_calls(call: Call, calls: int, barrier: Call, finish: Call | None = None) -> float:
+def time_calls(call: TimedCall, calls: int, barrier: TimedCall, finish: TimedCall | None = None) -> float:
     """Return seconds per call on this rank in a block of `calls`."""
     barrier()
     begin = time.perf_counter()
@@ -91,7 +91,7 @@ def measure(
     Raises Wrong on all ranks if a candidate of mpicoll returns a wrong result. A wrong result of a peer, or a missing
     operation, is recorded in its Result.
     """
-    cases: dict[Kind, Case] = {}
+    cases: dict[ArrayKind, Case] = {}
     for kind in dict.fromkeys(one.kind for one in contestants):
         cases[kind] = Case(workload, team.rank, kind)
     results: dict[str, Result] = {}

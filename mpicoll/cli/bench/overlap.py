@@ -15,7 +15,7 @@ import numpy as np
 
 from mpicoll.cli.bench.cases import Case, Workload
 from mpicoll.cli.bench.measure import prepare_verified, time_calls
-from mpicoll.cli.bench.peers import Call, Contestant
+from mpicoll.cli.bench.peers import Contestant, TimedCall
 from mpicoll.cli.bench.team import Team
 
 _ROUNDS = (11, 101)
@@ -50,7 +50,7 @@ def overlap(team: Team, workload: Workload, contestant: Contestant, computation:
     def pure() -> None:
         begin().wait()
 
-    def block(call: Call, calls: int) -> float:
+    def block(call: TimedCall, calls: int) -> float:
         return time_calls(call, calls, contestant.barrier or team.barrier)
 
     def length(calls: int) -> float:
@@ -73,7 +73,7 @@ def overlap(team: Team, workload: Workload, contestant: Contestant, computation:
     return Overlap(workload, medians[0], medians[1], medians[2], rounds)
 
 
-def _calibrate_computation(team: Team, computation: str, seconds: float) -> Call:
+def _calibrate_computation(team: Team, computation: str, seconds: float) -> TimedCall:
     """Return a computation that takes about `seconds` on the slowest rank while all ranks compute."""
     if computation == "sleep":
         return lambda: time.sleep(seconds)

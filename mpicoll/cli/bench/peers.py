@@ -15,11 +15,11 @@ import numpy as np
 
 import mpicoll
 from mpicoll.cli.bench import device_arrays
-from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, Case, Kind, wide
+from mpicoll.cli.bench.cases import COLLECTIVES, REDUCTIONS, ArrayKind, Case, wide
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import SetupError
 
-Call: TypeAlias = Callable[[], Any]
+TimedCall: TypeAlias = Callable[[], Any]
 
 
 class Unavailable(Exception):
@@ -29,7 +29,7 @@ class Unavailable(Exception):
 class Ready(NamedTuple):
     """The call that runs a case, and its result; `result` is None if the call returns the result or there is none."""
 
-    call: Call
+    call: TimedCall
     result: Any = None
 
 
@@ -47,12 +47,12 @@ class Contestant:
 
     name: str
     prepare: Callable[[Case], Ready]
-    kind: Kind = "numpy"
+    kind: ArrayKind = "numpy"
     ours: bool = False
     phase: str = "mpi"
     check: Callable[[Case, Any], str | None] = _by_oracle
-    barrier: Call | None = None
-    finish: Call | None = None
+    barrier: TimedCall | None = None
+    finish: TimedCall | None = None
 
 
 _COUNTED = ("gather", "scatter", "allgather", "reduce_scatter", "alltoall")
@@ -62,7 +62,7 @@ _FROM_ROOT = ("bcast", "scatter")
 def candidate(
     name: str,
     *,
-    kind: Kind,
+    kind: ArrayKind,
     form: str = "",
     out: bool = True,
     algorithm: str | None = None,
@@ -105,7 +105,7 @@ def candidate(
     return Contestant(name, prepare, kind, ours=True)
 
 
-def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestant:
+def mpi4py(comm: Communicator, *, kind: ArrayKind, name: str = "mpi4py") -> Contestant:
     """Return raw mpi4py on a duplicated communicator. Collective."""
     own = comm.mpi.Dup()
     from mpi4py import MPI
@@ -136,7 +136,7 @@ def mpi4py(comm: Communicator, *, kind: Kind, name: str = "mpi4py") -> Contestan
     return Contestant(name, prepare, kind, check=check)
 
 
-def copy(kind: Kind = "numpy") -> Contestant:
+def copy(kind: ArrayKind = "numpy") -> Contestant:
     """Return one copy of the buffer on every rank at once, the yardstick of large collectives: where ranks share a
     device, an allreduce has to read and write at least as much of its memory."""
 
@@ -160,7 +160,7 @@ def of_torch(
     backend: str,
     comm: Communicator,
     *,
-    kind: Kind,
+    kind: ArrayKind,
     asynchronous: bool = False,
     dropin: bool = False,
     name: str = "",
@@ -223,7 +223,7 @@ def add_wait(contestant: Contestant) -> Contestant:
     return replace(contestant, prepare=prepare)
 
 
-def make_absent(name: str, kind: Kind, why: str) -> Contestant:
+def make_absent(name: str, kind: ArrayKind, why: str) -> Contestant:
     """Return a contestant that is not available, with the reason `why`."""
 
     def prepare(case: Case) -> Ready:

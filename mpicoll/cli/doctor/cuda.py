@@ -9,7 +9,7 @@ from typing import Any
 
 from mpicoll.cli import formatting
 from mpicoll.cli.doctor import versions
-from mpicoll.cli.doctor.findings import TIME_LIMIT, Finding, State
+from mpicoll.cli.doctor.findings import TIME_LIMIT, Finding, FindingState
 
 _CUPY = "for CUDA arrays and tensors: pip install 'mpicoll[cuda12]', or cuda13, as the driver allows"
 _STAGED = "data passes through page-locked memory of the host"
@@ -28,7 +28,7 @@ def check_cuda(probe: bool | None) -> Iterator[Finding]:
     found = _probe_device("devices")
     if "done" not in found:
         problem = found.get("unable") or found["failed"]
-        state: State = "problem" if driver else "not there"
+        state: FindingState = "problem" if driver else "not there"
         yield Finding("CUDA", "devices", state, problem, "see whether cupy fits the driver" if driver else "")
         return
     devices = found["done"]["devices"]

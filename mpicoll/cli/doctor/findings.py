@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-State: TypeAlias = Literal["ok", "not there", "open", "problem"]
+FindingState: TypeAlias = Literal["ok", "not there", "open", "problem"]
 
 TIME_LIMIT = 30.0
 """Time limit in seconds of each test in a separate process."""
@@ -19,6 +19,6 @@ class Finding:
 
     section: str
     name: str
-    state: State
+    state: FindingState
     value: str
     remedy: str = ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpicoll.cli import formatting
-from mpicoll.cli.doctor.findings import Finding, State
+from mpicoll.cli.doctor.findings import Finding, FindingState
 
 _SMALL = 1 << 20
 """Bytes of free space below which /dev/shm counts as full."""
@@ -26,7 +26,7 @@ def check_machine(job: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("machine", "shared memory", "ok", "the ranks of a node share memory")
     else:
         remedy = "collectives of one node take the longer way, by messages"
-        state: State = "not there" if "MPICOLL_SHARED_MEMORY" in unshared else "problem"
+        state: FindingState = "not there" if "MPICOLL_SHARED_MEMORY" in unshared else "problem"
         yield Finding("machine", "shared memory", state, unshared, remedy)
     if unread is None:
         yield Finding("machine", "reading", "ok", "the ranks of a node can read each other's private memory")

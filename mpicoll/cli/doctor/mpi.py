@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mpicoll.cli.doctor.findings import INSTALL_MPI, TIME_LIMIT, Finding, State
+from mpicoll.cli.doctor.findings import INSTALL_MPI, TIME_LIMIT, Finding, FindingState
 
 _RANKS = 4
 """Number of ranks with which the user's launcher is tested, as in most examples."""
@@ -87,7 +87,7 @@ def check_launcher_in_path(program: str) -> Finding:
     if not refused:
         return Finding("MPI", "mpirun", "ok", f"`{name} -np {_RANKS} python` works")
     # If only cores are missing, fewer ranks can be started.
-    state: State = "not there" if refused == ["slots"] else "problem"
+    state: FindingState = "not there" if refused == ["slots"] else "problem"
     reasons = " and ".join(_REFUSAL_REASONS[why] for why in refused)
     return Finding(
         "MPI",

@@ -12,7 +12,7 @@ import mpicoll
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays
 from mpicoll.cli.bench.cases import REDUCTIONS, Workload
-from mpicoll.cli.bench.device_arrays import Library
+from mpicoll.cli.bench.device_arrays import LibraryName
 from mpicoll.cli.bench.team import Team
 from mpicoll.cli.tune.measure import measure_costs, measure_point
 from mpicoll.cli.tune.settings import TuneSettings
@@ -85,7 +85,7 @@ def plan_points(team: Team, asked: TuneSettings) -> list[list[TunedPoint]]:
     return [list(points.values()) for points in groups.values()]
 
 
-def _exchange_capabilities(library: Library) -> Any:
+def _exchange_capabilities(library: LibraryName) -> Any:
     """Return an array on this rank's device after the ranks have exchanged the capabilities of their devices.
 
     Collective.

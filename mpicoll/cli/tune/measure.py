@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpicoll.cli.bench.cases import Case, Kind, Workload
-from mpicoll.cli.bench.device_arrays import Library
+from mpicoll.cli.bench.cases import ArrayKind, Case, Workload
+from mpicoll.cli.bench.device_arrays import LibraryName
 from mpicoll.cli.bench.measure import time_calls
 from mpicoll.cli.bench.peers import candidate
 from mpicoll.cli.bench.team import Team
@@ -62,7 +62,7 @@ def measure_point(
     return looks, {name: float(np.median(team.max_over_ranks(times))) for name, times in own.items()}
 
 
-def _kind(workload: Workload, array: Library | None) -> Kind:
+def _kind(workload: Workload, array: LibraryName | None) -> ArrayKind:
     """Return the kind of arrays on which `workload` is measured."""
     if array is not None:
         return "cuda torch" if array == "torch" else "cuda cupy"

@@ -12,7 +12,7 @@ from pathlib import Path
 from mpicoll.cli import formatting
 from mpicoll.cli.bench import device_arrays
 from mpicoll.cli.bench.cases import COLLECTIVES, DTYPES
-from mpicoll.cli.bench.device_arrays import Library
+from mpicoll.cli.bench.device_arrays import LibraryName
 from mpicoll.engine.selection import tuned_table
 from mpicoll.errors import ArgumentError, SetupError
 
@@ -24,7 +24,7 @@ class TuneSettings:
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
-    array: Library | None
+    array: LibraryName | None
     seconds: float
     blocks: int | None
     output: Path | None

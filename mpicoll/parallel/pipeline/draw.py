@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from mpicoll.errors import ArgumentError, SetupError
-from mpicoll.parallel.pipeline.schedules import Action, Kind, PipelineSchedule
+from mpicoll.parallel.pipeline.schedules import Action, ActionKind, PipelineSchedule
 from mpicoll.parallel.pipeline.timeline import Timeline, timeline
 from mpicoll.schedules.draw import picture_type
 from mpicoll.wording import count
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_NAMES: dict[Kind, str] = {
+_NAMES: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "backward for the input",
     "W": "backward for the weights",
 }
-_FILLS: dict[Kind, str] = {"F": "░", "B": "▓", "I": "▒", "W": "█"}
+_FILLS: dict[ActionKind, str] = {"F": "░", "B": "▓", "I": "▒", "W": "█"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +151,12 @@ def _format_key(drawn: Timeline, rows: list[str]) -> str:
     return "   ".join(parts)
 
 
-def _find_kinds(drawn: Timeline) -> list[Kind]:
+def _find_kinds(drawn: Timeline) -> list[ActionKind]:
     there = {span.action.kind for spans in drawn.spans for span in spans}
     return [kind for kind in _NAMES if kind in there]
 
 
-_COLOURS: dict[Kind, str] = {"F": "#2f6fd0", "B": "#1f9d72", "I": "#4f9e2f", "W": "#d9932b"}
+_COLOURS: dict[ActionKind, str] = {"F": "#2f6fd0", "B": "#1f9d72", "I": "#4f9e2f", "W": "#d9932b"}
 _INK, _GREY, _BAND = "#1f2a33", "#5b6770", "#eef1f5"
 
 

@@ -24,18 +24,18 @@ from typing import Literal, TypeAlias
 from mpicoll.errors import AlgorithmError, RankError
 from mpicoll.schedules.formula import check_formula, evaluate
 
-Kind: TypeAlias = Literal["F", "B", "I", "W"]
+ActionKind: TypeAlias = Literal["F", "B", "I", "W"]
 """Forward; backward; and the two halves of a backward, for the input and for the weights."""
 
 # By how much each kind changes the number of activations that a stage keeps.
-_ACTIVATION_CHANGE: dict[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
+_ACTIVATION_CHANGE: dict[ActionKind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
     """One action of a stage: `kind` of `microbatch` through its chunk `chunk`."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from mpicoll.errors import ArgumentError, RankError, ScheduleError, ShapeError
 from mpicoll.parallel.pipeline import schedules
-from mpicoll.parallel.pipeline.schedules import Action, Kind, PipelineSchedule, dest, find, source
+from mpicoll.parallel.pipeline.schedules import Action, ActionKind, PipelineSchedule, dest, find, source
 from mpicoll.parallel.pipeline.verify import execute
 
 Time: TypeAlias = float | Fraction
@@ -122,7 +122,7 @@ def timeline(
         else _expand_cost("backward_input", backward_input, stages)
     )
     rest = [time - half for time, half in zip(whole, halves, strict=True)]
-    costs: dict[Kind, list[Time]] = {
+    costs: dict[ActionKind, list[Time]] = {
         "F": _expand_cost("forward", forward, stages),
         "B": whole,
         "I": halves,

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeAlias
 from mpicoll.errors import ScheduleError
 from mpicoll.parallel.pipeline.schedules import (
     Action,
-    Kind,
+    ActionKind,
     PipelineSchedule,
     count_activations,
     dest,
@@ -29,11 +29,11 @@ _Channel: TypeAlias = tuple[bool, int, int]
 """(forward, stage, chunk): the direction, and the receiver. Only one other chunk sends there."""
 
 
-_BACK: tuple[Kind, ...] = ("B", "I", "W")
+_BACK: tuple[ActionKind, ...] = ("B", "I", "W")
 # For each kind: the kinds that must precede it on the same stage, those that exclude it, and those that send its input.
-_NEEDS: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("F",), "I": ("F",), "W": ("F", "I")}
-_EXCLUDES: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
-_SENDERS: dict[Kind, tuple[Kind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
+_NEEDS: dict[ActionKind, tuple[ActionKind, ...]] = {"F": (), "B": ("F",), "I": ("F",), "W": ("F", "I")}
+_EXCLUDES: dict[ActionKind, tuple[ActionKind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), "W": ("B",)}
+_SENDERS: dict[ActionKind, tuple[ActionKind, ...]] = {"F": ("F",), "B": ("B", "I"), "I": ("B", "I"), "W": ()}
 
 
 @dataclass(frozen=True, slots=True)

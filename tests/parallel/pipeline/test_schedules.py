@@ -175,7 +175,7 @@ def test_chunks_of_a_single_stage_are_neighbours() -> None:
 @pytest.mark.parametrize("kind", ["F", "B", "I"])
 @pytest.mark.parametrize("chunks", range(1, 5))
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_dest_undoes_source(stages: int, chunks: int, kind: schedules.Kind) -> None:
+def test_dest_undoes_source(stages: int, chunks: int, kind: schedules.ActionKind) -> None:
     alone = []
     for stage in range(stages):
         for chunk in range(chunks):
