@@ -14,6 +14,7 @@
 #include <structmember.h>
 
 #include "arrays.h"
+#include "clock.h"
 #include "records.h"
 
 enum {

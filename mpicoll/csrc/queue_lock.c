@@ -14,10 +14,14 @@ static int init_lock(PyObject *self, PyObject *args, PyObject *keywords)
     QueueLock *lock = (QueueLock *)self;
     if (!PyArg_ParseTuple(args, ""))
         return -1;
-    if (lock->lock == NULL && (lock->lock = PyThread_allocate_lock()) == NULL) {
+    if (lock->wake != NULL)
+        return 0;
+    lock->wake = PyThread_allocate_lock();
+    if (lock->wake == NULL) {
         PyErr_NoMemory();
         return -1;
     }
+    PyThread_acquire_lock(lock->wake, NOWAIT_LOCK);
     return 0;
 }
 
@@ -25,10 +29,10 @@ static void dealloc_lock(PyObject *self)
 {
     QueueLock *lock = (QueueLock *)self;
     PyTypeObject *type = Py_TYPE(self);
-    if (lock->lock != NULL) {
-        if (lock->locked)
-            PyThread_release_lock(lock->lock);
-        PyThread_free_lock(lock->lock);
+    if (lock->wake != NULL) {
+        if (!lock->called)
+            PyThread_release_lock(lock->wake);
+        PyThread_free_lock(lock->wake);
     }
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -38,19 +42,18 @@ static void dealloc_lock(PyObject *self)
 /* Returns -1 with the exception of a signal handler. */
 static int wait_for_lock(QueueLock *lock)
 {
-    if (try_to_lock(lock))
-        return 0;
-    for (;;) {
+    while (!try_to_lock(lock)) {
         PyLockStatus status;
+        lock->waiters++;
         Py_BEGIN_ALLOW_THREADS
-        status = PyThread_acquire_lock_timed(lock->lock, -1, 1);
+        status = PyThread_acquire_lock_timed(lock->wake, -1, 1);
         Py_END_ALLOW_THREADS
+        lock->waiters--;
         if (status == PY_LOCK_ACQUIRED)
-            break;
-        if (PyErr_CheckSignals() < 0)
+            lock->called = false;
+        else if (PyErr_CheckSignals() < 0)
             return -1;
     }
-    lock->locked = true;
     return 0;
 }
 

@@ -12,7 +12,6 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { VERSION = 1 };
@@ -24,13 +23,6 @@ static Area *area = &own_area;
 static References references[RECORDS];
 static int next; /* record */
 bool recording = true;
-
-uint64_t read_clock(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static bool is_open(const Record *one)
 {

@@ -81,9 +81,6 @@ extern bool recording; /* False if all calls are to be left to Python */
 /* Describe a call, which is a collective or not. */
 void summarize_call(PyObject *group, PyObject *call, bool collective, Summary *summary);
 
-/* Return nanoseconds of the monotonic clock. */
-uint64_t read_clock(void);
-
 /* Record that an operation begins, and take over the references. Returns the number of its record. The references of
  * the record that it replaces are put to `old`. */
 int begin_record(

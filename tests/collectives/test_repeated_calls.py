@@ -128,6 +128,20 @@ def test_it_begins_before_any_python_code(comm: mpicoll.Communicator) -> None:
         assert is_last_short(core)
 
 
+def test_times_are_those_of_the_monotonic_clock(comm: mpicoll.Communicator) -> None:
+    """While the extension finds out how fast the processor's counter runs, and afterwards."""
+    core, end = core_of(comm), time.monotonic() + 0.3
+    repeat(core, lambda: mpicoll.barrier(comm=comm))
+    go = np.ones(1)
+    while mpicoll.allreduce(go, "min", comm=comm)[0]:
+        before = time.monotonic()
+        mpicoll.barrier(comm=comm)
+        after = time.monotonic()
+        (_, _, _, begun, _), ended, _ = recorder.list_records(True)[-1]
+        assert before - 1e-4 < begun <= ended < after + 1e-4
+        go[0] = after < end
+
+
 def test_a_freed_communicator_is_left_to_python() -> None:
     with mpicoll.world().duplicate() as comm:
         repeat(core_of(comm), lambda: mpicoll.barrier(comm=comm))
