@@ -228,7 +228,8 @@ class Watchdog:
         reports no deaths to ranks that have left.
         """
         with self._ending:  # in which the other thread waits for the end of the process
-            died = self.deaths.report_ended(self._find_missing())
+            # The end of a connection may have been seen before the signal of the launcher.
+            died = self.deaths.report_ended(self._find_missing() | self.peers.dead())
             end_by_signal(signal.SIGTERM, "" if died else f"{self.abort.rank_name} died of SIGTERM at its exit")
 
     def _check_finalize(self, now: float) -> None:
