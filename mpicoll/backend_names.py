@@ -6,8 +6,8 @@ from typing import Any
 
 
 def names_mpicoll(backend: Any) -> bool:
-    """True if the name of a backend asks for mpicoll: ``mpicoll``, ``cpu:mpicoll,cuda:nccl`` or, in a torch that was
-    built without MPI, ``mpi``."""
+    """Return True if the name of a backend asks for mpicoll: ``mpicoll``, ``cpu:mpicoll,cuda:nccl`` or, in a torch that
+    was built without MPI, ``mpi``."""
     return isinstance(backend, str) and any(name == "mpicoll" for _, _, name in _split_names(backend))
 
 

@@ -93,22 +93,22 @@ class Config(NamedTuple):
             raise SetupError(f"MPICOLL_SHARED_MEMORY={shared!r}: must be auto, named or off")
         return cls(
             algorithms=environ.get("MPICOLL_ALGORITHMS", ""),
-            check=_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
-            cuda_aware=_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
-            interface=_interfaces(environ.get("MPICOLL_INTERFACE", "")),
-            outage=_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
+            check=_parse_checks(environ.get("MPICOLL_CHECK", ""), environ.get("TORCH_DISTRIBUTED_DEBUG", "")),
+            cuda_aware=_parse_cuda_aware(environ.get("MPICOLL_CUDA_AWARE", "auto")),
+            interface=_parse_interfaces(environ.get("MPICOLL_INTERFACE", "")),
+            outage=_read_seconds(environ, "MPICOLL_OUTAGE", 7.0, 3600.0),
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
-            stuck_after=_seconds(environ, "MPICOLL_STUCK_AFTER", 5.0),
-            timeout=_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
+            stuck_after=_read_seconds(environ, "MPICOLL_STUCK_AFTER", 5.0),
+            timeout=_read_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
             trace=environ.get("MPICOLL_TRACE", ""),
             transport=cast(TransportName, transport),
             tuned=environ.get("MPICOLL_TUNED", ""),
         )
 
 
-def _seconds(environ: Mapping[str, str], name: str, default: float, most: float = float("inf")) -> float:
-    """A variable that is a number of seconds: positive, finite and at most `most`."""
+def _read_seconds(environ: Mapping[str, str], name: str, default: float, most: float = float("inf")) -> float:
+    """Return a variable that is a number of seconds: positive, finite and at most `most`."""
     text = environ.get(name)
     if text is None:
         return default
@@ -122,8 +122,8 @@ def _seconds(environ: Mapping[str, str], name: str, default: float, most: float 
     return seconds
 
 
-def _checks(text: str, debug: str) -> tuple[str, ...]:
-    """The words of MPICOLL_CHECK; where it says nothing, torch's own variable may ask for checks."""
+def _parse_checks(text: str, debug: str) -> tuple[str, ...]:
+    """Return the words of MPICOLL_CHECK; if it is empty, torch's own variable may ask for checks."""
     if not text.strip():
         return ("calls",) if debug.strip().upper() == "DETAIL" else ()
     if text.strip() in ("0", UNCHECKED):
@@ -134,7 +134,7 @@ def _checks(text: str, debug: str) -> tuple[str, ...]:
     return tuple(word for word in CHECKS if word in words or word == "calls")
 
 
-def _cuda_aware(text: str) -> str:
+def _parse_cuda_aware(text: str) -> str:
     """MPICOLL_CUDA_AWARE: ``auto``, ``on``, ``off``, or its words with commas."""
     words = [word.strip() for word in text.split(",")]
     if text.strip() in ("auto", "on", "off"):
@@ -144,7 +144,7 @@ def _cuda_aware(text: str) -> str:
     return ",".join(word for word in CUDA_AWARE if word in words)
 
 
-def _interfaces(text: str) -> tuple[str, ...]:
+def _parse_interfaces(text: str) -> tuple[str, ...]:
     """MPICOLL_INTERFACE: names of interfaces, addresses and networks with commas."""
     if not text.strip():
         return ()
@@ -167,5 +167,5 @@ def _interfaces(text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def config() -> Config:
-    """The configuration of this process."""
+    """Return the configuration of this process."""
     return Config.read(os.environ)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,3 +75,15 @@ def test_arguments(name: str) -> None:
     if arguments is not None:
         described = re.findall(r"^    (\w+): ", arguments[1], re.MULTILINE)
         assert described == list(inspect.signature(function).parameters)
+
+
+def test_summaries() -> None:
+    """They begin with a verb or a noun; ruff's D401 finds other moods than the imperative."""
+    found = []
+    for path in Path(mpicoll.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node) or ""
+                if re.match(r"(What|Who|Whom|How|Whether|Which|Where|When|Why)\b", text):
+                    found.append(f"{path.name}: {text.splitlines()[0]}")
+    assert not found

@@ -55,7 +55,7 @@ class Buffer:
             self.library.convert(self.array, shaped, self.dtype)
 
     def store(self, source: Array) -> None:
-        """The reverse of :meth:`load`."""
+        """Copy `source` to the buffer: the reverse of :meth:`load`."""
         shaped = source.reshape(self.array.shape)
         if source.dtype == self.array.dtype:
             np.copyto(self.array, shaped)

@@ -111,8 +111,10 @@ class Device(Protocol):
         """Return how other processes reach `memory`; None if they can't."""
 
     def reach(self, export: Export) -> DeviceArray:
-        """The whole allocation of another process (or of this one) as bytes; it stays open while that lives. Raises
-        DeviceError if it can't be opened."""
+        """Return the whole allocation of another process (or of this one) as bytes; it stays open while that lives.
+
+        Raises DeviceError if it can't be opened.
+        """
 
 
 class DeviceArray(np.ndarray[Any, Any]):
@@ -192,8 +194,8 @@ def view(
     *,
     writable: bool = True,
 ) -> DeviceArray:
-    """The memory of `on` at `address`, with `strides` in bytes (None: C order). `owner` lives as long as what is
-    returned, or any view of it."""
+    """Return the memory of `on` at `address`, with `strides` in bytes (None: C order). `owner` lives as long as the
+    returned array, or any view of it."""
     interface = {
         "version": 3,
         "data": (address, not writable),

@@ -44,7 +44,7 @@ def bruck(rank: int, size: int) -> Iterator[Round]:
 
 
 def _place(rank: int, size: int, distance: int, gone: int) -> int:
-    """The chunk in which `rank` keeps the block that goes `distance` ranks far and has `gone` that far by now.
+    """Return the chunk in which `rank` keeps the block that goes `distance` ranks far and has `gone` that far by now.
 
     A block that arrives and the one that leaves in the same round must not meet in one chunk: the number of hops that
     are left decides between the block's final place and scratch, and it is even (none) at the end.

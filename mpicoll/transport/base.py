@@ -304,6 +304,6 @@ def truncation_error(rank: int, message: Envelope, size: int) -> TruncationError
 
 
 def renumber(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Number nodes from 0 in the order of first appearance."""
+    """Assign numbers from 0 to nodes in the order of first appearance."""
     seen: dict[int, int] = {}
     return tuple(seen.setdefault(node, len(seen)) for node in nodes)

@@ -117,5 +117,5 @@ def get_tuned_class(query: SelectionQuery, *, substitute: bool = False) -> str |
 
 
 def is_dtype_class(text: str) -> bool:
-    """True if tuned tables may hold rules under this name."""
+    """Return True if tuned tables may hold rules under this name."""
     return text.partition(_DEVICE_SEPARATOR)[0] in KINDS

@@ -145,7 +145,7 @@ class Recorder:
             self._groups[id(group)] = index
 
     def _define_call(self, call: Call) -> None:
-        """Number a call by its content, since many calls are created again each time."""
+        """Assign a number to a call by its content, since many calls are created again each time."""
         content = _content_key(call)
         index = self._contents.get(content)
         if index is None:

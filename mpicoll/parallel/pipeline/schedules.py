@@ -257,7 +257,7 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     source="Narayanan et al. 2021, Memory-efficient pipeline-parallel DNN training (PipeDream-Flush)",
 )
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """A forward for each later stage, then forwards and backwards alternately, then the remaining backwards."""
+    """Run a forward for each later stage, then forwards and backwards alternately, then the remaining backwards."""
     yield from _alternate(
         [Action("F", microbatch) for microbatch in range(microbatches)],
         [Action("B", microbatch) for microbatch in range(microbatches)],
@@ -336,7 +336,7 @@ def looped_bfs(stage: int, stages: int, microbatches: int, chunks: int) -> Itera
 
 @register(chunked=True, backward=False, bubble="1 - v*m / ((v-1)*max(p,m)+m+p-1)", peak="0")
 def forward_only(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """Forwards only, for evaluation.
+    """Run forwards only, for evaluation.
 
     Micro-batches go through all chunks in groups of as many as there are stages, the last group of up to twice as many,
     so that outputs which wait for their next chunk do not accumulate.

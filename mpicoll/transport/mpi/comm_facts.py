@@ -1,4 +1,4 @@
-"""What the ranks of a communicator find out together when it is made."""
+"""Facts that the ranks of a communicator exchange when it is made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CommFacts(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank contributes. `block` is the handle of the memory that it shares, or the reason why there is none."""
+    """Contribution of a rank. `block` is the handle of the memory that it shares, or the reason why there is none."""
 
     leader: int
     key: str

@@ -55,7 +55,7 @@ _polled_at = 0.0
 
 @lru_cache(maxsize=1)
 def fault_tolerant() -> bool:
-    """True if the job continues when a rank fails: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
+    """Return True if the job continues when a rank fails: MPI's fault tolerance is on (``mpirun --with-ft ulfm``)."""
     return (
         os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes")  # noqa: SIM112  it is called so
         and hasattr(MPI.Comm, "Shrink")
@@ -163,7 +163,7 @@ class FailureState:
                     comm.Revoke()
 
     def is_revoked(self) -> bool:
-        """True if this rank or another one has revoked the communicator."""
+        """Return True if this rank or another one has revoked the communicator."""
         return self.revoked_here or bool(self._collective.Is_revoked())
 
     def add_derived(self, derived: FailureState) -> None:
@@ -184,8 +184,10 @@ class FailureState:
         return not MPI.Is_finalized() and not (fault_tolerant() and self.is_revoked())
 
     def has_failed(self) -> bool:
-        """True if a member is known to be dead or the communicator is revoked; waits a second for such reports. Always
-        False if the job is not fault-tolerant."""
+        """Return True if a member is known to be dead or the communicator is revoked; wait a second for such reports.
+
+        Always False if the job is not fault-tolerant.
+        """
 
         def failed() -> bool | None:
             MPI.COMM_SELF.Iprobe()
@@ -194,7 +196,7 @@ class FailureState:
         return fault_tolerant() and bool(wait_for(failed, _DETECTION_TIME))
 
     def agree(self, flag: bool) -> bool:
-        """Collective over the living ranks, whatever dies meanwhile: the logical and of their flags."""
+        """Return the logical and of the flags of the living ranks. Collective over these, even if some die."""
         if not fault_tolerant():
             # A reduction of an object would match the barrier at the exit of a rank that has left.
             agreed = np.array([flag], np.int32)

@@ -34,8 +34,10 @@ def reduce_local(op: str, source: Memory, target: Memory) -> None:
 
 
 def reduce_in_place(data: Memory, op: str, root: int) -> None:
-    """Collective over all ranks of the job: reduce `data` by MPI_Reduce, in place at the root, whether or not the
-    library is known to support that."""
+    """Reduce `data` by MPI_Reduce, in place at the root, whether or not the library is known to support that.
+
+    Collective over all ranks of the job.
+    """
     at_root = MPI.COMM_WORLD.rank == root
     MPI.COMM_WORLD.Reduce(MPI.IN_PLACE if at_root else data, data if at_root else None, OPS[op], root)
 

@@ -143,7 +143,7 @@ class MpiTransport(MessagePassing):
         return cast("list[str]", self._compare_comm.allgather(text()))
 
     def _is_common(self, word: int, idle: Callable[[], None]) -> bool:
-        """Collective: return True if all ranks have the same `word`.
+        """Return True if all ranks have the same `word`. Collective.
 
         Collectives that differ from rank to rank may leave messages on the communicator of the collectives, so
         comparisons have a communicator of their own, created when all ranks have arrived for the first time.

@@ -17,7 +17,7 @@ _ATTRIBUTE = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, owner: owner.
 
 
 def is_communicator(x: Any) -> bool:
-    """True if `x` is an mpi4py communicator."""
+    """Return True if `x` is an mpi4py communicator."""
     return isinstance(x, MPI.Comm)
 
 
