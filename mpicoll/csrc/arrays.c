@@ -81,6 +81,37 @@ PyObject *set_numpy_layout(PyObject *module, PyObject *samples)
     Py_RETURN_TRUE;
 }
 
+/* Entries of the table of numpy's C interface, which keep their numbers. */
+enum { GET_VERSION = 0, ARRAY_TYPE = 2, NEW_FROM_DTYPE = 94 };
+static const unsigned int VERSION_1 = 0x01000009, VERSION_2 = 0x02000000;
+
+typedef unsigned int (*GetVersion)(void);
+typedef PyObject *(*NewFromDtype)(PyTypeObject *type, PyObject *dtype, int ndim, const Py_ssize_t *shape,
+                                  const Py_ssize_t *strides, void *data, int flags, PyObject *like);
+
+static NewFromDtype new_from_dtype;
+
+PyObject *set_numpy_interface(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    void **table = PyCapsule_GetPointer(capsule, NULL);
+    if (table == NULL)
+        return NULL;
+    const unsigned int version = ((GetVersion)table[GET_VERSION])();
+    if ((version != VERSION_1 && version != VERSION_2) || numpy_type == NULL || table[ARRAY_TYPE] != numpy_type)
+        Py_RETURN_FALSE;
+    new_from_dtype = (NewFromDtype)table[NEW_FROM_DTYPE];
+    Py_RETURN_TRUE;
+}
+
+bool can_make(PyObject *like) { return new_from_dtype != NULL && Py_TYPE(like) == numpy_type; }
+
+PyObject *make_array(PyObject *dtype, int ndim, const Py_ssize_t *shape)
+{
+    /* It takes over the reference. */
+    return new_from_dtype(numpy_type, Py_NewRef(dtype), ndim, shape, NULL, NULL, 0, NULL);
+}
+
 /* --- torch, by DLPack */
 
 typedef struct {

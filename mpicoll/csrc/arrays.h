@@ -23,6 +23,13 @@ typedef struct {
  * exception, for everything but plain arrays. */
 bool find_memory(PyObject *array, bool writable, Memory *memory);
 
+/* Return true if `make_array` can make arrays like `like`. */
+bool can_make(PyObject *like);
+
+/* Return a new array, whose elements are not set. */
+PyObject *make_array(PyObject *dtype, int ndim, const Py_ssize_t *shape);
+
+PyObject *set_numpy_interface(PyObject *module, PyObject *capsule);
 PyObject *set_numpy_layout(PyObject *module, PyObject *samples);
 PyObject *set_torch_access(PyObject *module, PyObject *type);
 

@@ -37,7 +37,7 @@ struct Entry {
     Kind input, result;
     size_t input_bytes, result_bytes;
     PyObject *prototypes[2]; /* dtypes of input and result, which must exist as long as their addresses are compared */
-    PyObject *make_result;
+    PyObject *make_result; /* NULL: make_array makes it */
     Collective *collective;
     PyObject *call; /* its description */
 };
@@ -245,9 +245,10 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
     if (out != Py_None || !entry->has_result) {
         Py_INCREF(value);
     } else {
-        PyObject *make = Py_NewRef(entry->make_result);
-        value = PyObject_CallNoArgs(make);
-        Py_DECREF(make);
+        PyObject *make = Py_XNewRef(entry->make_result);
+        value = make != NULL ? PyObject_CallNoArgs(make)
+                             : make_array(entry->prototypes[1], entry->result.ndim, entry->result.shape);
+        Py_XDECREF(make);
         if (value != NULL && !find_memory(value, true, &to))
             Py_CLEAR(value);
     }
@@ -351,7 +352,7 @@ static PyObject *add(PyObject *self, PyObject *args)
             parts[i] = PyTuple_GetItem(key, i);
         Entry *place = choose_entry(calls, parts, size, entry.has_input ? &from : NULL, entry.has_result ? &to : NULL);
         entry.key = Py_NewRef(key);
-        entry.make_result = Py_NewRef(make_result);
+        entry.make_result = make_result != Py_None && can_make(result) ? NULL : Py_NewRef(make_result);
         entry.collective = (Collective *)Py_NewRef(collective);
         entry.call = Py_NewRef(call);
         summarize_call(calls->group, call, true, &entry.collective->summary);

@@ -36,6 +36,9 @@ static PyMethodDef functions[] = {
     {"set_numpy_layout", set_numpy_layout, METH_O,
      "set_numpy_layout(samples)\n--\n\nHave arrays of the type of `samples` read by their fields. Return False if the"
      " layout is not the known one."},
+    {"set_numpy_interface", set_numpy_interface, METH_O,
+     "set_numpy_interface(capsule)\n--\n\nHave arrays made by the functions in numpy's `_ARRAY_API`. Return False if"
+     " this is of an unknown version, or the layout of arrays is unknown."},
     {"set_torch_access", set_torch_access, METH_O,
      "set_torch_access(type)\n--\n\nHave the memory of tensors found by the functions that `type` exports. Return False"
      " if it exports none."},

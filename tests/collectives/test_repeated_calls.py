@@ -142,6 +142,25 @@ def test_times_are_those_of_the_monotonic_clock(comm: mpicoll.Communicator) -> N
         go[0] = after < end
 
 
+def test_results_are_new_arrays(comm: mpicoll.Communicator) -> None:
+    core = core_of(comm)
+    for x in (
+        np.array(3.0),
+        np.ones((2, 3), np.int16),
+        np.zeros(2, "i4,f8"),
+        np.array([b"ab", b"c"]),
+        np.ones(2, ">i4"),
+    ):
+        repeat(core, lambda x=x: mpicoll.bcast(x, 1, comm=comm))
+        one, other = (mpicoll.bcast(x, 1, comm=comm) for _ in range(2))
+        assert type(one) is np.ndarray
+        assert one.flags.owndata
+        assert one.flags.writeable
+        assert (one.shape, one.dtype) == (x.shape, x.dtype)
+        np.testing.assert_array_equal(one, x)
+        assert not np.shares_memory(one, other)
+
+
 def test_a_freed_communicator_is_left_to_python() -> None:
     with mpicoll.world().duplicate() as comm:
         repeat(core_of(comm), lambda: mpicoll.barrier(comm=comm))

@@ -12,6 +12,7 @@ threads.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -61,11 +62,17 @@ _IDLE = 5.0
 @functools.cache
 def _show_numpy_layout() -> None:
     """Have the extension read the fields of numpy arrays."""
-    from mpicoll._shm import set_numpy_layout  # there is a collective of the extension
+    from mpicoll._shm import set_numpy_interface, set_numpy_layout  # there is a collective of the extension
 
     sample = np.zeros((2, 3), np.int16)
     sample.flags.writeable = False
     set_numpy_layout((np.ones(4), sample[:, 1:]))
+    # Its name before numpy 2.0 is the second one.
+    names = "numpy._core._multiarray_umath", "numpy.core._multiarray_umath"
+    module = next((sys.modules[name] for name in names if name in sys.modules), None)
+    capsule = getattr(module, "_ARRAY_API", None)
+    if capsule is not None:
+        set_numpy_interface(capsule)
 
 
 def leave_to_python(missing: Any, x: Any, out: Any, *key: Any) -> Any:
