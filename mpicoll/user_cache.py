@@ -6,10 +6,12 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpicoll import atomic_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _LARGEST = 4 << 20
 """Largest size in bytes of a file of entries; larger files are ignored."""
@@ -20,6 +22,8 @@ _ENTRIES = 100
 
 def cache_file(name: str) -> Path | None:
     """Return the path of the file `name` in mpicoll's cache directory; None if there is no home directory."""
+    from pathlib import Path  # late: most ranks of a job need no path
+
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:

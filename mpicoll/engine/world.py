@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from mpicoll.config import config
@@ -118,6 +117,8 @@ def set_local_world(comm: Communicator) -> None:
 
 def _start_trace(comm: CommunicatorCore, folder: str) -> None:
     """Trace the job. Collective."""
+    from pathlib import Path
+
     from mpicoll.engine.tracing.session import TraceSession  # late: only traced jobs need it
 
     session = startup.run_within_deadline(

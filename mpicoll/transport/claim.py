@@ -18,7 +18,6 @@ import stat
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 _claims: list[int] = []
 """The descriptor of the file in which this process holds a lock. Closing any other one of that file would release
@@ -45,7 +44,7 @@ def claim(environ: Mapping[str, str]) -> int | None:
         return None
     job = hashlib.sha256(f"{server} {environ.get('PMIX_NAMESPACE')}".encode()).hexdigest()[:32]
     try:
-        file = _open_private(Path(folder) / f"mpicoll-ranks-{job}")
+        file = _open_private(f"{folder}/mpicoll-ranks-{job}")
     except OSError:
         return None
     try:
@@ -58,14 +57,14 @@ def claim(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def _open_private(path: Path) -> int:
+def _open_private(path: str) -> int:
     """Open a file of this user. Raises OSError if the file belongs to another user, or is none."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     found = os.fstat(file)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
         return file
     os.close(file)
-    raise PermissionError(errno.EPERM, "not a file of this user", str(path))
+    raise PermissionError(errno.EPERM, "not a file of this user", path)
 
 
 def _find_owner(file: int, rank: int) -> int | None:

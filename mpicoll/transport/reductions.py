@@ -14,7 +14,6 @@ import platform
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
 from time import strftime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from mpicoll import user_cache
 from mpicoll.errors import MpicollError
+from mpicoll.proc_files import read_file
 from mpicoll.transport.base import Memory
 from mpicoll.ufuncs import UFUNCS
 
@@ -168,8 +168,7 @@ def _read_processor() -> list[str]:
     """Return model and instruction sets of the first core: libraries choose their functions by these."""
     telling = ("model name", "flags", "Features", "CPU implementer", "CPU part", "cpu model", "isa")
     try:
-        with Path("/proc/cpuinfo").open(errors="replace") as file:
-            first = file.read(8192).partition("\n\n")[0]
+        first = read_file("/proc/cpuinfo", 8192).partition("\n\n")[0]
     except OSError:
         return []
     return [line for line in first.splitlines() if line.startswith(telling)]

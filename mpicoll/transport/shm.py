@@ -8,7 +8,6 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
 
@@ -87,7 +86,7 @@ class SharedBlock:
         os.close(self._fd)
         if self._name is not None:
             with suppress(FileNotFoundError):
-                Path(self._name).unlink()
+                os.unlink(self._name)  # noqa: PTH108
 
 
 class _Mapping:

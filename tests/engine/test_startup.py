@@ -107,6 +107,8 @@ engine += " executors.schedule diagnostics.deadlock diagnostics.rank_state diagn
 late = "transport.control.address_choice schedules"
 unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.split()), *late.split()]}
 unneeded |= {"dataclasses", "logging", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
+if mpicoll.world().rank:  # rank 0 reads files of the user's
+    unneeded |= {"mpicoll.transport.launcher", "pathlib"}
 assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
 """,
     )

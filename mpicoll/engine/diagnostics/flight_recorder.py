@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from math import prod
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
@@ -20,7 +19,7 @@ from mpicoll.transport.base import Traffic
 HISTORY_LENGTH = 1000
 """Number of operations that are kept."""
 
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + "/"
+_PACKAGE = __file__.rpartition("engine/diagnostics/")[0]
 
 _OTHERS_INSIDE = (
     "/torch/distributed/",

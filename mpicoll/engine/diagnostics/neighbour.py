@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from mpicoll.engine.diagnostics.abort import JobAbort
@@ -59,10 +58,10 @@ class Neighbour:
         self._rank, address = next(((rank, one) for rank, one in self._others if rank not in exits), (-1, {}))
         if pipe := address.get("sigterm_pipe"):
             descriptor, inode = pipe
-            path = Path(f"/proc/{address['pid']}/fd/{descriptor}")
+            path = f"/proc/{address['pid']}/fd/{descriptor}"
             with suppress(OSError):  # not permitted, or just gone
                 # Else another process has this id now; to open its file could have effects, as for a FIFO.
-                if path.stat().st_ino == inode:
+                if os.stat(path).st_ino == inode:  # noqa: PTH116
                     self._pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
 
     def _close(self) -> None:

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from mpicoll.errors import MpicollError
 from mpicoll.extension import cancel_sigterm_limit
+from mpicoll.proc_files import read_file
 
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_PACKAGE = __file__.rpartition("engine/diagnostics/")[0]
 
 exit_hooks: list[Callable[[], None]] = []
 """Functions that are called before this process ends the job, with a bound on their time."""
@@ -159,7 +159,7 @@ def end_launcher(after: float = 0.0) -> None:
     launcher = os.getppid()
     with suppress(OSError, IndexError):
         # PID (NAME) STATE PARENT ..., where the name may contain anything.
-        name, _, rest = Path(f"/proc/{launcher}/stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        name, _, rest = read_file(f"/proc/{launcher}/stat").partition("(")[2].rpartition(")")
         if name in ("prted", "prterun"):
             program = _END_LAUNCHER.format(pid=launcher, start=rest.split()[19], polls=round(5 * after))
             subprocess.Popen(

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from mpicoll.engine.diagnostics.abort import JobAbort
@@ -22,6 +21,7 @@ from mpicoll.engine.diagnostics.local_waits import WaitKey, describe_wait, wait_
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
 from mpicoll.extension import cancel_sigterm_limit, limit_sigterm
+from mpicoll.proc_files import read_file
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.wording import rank_list
 
@@ -94,7 +94,7 @@ def _is_caught_in_c(number: int) -> bool:
     """Return True if there is a handler of the signal `number`, though Python has none: as of ``faulthandler.register``
     in the program, whose file would be replaced by ours."""
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in read_file("/proc/self/status").splitlines():
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> number - 1 & 1)
     return False

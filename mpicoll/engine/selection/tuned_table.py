@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import isfinite
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import atomic_files, user_cache
 from mpicoll.config import config
@@ -25,6 +24,10 @@ from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.query import UNTUNED, TunedTable, is_dtype_class
 from mpicoll.engine.selection.rules import Rules, format_rules, overlay, parse_rules
 from mpicoll.errors import SetupError
+from mpicoll.proc_files import read_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FORMAT = "mpicoll tuned table"
 VERSION = 1
@@ -47,7 +50,7 @@ def describe_machine() -> dict[str, Any]:
     """Return the properties that identify a kind of machine: the model of the processor and the number of cores."""
     model = ""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+        for line in read_file("/proc/cpuinfo").splitlines():
             if line.startswith(("model name", "cpu model", "Hardware")):
                 model = line.partition(":")[2].strip()
                 break
@@ -75,6 +78,8 @@ def share(
 @lru_cache(maxsize=4)
 def _read(library: str) -> tuple[str, str]:
     """Return the text to broadcast, from this process' environment variable and file, and a warning; "" for none."""
+    from pathlib import Path  # late: only rank 0 needs a path
+
     named = config().tuned
     if named == "off":
         return "", ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from mpicoll.proc_files import read_file, read_link
 from mpicoll.transport.control.events import PeerExit
 from mpicoll.transport.control.interfaces import LOOPBACK, find_addresses
 from mpicoll.transport.control.process_status import describe_process
@@ -88,7 +88,7 @@ def place() -> str:
     """Return a text that is the same for processes that reach each other by 127.0.0.1, and for no others."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(read_file("/proc/sys/kernel/random/boot_id").strip())
     with contextlib.suppress(OSError):
-        parts.append(str(Path("/proc/self/ns/net").readlink()))
+        parts.append(read_link("/proc/self/ns/net"))
     return " ".join(parts)

@@ -9,8 +9,9 @@ import re
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+from mpicoll.proc_files import read_file
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,7 +53,7 @@ def find_addresses() -> list[InterfaceAddress]:
             bridge = re.match("docker|br-|virbr|cni|veth|lxc", one.interface) is not None
             found.append((0 if one.address == likely else 2 if bridge else 1, one))
     with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        for line in read_file("/proc/net/if_inet6").splitlines():
             digits, _, prefix, scope, _, name = line.split()
             if scope == "00":  # global
                 address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))

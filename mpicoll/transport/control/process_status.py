@@ -10,8 +10,8 @@ import signal
 import struct
 from contextlib import suppress
 from itertools import takewhile
-from pathlib import Path
 
+from mpicoll.proc_files import read_file, read_link
 from mpicoll.transport.waiting import wait_for
 
 _GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
@@ -41,7 +41,7 @@ def describe_process() -> dict[str, object]:
     """Return what identifies this process on its host, for the :class:`Process` of other processes."""
     namespace, start = "", 0
     with suppress(OSError, IndexError, ValueError):
-        namespace, start = _pid_namespace(), _start_time(Path("/proc/self/stat").read_bytes())
+        namespace, start = _pid_namespace(), _start_time(read_file("/proc/self/stat").encode())
     return {"pid": os.getpid(), "pid_namespace": namespace, "start": start}
 
 
@@ -147,7 +147,7 @@ class Process:
 
 
 def _pid_namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
+    return read_link("/proc/self/ns/pid")
 
 
 def _fields(stat: bytes) -> list[bytes]:

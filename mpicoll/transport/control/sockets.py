@@ -6,13 +6,14 @@ import contextlib
 import errno
 import fcntl
 import functools
+import os
 import resource
 import socket
 import struct
 import termios
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
+from mpicoll.proc_files import read_file
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.connection import WINDOW
 
@@ -61,21 +62,21 @@ def is_taken(port: int, inodes: Collection[int]) -> bool:
     """Return True if sockets listen at `port` of this host, and none of them has one of these inodes: another process
     has the port now. Returns False if the kernel does not say which sockets listen."""
     try:
-        found = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(Path("/proc/net", table), port)}
+        found = {inode for table in ("tcp", "tcp6") for inode in _listening_inodes(f"/proc/net/{table}", port)}
     except OSError:
         return False
     return bool(found) and found.isdisjoint(inodes)
 
 
-def _listening_inodes(table: Path, port: int) -> Iterator[int]:
-    if not table.exists():
+def _listening_inodes(table: str, port: int) -> Iterator[int]:
+    try:
+        lines = read_file(table).splitlines()
+    except FileNotFoundError:
         return  # there is no IPv6
-    with table.open() as lines:
-        next(lines)
-        for line in lines:
-            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
-            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
-                yield int(inode)
+    for line in lines[1:]:
+        _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+        if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+            yield int(inode)
 
 
 def tune(sock: socket.socket, outage: float) -> None:
@@ -171,7 +172,7 @@ def allow_descriptors(more: int) -> None:
     Only for connections that the job needs: a program that uses select(2) can't wait for descriptors above 1023.
     """
     soft, hard = _query_descriptor_limits()
-    number = len(list(Path("/proc/self/fd").iterdir())) + more
+    number = len(os.listdir("/proc/self/fd")) + more  # noqa: PTH208
     if soft < min(number + 4 * RESERVED_DESCRIPTORS, hard):
         enough = min(number + 8 * RESERVED_DESCRIPTORS, hard)
         with contextlib.suppress(OSError, ValueError):
