@@ -20,15 +20,23 @@ _ENTRIES = 100
 """Largest number of entries in a file; the newest are kept."""
 
 
-def cache_file(name: str) -> Path | None:
+def locate_file(name: str) -> str | None:
     """Return the path of the file `name` in mpicoll's cache directory; None if there is no home directory."""
-    from pathlib import Path  # late: most ranks of a job need no path
+    cache = os.environ.get("XDG_CACHE_HOME")
+    if not cache:
+        home = os.path.expanduser("~")  # noqa: PTH111  pathlib takes milliseconds to import
+        if home == "~":
+            return None
+        cache = f"{home}/.cache"
+    return f"{cache}/mpicoll/{name}"
 
-    try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(cache) / "mpicoll" / name
+
+def cache_file(name: str) -> Path | None:
+    """Return :func:`locate_file` as a Path."""
+    from pathlib import Path  # late: the ranks of a job need none
+
+    path = locate_file(name)
+    return None if path is None else Path(path)
 
 
 class Entries(NamedTuple):
@@ -76,10 +84,11 @@ class Entries(NamedTuple):
 
     def _all(self) -> list[dict[str, Any]]:
         """Return the valid entries of the file; an empty list if the file can't be read."""
-        path = self.path
+        path = locate_file(self.name)
         with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            if path is not None and path.stat().st_size <= _LARGEST:
-                content = json.loads(path.read_text(encoding="utf-8"))
+            if path is not None and os.stat(path).st_size <= _LARGEST:  # noqa: PTH116
+                with open(path, encoding="utf-8") as file:  # noqa: PTH123
+                    content = json.loads(file.read())
                 if (content["format"], content["version"]) == (self.format, self.version):
                     return [one for one in content["entries"] if isinstance(one, dict) and self.valid(one)]
         return []

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mpicoll.proc_files import read_file
 from mpicoll.transport import launch_env
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _NAMES = ("mpirun", "mpiexec")
 
@@ -42,7 +45,7 @@ _PLACEMENT_VARIABLES = (
 )
 """Variables by which a batch system or a user determines the hosts and cores of a job's ranks."""
 
-_LIBRARIES = (Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib"))
+_LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 """Directories of the system's libraries."""
 
 _GRACE = 1.0
@@ -100,6 +103,7 @@ def find_launcher() -> str | None:
     """
     # Not at module level: the first call of each rank of a job loads this module, and looks for no launcher.
     import shutil
+    from pathlib import Path
 
     library = _find_library_file()
     places = [
@@ -132,12 +136,14 @@ def _debian_names(library: str) -> list[str]:
 
 def find_parents() -> list[tuple[int, Path]]:
     """Return process id and program of the launchers that have started this process as a rank."""
+    from pathlib import Path
+
     found = []
     pid = os.getpid() if launch_env.is_launched(os.environ) else 0
     with suppress(OSError, ValueError, IndexError):  # processes of others, or no /proc
         while pid > 1:
             # PID (NAME) STATE PARENT ..., where the name may contain anything.
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            pid = int(read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
             program = Path(f"/proc/{pid}/exe").readlink()
             if program.name in _PARENTS:
                 found.append((pid, program))
@@ -146,13 +152,15 @@ def find_parents() -> list[tuple[int, Path]]:
 
 def _directories_beside(library: str) -> list[Path]:
     """Return possible directories of a library's launcher: ``bin`` beside the library's directory ``lib``."""
+    from pathlib import Path
+
     return [one / "bin" for one in list(Path(library).parents)[1:4]] if library else []
 
 
 def find_mapped_library() -> str:
     """Return the file of the MPI library that this process has loaded, or an empty string."""
     with suppress(OSError):
-        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        for line in read_file("/proc/self/maps").splitlines():
             path = line.partition("/")[2]
             # The first condition is the faster one: hundreds of files are mapped.
             if "libmpi" in path and re.match(r"libmpi(ch|_cray|_ibm)?\.so", path.rpartition("/")[2]):
@@ -232,6 +240,7 @@ def run_bounded(command: Sequence[str], environ: Mapping[str, str], seconds: flo
     """
     import subprocess
     import tempfile
+    from pathlib import Path
 
     guard = Path(__file__).parents[1] / "launch" / "guard.py"
     with (
@@ -304,7 +313,9 @@ def find_unlinked_mpich(error: str) -> str | None:
     """Return the file of Debian's MPICH if mpi4py has failed with `error` since it looks for another name, or None."""
     if "libmpi.so.12" not in error and "MPI library" not in error:
         return None
-    places = (one for place in _LIBRARIES for one in (place, *sorted(place.glob("*-linux-gnu*"))))
+    from pathlib import Path
+
+    places = (one for place in map(Path, _LIBRARIES) for one in (place, *sorted(place.glob("*-linux-gnu*"))))
     return next((str(file) for place in places if (file := place / "libmpich.so.12").exists()), None)
 
 

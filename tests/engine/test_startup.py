@@ -106,9 +106,7 @@ engine = "checks.call_check core.call_comparison core.call_mismatch executors.hi
 engine += " executors.schedule diagnostics.deadlock diagnostics.rank_state diagnostics.report_file diagnostics.stacks"
 late = "transport.control.address_choice schedules"
 unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.split()), *late.split()]}
-unneeded |= {"dataclasses", "logging", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
-if mpicoll.world().rank:  # rank 0 reads files of the user's
-    unneeded |= {"mpicoll.transport.launcher", "pathlib"}
+unneeded |= {"dataclasses", "logging", "pathlib", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
 assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
 """,
     )

@@ -78,15 +78,16 @@ def share(
 @lru_cache(maxsize=4)
 def _read(library: str) -> tuple[str, str]:
     """Return the text to broadcast, from this process' environment variable and file, and a warning; "" for none."""
-    from pathlib import Path  # late: only rank 0 needs a path
-
     named = config().tuned
     if named == "off":
         return "", ""
-    path = Path(os.path.expanduser(named)) if named else get_default_path()  # noqa: PTH111  this one raises nothing
+    found = os.path.expanduser(named) if named else user_cache.locate_file("tuned.json")  # noqa: PTH111  raises nothing
     # On most machines nothing was tuned. A path without permission for a look-up counts as missing.
-    if path is None or not (named or os.path.exists(path)):  # noqa: PTH110  nor does this one
+    if found is None or not (named or os.path.exists(found)):  # noqa: PTH110  nor does this one
         return "", ""
+    from pathlib import Path  # late: on most machines nothing was tuned
+
+    path = Path(found)
     try:
         entries = [one for one in load(path) if one["machine"] == describe_machine() and one["mpi"] == library]
     except InvalidTable as error:
