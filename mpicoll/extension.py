@@ -19,7 +19,7 @@ REMEDY = (
     "with a C compiler and Python's headers (apt-get install gcc python3-dev), install mpicoll again: with the options"
     " --force-reinstall --no-deps --no-cache-dir of pip"
 )
-"""What brings the extension. Without the last option pip would use the wheel that it built before."""
+"""Commands that install the extension. Without the last option pip would use the wheel that it built before."""
 
 
 @functools.cache

@@ -54,7 +54,7 @@ MAX_CACHED_CALLS = 1024
 """Maximum number of cached calls per communicator."""
 
 MISSING: Any = object()
-"""What :attr:`OperationQueue.run_repeated` returns for a call that :func:`call` has to carry out."""
+"""Value that :attr:`OperationQueue.run_repeated` returns for a call that :func:`call` has to carry out."""
 
 _IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
 """Collectives whose output may be their input."""

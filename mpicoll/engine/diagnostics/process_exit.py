@@ -298,7 +298,7 @@ def _flush() -> None:
 
 
 _exit_code: list[object] = []
-"""What the main thread has passed to SystemExit, once that ends the interpreter."""
+"""Argument of the SystemExit of the main thread, once that ends the interpreter."""
 
 _CODE: Any = SystemExit.__dict__["code"]
 

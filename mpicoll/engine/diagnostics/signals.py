@@ -38,7 +38,7 @@ _SIGTERM_LIMIT = 4.0
 host ends it, if there is one (:mod:`mpicoll.engine.diagnostics.neighbour`)."""
 
 _texts: list[str] = []
-"""What is written then."""
+"""The line that is written before the stacks of this process are, if SIGTERM ends it."""
 
 _wakeup_fds: list[int] = []
 """The descriptor to which signal numbers for the watchdog are written, if it listens."""
