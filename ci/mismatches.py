@@ -122,9 +122,11 @@ def ranks(seed: str, face: str, first: int, count: int) -> None:
     if face == "torch":
         import torch.distributed as dist
 
+        from mpicoll.torch import communicator
+
         dist.init_process_group("mpicoll")
         group = dist.group.WORLD
-        comm = group.comm
+        comm = communicator(group)
 
     def call(spec: mismatches.Spec, form: str) -> None:
         if face == "torch":

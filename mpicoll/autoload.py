@@ -1,57 +1,35 @@
-"""Registration of the mpicoll backend with torch: torch calls :func:`register` at import, if mpicoll is installed.
+"""Registration of the backend "mpicoll" with torch: torch calls :func:`register` and :func:`register_backend`.
 
-In a process that no MPI launcher started, torch is not changed until the program requests mpicoll: until then
-:func:`register` only intercepts the names of backends. :func:`register_backend` registers the backend. If c10d has no
-extension point that the backend needs, :func:`register_backend` replaces the functions in ``_PATCHED`` by wrappers,
-which pass on every call that does not concern mpicoll.
+Versions of torch in which c10d loads a backend when a program names it call :func:`register_backend` then. Where c10d
+does not, :mod:`mpicoll.legacy_autoload` replaces some of its functions when torch is imported. No other module of
+mpicoll is imported before a program names the backend, unless torch is such an older version.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import sys
-import threading
-from collections.abc import Callable
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
-from mpicoll.backend_names import names_mpicoll
-from mpicoll.transport import launch_env
+_MAX_FRAMES = 4
+"""Calls between ``init_process_group`` and the handler of ``env://``."""
 
-_PATCHED = (
-    "rendezvous",
-    "_new_process_group_helper",
-    "monitored_barrier",
-    "split_group",
-    "_set_pg_timeout",
-    "_maybe_attach_flight_recorder",
-)
-"""Functions of c10d that are replaced, if this version of torch has them."""
-
-_HELPER_BACKEND = 3
-"""Index of the argument `backend` of ``_new_process_group_helper``."""
-
-_GROUP_CREATORS = ("init_process_group", "_new_group_with_tag")
-"""Functions of c10d that create process groups."""
-
-_lock = threading.Lock()
-_intercepted: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-"""Replacement of ``Backend.__new__``, and torch's original function."""
+_extended: Any = None
+"""Replacement of torch's handler of ``env://``."""
 
 
 def register() -> None:
-    """Register the backend with torch.distributed if an MPI launcher started this process.
+    """Let ``init_process_group("mpicoll")`` take rank, size and store from MPI. Called when torch is imported.
 
-    Otherwise defer the registration until the program names a backend of mpicoll. Takes negligible time, imports
-    neither MPI nor numpy, and never raises.
+    Takes negligible time, imports neither MPI nor numpy, and never raises.
     """
     try:
-        if launch_env.is_started_by_mpi(os.environ):
-            register_backend()
+        if not loads_backends():
+            import_module("mpicoll.legacy_autoload").register()
         else:
-            _intercept_names()
+            _extend_rendezvous()
     except Exception:
         logging.getLogger("mpicoll").debug("the backend could not be registered with torch", exc_info=True)
 
@@ -61,86 +39,52 @@ def register_backend() -> None:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available():
-        return
-    from torch.distributed import distributed_c10d as c10d
-
-    with _lock:
-        if hasattr(c10d.Backend, "MPICOLL"):
-            return
-        _restore_names()
-        for name in _PATCHED:
-            original = getattr(c10d, name, None)
-            if original is not None:
-                wrapper = _make_patch(name, original)
-                for module in (c10d, dist):
-                    if getattr(module, name, None) is original:
-                        setattr(module, name, wrapper)
-        method = "_register_builtin_comm_hook"
-        ddp = torch.nn.parallel.DistributedDataParallel
-        setattr(ddp, method, _make_patch(method, getattr(ddp, method)))
-        if launch_env.is_started_by_mpi(os.environ):
-            # Not without a launcher: programs that find MPI available select it, and each process would be a world of
-            # one rank.
-            setattr(c10d, "_MPI_AVAILABLE", True)  # noqa: B010  mypy does not know the name
-        c10d.Backend.register_backend("mpicoll", _create_process_group, extended_api=True, devices=["cpu", "cuda"])
+    if not loads_backends():
+        import_module("mpicoll.legacy_autoload").register_backend()
+    elif "MPICOLL" not in dist.Backend._plugins:
+        _extend_rendezvous()
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        dist.Backend.register_backend("mpicoll", _create_backend, extended_api=True, devices=devices)
 
 
-def _create_process_group(options: Any, backend_options: Any) -> Any:
-    """Create a process group. Called by torch."""
-    return import_module("mpicoll.torch.group_creation").create(options, backend_options)
-
-
-def _make_patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if name == "rendezvous":
-            # It does not receive the backend, which is a local variable of its caller, init_process_group.
-            ours = names_mpicoll(sys._getframe(1).f_locals.get("backend"))
-        elif name == "_new_process_group_helper":
-            ours = names_mpicoll(args[_HELPER_BACKEND] if len(args) > _HELPER_BACKEND else kwargs.get("backend"))
-        else:
-            ours = "mpicoll.torch.process_group" in sys.modules
-        if ours:
-            return getattr(import_module("mpicoll.torch.c10d_patches"), name)(original, *args, **kwargs)
-        return original(*args, **kwargs)
-
-    return wrapper
-
-
-def is_mpicoll_available() -> bool:
-    """Return True: the result of ``is_backend_available("mpicoll")`` also before the backend is registered."""
-    return True
-
-
-def _intercept_names() -> None:
-    """Register the backend as soon as the program names it.
-
-    Every function of c10d that takes the name of a backend first calls ``Backend`` with it. The name "mpi" counts only
-    in calls from ``_GROUP_CREATORS``, since a program that only parses or compares the name does not create a group.
-    """
-    global _intercepted  # noqa: PLW0603  there is one torch
+def loads_backends() -> bool:
+    """Return True if c10d loads backends by their entry points, and calls the methods of backends in Python."""
     import torch.distributed as dist
 
-    if not dist.is_available():
+    if not dist.is_available() or not hasattr(dist.Backend, "_ensure_backend_registered"):
+        return False
+    # A class of C++ without a constructor can't have subclasses in Python.
+    return "__init__" in vars(import_module("torch._C._distributed_c10d").Backend)
+
+
+def _create_backend(options: Any, backend_options: Any) -> Any:
+    """Create the backend of a process group. Called by torch."""
+    return import_module("mpicoll.torch.backend").create(options, backend_options)
+
+
+def _extend_rendezvous() -> None:
+    """Replace torch's handler of ``env://``, the only one that c10d calls without an address from the program.
+
+    c10d calls it before it loads the backend. Calls for other backends are passed on.
+    """
+    global _extended  # noqa: PLW0603  there is one torch
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    original = handlers["env"]
+    if original is _extended:
         return
-    from torch.distributed import distributed_c10d as c10d
 
-    original = c10d.Backend.__new__
+    def rendezvous(url: str, **kwargs: Any) -> Any:
+        if _is_for_mpicoll(sys._getframe(1)):
+            return import_module("mpicoll.torch.rendezvous_handler").rendezvous(original, url, **kwargs)
+        return original(url, **kwargs)
 
-    @functools.wraps(original)
-    def intercept(cls: type[Any], name: Any) -> Any:
-        if names_mpicoll(name) and ("mpicoll" in name.lower() or sys._getframe(1).f_code.co_name in _GROUP_CREATORS):
-            register_backend()
-        return original(cls, name)
-
-    _intercepted = intercept, original
-    c10d.Backend.__new__ = staticmethod(intercept)  # type: ignore[method-assign]
-    setattr(dist, is_mpicoll_available.__name__, is_mpicoll_available)
+    handlers["env"] = _extended = rendezvous
 
 
-def _restore_names() -> None:
-    from torch.distributed import distributed_c10d as c10d
-
-    if _intercepted is not None and c10d.Backend.__new__ is _intercepted[0]:
-        c10d.Backend.__new__ = staticmethod(_intercepted[1])  # type: ignore[method-assign]
+def _is_for_mpicoll(frame: FrameType | None) -> bool:
+    """Return True if ``init_process_group`` calls with a backend of mpicoll, which it does not pass on."""
+    for _ in range(_MAX_FRAMES):
+        if frame is not None and frame.f_code.co_name == "init_process_group":
+            return "mpicoll" in str(frame.f_locals.get("backend")).lower()
+        frame = None if frame is None else frame.f_back
+    return False

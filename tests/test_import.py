@@ -68,7 +68,8 @@ BY_NAME = {
     # Public names and subpackages are imported when they are used.
     "__init__.py": {"mpicoll.", "mpicoll.schedules"},
     # torch's entry point lies below mpicoll.torch, and loads it when the backend is used.
-    "autoload.py": {"mpicoll.torch.c10d_patches", "mpicoll.torch.group_creation", "mpicoll.torch.process_group"},
+    "autoload.py": {"mpicoll.legacy_autoload", "mpicoll.torch.backend", "mpicoll.torch.rendezvous_handler"},
+    "legacy_autoload.py": {"mpicoll.torch.c10d_patches", "mpicoll.torch.group_creation", "mpicoll.torch.process_group"},
     # Whether MPI and NCCL have been used is asked without loading them.
     "engine/startup.py": {"mpicoll.engine.executors.nccl", "mpicoll.transport.mpi"},
 }

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.backend_names import names_mpicoll, replace_mpi
@@ -21,6 +20,7 @@ from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import current_device, rendezvous_handler
 from mpicoll.torch.c10d_frames import find_c10d_variables
+from mpicoll.torch.ddp_hooks import register_builtin_hook
 from mpicoll.torch.mixed_process_group import MixedProcessGroup
 from mpicoll.torch.process_group import ProcessGroupMpicoll
 
@@ -120,11 +120,4 @@ def split_group(original: Original, *args: Any, **kwargs: Any) -> Any:
     return group
 
 
-def _register_builtin_comm_hook(original: Original, model: Any, kind: Any) -> None:
-    """Replace the built-in float16 hook, which needs values that only C++ futures hold, by torch's hook in Python."""
-    if kind == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(model.process_group, ProcessGroupMpicoll):
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        model.register_comm_hook(model.process_group, fp16_compress_hook)
-    else:
-        original(model, kind)
+_register_builtin_comm_hook = register_builtin_hook

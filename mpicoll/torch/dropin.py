@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.torch.fast_path import FastPath
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.groups import find_direct
 
 
 def _find_fast_path(group: Any) -> FastPath | None:
     """Return the fast path of `group`, or None if c10d must process the call."""
     process_group = c10d._world.default_pg if group is None else group
-    if type(process_group) is not ProcessGroupMpicoll or c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
+    if c10d._world.pg_coalesce_state or torch.compiler.is_compiling():
         return None
-    return process_group.get_fast_path()
+    operations = find_direct(process_group)
+    return None if operations is None else operations.get_fast_path()
 
 
 def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:

@@ -13,13 +13,46 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import as_communicator
 from mpicoll.errors import CommunicatorError, SetupError
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.group_operations import GroupOperations
+
+_direct: dict[Any, GroupOperations] = {}
+"""Operations of groups that may be called without c10d; see :func:`find_direct`."""
 
 
-def get_default_group() -> ProcessGroupMpicoll | None:
+def find_operations(group: Any) -> GroupOperations | None:
+    """Return the operations of `group` if it is a process group of mpicoll, else None.
+
+    That is the group itself, or the backend that c10d's process group calls: if it has several, the first of mpicoll.
+    """
+    if isinstance(group, GroupOperations) or not isinstance(group, dist.ProcessGroup):
+        return group if isinstance(group, GroupOperations) else None
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL c10d wraps backends.
+    backends = (getattr(one, "wrapped_pg", one) for one in map(group._get_backend, group._device_types))
+    return next((one for one in backends if isinstance(one, GroupOperations)), None)
+
+
+def find_direct(group: Any) -> GroupOperations | None:
+    """Return the operations of `group` if calls on them do the same as calls of c10d on the group, else None.
+
+    That is not so if the group has other backends as well, or if c10d checks calls.
+    """
+    found = _direct.get(group)
+    if found is None:
+        found = find_operations(group)
+        if found is group:
+            found = found if found.serves_all_devices else None
+        elif found is not None and any(group._get_backend(device) is not found for device in group._device_types):
+            found = None
+        if found is not None:
+            _direct[group] = found
+            found.on_shutdown = lambda: _direct.pop(group, None)
+    return found
+
+
+def get_default_group() -> dist.ProcessGroup | None:
     """Return torch's default process group if its backend is mpicoll."""
     group = c10d.GroupMember.WORLD
-    return group if isinstance(group, ProcessGroupMpicoll) else None
+    return None if find_operations(group) is None else group
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> Any:
@@ -49,8 +82,9 @@ def communicator(group: Any = None) -> Communicator:
     """
     if group is None and dist.is_initialized():
         group = c10d.GroupMember.WORLD
-    if isinstance(group, ProcessGroupMpicoll):
-        return group.comm
+    operations = find_operations(group)
+    if operations is not None:
+        return operations.comm
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise CommunicatorError("this process is not a member of the process group; only members may call this")
     if isinstance(group, dist.ProcessGroup):

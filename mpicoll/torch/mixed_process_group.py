@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
 from mpicoll.torch.c10d_short_forms import to_full_form
-from mpicoll.torch.process_group import NAME, ProcessGroupMpicoll
+from mpicoll.torch.group_operations import NAME
+from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 
 def create_other_backends(
@@ -88,6 +89,8 @@ _P2P_METHODS = ("send", "recv", "recv_anysource")
 
 class MixedProcessGroup(ProcessGroupMpicoll):
     """Process group that dispatches calls to the backend of the tensors' device."""
+
+    serves_all_devices = False
 
     def __init__(self, comm: Communicator, store: dist.Store, timeout: timedelta, others: Mapping[str, Any]) -> None:
         super().__init__(comm, store, timeout)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
 
@@ -37,6 +39,19 @@ def rendezvous_over_mpi(rank: int = -1, size: int = -1) -> tuple[dist.Store, int
             )
     _num_rendezvous += 1
     return dist.PrefixStore(f"mpicoll/{_num_rendezvous}", _get_store()), comm.rank, comm.size
+
+
+def rendezvous(original: Callable[..., Any], url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Take rank, size and store from MPI, unless the program gives all values that ``env://`` needs.
+
+    `original` is torch's handler of the `url`, which has the caller's rank and size.
+    """
+    given = dict(parse_qsl(urlparse(url).query))
+    rank, size = int(given.get("rank", -1)), int(given.get("world_size", -1))
+    if is_environment_complete(rank, size, os.environ):
+        yield from original(url, **kwargs)
+    else:
+        yield rendezvous_over_mpi(rank, size)
 
 
 def is_environment_complete(rank: int, size: int, environ: Mapping[str, str]) -> bool:

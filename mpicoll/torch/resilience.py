@@ -14,8 +14,7 @@ from mpicoll.collectives import resilient as native
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
-from mpicoll.torch.groups import get_default_group
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.groups import find_operations, get_default_group
 
 S = TypeVar("S")
 
@@ -61,20 +60,21 @@ def resilient(
     All other errors are those of :func:`mpicoll.resilient`.
     """
     group = get_default_group()
-    if group is None or group.comm.size != world().size:
+    operations = find_operations(group)
+    if operations is None or operations.comm.size != world().size:
         raise ArgumentError(
             "resilient: the default process group must have the backend mpicoll and contain all ranks; call"
             " init_process_group() of mpicoll.torch first"
         )
-    return native.resilient(step, state, steps, every=every, setup=_Setup(group, setup))
+    return native.resilient(step, state, steps, every=every, setup=_Setup(group, operations.comm.timeout, setup))
 
 
 class _Setup:
     """Provider of a default process group of the communicator's ranks."""
 
-    def __init__(self, group: ProcessGroupMpicoll, setup: Callable[[Communicator], Any] | None) -> None:
+    def __init__(self, group: Any, timeout: float, setup: Callable[[Communicator], Any] | None) -> None:
         self._backend = _get_backend(group)
-        self._timeout: timedelta = group.options._timeout
+        self._timeout = timedelta(seconds=timeout)
         self._comm = world()
         self._setup = setup
 
@@ -89,11 +89,12 @@ class _Setup:
         gc.collect()
         if dist.is_initialized():
             for group in list(c10d._world.pg_map):
-                if isinstance(group, ProcessGroupMpicoll):
-                    group.abort()
+                operations = find_operations(group)
+                if operations is not None:
+                    operations.abort()
             dist.destroy_process_group()
         dist.init_process_group(self._backend, timeout=self._timeout)
 
 
-def _get_backend(group: ProcessGroupMpicoll) -> str:
+def _get_backend(group: Any) -> str:
     return str(c10d._world.pg_backend_config.get(group) or "mpicoll")

@@ -17,6 +17,7 @@ from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.core.request import Request
 from mpicoll.errors import CommunicationError, MpicollError
+from mpicoll.torch import work_status
 from mpicoll.torch.tensors import Restore, find_cuda_devices, on_internal_streams
 
 CallbackScheduler: TypeAlias = "Callable[[Callable[[], None]], None]"
@@ -125,6 +126,10 @@ def _raise_failure(failure: _Failure) -> None:
     raise failure.error
 
 
+_NO_FUTURE: torch.futures.Future[Any] = torch.futures.Future()
+"""What :meth:`Work.get_future` returns to a search for the Work."""
+
+
 class WorkHandle(Protocol):
     """Pending operation: a job of a queue, or a point-to-point transfer."""
 
@@ -222,6 +227,8 @@ class Work(dist.Work):
         Callbacks of collectives run one after the other, in the order in which they were attached, and may start
         collectives themselves.
         """
+        if work_status.answer(self):
+            return _NO_FUTURE
         if self._future is None:
             self._future = _Future(self._schedule, self.wait, find_cuda_devices(self.outputs))
             if isinstance(self.handle, QueuedOperation):

@@ -15,6 +15,7 @@ import mpicoll
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError
 from mpicoll.parallel import groups
+from mpicoll.torch import communicator as torch_communicator
 
 
 class Grid:
@@ -109,8 +110,8 @@ def test_what_is_no_group(some: Ranks) -> None:
 class TestTorch:
     def test_process_groups(self) -> None:
         default: Any = dist.group.WORLD
-        assert groups.communicator() is default.comm
-        assert groups.communicator(default) is default.comm
+        assert groups.communicator() is torch_communicator(default)
+        assert groups.communicator(default) is torch_communicator(default)
         with pytest.raises(CommunicatorError, match="has the backend gloo"):
             groups.communicator(dist.new_group(backend="gloo"))
         part = dist.new_group([0])
@@ -123,7 +124,7 @@ class TestTorch:
     def test_meshes_of_one_dimension(self) -> None:
         size = dist.get_world_size()
         mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))
-        assert groups.communicator(mesh["dp"]) is mesh.get_group("dp").comm
+        assert groups.communicator(mesh["dp"]) is torch_communicator(mesh.get_group("dp"))
         assert groups.communicator(mesh["tp"]).size == 1
         with pytest.raises(
             ArgumentError,

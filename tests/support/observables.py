@@ -33,6 +33,7 @@ ENTRANCES = (
     "mpicoll",
     "mpicoll.autoload",
     "mpicoll.backend_names",
+    "mpicoll.legacy_autoload",
     "mpicoll.transport",
     "mpicoll.transport.launch_env",
 )

@@ -6,19 +6,33 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import cache
 from inspect import signature
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mpicoll.autoload import loads_backends
+from mpicoll.torch.groups import find_operations
+
 ORDERED = "sort_ranks" in signature(dist.new_group).parameters
 """True if this torch supports groups whose ranks are not in ascending order."""
+
+BACKEND = loads_backends()
+"""True if c10d's own process group calls a backend of mpicoll; False if mpicoll's process group replaces it."""
+
+by_torch = pytest.mark.skipif(BACKEND, reason="torch's process group does this by itself")
 
 in_given_order = pytest.mark.skipif(not ORDERED, reason="torch makes groups in other orders from 2.13 on")
 
 barrier_has_timeout = pytest.mark.skipif(
     "timeout" not in signature(dist.barrier).parameters, reason="torch's barrier has a timeout from 2.13 on"
 )
+
+
+def operations(group: Any = None) -> Any:
+    """Return what mpicoll runs for `group`, by default the default group."""
+    return find_operations(dist.group.WORLD if group is None else group)
 
 
 @cache

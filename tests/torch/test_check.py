@@ -42,7 +42,8 @@ def test_generated_mismatches(number: int) -> None:
     _several()
     group: Any = dist.group.WORLD
     wanted = mismatches.case("torch", number, dist.get_world_size(), "torch")
-    assert mismatches.check(wanted, group.comm, lambda spec, form: mismatches.torch(spec, group, form)) == ""
+    comm = dropin.communicator(group)
+    assert mismatches.check(wanted, comm, lambda spec, form: mismatches.torch(spec, group, form)) == ""
 
 
 def test_mismatches_are_noticed_by_default() -> None:
@@ -55,7 +56,7 @@ def test_mismatches_are_noticed_by_default() -> None:
             if one.kind == "counts" and one.usual[0].operation == "alltoall":
                 continue
             found = mismatches.check(
-                one, group.comm, lambda spec, form: mismatches.torch(spec, group, form), checked=False
+                one, dropin.communicator(group), lambda spec, form: mismatches.torch(spec, group, form), checked=False
             )
             assert found == ""
 

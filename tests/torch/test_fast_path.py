@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.process_group import BACKEND, operations
 from torch.distributed import ReduceOp
 
 import mpicoll.torch
@@ -17,7 +18,6 @@ from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import recorder
 from mpicoll.extension import find_missing_reason
-from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 pytestmark = [
     pytest.mark.mpi,
@@ -183,9 +183,7 @@ def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("module", [dist, mpicoll.torch], ids=["c10d", "dropin"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_repeated_calls_take_the_short_way_of_the_extension(module: Any, dtype: torch.dtype) -> None:
-    group = dist.distributed_c10d._get_default_group()
-    assert isinstance(group, ProcessGroupMpicoll)
-    queue, size, rank = core_of(group.comm).queue, dist.get_world_size(), dist.get_rank()
+    queue, size, rank = core_of(operations().comm).queue, dist.get_world_size(), dist.get_rank()
     if size < 2:
         pytest.skip("needs two ranks")
     x, whole, out = torch.ones(3, dtype=dtype), torch.empty(3 * size, dtype=dtype), torch.empty(3, dtype=dtype)
@@ -213,6 +211,8 @@ def test_repeated_calls_take_the_short_way_of_the_extension(module: Any, dtype: 
         assert recorder.list_records(True)[-1][0][1] == queue.number
         assert recorder.list_records(True)[-1][0][0] is queue.group
         assert torch.equal(got, want.to(dtype))
+    if BACKEND:
+        return  # torch's dispatcher resolves the negation first
     # Where they aren't alike, the memory is not taken for that of a plain tensor.
     negated = torch._neg_view(torch.ones(3, dtype=dtype))
     dist.all_reduce(negated)

@@ -21,7 +21,7 @@ from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel.layers.base import restore_shard_marks
 from mpicoll.parallel.shards import get_shard
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.groups import find_operations
 
 Names: TypeAlias = "Callable[[str], str] | None"
 
@@ -153,7 +153,8 @@ def find_shardings(named: Mapping[str, Any]) -> dict[str, Sharding]:
 
 def _make_mesh(comm: Communicator, name: str, device_type: str) -> DeviceMesh:
     for group in c10d._world.pg_map:  # noqa: SLF001  torch has no other list of its groups
-        if isinstance(group, ProcessGroupMpicoll) and group.comm is comm:
+        operations = find_operations(group)
+        if operations is not None and operations.comm is comm:
             return DeviceMesh.from_group(group, device_type)
     raise CommunicatorError(
         f"{name!r} is sharded among the ranks of {comm!r}, for which torch has no process group; create the grid after"

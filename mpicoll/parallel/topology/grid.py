@@ -16,7 +16,6 @@ from mpicoll.errors import ArgumentError, CommunicatorError, ShapeError
 from mpicoll.parallel import groups
 from mpicoll.parallel.topology.process_topology import SHORT_NAMES, ProcessTopology, canonicalize_axis, format_extents
 from mpicoll.torch import groups as torch_groups
-from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +73,7 @@ class PipelineParallelGrid:
         self._comm = torch_groups.communicator(group)
         if group is None:
             group = torch_groups.get_default_group()
-        self._group = group if isinstance(group, ProcessGroupMpicoll) else None
+        self._group = group if torch_groups.find_operations(group) is not None else None
         self._topology = ProcessTopology(["data"], [self._comm.size]) if topology is None else topology
         if self._topology.world_size() != self._comm.size:
             raise ShapeError(
@@ -84,9 +83,9 @@ class PipelineParallelGrid:
         self._coord = self._topology.get_coord(self._comm.rank)
         self.freed = False
         self.before: groups.Grid | None = None
-        self._owned: list[Communicator | ProcessGroupMpicoll] = []
+        self._owned: list[Communicator | dist.ProcessGroup] = []
         # By their axes, without axes of extent one.
-        self._process_groups: dict[_Axes, ProcessGroupMpicoll] = {}
+        self._process_groups: dict[_Axes, dist.ProcessGroup] = {}
         self._communicators: dict[_Axes, Communicator] = {}
         everyone = self._normalize_axes(self._topology.axes)
         self._communicators[everyone] = self._comm
@@ -285,7 +284,7 @@ class PipelineParallelGrid:
                 f"from_device_mesh: rank {dist.get_rank()} is not in {mesh}; only its ranks may call this"
             )
         along = {axis: mesh.get_group(axis) for axis in names}
-        other = next((one for one in along.values() if not isinstance(one, ProcessGroupMpicoll)), None)
+        other = next((one for one in along.values() if torch_groups.find_operations(one) is None), None)
         if other is not None:
             raise CommunicatorError(
                 f"from_device_mesh: a group of {mesh} has the backend {dist.get_backend(other)}; create the mesh after"
@@ -329,7 +328,9 @@ class PipelineParallelGrid:
         for one in self._owned:
             if isinstance(one, Communicator):
                 one.free()
-            elif not core_of(one.comm).freed:  # else torch.distributed.destroy_process_group() has destroyed it
+            elif not core_of(
+                torch_groups.communicator(one)
+            ).freed:  # else torch.distributed.destroy_process_group() has destroyed it
                 dist.destroy_process_group(one)
         self._owned.clear()
 
@@ -375,7 +376,8 @@ class PipelineParallelGrid:
     def _adopt_process_group(self, axis: str, given: dist.ProcessGroup) -> None:
         ranks = self._find_ranks((axis,))
         theirs = dist.get_process_group_ranks(given)
-        if self._group is None or not isinstance(given, ProcessGroupMpicoll) or theirs != self._to_global_ranks(ranks):
+        served = torch_groups.find_operations(given) is not None
+        if self._group is None or not served or theirs != self._to_global_ranks(ranks):
             raise ArgumentError(
                 f"PipelineParallelGrid: the process group for {axis!r} is of ranks {theirs}, but this axis of"
                 f" {self._topology!r} has ranks {ranks}; all groups must be mpicoll's (rank {self._comm.rank})"
@@ -388,7 +390,7 @@ class PipelineParallelGrid:
     def _get_communicator(self, key: _Axes) -> Communicator:
         """Return the communicator along `key`; make it at the first call."""
         if key in self._process_groups:
-            return self._process_groups[key].comm
+            return torch_groups.communicator(self._process_groups[key])
         if key not in self._communicators:
             made = self._comm.group(self._find_ranks(key))
             assert made is not None
@@ -411,7 +413,7 @@ class PipelineParallelGrid:
             self._process_groups[key] = self._create_group(key)
         return self._process_groups[key]
 
-    def _create_group(self, key: _Axes) -> ProcessGroupMpicoll:
+    def _create_group(self, key: _Axes) -> dist.ProcessGroup:
         backend = dist.get_backend(self._group)
         if key and self._group is torch_groups.get_default_group():
             # Made by all ranks, groups get names that are the same on all of them, and short.
@@ -423,7 +425,6 @@ class PipelineParallelGrid:
                 self._to_global_ranks(ranks), backend=backend, use_local_synchronization=local
             )
             if self._comm.rank in ranks:
-                mine = group
-        assert isinstance(mine, ProcessGroupMpicoll)
+                mine: dist.ProcessGroup = group
         self._owned.append(mine)
         return mine

@@ -33,6 +33,7 @@ LOOKS = {
     "engine/diagnostics/flight_recorder.py": "finds the line that calls us, at the time of the call",
     "launch/rank.py": "shows the traceback of a function",
     "autoload.py": "is called by torch without what it needs",
+    "legacy_autoload.py": "the same",
     "torch/c10d_frames.py": "the same",
 }
 

@@ -26,6 +26,7 @@ from mpicoll.parallel.topology import (
     ProcessTopology,
     initialize_model_parallel,
 )
+from mpicoll.torch import communicator
 
 AXES = ("pipe", "data", "context", "model")
 
@@ -256,7 +257,7 @@ def test_sizes_that_do_not_fit(some: Ranks, sizes: tuple[int, int, int]) -> None
 
 def check_group(group: Any, comm: Communicator) -> None:
     """`group` is a process group on `comm`, named alike on all its ranks."""
-    assert group.comm is comm
+    assert communicator(group) is comm
     assert dist.get_world_size(group) == comm.size
     assert dist.get_rank(group) == comm.rank
     total = torch.tensor([2**comm.rank])
@@ -340,9 +341,9 @@ class TestTorch:
                 assert mesh.mesh_dim_names == ("pp", "dp", "cp", "tp")
                 assert mesh.mesh.tolist() == torch.arange(size).view(pipe, data, context, model).tolist()
                 for name in ("pp", "dp", "cp", "tp"):
-                    assert mesh.get_group(name).comm.size == grid.communicator(name).size
+                    assert communicator(mesh.get_group(name)).size == grid.communicator(name).size
                     if grid.communicator(name).size > 1:
-                        assert mesh[name].get_group().comm is grid.communicator(name)
+                        assert communicator(mesh[name].get_group()) is grid.communicator(name)
                 before = len(dist.distributed_c10d._world.pg_names)
                 with PipelineParallelGrid.from_device_mesh(mesh) as back:
                     assert back.topology() == grid.topology()
@@ -431,11 +432,11 @@ class TestTorch:
         mine = dist.new_group(list(range(size)))
         with PipelineParallelGrid(process_groups={"dp": mine}) as grid:
             assert grid.get_data_parallel_group() is mine
-            assert grid.communicator("data") is mine.comm
+            assert grid.communicator("data") is communicator(mine)
         topology = PipeDataParallelTopology(size, 1)
         if size > 1:
             with pytest.raises(ArgumentError, match=rf"for 'data' is of ranks \[0, .*has ranks \[{rank}\]"):
                 PipelineParallelGrid(topology, process_groups={"data": mine})
         with pytest.raises(ArgumentError, match="all groups must be mpicoll's"):
-            PipelineParallelGrid(topology, mine.comm, process_groups={"pipe": mine})
+            PipelineParallelGrid(topology, communicator(mine), process_groups={"pipe": mine})
         dist.destroy_process_group(mine)

@@ -1,0 +1,142 @@
+"""Backend of c10d, for versions of torch that accept one in Python. c10d's own process group calls it.
+
+The process group converts the forms of a call, dispatches by device, checks calls if TORCH_DISTRIBUTED_DEBUG=DETAIL is
+set, and numbers groups: this class only has the operations, in c10d's full form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, ErrorType
+from torch.distributed.distributed_c10d import BarrierOptions
+
+from mpicoll.engine.core.communicator import Communicator, core_of
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.errors import ArgumentError, CommunicatorError
+from mpicoll.torch import work_status
+from mpicoll.torch.current_device import select_device
+from mpicoll.torch.ddp_hooks import extend_ddp
+from mpicoll.torch.group_members import create_communicator
+from mpicoll.torch.group_operations import NAME, GroupOperations
+from mpicoll.torch.shrunk_group import correct_type
+
+
+def create(options: Any, backend_options: Any) -> BackendMpicoll:
+    """Create the backend for torch's `options` (``_DistributedBackendOptions``). Collective over the group.
+
+    Raises SetupError if MPI has fewer ranks than the group.
+    """
+    comm = create_communicator(options)
+    if not options.global_ranks_in_group:
+        select_device(options.process_group.bound_device_id)
+    work_status.forward()
+    extend_ddp()
+    return BackendMpicoll(comm, options.group_id, options.timeout)
+
+
+_open: set[BackendMpicoll] = set()
+"""Backends that are not shut down: with TORCH_DISTRIBUTED_DEBUG=DETAIL only C++ refers to them."""
+
+
+class BackendMpicoll(GroupOperations, Backend):
+    """Backend of a group whose operations run on an mpicoll communicator."""
+
+    __reduce_ex__ = refuse_pickling(
+        "backend",
+        "pass on its ranks, torch.distributed.get_process_group_ranks(group), and call new_group(ranks) on all ranks",
+    )
+
+    # Those of torch's own class ask this object again, and so recurse without end.
+    supports_coalescing = False
+    supports_reconfigure = False
+    supports_window = False
+    _supports_time_estimate = False
+
+    def __init__(self, comm: Communicator, name: str, timeout: timedelta) -> None:
+        Backend.__init__(self, comm.rank, comm.size)
+        self._name = name
+        self.set_communicator(comm, name, timeout)
+        _open.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return NAME
+
+    def name(self) -> str:
+        return NAME
+
+    @property
+    def options(self) -> Any:
+        options = Backend.Options(NAME, timedelta(seconds=self.comm.timeout))
+        options.group_name = self._name
+        return options
+
+    def shutdown(self) -> None:
+        _open.discard(self)
+        GroupOperations.shutdown(self)
+
+    allreduce_sparse = GroupOperations.allreduce
+
+    def monitored_barrier(self, opts: BarrierOptions, wait_all_ranks: bool = False) -> None:
+        self.run_monitored_barrier(opts.timeout if opts.timeout > timedelta(0) else None, wait_all_ranks)
+
+    def get_error(self) -> ErrorType:
+        """Return REMOTE_ERROR if a rank of the group is known to have died, else SUCCESS."""
+        core = core_of(self.comm)
+        return ErrorType.REMOTE_ERROR if core.freed or core.transport.detect_failure() else ErrorType.SUCCESS
+
+    def _get_sequence_number_for_group(self) -> int:
+        return core_of(self.comm).queue.number
+
+    # Groups that are made from this one.
+
+    @property
+    def supports_splitting(self) -> bool:
+        return True
+
+    def split(self, store: dist.Store, ranks: Sequence[int], opts: Any) -> BackendMpicoll:
+        """Return the backend of a group of `ranks` of this group. Collective over them.
+
+        Raises ArgumentError on other ranks, for which torch would crash without a backend.
+        """
+        if self.comm.rank not in ranks:
+            raise ArgumentError(
+                f"split_group: rank {self.comm.rank} is in none of the groups, which this version of torch does not"
+                " support for a backend in Python; put each rank into a group, or call new_group"
+            )
+        comm = self.comm.group(ranks)
+        assert comm is not None
+        return BackendMpicoll(comm, opts.group_name, opts._timeout)
+
+    supports_shrinking = True
+
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
+        """Return the backend of the ranks that are not excluded. Collective over them; c10d abandons this group.
+
+        Excluded ranks have died (see :meth:`mpicoll.Communicator.shrink`), or don't call this function. Raises
+        CommunicatorError if other ranks have died too.
+        """
+        comm, timeout = self.comm, timedelta(seconds=self.comm.timeout)
+        remaining = [rank for rank in range(comm.size) if rank not in ranks_to_exclude]
+        if core_of(comm).transport.detect_failure():
+            part: Communicator | None = comm.shrink()
+        else:
+            part = comm.group(remaining)
+            core_of(comm).free_locally()
+        if part is None or part.size != len(remaining):
+            raise CommunicatorError(
+                f"shrink_group: {len(remaining)} ranks should remain without {list(ranks_to_exclude)}, but"
+                f" {part.size if part else 0} do; exclude all ranks that have died"
+            )
+        correct_type()
+        return BackendMpicoll(part, f"{self._name}:shrunk", timeout)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: ranks are connected when a group is made."""
+
+    def __repr__(self) -> str:
+        return f"<BackendMpicoll {self._name}: rank {self.comm.rank} of {self.comm.size}>"

@@ -1,0 +1,399 @@
+"""What c10d calls on a group of mpicoll: collectives, point-to-point operations, timeouts and the end of the group.
+
+The names and arguments of the methods are those that c10d uses, in its full form: lists of tensors, and options.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.autograd import profiler
+
+from mpicoll.collectives import p2p
+from mpicoll.config import config
+from mpicoll.engine.core.communicator import Communicator, core_of
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.diagnostics.watchdog import MIN_REPORTED_TIMEOUT
+from mpicoll.engine.dispatch import Task
+from mpicoll.errors import ArgumentError, CommunicatorError, RankError
+from mpicoll.torch import c10d_collectives, sparse
+from mpicoll.torch.barrier_monitor import GRACE, MonitoredBarrier
+from mpicoll.torch.callback_comms import CallbackComms, callback_context
+from mpicoll.torch.fast_path import FastPath
+from mpicoll.torch.tensors import check_plain, flatten_input, prepare_in_place
+from mpicoll.torch.work import CoalescedHandle, RecvHandle, Work, create_transfer_work
+
+PrepareTask: TypeAlias = "Callable[[CommunicatorCore], Task]"
+"""Function that checks the arguments of a collective and returns its Task on a communicator."""
+
+NAME = "mpicoll"
+
+_log = logging.getLogger("mpicoll")
+
+_UNSET_TIMEOUT = timedelta(0)
+"""Upper bound of unset timeouts: without a timeout torch's options hold a negative value."""
+
+
+class GroupOperations:
+    """Operations of a group on an mpicoll communicator, to be inherited by a class that c10d knows.
+
+    Collectives run in the order of their calls; blocking and asynchronous collectives share one queue per group. The
+    tensors of an asynchronous operation must not be changed before its Work has completed. Their memory is kept until
+    then, even if the Work is dropped.
+
+    Tensors may be on the CPU and on CUDA devices. An operation starts after all work that was enqueued on the caller's
+    current stream before the call. Completion is synchronized with the host, so every stream may use the result.
+
+    `timeout` applies to all operations, and becomes the timeout of the communicator: if an operation takes longer, the
+    job is aborted with a report, whether or not a thread waits for the operation. torch's default (30 minutes) means
+    MPICOLL_TIMEOUT.
+    """
+
+    comm: Communicator
+    serves_all_devices = True
+    on_shutdown: Callable[[], object] | None = None
+    """Function that :meth:`shutdown` calls first."""
+
+    def set_communicator(self, comm: Communicator, name: str, timeout: timedelta) -> None:
+        """Run the operations on `comm`. `name` is that of the group, and is the same on all ranks."""
+        self.comm = comm
+        self._fast_path: FastPath | None = FastPath(core_of(comm))
+        comm.timeout = to_seconds(timeout)
+        self._coalesced: list[Work] | None = None
+        self._num_barriers = 0
+        self.set_name(name)
+
+    def set_name(self, name: str) -> None:
+        """Set the group's name, before any operation starts on it."""
+        if name:
+            core_of(self.comm).queue.group.name = f"torch's group {name}"
+        self._callback_comms = CallbackComms(self.comm, name)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of all later and pending operations."""
+        for comm in self._callback_comms.list_communicators():
+            comm.timeout = to_seconds(timeout)
+
+    def get_fast_path(self) -> FastPath | None:
+        """Return the fast path if a blocking call may use it, else None.
+
+        A call may not use it if the profiler is enabled, in a callback, and after shutdown.
+        """
+        return None if profiler._is_profiler_enabled or callback_context.path else self._fast_path
+
+    def shutdown(self) -> None:
+        """Complete all pending operations and callbacks, and free the communicator. Collective.
+
+        If an operation is still pending after the group's timeout, other ranks have not joined it. The communicator is
+        then not freed, since an MPI call still uses it.
+        """
+        self._fast_path = None
+        if self.on_shutdown is not None:
+            self.on_shutdown()
+        if self._callback_comms.drain(self.comm.timeout):
+            self._callback_comms.free()
+        else:
+            _log.warning("shutdown of %r while an operation is pending that other ranks have not entered", self)
+            self.abort()
+
+    def abort(self) -> None:
+        """Fail the operations that are queued and not yet running. An operation inside MPI can't be stopped."""
+        self._callback_comms.abandon()
+
+    # Collectives.
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
+        if len(tensors) != 1:
+            _check_single("all_reduce", tensors)
+        tensor, op = tensors[0], opts.reduceOp
+        # get_fast_path() inlined, as this is the most frequent call.
+        fast_path = None if opts.asyncOp or profiler._is_profiler_enabled or callback_context.path else self._fast_path
+        if fast_path is not None and fast_path.all_reduce(tensor, op):
+            return None
+        prepare = c10d_collectives.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
+        return self._run_or_start("all_reduce", opts, lambda comm: prepare(comm, tensor, op), tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
+        _check_nonempty("all_reduce_coalesced", tensors)
+        return self._run_or_start(
+            "all_reduce_coalesced",
+            opts,
+            lambda comm: c10d_collectives.all_reduce_coalesced(comm, tensors, opts.reduceOp),
+            tensors,
+        )
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
+        if len(tensors) != 1:
+            _check_single("broadcast", tensors)
+        tensor, root = tensors[0], opts.rootRank
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.broadcast(tensor, root):
+            return None
+        return self._run_or_start(
+            "broadcast", opts, lambda comm: c10d_collectives.broadcast(comm, tensor, root), tensors
+        )
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Work | None:
+        _check_single("reduce", tensors)
+        return self._run_or_start(
+            "reduce",
+            opts,
+            lambda comm: c10d_collectives.reduce(comm, tensors[0], opts.reduceOp, opts.rootRank),
+            tensors,
+        )
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
+        _check_single("all_gather", inputs)
+        _check_single("all_gather", outputs, "list of outputs")
+        return self._run_or_start(
+            "all_gather", opts, lambda comm: c10d_collectives.all_gather(comm, outputs[0], inputs[0]), outputs[0]
+        )
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> Work | None:
+        # outputs[i][j] receives rank i's inputs[j].
+        _check_nonempty("all_gather_coalesced", inputs)
+        return self._run_or_start(
+            "all_gather_coalesced",
+            opts,
+            lambda comm: c10d_collectives.all_gather_coalesced(comm, outputs, inputs),
+            [one for of in outputs for one in of],
+        )
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Work | None:
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.all_gather_single(output, tensor):
+            return None
+        return self._run_or_start(
+            "all_gather_single", opts, lambda comm: c10d_collectives.all_gather_single(comm, output, tensor), [output]
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> Work | None:
+        return self._run_or_start(
+            "all_gather_single_coalesced",
+            opts,
+            lambda comm: c10d_collectives.all_gather_single_coalesced(comm, outputs, inputs),
+            outputs,
+        )
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work | None:
+        _check_single("gather", inputs)
+        into = outputs[0] if outputs else []
+        return self._run_or_start(
+            "gather", opts, lambda comm: c10d_collectives.gather(comm, into, inputs[0], opts.rootRank), into
+        )
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
+        _check_single("scatter", outputs)
+        parts = inputs[0] if inputs else []
+        return self._run_or_start(
+            "scatter", opts, lambda comm: c10d_collectives.scatter(comm, outputs[0], parts, opts.rootRank), outputs
+        )
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work | None:
+        _check_single("reduce_scatter", outputs)
+        _check_single("reduce_scatter", inputs, "list of inputs")
+        return self._run_or_start(
+            "reduce_scatter",
+            opts,
+            lambda comm: c10d_collectives.reduce_scatter(comm, outputs[0], inputs[0], opts.reduceOp),
+            outputs,
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Work | None:
+        op = opts.reduceOp
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.reduce_scatter_single(output, tensor, op):
+            return None
+        return self._run_or_start(
+            "reduce_scatter_single",
+            opts,
+            lambda comm: c10d_collectives.reduce_scatter_single(comm, output, tensor, op),
+            [output],
+        )
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> Work | None:
+        op = opts.reduceOp
+        return self._run_or_start(
+            "reduce_scatter_single_coalesced",
+            opts,
+            lambda comm: c10d_collectives.reduce_scatter_single_coalesced(comm, outputs, inputs, op),
+            outputs,
+        )
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Work | None:
+        return self._run_or_start(
+            "all_to_all", opts, lambda comm: c10d_collectives.all_to_all(comm, outputs, inputs), outputs
+        )
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any
+    ) -> Work | None:
+        even = not output_splits and not input_splits
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if even and fast_path is not None and fast_path.all_to_all_single(output, tensor):
+            return None
+        return self._run_or_start(
+            "all_to_all_single",
+            opts,
+            lambda comm: c10d_collectives.all_to_all_single(comm, output, tensor, output_splits, input_splits),
+            [output],
+        )
+
+    def barrier(self, opts: Any) -> Work | None:
+        """Wait until all ranks have entered the barrier.
+
+        With a timeout (of this call, or of the group if that is shorter than MPICOLL_TIMEOUT), raise Timeout when it
+        expires; the barrier is then still pending.
+        """
+        own = opts.timeout > _UNSET_TIMEOUT
+        if own or (not opts.asyncOp and self.comm.timeout < config().timeout):
+            # A blocking MPI call can't be interrupted, so the barrier runs in the background.
+            work = self._start("barrier", c10d_collectives.barrier, [])
+            work.bound = opts.timeout.total_seconds() if own else self.comm.timeout
+            if opts.asyncOp:
+                return work
+            work.wait()
+            return None
+        fast_path = None if opts.asyncOp else self.get_fast_path()
+        if fast_path is not None and fast_path.barrier():
+            return None
+        return self._run_or_start("barrier", opts, c10d_collectives.barrier, [])
+
+    def run_monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; rank 0 reports the ranks that did not arrive within `timeout`.
+
+        See :meth:`mpicoll.torch.barrier_monitor.MonitoredBarrier.wait`.
+        """
+        core, self._num_barriers = core_of(self.comm), self._num_barriers + 1
+        bound = timedelta(seconds=self.comm.timeout if timeout is None else to_seconds(timeout))
+        if self.comm.size == 1:
+            return
+        if core.watch is None:
+            raise CommunicatorError("monitored_barrier: needs ranks that are processes of an MPI job")
+        explain = core.watch.reporter.request if bound.total_seconds() >= MIN_REPORTED_TIMEOUT else None
+        transport = core.transport
+        barrier = MonitoredBarrier(
+            core.watch.mailbox, transport.key, transport.members, self.comm.rank, self._num_barriers
+        )
+        call = Call("monitored_barrier", collective=False)
+        with core.queue.waiting(call, (bound + GRACE).total_seconds()):
+            barrier.wait(bound, wait_all_ranks, explain)
+
+    # Point-to-point operations.
+
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int = 0) -> Work:  # noqa: N803
+        _check_single("send", tensors)
+        _check_rank("send", "dst", dstRank, self.comm)
+        check_plain("send", tensors[0])
+        with _profile_start("send"):
+            request = p2p.isend(flatten_input(tensors[0]), dstRank, tag, comm=self.comm)
+        return self._add_coalesced(create_transfer_work(request, tensors))
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int = 0) -> Work:  # noqa: N803
+        return self._recv(tensors, srcRank, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: list[torch.Tensor], src: int | None, tag: int) -> Work:
+        _check_single("recv", tensors)
+        _check_rank("recv", "src", 0 if src is None else src, self.comm)
+        status = p2p.Status()
+        plain, restore = prepare_in_place(tensors[0])
+        with _profile_start("recv"):
+            request = p2p.irecv(None, src, tag, out=plain, status=status, comm=self.comm)
+        return self._add_coalesced(create_transfer_work(RecvHandle(request, restore), tensors, lambda: status.source))
+
+    # c10d's coalescing manager.
+
+    def start_coalescing(self) -> None:
+        self._coalesced = []
+
+    def end_coalescing(self) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        outputs = [tensor for one in works for tensor in one.outputs]
+        return Work(
+            CoalescedHandle([one.handle for one in works]), outputs, self._callback_comms.get_current().callbacks.submit
+        )
+
+    def _add_coalesced(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # Execution.
+
+    def _run_or_start(self, name: str, opts: Any, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work | None:
+        """Run the task of `prepare` and return None, or start it and return its Work if `opts.asyncOp` is set."""
+        if opts.asyncOp:
+            work = self._start(name, prepare, outputs)
+            if opts.timeout > _UNSET_TIMEOUT:
+                work.bound = opts.timeout.total_seconds()
+            return work
+        comm = self._callback_comms.get_current().core
+        comm.check()
+        task = prepare(comm)
+        task.call.name = name
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"{NAME}:{name}"):
+                comm.queue.run(task, task.call)
+        else:
+            comm.queue.run(task, task.call)
+        return None
+
+    def _start(self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work:
+        current = self._callback_comms.get_current()
+        current.core.check()
+        task = prepare(current.core)
+        task.call.name = name
+        with _profile_start(name):
+            job = current.core.queue.submit(task, task.call)
+        return self._add_coalesced(Work(job, outputs, current.callbacks.submit))
+
+
+def to_seconds(timeout: timedelta) -> float:
+    """Convert a timeout of torch to seconds.
+
+    torch's default, which a program without a timeout passes, means MPICOLL_TIMEOUT.
+    """
+    return config().timeout if timeout == dist.default_pg_timeout else timeout.total_seconds()
+
+
+def _profile_start(name: str) -> AbstractContextManager[Any]:
+    """Return a context manager that records the start of an operation if the profiler is enabled.
+
+    Only the start is recorded: an event that ends on another thread after the profiler has stopped would be written to
+    memory that the profiler has freed.
+    """
+    return profiler.record_function(f"{NAME}:{name}") if profiler._is_profiler_enabled else nullcontext()
+
+
+def _check_single(operation: str, given: Sequence[Any], what: str = "tensor") -> None:
+    if len(given) != 1:
+        raise ArgumentError(f"{operation}: pass one {what} on each rank, got {len(given)}")
+
+
+def _check_nonempty(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ArgumentError(f"{operation}: pass at least one tensor, got an empty list")
+
+
+def _check_rank(operation: str, name: str, rank: int, comm: Communicator) -> None:
+    """Raise RankError for a negative rank, which MPI may take for PROC_NULL; torch has no PROC_NULL."""
+    if rank < 0:
+        raise RankError(
+            f"{operation}: {name} must be a rank in [0, {comm.size}), got {rank} (rank {comm.rank} of {comm.size})"
+        )

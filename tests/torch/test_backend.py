@@ -1,0 +1,159 @@
+"""The backend that c10d's own process group calls, in versions of torch that accept one in Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.launch import mpirun
+from support.process_group import BACKEND, default_group, operations
+
+import mpicoll.torch as dropin
+
+__all__ = ["default_group"]
+
+pytestmark = pytest.mark.skipif(not BACKEND, reason="this torch replaces its process group by a backend in Python")
+
+
+def test_import_of_torch_loads_the_entry_point_alone() -> None:
+    program = "import sys, torch; print(sorted(one for one in sys.modules if one.split('.')[0] == 'mpicoll'))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "['mpicoll', 'mpicoll.autoload']"
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("default_group")
+class TestGroup:
+    def test_group_is_of_torch(self) -> None:
+        assert type(dist.group.WORLD) is dist.ProcessGroup
+        assert type(operations()).__name__ == "BackendMpicoll"
+        assert dist.get_backend() == "mpicoll"
+
+    def test_short_forms(self) -> None:
+        group: Any = dist.group.WORLD
+        rank, size = dist.get_rank(), dist.get_world_size()
+        x = torch.full((2,), float(rank))
+        assert group.broadcast(x, root=size - 1).wait()
+        assert x.tolist() == [size - 1.0] * 2
+        group.allreduce(x, op=dist.ReduceOp.SUM).wait()
+        assert x.tolist() == [size * (size - 1.0)] * 2
+        group.barrier().wait()
+
+    def test_status_of_works(self) -> None:
+        """torch's holder of a Work forwards only its wait and its future."""
+        x = torch.ones(2)
+        work = dist.all_reduce(x, async_op=True)
+        assert type(work) is dist.Work
+        work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+        assert work.exception() is None
+        assert work.result()[0] is x
+        assert work.get_future().wait()[0] is x
+
+    def test_status_of_works_of_gloo(self) -> None:
+        group = dist.new_group(backend="gloo")
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        work.wait()
+        assert work.is_completed()
+        with pytest.raises(RuntimeError):
+            work.source_rank()
+        dist.destroy_process_group(group)
+
+    def test_drop_in_bypasses_groups_of_one_backend_only(self) -> None:
+        mixed = dist.new_group(backend="cpu:mpicoll,cuda:gloo")
+        assert dropin.dropin._find_fast_path(None) is operations().get_fast_path()
+        assert dropin.dropin._find_fast_path(mixed) is None
+        assert dropin.communicator(mixed).size == dist.get_world_size()
+        x = torch.ones(1)
+        dropin.all_reduce(x, group=mixed)
+        assert x.item() == dist.get_world_size()
+        dist.destroy_process_group(mixed)
+
+    def test_shrink_group_without_a_rank_that_leaves(self) -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        group = dist.new_group()
+        if size < 2:
+            pytest.skip("needs two ranks")
+        if rank == 0:
+            operations(group).abort()
+            return
+        rest = dist.shrink_group([0], group)
+        assert dist.get_process_group_ranks(rest) == list(range(1, size))
+        x = torch.ones(1)
+        dist.all_reduce(x, group=rest)
+        assert x.item() == size - 1
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=rest)
+
+
+DETAIL = """
+import torch, torch.distributed as dist
+import mpicoll.torch as dropin
+dist.init_process_group("mpicoll")
+x = torch.ones(2)
+dropin.all_reduce(x)
+assert x.tolist() == [2, 2]
+try:
+    dropin.all_reduce(torch.ones(2 + dist.get_rank()))
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.slow
+def test_detail_of_torch_catches_a_mismatch(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(DETAIL)
+    done = mpirun(2, script, seconds=60, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert done.stdout.count("Detected mismatch between collectives on ranks") == 2, done.stdout
+
+
+SHRINK = """
+import os, signal
+import torch, torch.distributed as dist
+import mpicoll
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("mpicoll")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+
+def train(steps):
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parallel(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+
+train(2)
+if dist.get_rank() == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    train(1000)
+except (mpicoll.RankFailed, RuntimeError):
+    pass
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+assert backend.get_error().name == "REMOTE_ERROR", backend.get_error()
+dist.shrink_group([2])
+train(3)
+whole = [torch.empty_like(model.weight) for _ in range(dist.get_world_size())]
+dist.all_gather(whole, model.weight.data)
+assert all(torch.equal(one, model.weight) for one in whole)
+print("rank", dist.get_rank(), "of", dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_training_goes_on_in_a_shrunk_group(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SHRINK)
+    done = mpirun(4, script, seconds=90, options=("--with-ft", "ulfm"))
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        f"rank {rank} of 3" for rank in range(3)
+    ], done.stdout
