@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions
 
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.core.process_local import refuse_pickling
@@ -136,7 +136,11 @@ class ProcessGroupMpicoll(GroupOperations, dist.ProcessGroup):
     reduce_scatter_single_coalesced = accept_short_forms(GroupOperations.reduce_scatter_single_coalesced)
     alltoall = accept_short_forms(GroupOperations.alltoall)
     all_to_all_single = accept_short_forms(GroupOperations.all_to_all_single)
-    barrier = accept_short_forms(GroupOperations.barrier)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work | None:
+        if type(opts) is not BarrierOptions:
+            (opts,) = to_full_form("barrier", (opts,), {"timeout": timeout})
+        return GroupOperations.barrier(self, opts)
 
     # Older names that torch still uses.
 
