@@ -10,6 +10,8 @@ _Array: TypeAlias = np.ndarray[Any, Any]
 
 def fold(op: str, dtype: str, parts: Sequence[_Array], out: _Array, instructions: str | None = None, /) -> None: ...
 
+INTERFACE: int
+
 class Steps:
     rank: int
     size: int

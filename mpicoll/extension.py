@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,12 +23,22 @@ REMEDY = (
 """Commands that install the extension. Without the last option pip would use the wheel that it built before."""
 
 
+INTERFACE = 1
+"""Number of the interface between the extension and the package, as in ``csrc/module.c``. It grows with each change of
+names or arguments that the package depends on."""
+
+
 @functools.cache
 def _load() -> ModuleType | str:
     try:
         from mpicoll import _shm
     except ImportError as error:
         return str(error)
+    if getattr(_shm, "INTERFACE", None) != INTERFACE:
+        # Only in a checkout: it was compiled before the sources changed.
+        reason = f"{_shm.__file__} was compiled from other sources; compile it: python setup.py build_ext --inplace"
+        logging.getLogger("mpicoll").warning("without the extension in C: %s", reason)
+        return reason
     return _shm
 
 

@@ -45,6 +45,11 @@ def test_extension_that_can_not_be_loaded(copy: Path) -> None:
     assert "mpicoll/_shm.abi3.so" in find_missing_reason(copy)
 
 
+def test_extension_that_was_compiled_from_other_sources(copy: Path) -> None:
+    (copy / "mpicoll" / "_shm.py").write_text("class Steps: ...")
+    assert "build_ext --inplace" in find_missing_reason(copy)
+
+
 @pytest.mark.skipif(extension.find_missing_reason() is not None, reason="no extension")
 def test_extension_before_the_module_in_its_place() -> None:
     assert mpicoll._shm.__file__.endswith(".so")

@@ -51,8 +51,13 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_types(PyObject *module)
+/* As INTERFACE in mpicoll/extension.py, which describes it. */
+enum { INTERFACE = 1 };
+
+static int fill_module(PyObject *module)
 {
+    if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
+        return -1;
     PyType_Spec *specs[] = {
         &steps_spec, &collective_spec, &queue_lock_spec, &calls_spec, &bound_call_spec, &function_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
@@ -66,7 +71,7 @@ static int add_types(PyObject *module)
 }
 
 static PyModuleDef_Slot slots[] = {
-    {Py_mod_exec, add_types},
+    {Py_mod_exec, fill_module},
     {0, NULL},
 };
 
