@@ -452,3 +452,16 @@ def test_messages_move_while_their_rank_waits_in_shared_memory(end: Any) -> None
     assert mpicoll.allreduce(x, algorithm="shm_pipelined")[0] == world.size
     if world.rank == 1:
         assert request.wait().sum() == large.size
+
+
+@pytest.mark.parametrize("anywhere", [False, True])
+def test_transfers_in_the_background_are_counted(end: Any, anywhere: bool) -> None:
+    """A send in the background counts as sent alone, a receive from any rank by its source."""
+    needs_peers()
+    left, right = neighbours(end)
+    receive = end.irecv(np.empty(8, np.uint8), None if anywhere else left, 3)
+    send = end.isend(octets(8, end.rank), right, 3)
+    receive.wait(None)
+    send.wait(None)
+    assert end.traffic.sent == {(right, 3): 1}
+    assert end.traffic.received == {(left, 3): 1}
