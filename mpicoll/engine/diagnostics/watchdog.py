@@ -123,6 +123,7 @@ class Watchdog:
         recorder.mark_left()
         if network is not None:
             network.leave({"kind": "left"} | self.waits.final_state(self.peers.rank))
+            network.wake()  # the launcher kills a rank that does not react to SIGTERM within a second
 
     def close(self) -> None:
         """Close the control network after all ranks have left and MPI is finalized."""

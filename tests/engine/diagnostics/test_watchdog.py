@@ -13,7 +13,7 @@ from subprocess import CompletedProcess
 from typing import Any, cast
 
 import pytest
-from support.watchdogs import FakeQueue, WatchedRank, entry
+from support.watchdogs import FakeQueue, WatchedRank, entry, until
 
 from mpicoll.config import Config
 from mpicoll.engine.diagnostics import deaths, watchdog
@@ -233,6 +233,37 @@ def end_in_finalize(watched: WatchedRank, statuses: dict[int, int | None], monke
     [(number, of)] = ended
     assert number == signal.SIGTERM
     return of
+
+
+class SleepingNetwork(FinalizingNetwork):
+    """One whose poll lasts as long as it may, unless it is woken."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.timeouts: list[float] = []
+        self._awake = threading.Event()
+        self.wake = self._awake.set
+
+    def poll(self, timeout: float) -> list[object]:
+        self.timeouts.append(timeout)
+        self._awake.wait(timeout)
+        self._awake.clear()
+        return []
+
+    def leave(self, body: object) -> None:
+        pass
+
+
+def test_a_rank_that_has_left_looks_for_sigterm_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher ends it a second later."""
+    monkeypatch.setattr(watchdog, "reset_signal_handling", lambda: None)
+    watched, network = WatchedRank(), SleepingNetwork(1)
+    watched.watchdog._period = 300.0
+    watched.watchdog.peers.network = cast(Any, network)
+    watched.watchdog._joined.set()
+    until(lambda: 300.0 in network.timeouts)
+    watched.watchdog.leave()
+    until(lambda: network.timeouts[-1] < 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
