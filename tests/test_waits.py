@@ -80,6 +80,7 @@ WAITS = {
         "parallel/p2p/message_format.py::_PendingBroadcast.test",
     },
     "bounded by the program, or by seconds": {
+        "engine/diagnostics/late_imports.py::prevent_imports",
         "engine/diagnostics/process_exit.py::call_within",
         "engine/diagnostics/process_exit.py::end_by_signal",
         "engine/diagnostics/deaths.py::DeathHandler.report_ended",

@@ -17,6 +17,7 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.registered_wait import RegisteredWait
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group, Record, sinks
+from mpicoll.engine.diagnostics.late_imports import allow_imports, prevent_imports
 from mpicoll.engine.diagnostics.process_exit import (
     abort_on_failure,
     call_within,
@@ -248,6 +249,7 @@ def start_watchdog() -> Watchdog | None:
     os.register_at_fork(
         before=block_sigterm, after_in_parent=restore_signal_mask, after_in_child=lambda: _disable_in_child(watch)
     )
+    os.register_at_fork(before=prevent_imports, after_in_parent=allow_imports, after_in_child=allow_imports)
     return watch
 
 

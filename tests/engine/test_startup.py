@@ -95,7 +95,9 @@ def test_first_operation_does_only_what_it_needs(job: Starter) -> None:
         2,
         """
 import sys
+from mpicoll.engine import startup
 from mpicoll.engine.diagnostics import watchdog
+from mpicoll.transport.waiting import wait_for
 watchdog._LOAD_ANALYSIS_AFTER = 1000
 from mpicoll.transport.mpi import MpiTransport
 original, texts = MpiTransport.allgather_text, []
@@ -108,6 +110,11 @@ late = "transport.control.address_choice schedules"
 unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.split()), *late.split()]}
 unneeded |= {"dataclasses", "logging", "pathlib", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
 assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
+# What a failing job needs is imported while there are file descriptors.
+watch = startup.start_watchdog()
+watch._load_analysis_at = 0.0
+watch.peers.network.wake()
+assert wait_for(lambda: "mpicoll.engine.diagnostics.report_file" in sys.modules or None, 30)
 """,
     )
     assert (done.returncode, done.stdout) == (0, "")

@@ -120,7 +120,7 @@ class LocalWaits:
 
     def state(self, rank: int, size: int, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:
         """Return the present state of this rank (see :func:`~mpicoll.engine.diagnostics.rank_state.snapshot`)."""
-        from mpicoll.engine.diagnostics.rank_state import snapshot  # late, see `reporter.load_analysis`
+        from mpicoll.engine.diagnostics.rank_state import snapshot  # late, see `late_imports`
 
         found = snapshot(
             rank,

@@ -9,24 +9,12 @@ from collections.abc import Callable
 
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
 from mpicoll.engine.diagnostics.process_exit import call_within
-from mpicoll.logs import get_logger
 
 _WRITE_TIMEOUT = 3.0
 """Seconds in which a report is written."""
 
 BRIEF_QUERY_TIMEOUT = 0.15
 """Seconds in which the other ranks reply after a rank has died: the launcher leaves them a quarter of a second."""
-
-
-def load_analysis() -> None:
-    """Import what analyses the states of the ranks, and writes reports.
-
-    A job that ends well does not need it, so that it is not imported at the start. The watchdog calls this when the job
-    has run for a moment: when a rank fails, there may be no file descriptors left by which modules could be read.
-    """
-    from mpicoll.engine.diagnostics import rank_state, report_file  # noqa: F401
-
-    get_logger()
 
 
 class _Request:
@@ -80,7 +68,7 @@ class Reporter:
         reason why there is none. It waits at most ``_WRITE_TIMEOUT`` seconds for the file system.
         """
         try:
-            # Late, see `load_analysis`.
+            # Late, see `late_imports`.
             from pathlib import Path
 
             from mpicoll.engine.diagnostics import report_file

@@ -237,7 +237,7 @@ class SignalMonitor:
             if peers.coordinator() == peers.rank:
                 log_to_stderr(self._deaths.suspicion, separate=True)
         elif not announced:
-            from mpicoll.engine.diagnostics import stacks  # late, see `reporter.load_analysis`
+            from mpicoll.engine.diagnostics import stacks  # late, see `late_imports`
 
             self._abort.announce(f"died of SIGTERM; the job is ended. Its stack:\n{stacks.traceback_of_main_thread()}")
         elif set(announced.values()) == {_ENDED_BY_SIGTERM} and peers.rank < min(announced):

@@ -110,7 +110,7 @@ class UnsatisfiableWaits:
             left & set(entry.group.members) and now - entry.begin > AFTER_LEAVE and wait_key(entry) not in self._causes
             for entry in waiting
         ):
-            from mpicoll.engine.diagnostics.deadlock import find_deadlock  # late, see `load_analysis`
+            from mpicoll.engine.diagnostics.deadlock import find_deadlock  # late, see `late_imports`
 
             states = {rank: departed_state(rank, "left", **one) for rank, one in self._peers.left.items()}
             found = find_deadlock(states | {self._peers.rank: self._peers.own_state()}, self._peers.size)
@@ -173,7 +173,7 @@ class UnsatisfiableWaits:
 
     def _find_deadlock(self) -> Deadlock | None:
         """Return the deadlock that the states of all ranks prove if they don't change, or None."""
-        from mpicoll.engine.diagnostics.deadlock import find_deadlock, open_questions  # late, see `load_analysis`
+        from mpicoll.engine.diagnostics.deadlock import find_deadlock, open_questions  # late, see `late_imports`
 
         states = self._collect_states()
         questions = open_questions(states)

@@ -19,12 +19,13 @@ from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import TAKEOVER, JobAbort
 from mpicoll.engine.diagnostics.deaths import GRACE, DeathHandler
 from mpicoll.engine.diagnostics.flight_recorder import Entry, Group, recorder
+from mpicoll.engine.diagnostics.late_imports import load_analysis
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, describe_wait
 from mpicoll.engine.diagnostics.mailbox import Mailbox
 from mpicoll.engine.diagnostics.neighbour import Neighbour
 from mpicoll.engine.diagnostics.peers import Peers
 from mpicoll.engine.diagnostics.process_exit import end_by_signal, log_to_stderr
-from mpicoll.engine.diagnostics.reporter import Reporter, load_analysis
+from mpicoll.engine.diagnostics.reporter import Reporter
 from mpicoll.engine.diagnostics.signals import (
     SignalMonitor,
     has_received_sigterm,
