@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mpicoll.logs import get_logger
 
 if TYPE_CHECKING:
     from mpicoll._shm import Calls, QueueLock
@@ -37,7 +38,7 @@ def _load() -> ModuleType | str:
     if getattr(_shm, "INTERFACE", None) != INTERFACE:
         # Only in a checkout: it was compiled before the sources changed.
         reason = f"{_shm.__file__} was compiled from other sources; compile it: python setup.py build_ext --inplace"
-        logging.getLogger("mpicoll").warning("without the extension in C: %s", reason)
+        get_logger().warning("without the extension in C: %s", reason)
         return reason
     return _shm
 
