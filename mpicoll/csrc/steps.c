@@ -18,10 +18,17 @@
 #define _GNU_SOURCE
 #include "steps.h"
 
+#include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <structmember.h>
+#include <time.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "direct.h"
 #include "records.h"
@@ -32,7 +39,8 @@ static const uint32_t DESCRIBING = 0xD15C0FFEu;
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
     RANK_BYTES = 4 * LINE,   /* flags and small slots of both parities, the state, posted numbers of both parities */
-    SMALL_AT = 16,           /* in the cache line of a flag */
+    SLEEPERS_AT = 8,         /* in the cache line of a flag */
+    SMALL_AT = 16,
     STATE_AT = 2 * LINE,
     POSTED_AT = 3 * LINE,
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
@@ -51,6 +59,12 @@ static inline char *get_block(const Steps *steps, int rank) { return steps->flag
 static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 {
     return (Word *)(void *)(get_block(steps, rank) + (step & 1) * LINE);
+}
+
+/* Whether ranks sleep until a rank has stored this flag. */
+static inline _Atomic uint32_t *get_sleepers(const Steps *steps, int rank, uint32_t step)
+{
+    return (_Atomic uint32_t *)(void *)((char *)get_flag(steps, rank, step) + SLEEPERS_AT);
 }
 
 char *get_small_slot(const Steps *steps, int parity, int rank)
@@ -120,6 +134,75 @@ void acquire_gil(Steps *steps)
     }
 }
 
+/* --- sleeping */
+
+#ifdef __linux__
+/* The half of a flag that has the number of the step. */
+static uint32_t *get_number(Word *flag)
+{
+    const uint16_t one = 1;
+    return (uint32_t *)(void *)flag + *(const uint8_t *)&one;
+}
+
+static void wait_for_change(Word *flag, uint32_t number, const struct timespec *limit)
+{
+    syscall(SYS_futex, get_number(flag), FUTEX_WAIT, number, limit, NULL, 0);
+}
+
+static void wake_all(Word *flag) { syscall(SYS_futex, get_number(flag), FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+#else
+static void wait_for_change(Word *flag, uint32_t number, const struct timespec *limit)
+{
+    (void)flag;
+    (void)number;
+    nanosleep(limit, NULL);
+}
+
+static void wake_all(Word *flag) { (void)flag; }
+#endif
+
+/* Wake the ranks that sleep until this rank stores its flag, which it has done. */
+static __attribute__((noinline, cold)) void wake_sleepers(Word *flag, _Atomic uint32_t *sleepers)
+{
+    atomic_store_explicit(sleepers, 0, memory_order_relaxed);
+    wake_all(flag);
+}
+
+/* Store this rank's flag of the current step. */
+static inline void store_flag(const Steps *steps, uint32_t signature)
+{
+    Word *flag = get_flag(steps, steps->rank, steps->step);
+    _Atomic uint32_t *sleepers = get_sleepers(steps, steps->rank, steps->step);
+    atomic_store_explicit(flag, (uint64_t)steps->step << 32 | signature, memory_order_release);
+    /* Without a fence, the store may become visible only after this. Then the ranks sleep on, but not for long. */
+    if (__builtin_expect(atomic_load_explicit(sleepers, memory_order_relaxed) != 0, 0))
+        wake_sleepers(flag, sleepers);
+}
+
+/* Sleep until a rank that has not reached the step stores its flag, for at most `seconds`, or until a signal. */
+static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
+{
+    const Steps *steps = (Steps *)self;
+    const double seconds = PyFloat_AsDouble(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    int rank = 0;
+    while (rank < steps->size && has_reached(steps, rank))
+        rank++;
+    if (rank == steps->size || !(seconds > 0 && seconds < 1))
+        Py_RETURN_NONE;
+    const struct timespec limit = {.tv_nsec = (long)(1e9 * seconds)};
+    Word *flag = get_flag(steps, rank, steps->step);
+    atomic_store_explicit(get_sleepers(steps, rank, steps->step), 1, memory_order_seq_cst);
+    const uint32_t number = (uint32_t)(atomic_load_explicit(flag, memory_order_seq_cst) >> 32);
+    if (number == steps->step)
+        Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    wait_for_change(flag, number, &limit);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 /* Poll until all words have been seen, without the GIL. Returns false if some have not. */
 static bool poll_words(const Steps *steps, Words *words)
 {
@@ -176,8 +259,7 @@ static void abandon_operation(Steps *steps)
 {
     steps->unusable = true;
     /* Ranks that reach this step later must see that this rank has left it. */
-    atomic_store_explicit(
-        get_flag(steps, steps->rank, steps->step), (uint64_t)steps->step << 32, memory_order_release);
+    store_flag(steps, 0);
     /* They must not have seen another word when this rank changes the arrays that they read. */
     atomic_thread_fence(memory_order_seq_cst);
     atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
@@ -244,7 +326,7 @@ static int sync_words(Steps *steps, uint32_t signature)
     atomic_thread_fence(memory_order_acquire);
     uint32_t step = ++steps->step;
     Words words = {.own = (uint64_t)step << 32 | signature};
-    atomic_store_explicit(get_flag(steps, steps->rank, step), words.own, memory_order_release);
+    store_flag(steps, signature);
     if (!see_words(steps, &words) && wait_for_words(steps, &words) < 0)
         return -1;
     return words.difference != 0;
@@ -571,6 +653,8 @@ static PyMethodDef methods[] = {
     {"take_interrupt", take_interrupt, METH_NOARGS,
      "take_interrupt()\n--\n\nReturn the exception that a signal handler has raised during the operation, or None. It"
      " is not raised any more."},
+    {"sleep", sleep_until_flag, METH_O,
+     "sleep(seconds)\n--\n\nSleep until one of the late ranks has ended the step, for less than a second at most."},
     {"list_late_ranks", list_late_ranks, METH_NOARGS,
      "list_late_ranks()\n--\n\nReturn the ranks that have not ended the step that this rank has."},
     {"list_unusable_ranks", list_unusable_ranks, METH_NOARGS,

@@ -49,6 +49,9 @@ class Rules:
     looks_again: bool = True  # at the word of a rank that is unusable
     fences: bool = True  # after reading arrays of others, and before changing the own one
     numbered: bool = True  # a signature includes the number of the step in its operation
+    sleeps: bool = False  # a rank that waits sleeps until it is woken
+    bounded: bool = True  # for a bounded time only
+    checks: bool = True  # it looks at the word after it has stated that it sleeps
 
 
 class _Abandon(Exception):
@@ -131,6 +134,7 @@ class _Rank:
         step = self.step % self.rules.modulus
         yield Agree(("published", self.rank, self.step), True)
         yield Store(("flag", step & 1), (step, signature), self.rules.release)
+        yield from self._wake()
         awaited = [other for other in self.others if (self.rank, other) != self.rules.skipped]
         words = [signature]
         while awaited:
@@ -145,6 +149,7 @@ class _Rank:
 
         flag = ("flag", step & 1)
         while True:
+            yield from self._sleep(awaited[0], flag, reached)
             event, word = yield Wait(awaited, flag, reached, "unusable", self.rules.acquire)
             if event == "alarm" and self.rules.looks_again:
                 word = yield Load(awaited[0], flag, self.rules.acquire)
@@ -161,6 +166,23 @@ class _Rank:
             yield Store("unusable", 1, self.rules.unusable_release)
             self.usable = False
             raise _Abandon(COMMUNICATION if event == "alarm" else event)
+
+    def _wake(self) -> Generator[Any, Any, None]:
+        """Wake the ranks that sleep until this one has stored its word. Without a fence, loads may pass the store."""
+        for other in self.others if self.rules.sleeps else ():
+            if (yield Load(other, "sleeps")) == self.step:
+                yield Store("wakes", self.step)
+
+    def _sleep(self, other: int, flag: object, reached: Callable[[Any], bool]) -> Generator[Any, Any, None]:
+        """Sleep until `other` wakes this rank. A bounded sleep may end at any time, so the rank just looks again."""
+        if not self.rules.sleeps:
+            return
+        yield Store("sleeps", self.step)
+        # The kernel's lock orders this look at the word, and the sleep, with what a rank that wakes others did before.
+        woken = yield Load(other, "wakes")
+        if (self.rules.checks and reached((yield Load(other, flag)))) or self.rules.bounded:
+            return
+        yield Wait((other,), "wakes", lambda wakes: wakes != woken, "unusable")
 
 
 def run_rank(rules: Rules, rank: int, size: int, calls: Sequence[Call]) -> Generator[Any, Any, tuple[Outcome, ...]]:
@@ -185,6 +207,7 @@ def explore_steps(
 ) -> Exploration:
     """Explore the calls of each rank, with as many failures, interrupts and deaths as `events` states."""
     words: dict[object, Any] = {("flag", 0): (0, FAILED), ("flag", 1): (0, FAILED), "unusable": 0, "array": None}
+    words |= {"sleeps": 0, "wakes": 0}
     return explore(
         [partial(run_rank, rules, rank, len(programs), calls) for rank, calls in enumerate(programs)],
         words,

@@ -197,7 +197,7 @@ class Arena(Steps):
     def wait_for_late_ranks(self) -> None:
         """Wait until all ranks have reached the current step of this rank. Called by ``step``, which calls it again
         after an exception of a signal handler, unless the operation has been abandoned."""
-        with ArenaWait(self._transport, self._executing, self._check_wait, self.list_late_ranks) as wait:
+        with ArenaWait(self._transport, self._executing, self._check_wait, self.list_late_ranks, self.sleep) as wait:
             while late := self.list_late_ranks():
                 try:
                     self._check_usable(late)

@@ -529,6 +529,33 @@ def test_a_wait_for_a_rank_that_has_exited_raises() -> None:
     _together(2, body)
 
 
+def test_a_sleep_ends_when_the_late_rank_comes() -> None:
+    sleeping = threading.Event()
+    slept: list[float] = []
+
+    def body(arena: Arena) -> None:
+        for _ in range(5):
+            if arena.rank == 0:
+                original = type(arena).sleep
+
+                def sleep(seconds: float, original: Callable[..., None] = original) -> None:
+                    begin = time.monotonic()
+                    sleeping.set()
+                    original(arena, 0.9)
+                    slept.append(time.monotonic() - begin)
+
+                arena.sleep = sleep  # type: ignore[method-assign]
+            else:
+                sleeping.wait(10)
+                sleeping.clear()
+                time.sleep(0.01)
+            arena.run(lambda source, target: arena.sync(), 1)
+
+    _together(2, body)
+    # A single one may last longer, where others use the cores.
+    assert min(slept) < 0.5
+
+
 # --- memory
 
 

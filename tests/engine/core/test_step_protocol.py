@@ -109,6 +109,26 @@ def test_arrays_are_not_read_after_their_owner_has_left(rules: Rules) -> None:
         explore_steps([[DIRECT]] * 2, rules, interrupt=2)
 
 
+@pytest.mark.parametrize(
+    ("programs", "events"),
+    [
+        pytest.param([[TWO]] * 2, (0, 0, 1), id="death"),
+        pytest.param([[ONE]] * 2, (1, 2, 0), id="failure-interrupts"),
+        pytest.param([[TWO]] * 2, (0, 2, 1), id="interrupts-death", marks=pytest.mark.long),
+        pytest.param([[ONE, TWO]] * 2, (1, 0, 1), id="failure-death", marks=pytest.mark.long),
+    ],
+)
+def test_sleeping_ranks(programs: list[list[Call]], events: tuple[int, int, int]) -> None:
+    explore_steps(programs, Rules(sleeps=True), failure=events[0], interrupt=events[1], death=events[2])
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_wake_may_be_lost(checks: bool) -> None:
+    """So a sleep is bounded. With a fence between the store and the look at who sleeps, it would not have to be."""
+    with pytest.raises(Violation, match="wait forever"):
+        explore_steps([[TWO]] * 2, Rules(sleeps=True, bounded=False, checks=checks))
+
+
 def test_ranks_that_disagree_on_the_number_of_steps_raise() -> None:
     programs = [[TWO, TWO], [THREE._replace(signature="two"), TWO]]
 
