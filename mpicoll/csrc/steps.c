@@ -44,7 +44,7 @@ enum {
     STATE_AT = 2 * LINE,
     POSTED_AT = 3 * LINE,
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
-    SHARED_SPINS = 20,       /* the same where ranks share cores */
+    SHARED_SPINS = 4,        /* the same where ranks share cores: most often one that has yet to run is waited for */
     YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
     POLLS_PER_YIELD = 16     /* where each rank has a core, which other programs may use too */
 };

@@ -68,6 +68,7 @@ class FastPath:
         self._comm = comm
         self._queue = comm.queue
         self._run = comm.queue.run
+        self._repeat = comm.queue.run_repeated
         self._native = comm.transport.native
         # Shared with the cache of native calls, which is cleared when the choice of algorithms may change.
         self._cache = comm.call_cache
@@ -76,7 +77,7 @@ class FastPath:
         """Reduce `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.all_reduce`."""
         # This is the most frequent call, where 0.1 us matters.
         op_hash = _SUM_HASH if op is _SUM else hash(op)
-        if self._queue.run_repeated(MISSING, tensor, tensor, "all_reduce", op.__class__, op_hash) is not MISSING:
+        if self._repeat(MISSING, tensor, tensor, "all_reduce", op.__class__, op_hash) is not MISSING:
             return True
         # Checks of _is_plain are left out if the dtype implies them, or if a tensor without strides or memory raises
         # RuntimeError below.
@@ -107,7 +108,7 @@ class FastPath:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
         """Broadcast `tensor` in place; see :func:`mpicoll.torch.c10d_collectives.broadcast`."""
-        if self._queue.run_repeated(MISSING, tensor, tensor, "broadcast", root) is not MISSING:
+        if self._repeat(MISSING, tensor, tensor, "broadcast", root) is not MISSING:
             return True
         # The type is checked because another type (such as a float) may equal the root of a cached call.
         if root.__class__ is not int or not _is_plain(tensor) or tensor.is_conj():
@@ -122,7 +123,7 @@ class FastPath:
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Gather as :func:`mpicoll.torch.c10d_collectives.all_gather_single` does."""
-        if self._queue.run_repeated(MISSING, tensor, output, "all_gather_single") is not MISSING:
+        if self._repeat(MISSING, tensor, output, "all_gather_single") is not MISSING:
             return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -139,7 +140,7 @@ class FastPath:
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Exchange even splits as :func:`mpicoll.torch.c10d_collectives.all_to_all_single` does."""
-        if self._queue.run_repeated(MISSING, tensor, output, "all_to_all_single") is not MISSING:
+        if self._repeat(MISSING, tensor, output, "all_to_all_single") is not MISSING:
             return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -158,7 +159,7 @@ class FastPath:
         """Reduce and scatter as :func:`mpicoll.torch.c10d_collectives.reduce_scatter_single` does."""
         op_hash = _SUM_HASH if op is _SUM else hash(op)
         name = ("reduce_scatter_single", op.__class__, op_hash)
-        if self._queue.run_repeated(MISSING, tensor, output, *name) is not MISSING:
+        if self._repeat(MISSING, tensor, output, *name) is not MISSING:
             return True
         if not _are_plain_and_disjoint(output, tensor) or get_forced_rules() or self._queue.needs_every_operation:
             return False
@@ -175,7 +176,7 @@ class FastPath:
 
     def barrier(self) -> bool:
         """Synchronize as :func:`mpicoll.torch.c10d_collectives.barrier` does."""
-        if self._queue.run_repeated(MISSING, _NOTHING, None, "barrier") is not MISSING:
+        if self._repeat(MISSING, _NOTHING, None, "barrier") is not MISSING:
             return True
         if get_forced_rules() or self._queue.needs_every_operation:
             return False
