@@ -204,4 +204,5 @@ if mpicoll.world().rank == 2:
         seconds=40,
     )
     assert done.returncode == 128 + signal.SIGKILL, done.stdout
-    assert done.stdout.count("mpicoll: rank 2 of 3 was killed by SIGKILL") == 1, done.stdout
+    # Rank 0 may not have left yet, and then also states the process.
+    assert re.search(r"mpicoll: rank 2 of 3 (\(.*\) )?was killed by SIGKILL", done.stdout), done.stdout

@@ -69,30 +69,29 @@ class DeathHandler:
     def report_ended(self, ranks: Collection[int]) -> bool:
         """Report those of `ranks` on this host whose processes have failed. Return True if a process of this host has.
 
-        Only the lowest of the other ranks on this host reports. A rank that SIGTERM has ended has reported that itself.
+        Only the lowest of the other ranks on this host reports, or if the launcher has killed that, the next one. A
+        rank that SIGTERM has ended has reported that itself.
         """
         peers = self._peers
         here = {rank: process for rank, process in self._processes.items() if rank in ranks}
-        reports = all(rank > peers.rank for rank in self._processes.keys() - here.keys())
-        died = False
+        lower = [process for rank, process in self._processes.items() if rank < peers.rank and rank not in here]
+        ended: dict[int, int] = {}
 
         def report_all() -> bool | None:
-            nonlocal died
-            for rank, process in list(here.items()):
-                status = process.status(0.0)
-                if status is None:
-                    continue
-                del here[rank]
-                died = died or status not in (0, -signal.SIGTERM)
-                if reports and status not in (0, -signal.SIGTERM):
+            ended.update((rank, status) for rank in here if (status := here[rank].status(0.0)) is not None)
+            if not all(process.status(0.0) == -signal.SIGKILL for process in lower):
+                return None
+            for rank in sorted(ended):
+                process = here.pop(rank, None)
+                if process is not None and ended[rank] not in (0, -signal.SIGTERM):
                     gone = PeerExit(rank, "closed", "", 0, "")
-                    log_to_stderr(
-                        f"rank {rank} of {peers.size} {describe_exit(gone, status)}; the job is ended", separate=True
-                    )
+                    how = describe_exit(gone, ended[rank])
+                    log_to_stderr(f"rank {rank} of {peers.size} {how}; the job is ended", separate=True)
             return None if here else True
 
         wait_for(report_all, _STATUS_TIMEOUT)
-        return died or any(process.status(0.0) == -signal.SIGTERM for process in self._processes.values())
+        statuses = {*ended.values(), *(process.status(0.0) for process in lower)}
+        return bool(statuses - {0, None})
 
     def handle(self, gone: PeerExit) -> None:
         """Handle the exit of a rank."""

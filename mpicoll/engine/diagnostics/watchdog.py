@@ -231,7 +231,8 @@ class Watchdog:
         """
         with self._ending:  # in which the other thread waits for the end of the process
             # The end of a connection may have been seen before the signal of the launcher.
-            died = self.deaths.report_ended(self._find_missing() | self.peers.dead())
+            dead = self.peers.dead()
+            died = self.deaths.report_ended(self._find_missing() | dead) or dead
             end_by_signal(signal.SIGTERM, "" if died else f"{self.abort.rank_name} died of SIGTERM at its exit")
 
     def _check_finalize(self, now: float) -> None:

@@ -277,16 +277,24 @@ def test_sigterm_during_finalize_is_reported(rank: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("seen", [False, True])
-@pytest.mark.parametrize(("rank", "said"), [(0, True), (1, False)])
+@pytest.mark.parametrize(
+    ("rank", "lowest", "said"),
+    [(0, None, True), (1, None, False), (1, -signal.SIGTERM, False), (1, -signal.SIGKILL, True)],
+)
 def test_a_death_during_finalize_is_reported_at_the_sigterm_that_follows(
-    rank: int, said: bool, seen: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    rank: int,
+    lowest: int | None,
+    said: bool,
+    seen: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The lowest rank reports that rank 2 was killed, whose connection may have been seen to end. Rank 3 is killed by
-    the launcher, and others are alive."""
+    """The lowest rank reports that rank 2 was killed, whose connection may have been seen to end; rank 1 does if the
+    launcher has killed rank 0. Rank 3 is ended by the launcher."""
     watched = finalizing_watchdog(rank, monkeypatch)
     if seen:
         cast(Any, watched.watchdog.peers.network).exits[2] = PeerExit(2, "closed", "", 0, "")
-    statuses = {0: None, 1: None, 2: -signal.SIGKILL, 3: -signal.SIGTERM}
+    statuses = {0: lowest, 1: None, 2: -signal.SIGKILL, 3: -signal.SIGTERM}
     assert end_in_finalize(watched, statuses, monkeypatch) == ""
     line = "rank 2 of 4 was killed by SIGKILL (kill -9, or the kernel's out-of-memory killer); the job is ended"
     assert (f"\nmpicoll: {line}\n" in capfd.readouterr().err) == said
