@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as _dist
 
 from mpicoll import autoload as _autoload
+from mpicoll.backend_names import replace_mpi as _replace_mpi
 
 if not _dist.is_available():
     raise ImportError("mpicoll.torch: this torch was built without torch.distributed; install another build of torch")
@@ -42,14 +43,15 @@ def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) ->
     """Initialize the default process group.
 
     Args:
-        backend: as of :func:`torch.distributed.init_process_group`, by default mpicoll.
+        backend: as of :func:`torch.distributed.init_process_group`, by default mpicoll. In a torch that was built
+            without MPI, "mpi" means mpicoll too.
         args, kwargs: as of :func:`torch.distributed.init_process_group`. Under an MPI launcher none are needed.
 
     Raises:
         SetupError: another launcher started this process, or MPI has fewer ranks than the group.
         ArgumentError: `rank` or `world_size` differs from MPI's value.
     """
-    _dist.init_process_group("mpicoll" if backend is None else backend, *args, **kwargs)
+    _dist.init_process_group("mpicoll" if backend is None else _replace_mpi(backend), *args, **kwargs)
 
 
 __all__ = [

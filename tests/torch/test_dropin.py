@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as stock
 from support.launch import ROOT, mpirun
+from support.process_group import BACKEND, by_torch
 
 import mpicoll
 import mpicoll.torch as dropin
@@ -149,8 +150,19 @@ def end() -> None:
     assert not stock.is_initialized()
 
 
+of_mpi = pytest.mark.skipif(BACKEND, reason="the name of MPI is torch's own there")
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("backend", ["mpicoll", "mpi", "MPI", "cpu:mpicoll", "cpu:mpi", "cpu:mpicoll,cuda:mpicoll"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "mpicoll",
+        "cpu:mpicoll",
+        "cpu:mpicoll,cuda:mpicoll",
+        *(pytest.param(name, marks=of_mpi) for name in ("mpi", "MPI", "cpu:mpi")),
+    ],
+)
 def test_backend_by_name(backend: str) -> None:
     for _ in range(2):
         stock.init_process_group(backend)
@@ -191,7 +203,7 @@ def test_mixed_with_gloo(backend: str) -> None:
         assert dropin.communicator(one).size == len(everyone)
         tensor = torch.tensor([1, 2])
         work = stock.all_reduce(tensor, group=one, async_op=True)
-        assert type(work).__module__ == "mpicoll.torch.work"
+        assert BACKEND or type(work).__module__ == "mpicoll.torch.work"
         work.wait()
         assert tensor.tolist() == [len(everyone), 2 * len(everyone)]
         outputs = [torch.zeros(2) for _ in everyone]
@@ -386,6 +398,7 @@ assert not {"mpi4py", "mpicoll.torch", "mpicoll.engine"} & set(sys.modules)
 
 
 @pytest.mark.slow
+@by_torch
 def test_import_of_torch_stays_what_it_was() -> None:
     """The backend is registered when it is named, and loaded when it is used."""
     done = python("-W", "error", "-c", IMPORT)
@@ -460,6 +473,7 @@ print("done")
 
 
 @pytest.mark.slow
+@of_mpi
 def test_placeholders_do_not_count_for_mpi() -> None:
     """Under the name of MPI, rank and size are MPI's whatever the program says, as torch has it."""
     done = mpirun(2, "-c", PLACEHOLDERS.replace("PORT", repr(str(free_port()))))
@@ -479,7 +493,9 @@ except mpicoll.SetupError as error:
 
 # an id that is just "mpi" would be taken for the marker
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["mpicoll", "mpi", "cpu:mpicoll,cuda:gloo"], ids="backend {}".format)
+@pytest.mark.parametrize(
+    "backend", ["mpicoll", pytest.param("mpi", marks=of_mpi), "cpu:mpicoll,cuda:gloo"], ids="backend {}".format
+)
 def test_started_by_torchrun_without_an_address(backend: str) -> None:
     done = python("-c", REFUSED, backend, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", TORCHELASTIC_RUN_ID="none")
     assert done.returncode == 0, done.stdout
