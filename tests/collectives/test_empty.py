@@ -396,3 +396,19 @@ def test_an_operation_keeps_what_it_works_on(several: Ranks) -> None:
         assert (request.wait() == world.size).all()
 
     several(body)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined"])
+def test_results_of_which_one_lies_elsewhere(algorithm: str) -> None:
+    """All inputs lie in one segment, and all results but one in another."""
+    world = mpicoll.world()
+    if world.size < 2:
+        pytest.skip("needs two ranks")
+    x, out = mpicoll.empty(3000, "float64"), mpicoll.empty(3000, "float64")
+    x[:] = world.rank + 1
+    other = np.zeros_like(x) if world.rank == world.size - 1 else out
+    for _ in range(3):
+        other[:] = 0
+        mpicoll.allreduce(x, out=other, algorithm=algorithm)
+        assert (other == sum(range(world.size + 1))).all()
