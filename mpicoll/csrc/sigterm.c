@@ -20,7 +20,7 @@
 enum {
     MAX_TEXT = 256,
     MAX_STACK = 16 << 10,
-    WRITING = 1 /* seconds: nobody may read stderr */
+    WRITING = 1 /* seconds: no process may read stderr */
 };
 
 typedef enum { IDLE, RUNNING, ENDING, CANCELLED } State;

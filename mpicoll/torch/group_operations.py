@@ -1,4 +1,4 @@
-"""What c10d calls on a group of mpicoll: collectives, point-to-point operations, timeouts and the end of the group.
+"""Methods that c10d calls on a group of mpicoll: collectives, point-to-point operations, timeouts and the group's end.
 
 The names and arguments of the methods are those that c10d uses, in its full form: lists of tensors, and options.
 """

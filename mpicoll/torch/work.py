@@ -127,7 +127,7 @@ def _raise_failure(failure: _Failure) -> None:
 
 
 _NO_FUTURE: torch.futures.Future[Any] = torch.futures.Future()
-"""What :meth:`Work.get_future` returns to a search for the Work."""
+"""Result of :meth:`Work.get_future` for a search for the Work."""
 
 
 class WorkHandle(Protocol):
