@@ -39,9 +39,9 @@ static const uint32_t DESCRIBING = 0xD15C0FFEu;
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
     RANK_BYTES = 4 * LINE,   /* flags and small slots of both parities, the state, posted numbers of both parities */
-    SLEEPERS_AT = 8,         /* in the cache line of a flag */
-    SMALL_AT = 16,
+    SMALL_AT = 16,           /* in the cache line of a flag */
     STATE_AT = 2 * LINE,
+    SLEEPERS_AT = STATE_AT + 8, /* of both parities, in a line that is seldom written: a look there takes no transfer */
     POSTED_AT = 3 * LINE,
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 4,        /* the same where ranks share cores: most often one that has yet to run is waited for */
@@ -64,7 +64,7 @@ static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 /* Whether ranks sleep until a rank has stored this flag. */
 static inline _Atomic uint32_t *get_sleepers(const Steps *steps, int rank, uint32_t step)
 {
-    return (_Atomic uint32_t *)(void *)((char *)get_flag(steps, rank, step) + SLEEPERS_AT);
+    return (_Atomic uint32_t *)(void *)(get_block(steps, rank) + SLEEPERS_AT) + (step & 1);
 }
 
 char *get_small_slot(const Steps *steps, int parity, int rank)
