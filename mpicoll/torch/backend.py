@@ -82,7 +82,7 @@ class BackendMpicoll(GroupOperations, Backend):
     allreduce_sparse = GroupOperations.allreduce
 
     def monitored_barrier(self, opts: BarrierOptions, wait_all_ranks: bool = False) -> None:
-        self.run_monitored_barrier(opts.timeout if opts.timeout > timedelta(0) else None, wait_all_ranks)
+        self.run_monitored_barrier(opts.timeout if opts.timeout >= timedelta(0) else None, wait_all_ranks)
 
     def get_error(self) -> ErrorType:
         """Return REMOTE_ERROR if a rank of the group is known to have died, else SUCCESS."""
