@@ -18,7 +18,7 @@ pytest=(python -m pytest -q "$color" -p no:cacheprovider -W default)
 # install VERSION FOLDER
 install() {
     local pip=("$2/bin/python" -m pip --disable-pip-version-check install --quiet --constraint "$2/constraints.txt")
-    if command -v gcc readelf nm >/dev/null && ! command -v nvidia-smi >/dev/null; then
+    if command -v gcc >/dev/null && command -v readelf >/dev/null && command -v nm >/dev/null && ! command -v nvidia-smi >/dev/null; then
         "${pip[@]}" --no-deps "torch==$1" || return
         if "$2/bin/python" ci/stub_cuda.py --requirements >"$2/requirements.txt" 2>/dev/null; then
             "${pip[@]}" --requirement "$2/requirements.txt" && "$2/bin/python" ci/stub_cuda.py &&

@@ -43,7 +43,8 @@ def register_backend() -> None:
         import_module("mpicoll.legacy_autoload").register_backend()
     elif "MPICOLL" not in dist.Backend._plugins:
         _extend_rendezvous()
-        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        # is_available() would initialise CUDA, which forked processes could not use then.
+        devices = ["cpu", "cuda"] if torch.cuda.device_count() > 0 else ["cpu"]
         dist.Backend.register_backend("mpicoll", _create_backend, extended_api=True, devices=devices)
 
 

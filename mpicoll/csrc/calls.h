@@ -19,7 +19,7 @@ typedef struct {
     PyObject_HEAD
     Running running;
     QueueLock *lock;
-    PyObject *queue, *pending, *group; /* the queue of operations owns this object, so it is borrowed */
+    PyObject *queue, *pending, *group; /* borrowed; what runs a call holds them, through the steps */
     bool enabled;
     unsigned int generation; /* how many times calls were removed */
     struct Entry *entries;   /* NULL: there has been none */

@@ -1,7 +1,7 @@
 /* The time of the monotonic clock, for a third of the cost of clock_gettime.
  *
- * Linux derives it from a counter of the processor. For WINDOW after a reading of the clock the counter alone is read;
- * so a counter that does not run evenly can't lead to more than a small error.
+ * Linux derives it from a counter of the processor. For WINDOW after a reading of the clock the counter alone is read:
+ * should it not run evenly although it did before, results are wrong by WINDOW at most, or do not advance for as long.
  */
 
 #define _GNU_SOURCE

@@ -5,7 +5,8 @@
 
 #include <stdint.h>
 
-/* Return the nanoseconds of CLOCK_MONOTONIC, with an error of a few microseconds at most. The GIL is held. */
+/* Return the nanoseconds of CLOCK_MONOTONIC, give or take microseconds where the processor's counter runs evenly. The
+ * GIL is held. */
 uint64_t read_clock(void);
 
 #endif

@@ -265,7 +265,7 @@ static void dealloc_function(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Calls without an array of arguments are rare, as those by `*args`. */
+/* For calls of `__call__` itself: all others pass an array of arguments. */
 static PyObject *call_with_tuple(PyObject *self, PyObject *args, PyObject *keywords)
 {
     const Function *one = (Function *)self;

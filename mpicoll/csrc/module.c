@@ -52,7 +52,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 1 };
+enum { INTERFACE = 2 };
 
 static int fill_module(PyObject *module)
 {

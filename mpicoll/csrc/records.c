@@ -412,6 +412,8 @@ PyObject *place_records(PyObject *module, PyObject *args)
     memcpy(to->records, area->records, sizeof to->records);
     memcpy(to->job, area->job, sizeof to->job);
     to->begun = area->begun;
+    /* A child returns to that area, where the records would be older than the references beside them. */
+    memset(own_area.records, 0, sizeof own_area.records);
     to->version = VERSION;
     to->area_bytes = sizeof(Area);
     to->record_count = RECORDS;

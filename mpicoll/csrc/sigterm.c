@@ -74,6 +74,8 @@ static void end_process(void)
     sigaddset(&mask, SIGTERM);
     pthread_sigmask(SIG_UNBLOCK, &mask, NULL);
     raise(SIGTERM);
+    /* Another thread may have installed a handler again. */
+    _exit(128 + SIGTERM);
 }
 
 static void write_stack(void)
@@ -89,14 +91,15 @@ static void write_stack(void)
 static void handle_sigterm(int number, siginfo_t *information, void *context)
 {
     int error = errno;
-    if (limit.state == ENDING || (limit.state == RUNNING && read_time() >= limit.deadline)) {
+    const bool is_owner = getpid() == limit.owner; /* not a child */
+    if (is_owner && (limit.state == ENDING || (limit.state == RUNNING && read_time() >= limit.deadline))) {
         if (limit.state == RUNNING) {
             limit.state = ENDING;
             start_timer(WRITING);
             write_stack();
         }
         end_process();
-    } else if (limit.state == IDLE && getpid() == limit.owner) {
+    } else if (is_owner && limit.state == IDLE) {
         limit.deadline = read_time() + limit.seconds;
         limit.state = RUNNING;
         start_timer(limit.seconds + 0.01);

@@ -287,8 +287,10 @@ static int wait_in_python(Steps *steps)
     steps->waiting = steps->running != NULL ? steps->running->record : find_record_of_thread();
     int status;
     while ((status = call_python(steps, "wait_for_late_ranks")) < 0 && !steps->unusable) {
-        if (!defer_exception(steps))
+        if (!defer_exception(steps)) {
             abandon_operation(steps);
+            break; /* with the exception */
+        }
     }
     if (status == 0)
         record_late_ranks(steps);

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.errors import ArgumentError, CommunicatorError
+from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed
 from mpicoll.torch import work_status
 from mpicoll.torch.current_device import select_device
 from mpicoll.torch.ddp_hooks import extend_ddp
@@ -75,6 +75,10 @@ class BackendMpicoll(GroupOperations, Backend):
         options.group_name = self._name
         return options
 
+    def abort(self) -> None:
+        _open.discard(self)
+        GroupOperations.abort(self)
+
     def shutdown(self) -> None:
         _open.discard(self)
         GroupOperations.shutdown(self)
@@ -85,7 +89,10 @@ class BackendMpicoll(GroupOperations, Backend):
         self.run_monitored_barrier(opts.timeout if opts.timeout >= timedelta(0) else None, wait_all_ranks)
 
     def get_error(self) -> ErrorType:
-        """Return REMOTE_ERROR if a rank of the group is known to have died, else SUCCESS."""
+        """Return REMOTE_ERROR if a rank of the group has died or the group is shut down, else SUCCESS.
+
+        The look for a death takes up to 1 s.
+        """
         core = core_of(self.comm)
         return ErrorType.REMOTE_ERROR if core.freed or core.transport.detect_failure() else ErrorType.SUCCESS
 
@@ -125,8 +132,12 @@ class BackendMpicoll(GroupOperations, Backend):
         if core_of(comm).transport.detect_failure():
             part: Communicator | None = comm.shrink()
         else:
-            part = comm.group(remaining)
-            core_of(comm).free_locally()
+            try:
+                part = comm.group(remaining)
+            except RankFailed:  # other ranks may have known it before
+                part = comm.shrink()
+            else:
+                core_of(comm).free_locally()
         if part is None or part.size != len(remaining):
             raise CommunicatorError(
                 f"shrink_group: {len(remaining)} ranks should remain without {list(ranks_to_exclude)}, but"

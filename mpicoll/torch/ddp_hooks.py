@@ -13,6 +13,9 @@ from mpicoll.torch.groups import find_operations
 
 _METHOD = "_register_builtin_comm_hook"
 
+_replaced: dict[str, object] = {}
+"""The replacement of torch's method."""
+
 
 def register_builtin_hook(original: Callable[..., Any], model: Any, kind: Any) -> None:
     """Register torch's hook in Python for float16 if the group of `model` is mpicoll's; else call `original`."""
@@ -28,10 +31,11 @@ def extend_ddp() -> None:
     """Let DDP's method for built-in hooks call :func:`register_builtin_hook`."""
     ddp = torch.nn.parallel.DistributedDataParallel
     original = getattr(ddp, _METHOD)
-    if not hasattr(original, "__wrapped__"):
+    if original is not _replaced.get(_METHOD):
 
         @functools.wraps(original)
         def method(self: Any, kind: Any) -> None:
             register_builtin_hook(original, self, kind)
 
         setattr(ddp, _METHOD, method)
+        _replaced[_METHOD] = method

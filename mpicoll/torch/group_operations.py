@@ -94,9 +94,7 @@ class GroupOperations:
         If an operation is still pending after the group's timeout, other ranks have not joined it. The communicator is
         then not freed, since an MPI call still uses it.
         """
-        self._fast_path = None
-        if self.on_shutdown is not None:
-            self.on_shutdown()
+        self._leave_fast_paths()
         if self._callback_comms.drain(self.comm.timeout):
             self._callback_comms.free()
         else:
@@ -105,7 +103,13 @@ class GroupOperations:
 
     def abort(self) -> None:
         """Fail the operations that are queued and not yet running. An operation inside MPI can't be stopped."""
+        self._leave_fast_paths()
         self._callback_comms.abandon()
+
+    def _leave_fast_paths(self) -> None:
+        self._fast_path = None
+        if self.on_shutdown is not None:
+            self.on_shutdown()
 
     # Collectives.
 

@@ -39,9 +39,11 @@ def find_direct(group: Any) -> GroupOperations | None:
     found = _direct.get(group)
     if found is None:
         found = find_operations(group)
+        if found is None:
+            return None
         if found is group:
             found = found if found.serves_all_devices else None
-        elif found is not None and any(group._get_backend(device) is not found for device in group._device_types):
+        elif any(group._get_backend(device) is not found for device in group._device_types):
             found = None
         if found is not None:
             _direct[group] = found

@@ -12,6 +12,9 @@ from mpicoll.torch.groups import find_operations
 
 _CREATE = "_create_shrunk_process_group"
 
+_replaced: dict[str, object] = {}
+"""The replacement of torch's function."""
+
 
 def correct_type() -> None:
     """Give groups of mpicoll that c10d makes of survivors the type of a custom backend.
@@ -19,7 +22,7 @@ def correct_type() -> None:
     c10d takes every backend of a shrunk group for gloo or NCCL, and C++ code such as DDP's casts it to that class.
     """
     original = getattr(c10d, _CREATE)
-    if hasattr(original, "__wrapped__"):
+    if original is _replaced.get(_CREATE):
         return
 
     @functools.wraps(original)
@@ -33,3 +36,4 @@ def correct_type() -> None:
         return group
 
     setattr(c10d, _CREATE, create)
+    _replaced[_CREATE] = create

@@ -15,7 +15,7 @@ LABEL = "mpicoll-records"
 """A part of the name of the file in lists of a process's descriptors."""
 
 TRIAL_BYTES = 8
-"""Bytes that each other rank shares to find out if it can."""
+"""Bytes that a rank shares to find out if it can, when it shares no records."""
 
 
 class _Current:
@@ -37,9 +37,10 @@ def share(
     from mpicoll._shm import AREA_BYTES, place_records  # all ranks have the extension
 
     kept: list[int] = []
-    nbytes = TRIAL_BYTES if rank else AREA_BYTES * size
+    is_larger = size > _Current.size
+    nbytes = AREA_BYTES * size if rank == 0 and is_larger else TRIAL_BYTES
     memories, failure = shm.share(nbytes, exchange, rank, named=named, label=LABEL, kept=kept)
-    if memories is not None and kept and size > _Current.size:
+    if memories is not None and kept and is_larger and memories[0].nbytes >= AREA_BYTES * size:
         place_records(memories[0][rank * AREA_BYTES : (rank + 1) * AREA_BYTES].data, *place)
         _Current.fd, _Current.size, kept = kept[0], size, [_Current.fd] if _Current.fd >= 0 else []
     for fd in kept:

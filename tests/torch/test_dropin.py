@@ -91,6 +91,13 @@ def test_public_names_are_there() -> None:
     assert all(hasattr(dropin, name) for name in dropin.__all__)
 
 
+@pytest.mark.parametrize("name", [name for name in OWN if name != "init_process_group"])
+def test_without_a_group_torch_raises_its_error(name: str) -> None:
+    tensors = [torch.ones(1)] * (1 if name in ("all_reduce", "broadcast") else 0 if name == "barrier" else 2)
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        getattr(dropin, name)(*tensors, **({"src": 0} if name == "broadcast" else {}))
+
+
 # --- the default group
 
 

@@ -7,6 +7,7 @@ long as another rank of their node lives.
 from __future__ import annotations
 
 import json
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,8 @@ def _find_files() -> Iterator[tuple[Path, dict[int, Process]]]:
                     if LABEL not in str(descriptor.readlink()):
                         continue
                     status = descriptor.stat()
+                    if not stat.S_ISREG(status.st_mode):  # reading another file might block
+                        continue
                     key = status.st_dev, status.st_ino
                     paths.setdefault(key, descriptor)
                     holders.setdefault(key, {})[int(folder.name)] = _read_process(folder)

@@ -77,6 +77,12 @@ class DeviceAlgorithm(NamedTuple):
 class HierarchicalAlgorithm:
     """Phases within the nodes and between them (see :mod:`mpicoll.engine.executors.hierarchical`)."""
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HierarchicalAlgorithm)
+
+    def __hash__(self) -> int:
+        return hash(HierarchicalAlgorithm)
+
 
 AnyAlgorithm: TypeAlias = "Algorithm | SharedMemoryAlgorithm | DeviceAlgorithm | HierarchicalAlgorithm | None"
 """None is the MPI library's own."""

@@ -71,6 +71,9 @@ class Choice(NamedTuple):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Choice) and self[:-1] == other[:-1]
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __hash__(self) -> int:
         return hash(self[:-1])
 

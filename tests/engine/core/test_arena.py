@@ -437,8 +437,16 @@ def test_an_exception_after_a_compiled_collective_is_no_failure_of_it() -> None:
     _together(3, body)
 
 
-def test_a_second_interrupt_ends_the_wait() -> None:
+def test_a_second_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted = threading.Event()
+    waits: list[int] = []
+    wait = Arena.wait_for_late_ranks
+
+    def count(arena: Arena) -> None:
+        waits.append(arena.rank)
+        wait(arena)
+
+    monkeypatch.setattr(Arena, "wait_for_late_ranks", count)
 
     def body(arena: Arena) -> None:
         transport: Any = arena._transport
@@ -457,6 +465,8 @@ def test_a_second_interrupt_ends_the_wait() -> None:
                 arena.match(_signed(1))
 
     _together(2, body)
+    # No third time, with an exception that is not yet raised.
+    assert waits.count(0) == 2
 
 
 def test_who_does_not_come_in_time_finds_it_given_up() -> None:

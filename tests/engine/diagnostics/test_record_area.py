@@ -146,6 +146,32 @@ assert bytes(whole) == before
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
 
 
+def test_a_forked_process_has_no_records_of_its_parent() -> None:
+    """Those in the private area are older than the Python objects beside them."""
+    program = """
+import os, mmap
+import numpy as np
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group, recorder
+group = Group("1", "some", (0,), 0, 1.0)
+def record(number):
+    entry = group, number, Call("barrier"), 1.0, None
+    recorder.begin_entry(entry)
+    recorder.end_entry((entry, 2.0, ""))
+for number in range(3):
+    record(number)
+whole = np.frombuffer(mmap.mmap(-1, recorder.AREA_BYTES), np.uint8)
+recorder.place_records(whole.data, 0, 1)
+recorder.clear_records()
+child = os.fork()
+if child == 0:
+    before = len(recorder.list_records(False))
+    record(7)
+    os._exit(10 * before + len(recorder.list_records(False)))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_bytes_are_read(memory: np.ndarray[Any, Any], seed: int) -> None:
     for number in range(1, 30):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 import mpicoll
 from mpicoll import config
 from mpicoll.engine.selection import selector
-from mpicoll.engine.selection.catalogue import SHARED_MEMORY, algorithms_of
+from mpicoll.engine.selection.catalogue import SHARED_MEMORY, HierarchicalAlgorithm, algorithms_of
 from mpicoll.engine.selection.cost_model import predict
 from mpicoll.engine.selection.costs import TYPICAL, Costs, Link
 from mpicoll.engine.selection.defaults import DEFAULT_RULES, DEVICE_RULES, FALLBACK_RULES
@@ -757,3 +758,11 @@ def test_native_is_taken_under_mpi() -> None:
     why = "cost model with typical costs: " if world.size > 1 else "fallback table"
     assert choice.reason.startswith(f"not native (table): {count + 1} elements are more than MPI's counts hold; {why}")
     world.free()
+
+
+def test_choices_are_equal_without_what_they_refuse() -> None:
+    one, other = (mpicoll.explain("allreduce", 8)._replace(refused=refused) for refused in ((), ("native",)))
+    assert one == other
+    assert not one != other  # noqa: SIM202  each operator has a method
+    assert hash(one) == hash(other)
+    assert HierarchicalAlgorithm() == pickle.loads(pickle.dumps(HierarchicalAlgorithm()))

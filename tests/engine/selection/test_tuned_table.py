@@ -55,6 +55,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
+def select_table(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MPICOLL_TUNED", value)
+    # Threads of earlier tests may have read the variables since the test began.
+    config.config.cache_clear()
+
+
 def shared(library: str = "Some MPI 1.0", known: Any = None) -> Any:
     return tuned_table.share(0, lambda text: [text], library, known)
 
@@ -97,13 +103,13 @@ def test_a_table_with_former_names(place: Path) -> None:
 def test_a_named_table(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(place, entry({"float": "allreduce:ring"}))
     named = put(tmp_path / "mine.json", entry({"float": "allreduce:tree"}))
-    monkeypatch.setenv("MPICOLL_TUNED", str(named))
+    select_table(monkeypatch, str(named))
     assert shared().rules[TWO]["float"] == parse_rules("allreduce:tree")
 
 
 def test_off(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(place, entry())
-    monkeypatch.setenv("MPICOLL_TUNED", "off")
+    select_table(monkeypatch, "off")
     assert shared() is UNTUNED
 
 
@@ -231,7 +237,7 @@ def test_a_broken_table(
         tuned_table.write(place, entry())
     assert place.read_bytes() == before
 
-    monkeypatch.setenv("MPICOLL_TUNED", str(place))
+    select_table(monkeypatch, str(place))
     config.config.cache_clear()
     tuned_table._read.cache_clear()
     with pytest.raises(mpicoll.SetupError) as error:
@@ -247,7 +253,7 @@ def test_what_is_no_file(
     named = tmp_path / "named"
     if make:
         named.mkdir()
-    monkeypatch.setenv("MPICOLL_TUNED", str(named))
+    select_table(monkeypatch, str(named))
     with pytest.raises(
         mpicoll.SetupError, match=f"it {message}; run `mpicoll tune` to write it, or set MPICOLL_TUNED=off"
     ):
