@@ -67,6 +67,11 @@ def world() -> Communicator:
     return local_world.get() or _world or _make_world()
 
 
+def has_world() -> bool:
+    """Return True if the world exists, so that :func:`world` is not collective."""
+    return (local_world.get() or _world) is not None
+
+
 def _make_world() -> Communicator:
     """Create the communicator of all ranks. Collective."""
     with _world_lock:

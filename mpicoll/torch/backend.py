@@ -17,26 +17,42 @@ from torch.distributed.distributed_c10d import BarrierOptions
 
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed
+from mpicoll.engine.world import has_world
+from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed, SetupError
 from mpicoll.torch import work_status
 from mpicoll.torch.current_device import select_device
 from mpicoll.torch.ddp_hooks import extend_ddp
 from mpicoll.torch.group_members import create_communicator
 from mpicoll.torch.group_operations import NAME, GroupOperations
 from mpicoll.torch.shrunk_group import correct_type
+from mpicoll.wording import rank_list
 
 
 def create(options: Any, backend_options: Any) -> BackendMpicoll:
     """Create the backend for torch's `options` (``_DistributedBackendOptions``). Collective over the group.
 
-    Raises SetupError if MPI has fewer ranks than the group.
+    Raises SetupError if MPI has fewer ranks than the group, or is not started and has ranks that don't call this.
     """
+    _check_start(options.global_ranks_in_group)
     comm = create_communicator(options)
     if not options.global_ranks_in_group:
         select_device(options.process_group.bound_device_id)
     work_status.forward()
     extend_ddp()
     return BackendMpicoll(comm, options.group_id, options.timeout)
+
+
+def _check_start(ranks: Sequence[int]) -> None:
+    """Raise SetupError if a group of `ranks` would start MPI, which waits for all ranks: c10d calls the members only.
+
+    The default group, of no `ranks`, has all of them.
+    """
+    if ranks and len(ranks) < dist.get_world_size() and not has_world():
+        raise SetupError(
+            f"a process group of mpicoll of {rank_list(ranks)} can't start MPI, which waits for all"
+            f" {dist.get_world_size()} ranks: call mpicoll.world() on all ranks before, or let the default group have"
+            " mpicoll as a backend"
+        )
 
 
 _open: set[BackendMpicoll] = set()

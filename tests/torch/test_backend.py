@@ -157,3 +157,33 @@ def test_training_goes_on_in_a_shrunk_group(tmp_path: Path) -> None:
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
         f"rank {rank} of 3" for rank in range(3)
     ], done.stdout
+
+
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_small_group_beside_a_default_group_of_gloo(tmp_path: Path, starts: bool) -> None:
+    """c10d calls the backend on the members only, and MPI would wait for the others."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os, torch, mpicoll
+import torch.distributed as dist
+rank, size = (int(os.environ["OMPI_COMM_WORLD_" + name]) for name in ("RANK", "SIZE"))
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=size)
+if {starts}:
+    mpicoll.world()
+found = ""
+try:
+    group, x = dist.new_group([0, 1], backend="mpicoll"), torch.ones(1)
+    if rank < 2:
+        dist.all_reduce(x, group=group)
+    found = str(x.item())
+except mpicoll.SetupError as error:
+    found = str(error)
+dist.barrier()
+print(rank, found)
+""")
+    done = mpirun(3, script, seconds=60)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line[:1].isdigit())
+    refusal = "a process group of mpicoll of ranks 0 and 1 can't start MPI, which waits for all 3 ranks: "
+    for line, value in zip(lines, ["2.0", "2.0", "1.0"], strict=True):
+        assert (line[2:] == value) if starts or line[0] == "2" else line[2:].startswith(refusal), line
