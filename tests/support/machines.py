@@ -9,7 +9,7 @@ from functools import partial
 from random import Random
 
 from mpicoll.engine.diagnostics.call_facts import describe_call
-from mpicoll.engine.diagnostics.departures import departed_state
+from mpicoll.engine.diagnostics.departures import make_departed_state
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from support.rank_states import SUM, State, begun, doing, message
 
@@ -187,7 +187,9 @@ class Machine:
         if self.finished(me):
             calls = [[key, number, by[me].name, by[me].root] for (key, number), by in self.called.items() if me in by]
             numbers = rank.number | rank.met
-            return departed_state(me, "left", numbers=numbers, sent={"world": sent} if counted else None, calls=calls)
+            return make_departed_state(
+                me, "left", numbers=numbers, sent={"world": sent} if counted else None, calls=calls
+            )
         queues = [
             begun((key, key, self.groups[key]), number, queued=len(rank.queue.get(key, [])))
             | {"running": key in rank.running}

@@ -22,7 +22,7 @@ def list_counts(group: Group, messages: Tally) -> list[list[int | None]]:
     return [[members[peer], tag, number] for (peer, tag), number in messages.items() if 0 <= peer < len(members)]
 
 
-def departed_state(
+def make_departed_state(
     rank: int,
     how: str,
     words: str = "",
@@ -39,7 +39,7 @@ def departed_state(
         numbers: The collectives that it had begun on each communicator, by key. Without them no wait for this rank can
             be proved to be endless.
         sent: The messages that it had sent, by key, as :func:`list_counts` returns them.
-        calls: Its :func:`last_calls`.
+        calls: Its :func:`list_last_calls`.
     """
     assert how in ("left", "died")
     called = [
@@ -49,7 +49,7 @@ def departed_state(
     return {"rank": rank, how: words, "numbers": dict(numbers or {}), "sent": dict(sent or {}), "called": called}
 
 
-def last_calls(rank: int) -> list[list[Any]]:
+def list_last_calls(rank: int) -> list[list[Any]]:
     """Return the last collectives of `rank`, a rank of this process: key of the communicator, number, name and root.
 
     There are at most ``_LAST_CALLS``, since each rank that leaves sends them to all others.
@@ -63,6 +63,6 @@ def last_calls(rank: int) -> list[list[Any]]:
     return found
 
 
-def unreached_state(rank: int, relay: int) -> State:
+def make_unreached_state(rank: int, relay: int) -> State:
     """Return the state of a rank that was not queried, since `relay`, which forwards messages, does not respond."""
     return {"rank": rank, "unreached": relay}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
-from mpicoll.engine.diagnostics.departures import last_calls, list_counts
+from mpicoll.engine.diagnostics.departures import list_counts, list_last_calls
 from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, EntryTuple, Group, Wait
 from mpicoll.engine.diagnostics.position import Executing
 
@@ -115,7 +115,7 @@ class LocalWaits:
                 for key, (group, _) in positions.items()
                 if group.traffic is not None and not group.traffic.uncounted
             },
-            "calls": last_calls(rank),
+            "calls": list_last_calls(rank),
         }
 
     def state(self, rank: int, size: int, *, full: bool, calls: Sequence[Sequence[Any]] = ()) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from mpicoll.engine.diagnostics.departures import departed_state, unreached_state
+from mpicoll.engine.diagnostics.departures import make_departed_state, make_unreached_state
 from mpicoll.engine.diagnostics.local_waits import LocalWaits
 from mpicoll.transport.control.events import Message, PeerExit
 from mpicoll.transport.control.network import ControlNetwork
@@ -21,7 +21,8 @@ class Peers:
 
     ``network`` is None before the ranks are connected and after the control network was closed. ``announced`` are ranks
     that have announced that they abort the job, or are known to be lost, with the cause; ``left`` are ranks that make
-    no more calls, with their final states as :func:`~mpicoll.engine.diagnostics.departures.departed_state` takes them.
+    no more calls, with their final states as :func:`~mpicoll.engine.diagnostics.departures.make_departed_state` takes
+    them.
     """
 
     def __init__(self, waits: LocalWaits) -> None:
@@ -85,11 +86,11 @@ class Peers:
         if network is not None:
             for rank, one in network.exits.items():
                 how, words = ("left", "") if one.why == "left" else ("died", self.announced.get(rank, one.why))
-                states[rank] = departed_state(rank, how, words, **self.left.get(rank, {}))
+                states[rank] = make_departed_state(rank, how, words, **self.left.get(rank, {}))
             silent = {rank for rank, state in states.items() if state is None}
             # A hub that forwards replies of others is alive, though its own reply may be late.
             if network.hub in silent and len(silent) + len(network.exits) == self.size - 1:
-                states |= {rank: unreached_state(rank, network.hub) for rank in silent - {network.hub}}
+                states |= {rank: make_unreached_state(rank, network.hub) for rank in silent - {network.hub}}
         return states
 
     def handle_query(self, message: Message) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import JobAbort
 from mpicoll.engine.diagnostics.call_facts import State
-from mpicoll.engine.diagnostics.departures import departed_state
+from mpicoll.engine.diagnostics.departures import make_departed_state
 from mpicoll.engine.diagnostics.flight_recorder import Entry, EntryTuple
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, WaitKey, wait_key
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
@@ -112,7 +112,7 @@ class UnsatisfiableWaits:
         ):
             from mpicoll.engine.diagnostics.deadlock import find_deadlock  # late, see `late_imports`
 
-            states = {rank: departed_state(rank, "left", **one) for rank, one in self._peers.left.items()}
+            states = {rank: make_departed_state(rank, "left", **one) for rank, one in self._peers.left.items()}
             found = find_deadlock(states | {self._peers.rank: self._peers.own_state()}, self._peers.size)
             if found is not None:
                 self.mark(found.waits, Cause(str(found), bool(found.mismatches)))

@@ -20,7 +20,7 @@ from support.rank_states import (
 )
 
 from mpicoll.engine.diagnostics.analysis import analyse
-from mpicoll.engine.diagnostics.departures import departed_state, unreached_state
+from mpicoll.engine.diagnostics.departures import make_departed_state, make_unreached_state
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.diagnostics.report_file import format_report
 from mpicoll.wording import rank_list
@@ -65,15 +65,15 @@ def test_an_earlier_one_is_not_done() -> None:
 def test_who_is_gone() -> None:
     waiting = waits()
     what = f"{WHAT} waits for rank 3"
-    assert said(waiting, waiting, waiting, departed_state(3, "left", numbers={"0.0": 16}))[0] == (
+    assert said(waiting, waiting, waiting, make_departed_state(3, "left", numbers={"0.0": 16}))[0] == (
         "ranks 0-2 wait in allreduce(float32[1000], op=sum) number 17 on world at"
         " train.py:10 in step for rank 3, which has exited"
     )
-    assert said(waiting, waiting, waiting, departed_state(3, "left", numbers={"0.0": 16}))[1] == (
+    assert said(waiting, waiting, waiting, make_departed_state(3, "left", numbers={"0.0": 16}))[1] == (
         f"{what}, which has exited without calling it"
     )
-    assert said(waiting, waiting, waiting, departed_state(3, "left")) == [f"{what}, which has exited"]
-    assert said(waiting, waiting, waiting, departed_state(3, "died", "killed by SIGKILL")) == [
+    assert said(waiting, waiting, waiting, make_departed_state(3, "left")) == [f"{what}, which has exited"]
+    assert said(waiting, waiting, waiting, make_departed_state(3, "died", "killed by SIGKILL")) == [
         f"{what}, which has died (killed by SIGKILL)",
         "rank 3 has died (killed by SIGKILL)",
     ]
@@ -159,7 +159,7 @@ def test_what_else_the_analysis_has() -> None:
 
 def test_a_silent_relay_is_the_suspect() -> None:
     """Ranks that could not be asked are not blamed, and may do anything."""
-    found = analyse({0: None, 1: waits(), 2: unreached_state(2, 0), 3: unreached_state(3, 0)}, 4)
+    found = analyse({0: None, 1: waits(), 2: make_unreached_state(2, 0), 3: make_unreached_state(3, 0)}, 4)
     assert found.words == [
         (
             "rank 0 does not respond (stopped or frozen?); it relays the messages of the watchdogs, so nothing is known"
@@ -170,7 +170,7 @@ def test_a_silent_relay_is_the_suspect() -> None:
     assert (found.missing, found.silent, found.unreached) == ([0], [0], [2, 3])
     assert found.deadlock is None
     assert "Rank 3: could not be queried, because rank 0 does not respond" in format_report(
-        "x", {3: unreached_state(3, 0)}, found
+        "x", {3: make_unreached_state(3, 0)}, found
     )
 
 

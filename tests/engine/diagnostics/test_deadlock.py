@@ -29,7 +29,7 @@ from support.rank_states import (
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import Deadlock, find_deadlock, open_questions
-from mpicoll.engine.diagnostics.departures import departed_state
+from mpicoll.engine.diagnostics.departures import make_departed_state
 from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.rank_state import snapshot
 
@@ -73,22 +73,22 @@ def test_another_thread_may_call_it() -> None:
 def test_what_is_not_known_is_no_reason() -> None:
     first, second = crossed()
     assert doomed(first, None) == ()
-    assert doomed(first, departed_state(1, "died", "killed")) == ()
-    assert doomed(first, departed_state(1, "left")) == ()
+    assert doomed(first, make_departed_state(1, "died", "killed")) == ()
+    assert doomed(first, make_departed_state(1, "left")) == ()
     assert doomed(first, second | {"queues": second["queues"][1:]}) == ()
     assert doomed(first, {"rank": 1, "failed": ["it was too late"]}) == ()
 
 
 def test_left() -> None:
     first, _ = crossed()
-    found = find_deadlock({0: first, 1: departed_state(1, "left", numbers={"0.1": 3})}, 2)
+    found = find_deadlock({0: first, 1: make_departed_state(1, "left", numbers={"0.1": 3})}, 2)
     assert found is not None
     assert str(found) == (
         "rank 0 waits in allreduce(float32[1000], op=sum) number 4 on world/pair at train.py:10 in step for rank 1,"
         " which has exited"
     )
     assert found.cycle == ()
-    assert doomed(first, departed_state(1, "left", numbers={"0.1": 4})) == ()
+    assert doomed(first, make_departed_state(1, "left", numbers={"0.1": 4})) == ()
 
 
 def test_in_the_background() -> None:
@@ -176,7 +176,7 @@ def test_description_of_a_rank_that_waits_for_a_message() -> None:
         "rank 0 has been waiting for 30 s in recv(float64[3], peer=1, tag=5) at train.py:40 in step:"
         " rank 1 is in barrier() at train.py:10 in step"
     )
-    assert said(in_message("recv", 1, seconds=2.0), departed_state(1, "left", numbers={"0.0": 16}))[0] == (
+    assert said(in_message("recv", 1, seconds=2.0), make_departed_state(1, "left", numbers={"0.0": 16}))[0] == (
         "rank 0 has been waiting for 2 s in recv(float64[3], peer=1, tag=5) at train.py:40 in step: rank 1 has exited"
     )
 
@@ -186,7 +186,7 @@ def test_a_receive_from_any() -> None:
     anyone = state([], doing(group, 0, message("recv", None, 1)))
     assert doomed(anyone, anyone, anyone) == (0, 1, 2)
     assert doomed(anyone, anyone, state([])) == ()
-    assert doomed(anyone, anyone, departed_state(2, "left")) == (0, 1)
+    assert doomed(anyone, anyone, make_departed_state(2, "left")) == (0, 1)
 
 
 def test_messages_in_transit_without_a_receiver() -> None:
@@ -200,8 +200,8 @@ def test_messages_in_transit_without_a_receiver() -> None:
 
 
 def test_what_a_rank_has_sent_before_it_left() -> None:
-    assert doomed(in_message("recv", 1), departed_state(1, "left")) == (0,)
-    assert doomed(in_message("recv", 1, seconds=29.0), departed_state(1, "left")) == ()
+    assert doomed(in_message("recv", 1), make_departed_state(1, "left")) == (0,)
+    assert doomed(in_message("recv", 1, seconds=29.0), make_departed_state(1, "left")) == ()
 
 
 def counted(one: State, sent: Sequence[Any] = (), received: Sequence[Any] = (), key: str = "0.0") -> State:
@@ -229,7 +229,7 @@ def test_messages_are_counted(sent: Any, received: Any, tag: int | None, accused
     """Whether the message may be under way that rank 0 waits for, be it that rank 1 waits, too, or that it has left."""
     first = counted(in_message("recv", 1, tag, seconds=1.0), received=received)
     assert doomed(first, counted(in_message("recv", 0, 9), sent=sent)) == ((0, 1) if accused else ())
-    assert doomed(first, departed_state(1, "left", sent={"0.0": sent})) == ((0,) if accused else ())
+    assert doomed(first, make_departed_state(1, "left", sent={"0.0": sent})) == ((0,) if accused else ())
 
 
 DUPLICATE = ("0.1 duplicate(tag=0)", "world/pair", (0, 1))
@@ -247,10 +247,10 @@ DUPLICATE = ("0.1 duplicate(tag=0)", "world/pair", (0, 1))
         (state([begun(PAIR, 3)], met={DUPLICATE[0]: 1}, retired={"0.1": 3}), True),
         (state([], met={DUPLICATE[0]: 1}, retired={"0.1": 3}), True),
         (state([], met={DUPLICATE[0]: 2}, retired={"0.1": 3}), False),
-        (departed_state(1, "left", numbers={"0.1": 3, DUPLICATE[0]: 1}), True),
-        (departed_state(1, "left", numbers={"0.1": 3, DUPLICATE[0]: 2}), False),
-        (departed_state(1, "left", numbers={"0.2": 3}), False),
-        (departed_state(1, "died"), False),
+        (make_departed_state(1, "left", numbers={"0.1": 3, DUPLICATE[0]: 1}), True),
+        (make_departed_state(1, "left", numbers={"0.1": 3, DUPLICATE[0]: 2}), False),
+        (make_departed_state(1, "left", numbers={"0.2": 3}), False),
+        (make_departed_state(1, "died"), False),
     ],
 )
 def test_meetings(other: State, accused: bool) -> None:
@@ -295,7 +295,7 @@ def test_calls_that_have_ended_differ(gone: bool) -> None:
     """Rank 1 has called a bcast as number 17, from which it is back; what it has called is asked for."""
     key = WORLD[0]
     if gone:
-        second = departed_state(1, "left", numbers={key: 17}, calls=[[key, 17, "bcast", 1]])
+        second = make_departed_state(1, "left", numbers={key: 17}, calls=[[key, 17, "bcast", 1]])
     else:
         call = {"name": "bcast", "root": 1, "text": "bcast(int8[8], root=1)"}
         second = at_work(17, called=[{"key": key, "number": 17, "call": call, "site": None}])
@@ -323,8 +323,8 @@ def test_stages_of_a_pipeline() -> None:
     first, second = piped(stage(1, takes=[1])), piped(stage(0, takes=[0]))
     assert doomed(first, second) == (0, 1)
     assert doomed(first, second | {"others": ["loader"]}) == ()
-    assert doomed(first, departed_state(1, "left", sent={"0.4": []})) == (0,)
-    assert doomed(first, departed_state(1, "left")) == ()
+    assert doomed(first, make_departed_state(1, "left", sent={"0.4": []})) == (0,)
+    assert doomed(first, make_departed_state(1, "left")) == ()
     # Rank 1 has sent something, which rank 0 takes, or does not take meanwhile.
     sends = piped(stage(0, takes=[0]), sent=[[0, 33, 1]])
     assert doomed(first, sends) == ()
@@ -336,7 +336,7 @@ def test_stages_of_a_pipeline() -> None:
     assert doomed(sender, piped(stage(2, takes=[0, 2])), piped(last)) == (1, 2)
     # Of several that must come one is enough that never does.
     both = piped(stage(1, 2, takes=[1, 2]))
-    assert doomed(both, departed_state(1, "left", sent={"0.4": []}), None) == (0,)
+    assert doomed(both, make_departed_state(1, "left", sent={"0.4": []}), None) == (0,)
 
 
 def test_a_wait_with_a_bound() -> None:
@@ -351,7 +351,7 @@ def test_sendrecv() -> None:
     assert doomed(exchange(1, 1), exchange(0, 0)) == ()
     # A ring, and one that has been left by its last rank.
     assert doomed(exchange(1, 2), exchange(2, 0), exchange(0, 1)) == ()
-    assert doomed(exchange(1, 2), exchange(2, 0), departed_state(2, "left")) == ()
+    assert doomed(exchange(1, 2), exchange(2, 0), make_departed_state(2, "left")) == ()
     assert doomed(exchange(1, 1), in_message("recv", 0, 2)) == (0, 1)
     assert doomed(exchange(1, 1), in_message("recv", 0, 1)) == ()
 

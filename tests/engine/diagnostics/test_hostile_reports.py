@@ -13,7 +13,7 @@ from support.hostile_json import FUZZING, VALUES, places, replaced
 from support.rank_states import WORLD, at_work, crossed, in_message, waits
 
 from mpicoll.engine.diagnostics.analysis import analyse
-from mpicoll.engine.diagnostics.departures import departed_state
+from mpicoll.engine.diagnostics.departures import make_departed_state
 from mpicoll.engine.diagnostics.report_file import summarize, write
 from mpicoll.errors import ArgumentError
 
@@ -24,8 +24,8 @@ SOME = {0: waits(process=PROCESS), 1: at_work(failed=["others: KeyError: 3"]), 2
 CASES: list[dict[int, Any]] = [
     SOME,
     dict(enumerate(crossed())),
-    {0: in_message("recv", 1), 1: in_message("recv", 0), 2: departed_state(2, "left", "", {WORLD[0]: 3})},
-    {0: waits(), 1: departed_state(1, "died", "killed by SIGKILL"), 2: {"unreached": 3}, 3: None},
+    {0: in_message("recv", 1), 1: in_message("recv", 0), 2: make_departed_state(2, "left", "", {WORLD[0]: 3})},
+    {0: waits(), 1: make_departed_state(1, "died", "killed by SIGKILL"), 2: {"unreached": 3}, 3: None},
 ]
 
 

@@ -13,13 +13,13 @@ from support.rank_states import WHAT, at_work, crossed, waits
 from mpicoll import atomic_files
 from mpicoll.engine.diagnostics.analysis import analyse
 from mpicoll.engine.diagnostics.deadlock import find_deadlock
-from mpicoll.engine.diagnostics.departures import departed_state
+from mpicoll.engine.diagnostics.departures import make_departed_state
 from mpicoll.engine.diagnostics.report_file import format_report, summarize, write
 from mpicoll.errors import ArgumentError
 
 
 def test_files(tmp_path: Path) -> None:
-    states = {0: waits(), 1: at_work(), 2: departed_state(2, "died", "killed by SIGKILL"), 3: None}
+    states = {0: waits(), 1: at_work(), 2: make_departed_state(2, "died", "killed by SIGKILL"), 3: None}
     found = analyse(states, 4)
     text, data = write(tmp_path / "new", "prterun-host-1@1", "timeout of 30 s", states, found)
     assert (text.name, data.name) == ("mpicoll-report-prterun-host-1_1.txt", "mpicoll-report-prterun-host-1_1.json")
@@ -63,7 +63,7 @@ def test_the_text_of_a_report() -> None:
     failed = past | {"number": 0, "call": "irecv()", "state": "failed", "error": "Timeout: late", "seconds": None}
     first["past"] = [past, failed | {"site": None}]
     last = at_work(process=process, failed=["others: KeyError: 3"])
-    states = {0: first, 1: None, 2: departed_state(2, "left"), 3: last}
+    states = {0: first, 1: None, 2: make_departed_state(2, "left"), 3: last}
     lines = format_report("timeout", states, analyse(states, 4)).splitlines()
     assert lines.pop(5).startswith("Written 20")
     assert lines == [
