@@ -88,7 +88,7 @@ def register_backend() -> None:
 
 def _create_process_group(options: Any, backend_options: Any) -> Any:
     """Create a process group. Called by torch."""
-    return import_module("mpicoll.torch.group_creation").create(options, backend_options)
+    return import_module("mpicoll.torch.legacy.group_creation").create(options, backend_options)
 
 
 def _make_patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,9 +100,9 @@ def _make_patch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         elif name == "_new_process_group_helper":
             ours = names_mpicoll(args[_HELPER_BACKEND] if len(args) > _HELPER_BACKEND else kwargs.get("backend"))
         else:
-            ours = "mpicoll.torch.process_group" in sys.modules
+            ours = "mpicoll.torch.legacy.process_group" in sys.modules
         if ours:
-            return getattr(import_module("mpicoll.torch.c10d_patches"), name)(original, *args, **kwargs)
+            return getattr(import_module("mpicoll.torch.legacy.c10d_patches"), name)(original, *args, **kwargs)
         return original(*args, **kwargs)
 
     return wrapper

@@ -69,7 +69,11 @@ BY_NAME = {
     "__init__.py": {"mpicoll.", "mpicoll.schedules"},
     # torch's entry point lies below mpicoll.torch, and loads it when the backend is used.
     "autoload.py": {"mpicoll.legacy_autoload", "mpicoll.torch.backend", "mpicoll.torch.rendezvous_handler"},
-    "legacy_autoload.py": {"mpicoll.torch.c10d_patches", "mpicoll.torch.group_creation", "mpicoll.torch.process_group"},
+    "legacy_autoload.py": {
+        "mpicoll.torch.legacy.c10d_patches",
+        "mpicoll.torch.legacy.group_creation",
+        "mpicoll.torch.legacy.process_group",
+    },
     # Whether MPI and NCCL have been used is asked without loading them.
     "engine/startup.py": {"mpicoll.engine.executors.nccl", "mpicoll.transport.mpi"},
 }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from support.process_group import gloo_has_alltoall
 
 import mpicoll
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 from mpicoll.torch.tensors import protect_inputs
 
 SIZE = 2

@@ -29,7 +29,7 @@ from mpicoll.torch import autograd
 from mpicoll.torch import current_device as own_devices
 from mpicoll.torch import tensors as own_tensors
 from mpicoll.torch.ddp_buckets import _Buckets
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 
 __all__ = ["cuda_torch"]
 

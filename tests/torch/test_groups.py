@@ -13,8 +13,8 @@ from support.process_group import BACKEND, by_torch, in_given_order
 
 import mpicoll
 import mpicoll.torch as dropin
-from mpicoll.torch import c10d_patches
 from mpicoll.torch import groups as torch_groups
+from mpicoll.torch.legacy import c10d_patches
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("default_group")]
 

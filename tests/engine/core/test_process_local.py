@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import mpicoll
 from mpicoll.engine.core.queued_operation import QueuedOperation
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 
 REMEDIES = {
     "Communicator": r"split\(\) or group\(ranks\)",

@@ -34,7 +34,7 @@ LOOKS = {
     "launch/rank.py": "shows the traceback of a function",
     "autoload.py": "is called by torch without what it needs",
     "legacy_autoload.py": "the same",
-    "torch/c10d_frames.py": "the same",
+    "torch/legacy/c10d_frames.py": "the same",
 }
 
 

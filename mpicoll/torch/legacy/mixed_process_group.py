@@ -13,9 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import DeviceError, SetupError
-from mpicoll.torch.c10d_short_forms import to_full_form
 from mpicoll.torch.group_operations import NAME
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.legacy.c10d_short_forms import to_full_form
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 
 
 def create_other_backends(

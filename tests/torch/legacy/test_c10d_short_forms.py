@@ -18,9 +18,9 @@ from support.process_group import gloo_has_alltoall
 from torch.distributed import distributed_c10d as c10d
 
 import mpicoll
-from mpicoll.torch.c10d_short_forms import _FORMS
-from mpicoll.torch.mixed_process_group import MixedProcessGroup
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.legacy.c10d_short_forms import _FORMS
+from mpicoll.torch.legacy.mixed_process_group import MixedProcessGroup
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 
 SIZE = 2
 BOUND = timedelta(seconds=30)

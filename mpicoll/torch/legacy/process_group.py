@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import AllreduceOptions, BarrierOptions
 
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.core.process_local import refuse_pickling
-from mpicoll.torch.c10d_short_forms import accept_short_forms, to_full_form
 from mpicoll.torch.group_operations import NAME, GroupOperations
+from mpicoll.torch.legacy.c10d_short_forms import accept_short_forms, to_full_form
 from mpicoll.torch.work import Work
 
 

@@ -6,22 +6,14 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from mpicoll.torch import (
-    c10d_collectives,
-    callback_comms,
-    fast_path,
-    group_operations,
-    mixed_process_group,
-    process_group,
-    sparse,
-    work,
-)
-from mpicoll.torch.c10d_frames import find_c10d_variables
+from mpicoll.torch import c10d_collectives, callback_comms, fast_path, group_operations, sparse, work
 from mpicoll.torch.group_members import create_communicator
 from mpicoll.torch.group_operations import NAME
-from mpicoll.torch.mixed_process_group import MixedProcessGroup, create_other_backends
+from mpicoll.torch.legacy import mixed_process_group, process_group
+from mpicoll.torch.legacy.c10d_frames import find_c10d_variables
+from mpicoll.torch.legacy.mixed_process_group import MixedProcessGroup, create_other_backends
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 from mpicoll.torch.no_compile import disable_compile
-from mpicoll.torch.process_group import ProcessGroupMpicoll
 
 _HELPER = "_new_process_group_helper"
 

@@ -19,10 +19,10 @@ from mpicoll.backend_names import names_mpicoll, replace_mpi
 from mpicoll.engine.world import world
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import current_device, rendezvous_handler
-from mpicoll.torch.c10d_frames import find_c10d_variables
 from mpicoll.torch.ddp_hooks import register_builtin_hook
-from mpicoll.torch.mixed_process_group import MixedProcessGroup
-from mpicoll.torch.process_group import ProcessGroupMpicoll
+from mpicoll.torch.legacy.c10d_frames import find_c10d_variables
+from mpicoll.torch.legacy.mixed_process_group import MixedProcessGroup
+from mpicoll.torch.legacy.process_group import ProcessGroupMpicoll
 
 Original = Callable[..., Any]
 
