@@ -113,6 +113,28 @@ def test_hello(size: int) -> None:
     assert "allreduce/ring on 3 ranks, 4 rounds" in output
 
 
+BY_HAND = ROOT / "examples" / "allreduce_by_hand.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [*(pytest.param(one, marks=pytest.mark.long) for one in (2, 4, 5, 6)), 3])
+def test_allreduce_by_hand(size: int) -> None:
+    done = mpirun(size, BY_HAND, "--numbers", "1000", "--repeats", "3")
+    assert done.returncode == 0, done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    *pictures, comparison, _ = re.split(r"\n\n(?=\S)", done.stdout)
+    if size <= 5:
+        steps = {"master-worker": 2 * (size - 1), "tree": 2 * (size - 1).bit_length(), "ring": 2 * (size - 1)}
+        assert [picture.strip().partition(":")[0] for picture in pictures] == list(steps)
+        for picture, count in zip(pictures, steps.values(), strict=True):
+            last = picture.rpartition(f"step {count}\n")[2].splitlines()
+            assert [re.findall(r"\b1+$", line) for line in last] == [["1" * size]] * size, picture
+    laws = re.findall(r"(\S+) +equal +(\S+) N, law (\S+) N", comparison)
+    assert [name for name, *_ in laws] == ["master-worker", "tree", "ring"], done.stdout
+    # 1000 numbers can't be cut into equal chunks by each size.
+    assert all(float(counted) == pytest.approx(float(law), abs=0.02) for _, counted, law in laws), done.stdout
+
+
 NEEDING = ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp"]
 
 
