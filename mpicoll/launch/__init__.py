@@ -259,15 +259,17 @@ def _launch(job: bytes, size: int, daemon: bool) -> SpawnContext:
     import subprocess
     import tempfile
 
-    here = Path(__file__).parent
+    rank = str(Path(__file__).with_name("rank.py"))
     program = _find_launcher()
     directory = Path(tempfile.mkdtemp(prefix="mpicoll-spawn-"))
-    guard = [sys.executable, "-I", "-S", str(here / "guard.py"), str(os.getpid()), str(_GRACE), str(directory)]
     try:
         (directory / "path").write_text(json.dumps(sys.path))
         (directory / "job").write_bytes(job)
         process = subprocess.Popen(
-            [*guard, program, "-np", str(size), sys.executable, str(here / "rank.py"), str(directory)],
+            [
+                *launcher.guard_command(_GRACE, str(directory)),
+                *(program, "-np", str(size), sys.executable, rank, str(directory)),
+            ],
             env=launcher.job_environment(os.environ, root=os.geteuid() == 0),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

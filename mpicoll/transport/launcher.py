@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,6 +101,11 @@ def find_launcher() -> str | None:
 
     It is the one that has started this process, else the one beside this Python, beside the library, or in PATH.
     """
+    return next(list_launchers(), None)
+
+
+def list_launchers() -> Iterator[str]:
+    """Yield the launchers in the order in which :func:`find_launcher` prefers them."""
     # Not at module level: the first call of each rank of a job loads this module, and looks for no launcher.
     import shutil
     from pathlib import Path
@@ -111,11 +116,10 @@ def find_launcher() -> str | None:
         Path(sys.executable).parent,
         *_directories_beside(library),
     ]
-    for path in (*map(str, places), None):
+    for path in (*map(str, places), None, *os.get_exec_path()):
         for name in (*_debian_names(library), *_NAMES):
             if found := shutil.which(name, path=path):
-                return str(Path(found).absolute())
-    return None
+                yield str(Path(found).absolute())
 
 
 def _find_library_file() -> str:
@@ -233,6 +237,17 @@ def module_command(name: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", _RUN_MODULE, json.dumps(sys.path), name, *arguments]
 
 
+def guard_command(grace: float, directory: str) -> list[str]:
+    """Return the command before that of a launcher: it ends all processes of the job if this process ends.
+
+    The launcher has `grace` seconds between SIGTERM and SIGKILL. `directory` is removed if this process ends first.
+    """
+    from pathlib import Path
+
+    guard = Path(__file__).parents[1] / "launch" / "guard.py"
+    return [sys.executable, "-I", "-S", str(guard), str(os.getpid()), str(grace), directory]
+
+
 def run_bounded(command: Sequence[str], environ: Mapping[str, str], seconds: float) -> RunResult:
     """Run `command`, the path of a program and its arguments, for at most `seconds`.
 
@@ -240,16 +255,14 @@ def run_bounded(command: Sequence[str], environ: Mapping[str, str], seconds: flo
     """
     import subprocess
     import tempfile
-    from pathlib import Path
 
-    guard = Path(__file__).parents[1] / "launch" / "guard.py"
     with (
         tempfile.TemporaryDirectory(prefix="mpicoll-attempt-") as directory,
         tempfile.TemporaryFile() as output,
         tempfile.TemporaryFile() as errors,
     ):
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(guard), str(os.getpid()), str(_GRACE), directory, *command],
+            [*guard_command(_GRACE, directory), *command],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=output,
