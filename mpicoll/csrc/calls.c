@@ -187,7 +187,9 @@ static Entry *find_entry(
 
 static bool overlap(const char *one, size_t one_bytes, const char *other, size_t other_bytes)
 {
-    return one < other + other_bytes && other < one + one_bytes;
+    /* As numbers: an array without elements may be at NULL, to which C adds nothing. */
+    const uintptr_t first = (uintptr_t)one, second = (uintptr_t)other;
+    return first < second + other_bytes && second < first + one_bytes;
 }
 
 int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target)

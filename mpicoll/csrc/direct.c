@@ -114,7 +114,7 @@ int locate_arrays(const Collective *one, const char *source, const char *target)
     const Segment *segments[2] = {find(steps, source), find(steps, target)};
     char **parts[2] = {steps->locations->sources, steps->locations->targets};
     int64_t *own = steps->locations->posted[steps->rank];
-    for (int i = 0; i < 2; i++) {
+    for (size_t i = 0; i < 2; i++) {
         const char *address = i == 0 ? source : target;
         own[2 * i] = segments[i] == NULL ? 0 : segments[i]->number;
         own[2 * i + 1] = segments[i] == NULL ? 0 : address - segments[i]->parts[steps->rank];
@@ -258,7 +258,7 @@ static int fail_to_read(const Collective *one, int peer, int number)
         PyErr_Format(error,
                      "rank %d of %d (of this node) can't read the memory of rank %d any more (%s): the operation is"
                      " incomplete; later ones do not need this",
-                     steps->rank, steps->size, peer, strerror(number));
+                     steps->rank, steps->size, peer, strerror(number)); /* NOLINT(concurrency-mt-unsafe): GIL held */
     Py_XDECREF(module);
     Py_XDECREF(error);
     end_failed(steps);

@@ -104,7 +104,7 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 }
 
 #define LEVEL(name) base_##name
-#define VECTOR_BYTES 16
+#define VECTOR_BYTES 16UL
 #include "kernels_vectors.h"
 #include "kernels_table.h"
 #undef LEVEL
@@ -119,7 +119,7 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #pragma GCC target("avx2,f16c")
 #endif
 #define LEVEL(name) avx2_##name
-#define VECTOR_BYTES 32
+#define VECTOR_BYTES 32UL
 #include "kernels_vectors.h"
 #include "kernels_table.h"
 #undef LEVEL
@@ -138,7 +138,7 @@ static __attribute__((unused)) int is_among(const void *out, const void *const *
 #pragma GCC target("avx512f,avx512bw")
 #endif
 #define LEVEL(name) avx512_##name
-#define VECTOR_BYTES 64
+#define VECTOR_BYTES 64UL
 #include "kernels_vectors.h"
 #undef LEVEL
 #undef VECTOR_BYTES

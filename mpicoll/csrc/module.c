@@ -84,4 +84,5 @@ static struct PyModuleDef module = {
     .m_slots = slots,
 };
 
+/* NOLINTNEXTLINE(misc-use-internal-linkage): Python looks it up */
 PyMODINIT_FUNC PyInit__shm(void) { return PyModuleDef_Init(&module); }

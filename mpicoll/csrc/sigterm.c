@@ -73,7 +73,7 @@ static void end_process(void)
     sigemptyset(&mask);
     sigaddset(&mask, SIGTERM);
     pthread_sigmask(SIG_UNBLOCK, &mask, NULL);
-    raise(SIGTERM);
+    (void)raise(SIGTERM);
     /* Another thread may have installed a handler again. */
     _exit(128 + SIGTERM);
 }

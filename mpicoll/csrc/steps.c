@@ -58,7 +58,7 @@ static inline char *get_block(const Steps *steps, int rank) { return steps->flag
 
 static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 {
-    return (Word *)(void *)(get_block(steps, rank) + (step & 1) * LINE);
+    return (Word *)(void *)(get_block(steps, rank) + (size_t)(step & 1) * LINE);
 }
 
 /* Whether ranks sleep until a rank has stored this flag. */
@@ -70,7 +70,7 @@ static inline _Atomic uint32_t *get_sleepers(const Steps *steps, int rank, uint3
 char *get_small_slot(const Steps *steps, int parity, int rank)
 {
     /* What is written to a slot ends with a step of the other parity. */
-    return get_block(steps, rank) + (1 - parity) * LINE + SMALL_AT;
+    return get_block(steps, rank) + (size_t)(1 - parity) * LINE + SMALL_AT;
 }
 
 static inline Word *get_state(const Steps *steps, int rank)
@@ -80,7 +80,7 @@ static inline Word *get_state(const Steps *steps, int rank)
 
 int64_t *get_posted(const Steps *steps, int rank, int parity)
 {
-    return (int64_t *)(void *)(get_block(steps, rank) + POSTED_AT) + parity * POSTED;
+    return (int64_t *)(void *)(get_block(steps, rank) + POSTED_AT) + (size_t)parity * POSTED;
 }
 
 static inline void relax(void)
