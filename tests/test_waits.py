@@ -57,6 +57,7 @@ WAITS = {
         "collectives/call.py::call",
         "collectives/transfers.py::wait_with_timeout",
         "engine/plan.py::Plan.wait",
+        "parallel/data_parallel/reducer.py::_resume",
         "engine/core/request.py::Request.wait",
         "engine/core/request.py::waitall",
         "parallel/gradients.py::_reduce",

@@ -14,6 +14,8 @@
     attention over a sharded sequence
 :mod:`~mpicoll.parallel.gradients`, :mod:`~mpicoll.parallel.checkpoint`
     averaging and clipping; saving at one layout and loading at another
+:mod:`~mpicoll.parallel.data_parallel`
+    data parallel training without process groups, with Horovod's names
 
 There are no global groups: functions that need ranks take ``group=``. The default is the axis of the grid that
 :func:`use` (or :func:`initialize_model_parallel`) has put in use, and without a grid all ranks.
@@ -40,6 +42,15 @@ from mpicoll.parallel.context_parallel import (
     ulysses_attention,
 )
 from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
+from mpicoll.parallel.data_parallel import (
+    Compression,
+    DistributedOptimizer,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    elastic,
+    metric_average,
+)
 from mpicoll.parallel.gradients import average_gradients, clip_grad_norm_
 from mpicoll.parallel.groups import use
 from mpicoll.parallel.layers import (
@@ -89,6 +100,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColumnParallelLinear",
+    "Compression",
+    "DistributedOptimizer",
     "LayerNorm",
     "ParallelDropout",
     "PipeDataParallelTopology",
@@ -106,16 +119,21 @@ __all__ = [
     "all_to_all_hp2sp",
     "all_to_all_sp2hp",
     "average_gradients",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "checkpoint",
     "clip_grad_norm_",
     "column_parallel_linear",
     "copy_to_tensor_model_parallel_region",
+    "elastic",
     "gather",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "gather_sequence",
     "get_rng_tracker",
     "initialize_model_parallel",
+    "metric_average",
     "model_parallel_manual_seed",
     "p2p",
     "pipeline",

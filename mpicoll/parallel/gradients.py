@@ -184,7 +184,7 @@ def _get_model_communicator(group: Any) -> Communicator:
 
 def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
     pending = []
-    for bucket in _iterate_buckets(gradients):
+    for bucket in iterate_buckets(gradients):
         flat = torch.cat([one.detach().reshape(-1) for one in bucket])
         pending.append((bucket, iallreduce(flat, op, out=flat, comm=comm)))
     for bucket, request in pending:
@@ -193,7 +193,7 @@ def _reduce(gradients: list[Tensor], op: str, comm: Communicator) -> None:
             one.detach().copy_(part.view(one.shape))
 
 
-def _iterate_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+def iterate_buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
     """Yield `gradients` in groups of one dtype and device, of at most `BUCKET` bytes or a single larger gradient."""
     for kind in dict.fromkeys((one.dtype, one.device) for one in gradients):
         bucket: list[Tensor] = []

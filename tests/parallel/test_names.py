@@ -19,12 +19,13 @@ from mpicoll import parallel
 NAMES = re.findall(
     r"\w+",
     """
-    ColumnParallelLinear LayerNorm ParallelDropout PipeDataParallelTopology PipeModelDataParallelTopology PipeP2P
-    PipelineEngine PipelineParallelGrid ProcessTopology RMSNorm RNGStatesTracker RowParallelLinear
-    VocabParallelEmbedding all_gather_last_dim_from_tensor_parallel_region all_to_all all_to_all_hp2sp all_to_all_sp2hp
-    average_gradients checkpoint clip_grad_norm_ column_parallel_linear copy_to_tensor_model_parallel_region gather
+    ColumnParallelLinear Compression DistributedOptimizer LayerNorm ParallelDropout PipeDataParallelTopology
+    PipeModelDataParallelTopology PipeP2P PipelineEngine PipelineParallelGrid ProcessTopology RMSNorm RNGStatesTracker
+    RowParallelLinear VocabParallelEmbedding all_gather_last_dim_from_tensor_parallel_region all_to_all all_to_all_hp2sp
+    all_to_all_sp2hp average_gradients broadcast_object broadcast_optimizer_state broadcast_parameters checkpoint
+    clip_grad_norm_ column_parallel_linear copy_to_tensor_model_parallel_region elastic gather
     gather_from_sequence_parallel_region gather_from_tensor_model_parallel_region gather_sequence get_rng_tracker
-    initialize_model_parallel model_parallel_manual_seed p2p pipeline position_ids
+    initialize_model_parallel metric_average model_parallel_manual_seed p2p pipeline position_ids
     reduce_from_tensor_model_parallel_region reduce_scatter_last_dim_to_tensor_parallel_region
     reduce_scatter_to_sequence_parallel_region ring_attention scatter_to_sequence_parallel_region
     scatter_to_tensor_model_parallel_region shard_ split split_sequence ulysses_attention use
@@ -36,6 +37,8 @@ PIPELINE = re.findall(r"\w+", "Action PipelineEngine Timeline actions draw peak_
 
 P2P = ["can_send_recv", "init_process_groups", "irecv", "isend", "recv", "recv_obj", "send", "send_obj", "wait"]
 
+ELASTIC = ["TorchState", "run"]
+
 CHECKPOINT = ["load", "model_state", "optimizer_state", "save"]
 
 
@@ -43,6 +46,7 @@ def test_names() -> None:
     assert sorted(parallel.__all__) == sorted(NAMES)
     assert sorted(parallel.pipeline.__all__) == sorted(PIPELINE)
     assert set(P2P) <= set(dir(parallel.p2p))
+    assert set(ELASTIC) <= set(dir(parallel.elastic))
     assert set(CHECKPOINT) <= set(dir(parallel.checkpoint))
 
 
@@ -69,7 +73,15 @@ def test_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["PipeP2P", "PipelineEngine", "PipelineParallelGrid", "ProcessTopology", "RNGStatesTracker"]
+    "name",
+    [
+        "DistributedOptimizer",
+        "PipeP2P",
+        "PipelineEngine",
+        "PipelineParallelGrid",
+        "ProcessTopology",
+        "RNGStatesTracker",
+    ],
 )
 def test_methods_say_what_they_do(name: str) -> None:
     for method, value in vars(getattr(parallel, name)).items():
@@ -77,10 +89,13 @@ def test_methods_say_what_they_do(name: str) -> None:
             assert value.__doc__, f"{name}.{method}"
 
 
-MODULES = ["checkpoint", "p2p", "pipeline"]
+MODULES = ["checkpoint", "elastic", "p2p", "pipeline"]
+
+NATIVE = ["broadcast_object"]
+"""Functions of mpicoll under another name."""
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {*MODULES}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*MODULES, *NATIVE}))
 def test_every_name_has_an_example_that_runs(some: Ranks, name: str) -> None:
     text = inspect.getdoc(getattr(parallel, name)) or ""
     code = dedent(text.partition("Example:\n    ::\n")[2])
