@@ -16,7 +16,7 @@ from mpicoll import __version__
 from mpicoll.errors import MpicollError
 from mpicoll.transport import launch_env
 
-_COMMANDS = ("run", "doctor", "bench", "tune", "simulate", "algorithms", "trace")
+_COMMANDS = ("run", "doctor", "bench", "tune", "simulate", "study", "algorithms", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

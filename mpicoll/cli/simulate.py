@@ -41,23 +41,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--ranks-per-node", type=int, help=f"default: {_DEFAULT.ranks_per_node}; with --ranks: 1")
     parser.add_argument("--ranks", type=int, metavar="P", help="all ranks, in place of --nodes")
     parser.add_argument("--sizes", type=formatting.sizes, default="8-1g", metavar="8-1g|8,1k", help="bytes")
-    for name, what in (
-        ("node_alpha", "latency within a node"),
-        ("node_beta", "time per byte within a node"),
-        ("net_alpha", "latency between nodes"),
-        ("net_beta", "time per byte of a link between nodes"),
-        ("gamma", "time per byte reduced"),
-    ):
-        value = getattr(_DEFAULT, name)
-        shown = formatting.seconds(value) if name.endswith("alpha") else f"{value * 1e9:g}ns"
-        units = "0.5us" if name.endswith("alpha") else "0.1ns or 10GB/s"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_parse_time,
-            default=value,
-            metavar="TIME",
-            help=f"{what}, such as {units}; default: {shown}",
-        )
+    add_costs(parser, _DEFAULT)
     parser.add_argument("--links", type=int, default=1, help="network links that the ranks of a node share; default: 1")
     parser.add_argument("--algorithms", metavar="NAME,NAME", help="default: all of the collective")
     parser.add_argument("--segments", type=int, help="pieces of a pipeline; default: of 128 KiB each, up to 64")
@@ -71,6 +55,27 @@ def add(commands: Any) -> None:
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write the numbers as JSON; alone: here")
     parser.add_argument("--plot", metavar="FILE", help="draw time against size, as PNG or SVG")
     parser.set_defaults(run=run)
+
+
+def add_costs(parser: argparse.ArgumentParser, default: Cluster) -> None:
+    """Add an option for each cost of a cluster, with the costs of `default`."""
+    for name, what in (
+        ("node_alpha", "latency within a node"),
+        ("node_beta", "time per byte within a node"),
+        ("net_alpha", "latency between nodes"),
+        ("net_beta", "time per byte of a link between nodes"),
+        ("gamma", "time per byte reduced"),
+    ):
+        value = getattr(default, name)
+        shown = formatting.seconds(value) if name.endswith("alpha") else f"{value * 1e9:g}ns"
+        units = "0.5us" if name.endswith("alpha") else "0.1ns or 10GB/s"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_parse_time,
+            default=value,
+            metavar="TIME",
+            help=f"{what}, such as {units}; default: {shown}",
+        )
 
 
 def _parse_time(text: str) -> float:

@@ -16,7 +16,7 @@ from mpicoll.schedules import (  # noqa: F401
     scan,
     scatter,
 )
-from mpicoll.schedules.cost import Cost, closed_form, cost, price
+from mpicoll.schedules.cost import Cost, closed_form, cost, price, traffic
 from mpicoll.schedules.draw import draw
 from mpicoll.schedules.load_profile import Cluster, Profile
 from mpicoll.schedules.model import (
@@ -35,10 +35,12 @@ from mpicoll.schedules.model import (
     find,
     get,
 )
+from mpicoll.schedules.parameter_server import PARAMETER_SERVER
 from mpicoll.schedules.simulate import Forecast, profile, simulate
 from mpicoll.schedules.verify import Report, verify
 
 __all__ = [
+    "PARAMETER_SERVER",
     "Algorithm",
     "Chunks",
     "Cluster",
@@ -64,5 +66,6 @@ __all__ = [
     "price",
     "profile",
     "simulate",
+    "traffic",
     "verify",
 ]

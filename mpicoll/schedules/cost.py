@@ -86,6 +86,31 @@ def cost(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1
     )
 
 
+def traffic(algorithm: Algorithm | str, size: int, root: int = 0, segments: int = 1) -> list[tuple[Fraction, Fraction]]:
+    """Count what each rank sends and receives, by rank, as multiples of n (see :class:`Cost`).
+
+    Args:
+        algorithm: an algorithm, or its name such as ``"allreduce/ring"``.
+        size: the number of ranks.
+        root: the root, for collectives that have one.
+        segments: the number of pieces of the pipeline of a segmented algorithm.
+
+    Raises:
+        RankError: `root` is out of range.
+        AlgorithmError: the name is unknown, or `segments` is below 1.
+    """
+    algorithm = find(algorithm)
+    chunk = Fraction(1, chunks_in_n(algorithm, size, segments))
+    found = []
+    for rank in range(size):
+        sent = received = 0
+        for now in algorithm.steps(rank, size, root, segments):
+            sent += sum(len(send.chunks) for send in now.sends)
+            received += sum(len(recv.chunks) for recv in now.recvs)
+        found.append((sent * chunk, received * chunk))
+    return found
+
+
 def closed_form(algorithm: Algorithm | str, size: int, segments: int = 1) -> tuple[int, Fraction]:
     """Return the closed forms of `algorithm` for root 0: rounds and bytes that the busiest rank sends, as in `Cost`.
 

@@ -15,6 +15,9 @@ reduce_scatter  all, own operand     own block, over all ranks
 alltoall        input blocks 0..P-1  output blocks P..2P-1                                    input blocks
 barrier         none                 none; messages lead from each rank to each other rank
 ==============  ===================  =======================================================  ===============
+
+A step of a parameter server is specified in the same way: before it, the server s of S has chunk s, its weights, and
+the workers have all chunks, their gradients; afterwards both have the server's chunk with all workers' reduced into it.
 """
 
 from __future__ import annotations
@@ -116,6 +119,18 @@ def _all_at_root(seat: Seat) -> range:
     return range(seat.chunks if seat.rank == seat.root else 0)
 
 
+def _weights_or_gradients(seat: Seat) -> State:
+    """Return the own shard of a server, of which there is one for each chunk, or all chunks of a worker."""
+    return _own(_operand)(seat) if seat.rank < seat.chunks else _operand(seat)
+
+
+def _updated_weights(seat: Seat) -> State:
+    """Return the shards that a rank has after a step: the server's weights, with the gradients of all workers."""
+    workers = (1 << seat.size) - (1 << min(seat.chunks, seat.size))
+    shards = (seat.rank,) if seat.rank < seat.chunks else range(seat.chunks)
+    return {shard: Value(shard, workers | 1 << shard, -1, -1) for shard in shards}
+
+
 SPECS: dict[str, Spec] = {
     "allreduce": Spec(before=_operand, after=_total),
     "bcast": Spec(
@@ -135,8 +150,9 @@ SPECS: dict[str, Spec] = {
     "reduce_scatter": Spec(before=_operand, after=_own(_total)),
     "alltoall": Spec(before=_input, after=_output, readonly=lambda seat: range(seat.size)),
     "barrier": Spec(before=_none, after=_none, reached=True),
+    "parameter_server": Spec(before=_weights_or_gradients, after=_updated_weights),
 }
-"""Specification of each collective."""
+"""Specification of each collective, and of a parameter server."""
 
 
 def extent(collective: str, uneven: bool, seat: Seat, chunk: int) -> Hashable:

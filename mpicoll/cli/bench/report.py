@@ -157,12 +157,11 @@ def _as_json(point: Point, result: Result) -> dict[str, Any]:
     return made
 
 
-def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any], measured: dict[str, Any]) -> None:
-    """Write `measured` to a JSON file, with the machine, the date, the versions and the method."""
+def describe_run(comm: Communicator) -> dict[str, Any]:
+    """Return the date, the machine, the ranks and the versions of a measurement."""
     from mpicoll.transport import mpi
 
-    head = {
-        "command": command,
+    return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "node": platform.node(),
@@ -175,6 +174,14 @@ def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any]
         "ranks_of_this_node": comm.local_size,
         "mpi": mpi.library(),
         "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def write(path: Path, comm: Communicator, command: str, settings: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Write `measured` to a JSON file, with the machine, the date, the versions and the method."""
+    head = {
+        "command": command,
+        **describe_run(comm),
         "method": (
             "Each contestant is checked against the oracle, then timed in blocks of calls that begin with a barrier;"
             " contestants of one phase take turns, and the phases come one after the other at each size. The time of a"

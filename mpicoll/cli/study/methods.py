@@ -1,0 +1,150 @@
+"""The methods of synchronisation: what a training step does with the gradients of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+import mpicoll
+from mpicoll.cli.study.laws import LAWS
+from mpicoll.errors import ArgumentError
+from mpicoll.schedules import PARAMETER_SERVER, Algorithm, get, traffic
+
+Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+LEARNING_RATE = 2.0**-10
+"""A power of two, so that the updates of the first step are exact."""
+
+_ALGORITHMS = {
+    "master_worker": "master_worker",
+    "ring": "ring",
+    "tree": "tree",
+    "halving_doubling": "halving_doubling",
+    "native": "native",
+    "shared_memory": "shm_pipelined",
+    "hierarchical": "hierarchical",
+}
+"""The algorithm of allreduce that a method forces."""
+
+NAMES = ("parameter_server", *_ALGORITHMS)
+
+
+class Method(NamedTuple):
+    """A method by its name in `NAMES`; `servers` is 0 but for a parameter server."""
+
+    name: str
+    servers: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name in tables and figures."""
+        words = self.name.replace("_", "-" if self.name in ("master_worker", "halving_doubling") else " ")
+        return f"{words}, S = {self.servers}" if self.servers else words
+
+    @property
+    def schedule(self) -> Algorithm | None:
+        """The schedule of the method; None if it has none."""
+        if self.servers:
+            return PARAMETER_SERVER
+        return get("allreduce", _ALGORITHMS[self.name]) if self.name in LAWS else None
+
+    def count_bytes(self, ranks: int) -> Fraction | None:
+        """Return what the busiest rank sends by the schedule, as a multiple of N; None without a schedule."""
+        if self.schedule is None:
+            return None
+        return max(max(pair) for pair in traffic(self.schedule, ranks, segments=self.servers or 1))
+
+    def law(self, ranks: int) -> Fraction | None:
+        """Return what the busiest rank sends by the closed form, as a multiple of N; None without one."""
+        return LAWS[self.name].busiest(ranks, self.servers) if self.name in LAWS else None
+
+
+def list_methods(names: Sequence[str], servers: Sequence[int], ranks: int) -> list[Method]:
+    """Return the methods for `ranks` ranks: a parameter server once for each number of servers that leaves a worker."""
+    found = []
+    for name in names:
+        if name == "parameter_server":
+            found += [Method(name, count) for count in servers if count < ranks]
+        else:
+            found.append(Method(name))
+    return found
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ArgumentError if there is no method of some name."""
+    for name in names:
+        if name not in NAMES:
+            raise ArgumentError(f"study sync: no algorithm {name!r}; there are {', '.join(NAMES)}")
+
+
+class Model:
+    """The weights of this rank, and its gradients: small whole numbers, whose sums are exact."""
+
+    def __init__(self, nbytes: int, rank: int) -> None:
+        self.weights: Vector = np.zeros(max(1, nbytes // 4), np.float32)
+        self.gradients = self._gradients_of(rank)
+
+    def _gradients_of(self, rank: int) -> Vector:
+        gradients = np.arange(self.weights.size, dtype=np.int32) % 7 + rank
+        return gradients.astype(np.float32)
+
+    def check(self, ranks: Sequence[int]) -> bool:
+        """Return True if the weights are what the first step gives, with the gradients of `ranks`."""
+        total = sum(self._gradients_of(rank) for rank in ranks)
+        return bool(np.array_equal(self.weights, -np.float32(LEARNING_RATE) * total))
+
+
+def update(weights: Vector, total: Vector) -> None:
+    """Take a step of gradient descent; `total` is overwritten."""
+    np.multiply(total, np.float32(-LEARNING_RATE), out=total)
+    np.add(weights, total, out=weights)
+
+
+def prepare_step(method: Method, model: Model) -> Callable[[], None]:
+    """Return the function that takes a step of training on this rank, but for the computation of the gradients.
+
+    It raises AlgorithmError where the algorithm can't serve these ranks.
+    """
+    if method.servers:
+        return _prepare_parameter_server(method.servers, model)
+    total = np.empty_like(model.gradients)
+    algorithm = _ALGORITHMS[method.name]
+
+    def step() -> None:
+        mpicoll.allreduce(model.gradients, out=total, algorithm=algorithm)
+        update(model.weights, total)
+
+    return step
+
+
+def _prepare_parameter_server(servers: int, model: Model) -> Callable[[], None]:
+    """Return the step of a server or worker, as `mpicoll.schedules.PARAMETER_SERVER` describes it."""
+    world = mpicoll.world()
+    rank, workers = world.rank, range(servers, world.size)
+    weights = np.array_split(model.weights, servers)
+    gradients = np.array_split(model.gradients, servers)
+    if rank < servers:
+        total = np.empty_like(weights[rank])
+        arriving = np.empty((len(workers), total.size), np.float32)
+
+        def serve() -> None:
+            total[:] = 0
+            pushed = [mpicoll.irecv(out=one, source=worker) for one, worker in zip(arriving, workers, strict=True)]
+            for one, request in zip(arriving, pushed, strict=True):
+                request.wait()
+                np.add(total, one, out=total)
+            update(weights[rank], total)
+            mpicoll.waitall([mpicoll.isend(weights[rank], worker) for worker in workers])
+
+        return serve
+    order = [(rank + step) % servers for step in range(servers)]
+
+    def work() -> None:
+        pulled = [mpicoll.irecv(out=weights[server], source=server) for server in order]
+        pushed = [mpicoll.isend(gradients[server], server) for server in order]
+        mpicoll.waitall([*pushed, *pulled])
+
+    return work

@@ -1,0 +1,40 @@
+"""Bytes on the wire, by the counters of the network interfaces of each rank's host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpicoll.cli.bench.team import Team
+from mpicoll.proc_files import read_file
+
+_COUNTED = 4
+"""Number of steps after which the counters are read again."""
+
+
+def count_link_bytes(team: Team, step: Callable[[], None]) -> list[list[float]] | None:
+    """Return the bytes per step that each rank sends and receives by the counters of its network interfaces; None
+    unless each rank has a node of its own."""
+    if team.comm.num_nodes < team.size:
+        return None
+    step()
+    team.barrier()
+    before = _read_interfaces()
+    for _ in range(_COUNTED):
+        step()
+    team.barrier()
+    after = _read_interfaces()
+    pairs = team.all(None if None in (before, after) else (before, after))
+    if None in pairs:
+        return None
+    return [[(new - old) / _COUNTED for old, new in zip(*pair, strict=True)] for pair in pairs]
+
+
+def _read_interfaces() -> tuple[int, int] | None:
+    """Return the bytes that this host has sent and received, but for the loopback; None if the kernel counts none."""
+    try:
+        lines = read_file("/proc/net/dev").splitlines()[2:]
+    except OSError:
+        return None
+    counters = [(name.strip(), rest.split()) for name, _, rest in (line.partition(":") for line in lines)]
+    found = [(int(numbers[8]), int(numbers[0])) for name, numbers in counters if name != "lo"]
+    return sum(sent for sent, _ in found), sum(received for _, received in found)
