@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import stat
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+
+from mpicoll.transport.hashes import blake2b
 
 _claims: list[int] = []
 """The descriptor of the file in which this process holds a lock. Closing any other one of that file would release
@@ -42,7 +43,7 @@ def claim(environ: Mapping[str, str]) -> int | None:
     folder, rank = environ.get("PMIX_SERVER_TMPDIR"), environ.get("PMIX_RANK", "")
     if server is None or not folder or not (rank.isascii() and rank.isdecimal()) or _claims:
         return None
-    job = hashlib.sha256(f"{server} {environ.get('PMIX_NAMESPACE')}".encode()).hexdigest()[:32]
+    job = blake2b(f"{server} {environ.get('PMIX_NAMESPACE')}".encode(), digest_size=16).hexdigest()
     try:
         file = _open_private(f"{folder}/mpicoll-ranks-{job}")
     except OSError:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from mpicoll.engine.diagnostics.flight_recorder import Call, Entry, EntryTuple, Group, find_call_site
 from mpicoll.errors import MismatchError, NumericsError
+from mpicoll.transport.hashes import blake2b
 from mpicoll.wording import count, join_and, rank_list, ranks_and_verb, shorten
 
 Description: TypeAlias = "dict[str, Any]"
@@ -75,8 +76,6 @@ def _add_arguments(fields: Description, prefix: str, call: Call) -> None:
 
 def hash_fields(fields: Description) -> int:
     """Return a hash of 62 bits of `fields`: equal for equal `fields`, and with high probability different otherwise."""
-    from hashlib import blake2b  # late: it takes milliseconds to load
-
     return int.from_bytes(blake2b(repr(fields).encode(), digest_size=8).digest(), "big") >> 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hmac
 import json
 import os
 import socket
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from mpicoll.transport.control.frame_tags import NO_TAG, TAG_SIZE, FrameTags
+from mpicoll.transport.hashes import compare_digest
 
 MESSAGE_LIMIT = 16 << 20
 """Maximum bytes of a message."""
@@ -231,7 +231,7 @@ class Connection:
         header, tag, payload = frame[: _HEADER.size], frame[_HEADER.size : _PREFIX], frame[_PREFIX:]
         if self._receive_tags is None or kind in _UNTAGGED:
             return self._receive_tags is None and kind in _UNTAGGED and tag == NO_TAG
-        return hmac.compare_digest(tag, self._receive_tags.next_tag(header + payload))
+        return compare_digest(tag, self._receive_tags.next_tag(header + payload))
 
     def _add_crash_output(self, data: bytes | bytearray) -> None:
         self.crash_output += data[: max(0, 2 * CRASH_OUTPUT_LIMIT - len(self.crash_output))]

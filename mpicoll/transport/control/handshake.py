@@ -8,7 +8,6 @@ other side's proof, and a relayed proof allows no other process to send a frame.
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from mpicoll.transport.control.connection import (
     ProtocolViolation,
     encode,
 )
+from mpicoll.transport.hashes import blake2b, compare_digest
 
 
 class Handshake:
@@ -56,7 +56,7 @@ class Handshake:
         rank = int(content["rank"])
         text = f"{accepted.nonce} {_nonce(content)} {rank} {self._rank}"
         proof = self._mac("proof", text).hex()
-        if not 0 <= rank < self._size or rank == self._rank or not hmac.compare_digest(proof, str(content["proof"])):
+        if not 0 <= rank < self._size or rank == self._rank or not compare_digest(proof, str(content["proof"])):
             raise ProtocolViolation("wrong proof of the job token")
         accepted.rank = rank
         accepted.deadline = float("inf")
@@ -65,7 +65,7 @@ class Handshake:
 
     def _mac(self, use: str, connection: str) -> bytes:
         """Return what only a rank of this job can compute for `connection`: a proof, or the key of one direction."""
-        return hmac.digest(self._token, f"{use} {connection} {self._size}".encode(), "sha256")
+        return blake2b(f"{use} {connection} {self._size}".encode(), key=self._token, digest_size=32).digest()
 
 
 def _nonce(content: dict[str, Any]) -> str:
