@@ -132,15 +132,13 @@ def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None)
     def run() -> None:
         try:
             collective(arrays.source, arrays.target, arrays.load)
-        except SharedMemoryLost as lost:
+        except SharedMemoryLost:
             operation.query = operation.query._replace(shm_failed_reason=operation.comm.shm_failed_reason)
             own_context = context.copy()
             other = own_context.run(choose, operation.query, None)
             if call is not None:
                 # Other ranks may have bound the same call after shared memory was lost.
                 call.algorithm = other.name
-                if not lost.is_compared:
-                    operation.comm.match_now()
                 call.signature = 0
             own_context.run(bind, operation, other)()
         else:

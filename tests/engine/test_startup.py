@@ -102,13 +102,17 @@ watchdog._LOAD_ANALYSIS_AFTER = 1000
 from mpicoll.transport.mpi import MpiTransport
 original, texts = MpiTransport.allgather_text, []
 MpiTransport.allgather_text = lambda self, text: texts.append(text) or original(self, text)
+original_share, shares = MpiTransport.share, []
+MpiTransport.share = lambda self, nbytes: shares.append(nbytes > 0) or original_share(self, nbytes)
 mpicoll.allreduce(np.ones(1))
 assert len(texts) == 2, texts  # to connect the ranks, the first one with their settings
+assert shares == [mpicoll.world().rank == 0], shares  # flags and slots are in one piece of memory
 engine = "checks.call_check core.call_comparison core.call_mismatch executors.hierarchical executors.nccl"
 engine += " executors.schedule diagnostics.deadlock diagnostics.rank_state diagnostics.report_file diagnostics.stacks"
 late = "transport.control.address_choice schedules"
 unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.split()), *late.split()]}
 unneeded |= {"dataclasses", "logging", "pathlib", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
+unneeded |= {"hashlib", "hmac"}  # which load OpenSSL
 assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
 # What a failing job needs is imported while there are file descriptors.
 watch = startup.start_watchdog()

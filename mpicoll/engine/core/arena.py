@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -32,8 +33,10 @@ class Arena(Steps):
     operation's last ``sync`` belong to the next step, so they need no further ``sync``.
 
     Each step compares the signatures of the ranks' operations. An operation that uses no slots, because MPI or messages
-    carry it out, begins with :meth:`match`, a single step. :meth:`allocate_slots` allocates the slots; before that the
-    arena has only flags, which take a few KiB.
+    carry it out, begins with :meth:`match`, a single step.
+
+    All is in one piece of memory, that of rank 0: the ranks exchange one handle, and each rank maps one file. The
+    kernel allocates pages of slots when they are first used, except in memory that has a name.
 
     `describe_call` and `mismatch_error` produce the error when ranks carry out different operations;
     `row_mismatch_error`, which is collective, does so when blocks differ from what their receivers expect.
@@ -50,33 +53,29 @@ class Arena(Steps):
     ) -> None:
         rank, size = transport.rank, transport.size
         flags = Steps.count_flag_bytes(size)
-        first = transport.share(flags + description_bytes(size) if rank == 0 else 0)[0]
-        super().__init__(first[:flags].data, rank, size, transport.has_own_cores, tuple(transport.members))
-        self.has_slots = False
-        self.slots: tuple[tuple[Memory, ...], ...] = ()
-        self.results: tuple[Memory, ...] = ()
+        head = flags + description_bytes(size)
+        head += -head % mmap.PAGESIZE  # memory is registered with devices in whole pages
+        own = 2 * SLOT_BYTES
+        whole = transport.share(head + size * own + 2 * SLOT_BYTES if rank == 0 else 0)[0]
+        super().__init__(whole[:flags].data, rank, size, transport.has_own_cores, tuple(transport.members))
+        starts = [head + peer * own for peer in range(size)]
+        self.slots: tuple[tuple[Memory, ...], ...] = (
+            tuple(whole[start : start + SLOT_BYTES] for start in starts),
+            tuple(whole[start + SLOT_BYTES : start + 2 * SLOT_BYTES] for start in starts),
+        )
+        self.results: tuple[Memory, ...] = tuple(whole[head + size * own :].reshape(2, SLOT_BYTES))
+        if not transport.no_cma_reason:
+            self.set_processes(transport.list_processes())
+        even, odd = (_get_address(one) for one in self.results)
+        self.set_slots([_get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
         self.segments = SegmentTable(self, transport)
         self._transport = transport
-        self._descriptions = CallDescriptions(first[flags:], rank, size, describe_call, mismatch_error)
+        self._descriptions = CallDescriptions(whole[flags:head], rank, size, describe_call, mismatch_error)
         self._row_mismatch_error = row_mismatch_error
         self._check_wait = check_wait
         self._executing = executing or Executing()
-
-    def allocate_slots(self) -> Arena:
-        """Allocate the slots. Collective. Raises CommunicationError on all ranks if there is no memory for them."""
-        own = 2 * SLOT_BYTES
-        memories = self._transport.share(2 * own if self.rank == 0 else own)
-        if not self._transport.no_cma_reason:
-            self.set_processes(self._transport.list_processes())
-        parts = [slice(w * SLOT_BYTES, (w + 1) * SLOT_BYTES) for w in range(4)]
-        self.slots = tuple(tuple(memory[part] for memory in memories) for part in parts[:2])
-        self.results = tuple(memories[0][part] for part in parts[2:])
-        even, odd = (_get_address(one) for one in self.results)
-        self.set_slots([_get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
-        self.has_slots = True
-        return self
 
     def match(self, call: Call) -> BaseException | None:
         """Begin an operation without further steps: return when all ranks have begun the operation with calls of the

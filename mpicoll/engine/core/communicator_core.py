@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import finalize, ref
 
 import numpy as np
@@ -15,7 +15,7 @@ from mpicoll.engine.core.observer import accept_any_call
 from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.engine.core.registry import Options, Registry
 from mpicoll.engine.core.running_call import RunningCall
-from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call, Group
+from mpicoll.engine.diagnostics.flight_recorder import Call, Group
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.engine.diagnostics.watchdog import Watchdog
 from mpicoll.engine.selection.layout import make_layout
@@ -25,8 +25,6 @@ from mpicoll.transport.base import Memory, Transport
 
 if TYPE_CHECKING:
     from mpicoll.engine.core.arena import Arena
-
-T = TypeVar("T")
 
 _TAGS = 1 << 15
 """Number of tags of collectives, which wrap at the smallest range that MPI guarantees."""
@@ -158,7 +156,7 @@ class CommunicatorCore:
     @property
     def has_arena(self) -> bool:
         """True if :meth:`arena` has created the shared memory."""
-        return self._arena is not None and self._arena.has_slots
+        return self._arena is not None
 
     @property
     def cma_failed_reason(self) -> str | None:
@@ -171,54 +169,33 @@ class CommunicatorCore:
         Then ``no_shm_reason`` or, from this call on, ``shm_failed_reason`` holds the reason. Collective at first use;
         called by operations.
         """
-        arena = self._flags()
-        if arena is None or self.shm_failed_reason is not None:
-            return None
-        if not arena.has_slots:
-            self.match_now()
-            return self._try_sharing(arena.allocate_slots)
-        return arena
-
-    def _flags(self) -> Arena | None:
-        """Return the arena, which may have only its flags, or None if shared memory is not available. Collective at
-        first use."""
         if self._arena is None and self.no_shm_reason is None and self.shm_failed_reason is None:
             # Not at module level: it needs the extension, and no_shm_reason is not None where that is missing.
             from mpicoll.engine.core.arena import Arena
 
-            self._arena = self._try_sharing(
-                lambda: Arena(
+            executing = self.queue.executing
+            outer, executing.executor = executing.executor, _SHARING
+            try:
+                self._arena = Arena(
                     self.transport,
                     self.running.describe,
                     self.running.mismatch_error,
                     self.running.check_wait,
-                    self.queue.executing,
+                    executing,
                     self.running.row_mismatch_error,
                 )
-            )
+            except (RankFailed, Timeout):
+                raise  # not all ranks have taken part
+            except CommunicationError as error:
+                self.shm_failed_reason = str(error)
+            finally:
+                executing.executor = outer
         return self._arena
-
-    def _try_sharing(self, make: Callable[[], T]) -> T | None:
-        """Return the result of `make`, or None if there is no shared memory. Collective.
-
-        ``shm_failed_reason`` holds the reason.
-        """
-        executing = self.queue.executing
-        outer, executing.executor = executing.executor, _SHARING
-        try:
-            return make()
-        except (RankFailed, Timeout):
-            raise  # not all ranks have taken part
-        except CommunicationError as error:
-            self.shm_failed_reason = str(error)
-            return None
-        finally:
-            executing.executor = outer
 
     def match_first(self, call: Call) -> BaseException | None:
         """Begin the first collective, which all ranks have to enter, regardless of the operation that they call."""
-        flags = self._flags()
-        self.queue.match = self._message_matcher() if flags is None else flags.match
+        arena = self.arena()
+        self.queue.match = self._message_matcher() if arena is None else arena.match
         return self.queue.match(call)
 
     def _message_matcher(self) -> Callable[[Call], None]:
@@ -229,18 +206,6 @@ class CommunicatorCore:
         from mpicoll.engine.core.call_comparison import BatchedComparison
 
         return BatchedComparison(self.transport, self.queue).match
-
-    def match_now(self) -> None:
-        """Compare the running collective now, if it would be compared in shared memory that is not allocated."""
-        call = None if self.queue.current is None else self.queue.current[2]
-        if self._arena is not None and call is not None and call.signature == COMPARED_BY_EXECUTOR:
-            call.signature = call.sign()
-            try:
-                interrupt = self.queue.match(call)
-            finally:
-                call.signature = COMPARED_BY_EXECUTOR
-            if interrupt is not None and self._arena is not None:
-                self._arena.defer(interrupt)
 
     def levels(self) -> tuple[CommunicatorCore, CommunicatorCore]:
         """Return private communicators of the ranks of this node, and of the ranks of equal local rank on all nodes, in

@@ -65,11 +65,10 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
 
 class SharedMemoryLost(Exception):
     """Raised if shared memory turns out to be unavailable at its first use, or was found to be in another collective
-    after this one was bound. No rank has exchanged data. `is_compared` is True if the ranks' calls were compared."""
+    after this one was bound. No rank has exchanged data, and the ranks' calls were compared."""
 
-    def __init__(self, *, is_compared: bool) -> None:
+    def __init__(self) -> None:
         super().__init__("shared memory is not available; another algorithm is used")
-        self.is_compared = is_compared
 
 
 class SharedMemoryCollective:
@@ -150,10 +149,9 @@ class SharedMemoryCollective:
 
     def _prepare(self) -> Arena:
         """Bind the collective to the arena, at the first run."""
-        was_lost = self._comm.shm_failed_reason is not None
         arena = self._comm.arena()
         if arena is None:
-            raise SharedMemoryLost(is_compared=not was_lost)
+            raise SharedMemoryLost
         self._arena = arena
         if self._bind is not None:
             self._program = self._bind(arena, self._spec)

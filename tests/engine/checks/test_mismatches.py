@@ -75,12 +75,18 @@ def test_nothing_is_compared_between_nodes_where_a_rank_says_so() -> None:
     assert mpicoll.run_local(body, 2, ranks_per_node=1) == [1, 1]
 
 
-def test_where_shared_memory_turns_out_to_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have no memory to share, which they find out at the first use."""
+
     def share(transport: LocalTransport, nbytes: int) -> NoReturn:
         raise mpicoll.CommunicationError("there is no memory")
 
     monkeypatch.setattr(LocalTransport, "share", share)
 
+
+@pytest.mark.usefixtures("no_memory")
+def test_where_shared_memory_turns_out_to_be_lost() -> None:
     def body() -> str:
         world = mpicoll.world()
         with pytest.raises(mpicoll.MismatchError, match="they differ in root"):
@@ -91,20 +97,7 @@ def test_where_shared_memory_turns_out_to_be_lost(monkeypatch: pytest.MonkeyPatc
     assert mpicoll.run_local(body, 2) == ["there is no memory"] * 2
 
 
-@pytest.fixture
-def no_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks have memory to compare their calls, and none for data, which they find out at the first use."""
-    share = LocalTransport.share
-
-    def share_little(transport: LocalTransport, nbytes: int) -> list[Any]:
-        if nbytes > 1 << 16:
-            raise mpicoll.CommunicationError("there is no memory")
-        return share(transport, nbytes)
-
-    monkeypatch.setattr(LocalTransport, "share", share_little)
-
-
-@pytest.mark.usefixtures("no_slots")
+@pytest.mark.usefixtures("no_memory")
 def test_a_plan_that_was_made_before_shared_memory_was_lost() -> None:
     """Each of its runs is compared with the calls of other ranks."""
 
@@ -121,7 +114,7 @@ def test_a_plan_that_was_made_before_shared_memory_was_lost() -> None:
     assert mpicoll.run_local(body, 2, timeout=5) == ["there is no memory"] * 2
 
 
-@pytest.mark.usefixtures("no_slots")
+@pytest.mark.usefixtures("no_memory")
 @pytest.mark.parametrize("differ", [False, True])
 def test_a_call_that_was_bound_before_shared_memory_was_lost(differ: bool) -> None:
     """Another rank has bound the same call afterwards, and waits for the comparison."""

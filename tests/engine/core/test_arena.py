@@ -38,7 +38,7 @@ def _together(size: int, body: Callable[[Arena], Any]) -> list[Any]:
 
     def main(transport: LocalTransport) -> None:
         try:
-            results[transport.rank] = body(Arena(transport).allocate_slots())
+            results[transport.rank] = body(Arena(transport))
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
             transport.job.mark_dead(transport.rank)
