@@ -12,6 +12,8 @@
     pipeline schedules as data, and the engine that runs them
 :mod:`~mpicoll.parallel.context_parallel`
     attention over a sharded sequence
+:mod:`~mpicoll.parallel.parameter_server`
+    models whose weights and optimizer are on server ranks, which also works without torch
 :mod:`~mpicoll.parallel.gradients`, :mod:`~mpicoll.parallel.checkpoint`
     averaging and clipping; saving at one layout and loading at another
 :mod:`~mpicoll.parallel.data_parallel`
@@ -33,70 +35,68 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpicoll.parallel import p2p, pipeline
-from mpicoll.parallel.context_parallel import (
-    gather_sequence,
-    position_ids,
-    ring_attention,
-    split_sequence,
-    ulysses_attention,
-)
-from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
-from mpicoll.parallel.data_parallel import (
-    Compression,
-    DistributedOptimizer,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    elastic,
-    metric_average,
-)
-from mpicoll.parallel.gradients import average_gradients, clip_grad_norm_
-from mpicoll.parallel.groups import use
-from mpicoll.parallel.layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    column_parallel_linear,
-    shard_,
-    whole_state_dict,
-)
-from mpicoll.parallel.mappings import (
-    all_gather_last_dim_from_tensor_parallel_region,
-    all_to_all,
-    all_to_all_hp2sp,
-    all_to_all_sp2hp,
-    copy_to_tensor_model_parallel_region,
-    gather,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_last_dim_to_tensor_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-    split,
-)
-from mpicoll.parallel.p2p import PipeP2P
-from mpicoll.parallel.pipeline import PipelineEngine
-from mpicoll.parallel.random import (
-    ParallelDropout,
-    RNGStatesTracker,
-    get_rng_tracker,
-    model_parallel_manual_seed,
-)
-from mpicoll.parallel.topology import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-    initialize_model_parallel,
-)
-
 if TYPE_CHECKING:
-    from mpicoll.parallel import checkpoint
+    from mpicoll.parallel import checkpoint, p2p, parameter_server, pipeline
+    from mpicoll.parallel.context_parallel import (
+        gather_sequence,
+        position_ids,
+        ring_attention,
+        split_sequence,
+        ulysses_attention,
+    )
+    from mpicoll.parallel.cross_entropy import vocab_parallel_cross_entropy
+    from mpicoll.parallel.data_parallel import (
+        Compression,
+        DistributedOptimizer,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        elastic,
+        metric_average,
+    )
+    from mpicoll.parallel.gradients import average_gradients, clip_grad_norm_
+    from mpicoll.parallel.groups import use
+    from mpicoll.parallel.layers import (
+        ColumnParallelLinear,
+        LayerNorm,
+        RMSNorm,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        column_parallel_linear,
+        shard_,
+        whole_state_dict,
+    )
+    from mpicoll.parallel.mappings import (
+        all_gather_last_dim_from_tensor_parallel_region,
+        all_to_all,
+        all_to_all_hp2sp,
+        all_to_all_sp2hp,
+        copy_to_tensor_model_parallel_region,
+        gather,
+        gather_from_sequence_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        reduce_from_tensor_model_parallel_region,
+        reduce_scatter_last_dim_to_tensor_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+        scatter_to_sequence_parallel_region,
+        scatter_to_tensor_model_parallel_region,
+        split,
+    )
+    from mpicoll.parallel.p2p import PipeP2P
+    from mpicoll.parallel.pipeline import PipelineEngine
+    from mpicoll.parallel.random import (
+        ParallelDropout,
+        RNGStatesTracker,
+        get_rng_tracker,
+        model_parallel_manual_seed,
+    )
+    from mpicoll.parallel.topology import (
+        PipeDataParallelTopology,
+        PipelineParallelGrid,
+        PipeModelDataParallelTopology,
+        ProcessTopology,
+        initialize_model_parallel,
+    )
 
 __all__ = [
     "ColumnParallelLinear",
@@ -136,6 +136,7 @@ __all__ = [
     "metric_average",
     "model_parallel_manual_seed",
     "p2p",
+    "parameter_server",
     "pipeline",
     "position_ids",
     "reduce_from_tensor_model_parallel_region",
@@ -154,10 +155,87 @@ __all__ = [
 ]
 
 
+_SUBMODULES = ("checkpoint", "p2p", "parameter_server", "pipeline")
+
+_MODULES = {
+    "context_parallel": (
+        "gather_sequence",
+        "position_ids",
+        "ring_attention",
+        "split_sequence",
+        "ulysses_attention",
+    ),
+    "cross_entropy": ("vocab_parallel_cross_entropy",),
+    "data_parallel": (
+        "Compression",
+        "DistributedOptimizer",
+        "broadcast_object",
+        "broadcast_optimizer_state",
+        "broadcast_parameters",
+        "elastic",
+        "metric_average",
+    ),
+    "gradients": (
+        "average_gradients",
+        "clip_grad_norm_",
+    ),
+    "groups": ("use",),
+    "layers": (
+        "ColumnParallelLinear",
+        "LayerNorm",
+        "RMSNorm",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+        "column_parallel_linear",
+        "shard_",
+        "whole_state_dict",
+    ),
+    "mappings": (
+        "all_gather_last_dim_from_tensor_parallel_region",
+        "all_to_all",
+        "all_to_all_hp2sp",
+        "all_to_all_sp2hp",
+        "copy_to_tensor_model_parallel_region",
+        "gather",
+        "gather_from_sequence_parallel_region",
+        "gather_from_tensor_model_parallel_region",
+        "reduce_from_tensor_model_parallel_region",
+        "reduce_scatter_last_dim_to_tensor_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "scatter_to_sequence_parallel_region",
+        "scatter_to_tensor_model_parallel_region",
+        "split",
+    ),
+    "p2p": ("PipeP2P",),
+    "pipeline": ("PipelineEngine",),
+    "random": (
+        "ParallelDropout",
+        "RNGStatesTracker",
+        "get_rng_tracker",
+        "model_parallel_manual_seed",
+    ),
+    "topology": (
+        "PipeDataParallelTopology",
+        "PipelineParallelGrid",
+        "PipeModelDataParallelTopology",
+        "ProcessTopology",
+        "initialize_model_parallel",
+    ),
+}
+"""The names that each module defines."""
+
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
 def __getattr__(name: str) -> Any:
-    # torch's checkpoints take more than a second to import, and most programs keep none by them.
-    if name == "checkpoint":
-        return import_module(f"{__name__}.checkpoint")
+    # Most of them import torch, which the parameter server does without; torch's checkpoints take more than a second to
+    # import, and most programs keep none by them.
+    if name in _SUBMODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -175,6 +175,10 @@ class Transport(Protocol):
     @property
     def background(self) -> bool: ...
     @property
+    def survives_deaths(self) -> bool:
+        """True if the job continues after the death of a rank, which revokes the groups of which it was a member."""
+
+    @property
     def no_shm_reason(self) -> str | None: ...
     @property
     def no_cma_reason(self) -> str | None: ...
@@ -250,8 +254,11 @@ class Transport(Protocol):
     def split(self, color: int | None, key: int) -> Transport | None:
         """Return the group of this rank's color, ordered by key, then by rank; None without a color. Collective."""
 
-    def group(self, ranks: Sequence[int]) -> Transport | None:
-        """Return a group of `ranks` in that order. Only these ranks must call it."""
+    def group(self, ranks: Sequence[int], *, independent: bool = False) -> Transport:
+        """Return a group of `ranks` in that order. Only these ranks must call it.
+
+        An `independent` group is not revoked with this one, only when one of its own ranks has died.
+        """
 
     def duplicate(self, tag: int) -> Transport:
         """Return a group of the same ranks.

@@ -25,7 +25,7 @@ NAMES = re.findall(
     all_to_all_sp2hp average_gradients broadcast_object broadcast_optimizer_state broadcast_parameters checkpoint
     clip_grad_norm_ column_parallel_linear copy_to_tensor_model_parallel_region elastic gather
     gather_from_sequence_parallel_region gather_from_tensor_model_parallel_region gather_sequence get_rng_tracker
-    initialize_model_parallel metric_average model_parallel_manual_seed p2p pipeline position_ids
+    initialize_model_parallel metric_average model_parallel_manual_seed p2p parameter_server pipeline position_ids
     reduce_from_tensor_model_parallel_region reduce_scatter_last_dim_to_tensor_parallel_region
     reduce_scatter_to_sequence_parallel_region ring_attention scatter_to_sequence_parallel_region
     scatter_to_tensor_model_parallel_region shard_ split split_sequence ulysses_attention use
@@ -89,7 +89,7 @@ def test_methods_say_what_they_do(name: str) -> None:
             assert value.__doc__, f"{name}.{method}"
 
 
-MODULES = ["checkpoint", "elastic", "p2p", "pipeline"]
+MODULES = ["checkpoint", "elastic", "p2p", "parameter_server", "pipeline"]
 
 NATIVE = ["broadcast_object"]
 """Functions of mpicoll under another name."""

@@ -100,6 +100,7 @@ class LocalTransport:
     background = True
     no_cma_reason = None
     has_own_cores = False
+    survives_deaths = False
     traffic = None
 
     def __init__(
@@ -311,11 +312,11 @@ class LocalTransport:
         # Groups of one split share nothing, so they may share the pair of contexts.
         return self._child(tuple(mine), contexts)
 
-    def group(self, ranks: Sequence[int]) -> LocalTransport:
+    def group(self, ranks: Sequence[int], *, independent: bool = False) -> LocalTransport:
         members = tuple(self._members[rank] for rank in ranks)
         number = self._groups[members] = self._groups.get(members, -1) + 1
         _, contexts = self._exchange_values(("group", self._collective, members, number), None, members)
-        return self._child(members, contexts)
+        return (self._derive if independent else self._child)(members, contexts)
 
     def duplicate(self, tag: int) -> LocalTransport:
         number = self._duplicates[tag] = self._duplicates.get(tag, -1) + 1

@@ -91,6 +91,10 @@ class MpiTransport(MessagePassing):
         # Not the cores to which this process is bound: a launcher gives each rank its own, if there are enough.
         return launch_env.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
 
+    @property
+    def survives_deaths(self) -> bool:
+        return fault_tolerant()
+
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         # A rank that waits here makes no other calls of MPI. It must keep its messages moving: its peers may wait for
         # those before they arrive.
@@ -197,14 +201,15 @@ class MpiTransport(MessagePassing):
         return None if child == MPI.COMM_NULL else self._child(child, child.Dup())
 
     @translates_errors
-    def group(self, ranks: Sequence[int]) -> MpiTransport:
+    def group(self, ranks: Sequence[int], *, independent: bool = False) -> MpiTransport:
         whole = self._collective.Get_group()
         part = whole.Incl(list(ranks))
         try:
             self._synchronize(ranks, 0)
             child = self._collective.Create_group(part, _GROUP_TAGS)
             # Open MPI takes far longer to create a group than to duplicate a communicator.
-            return self._child(child, child.Dup())
+            make = self._derive if independent else self._child
+            return make(child, child.Dup())
         finally:
             part.Free()
             whole.Free()

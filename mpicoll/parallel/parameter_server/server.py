@@ -1,0 +1,408 @@
+"""Servers: the class ParameterServer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpicoll.collectives.allgather import allgather
+from mpicoll.engine.world import CommLike, as_communicator
+from mpicoll.errors import ArgumentError, CommunicationError, MpicollError, RankFailed
+from mpicoll.logs import get_logger
+from mpicoll.parallel.parameter_server.links import Links, Role, Settings, agree, server_death
+from mpicoll.parallel.parameter_server.messages import NOTICE_TAG, Array, Payload, encode_notice, tag_of
+from mpicoll.parallel.parameter_server.plan import BUCKET_BYTES, make_plan
+from mpicoll.parallel.parameter_server.rules import ArrayUpdater, Rule
+from mpicoll.parallel.parameter_server.worker_state import WorkerState
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MODES = ("sync", "async", "ssp")
+
+
+class ParameterServer:
+    """Server rank, which holds a part of the model and updates it with the gradients of the workers.
+
+    The ranks of `comm` that make a ParameterServer are the servers, those that make a
+    :class:`~mpicoll.parallel.parameter_server.Worker` the workers; at least one of each. Making either is collective
+    over `comm`. The model and its initial values are those of the first worker; its elements are divided evenly among
+    the servers. All servers pass the same arguments.
+
+    Args:
+        rule: a function that updates numpy arrays, such as :class:`~mpicoll.parallel.parameter_server.SGD`.
+        optimizer: in place of a rule, a function that makes a torch optimizer of a list of names and parameters, such
+            as ``functools.partial(torch.optim.Adam, lr=1e-3)``. The parameters are pieces of the model's tensors: flat,
+            unless a piece is a whole tensor.
+        scheduler: a function that makes a learning rate scheduler of the torch optimizer, which makes one step after
+            each update.
+        mode: "sync": each update uses the gradients of all workers, summed in the order of their ranks, and a pull
+            returns the weights after it. "async": each push is applied at once, and a pull returns the current weights.
+            "ssp" (stale synchronous parallel): as "async", but a worker whose pushes exceed those of the slowest one by
+            more than `staleness` waits in its pull.
+        staleness: the bound of "ssp".
+        max_norm: the norm to which gradients are clipped, over all tensors and servers: of the gradient of an update in
+            mode "sync", of the gradient of a push in the others.
+        reduction: "mean" or "sum" of the workers' gradients in mode "sync".
+        bucket_bytes: the size of a message.
+        whole_tensors: do not cut tensors, for optimizers whose state depends on their shapes.
+        comm: the communicator; None is :func:`mpicoll.world`.
+        timeout: seconds without a message from a worker, after which Timeout is raised; by default the communicator's.
+
+    Attributes:
+        updates: the number of updates since the start.
+        staleness_counts: in the modes "async" and "ssp", the number of pulls by how many pushes the worker was ahead of
+            the slowest one; a Counter.
+
+    Raises:
+        ArgumentError: an argument is invalid, the arguments of the servers or the models of the workers differ, or no
+            rank is a worker; on all ranks.
+
+    Example:
+        ::
+
+            if mpicoll.world().rank == 0:
+                ParameterServer(SGD(lr=0.1)).run()
+            else:
+                with Worker({"w": weights}) as worker:
+                    for batch in batches:
+                        worker.pull_weights()
+                        worker.push_gradients({"w": gradient(weights, batch)})
+    """
+
+    def __init__(
+        self,
+        rule: Rule | None = None,
+        *,
+        optimizer: Callable[[Any], Any] | None = None,
+        scheduler: Callable[[Any], Any] | None = None,
+        mode: str = "sync",
+        staleness: int = 0,
+        max_norm: float | None = None,
+        reduction: str = "mean",
+        bucket_bytes: int = BUCKET_BYTES,
+        whole_tensors: bool = False,
+        comm: CommLike = None,
+        timeout: float | None = None,
+    ) -> None:
+        communicator = as_communicator(comm)
+        settings = Settings(mode, staleness, max_norm, reduction, bucket_bytes, whole_tensors)
+
+        def make_role() -> Role:
+            _check(settings, rule, optimizer, scheduler, timeout)
+            return Role(settings=settings)
+
+        self._job = agree(communicator, "ParameterServer", make_role)
+        self._settings = settings
+        self._timeout = communicator.timeout if timeout is None else timeout
+        self._links = Links(self._job)
+        self._states: list[WorkerState] = []
+        self._index = self._job.servers.index(communicator.rank)
+        specs = self._job.specs
+        self._buckets = make_plan(specs, len(self._job.servers), bucket_bytes, whole_tensors=whole_tensors)[self._index]
+        self._weights = [np.empty(bucket.nbytes, np.uint8) for bucket in self._buckets]
+        self._receive_initial_weights()
+        self._states = [WorkerState(link, self._buckets) for link in self._links.links]
+        self._versions = [0] * len(self._buckets)
+        self._closed = False
+        self.updates = 0
+        self.staleness_counts: Counter[int] = Counter()
+        self._updater: Any = self._make_updater(rule, optimizer, scheduler)
+
+    def _make_updater(self, rule: Rule | None, optimizer: Any, scheduler: Any) -> Any:
+        try:
+            if rule is not None:
+                weights = [
+                    ArrayUpdater.view(memory, bucket.dtype)
+                    for memory, bucket in zip(self._weights, self._buckets, strict=True)
+                ]
+                return ArrayUpdater(rule, weights, [bucket.row for bucket in self._buckets])
+            from mpicoll.parallel.parameter_server.torch_updater import TorchUpdater
+
+            return TorchUpdater(optimizer, scheduler, self._job.specs, self._buckets, self._weights)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def __repr__(self) -> str:
+        return f"<ParameterServer: {self._job.describe()}, mode {self._settings.mode}, {self.updates} updates>"
+
+    def _receive_initial_weights(self) -> None:
+        link = self._links.links[0]
+        pending = [link.recv(memory, tag_of(index, Payload.WEIGHTS)) for index, memory in enumerate(self._weights)]
+        self._links.wait(
+            "ParameterServer",
+            lambda: all(one.test() is not None for one in pending),
+            lambda: [link.rank],
+            self._timeout,
+            any_of=False,
+        )
+
+    # --- the loop
+
+    def run(self) -> None:
+        """Serve until all workers have left."""
+        while self.update_model():
+            pass
+
+    def update_model(self) -> bool:
+        """Serve until the model was updated once: in mode "sync" with the gradients of all workers, in the others with
+        those of one push.
+
+        Returns:
+            True after an update; False if all workers have left.
+
+        Raises:
+            RankFailed: a server has died; or, in mode "sync", a worker. All ranks raise it.
+            CommunicationError: in mode "sync", a worker has left because of an error. All ranks raise it.
+            Timeout: no worker has sent anything for `timeout` seconds.
+        """
+        if self._closed:
+            return False
+        target = self.updates + 1
+        try:
+            while self.updates < target and any(state.alive for state in self._states):
+                self._links.wait(
+                    "ParameterServer.update_model",
+                    self._advance,
+                    lambda: [state.rank for state in self._states if state.alive],
+                    self._timeout,
+                    any_of=True,
+                )
+        except BaseException as error:
+            self._fail(error)
+            raise
+        if self.updates < target:
+            self._close()
+        return self.updates >= target
+
+    def _advance(self) -> bool:
+        """Do what can be done without waiting. Return True if there was anything."""
+        progressed = False
+        for state in self._states:
+            if state.alive and self._guarded(state, state.poll):
+                progressed = True
+                self._check_departure(state)
+        progressed |= self._apply_synchronously() if self._settings.mode == "sync" else self._apply_pushes()
+        for state in self._states:
+            if state.alive:
+                progressed |= bool(self._guarded(state, partial(self._answer, state)))
+        return progressed
+
+    def _guarded(self, state: WorkerState, action: Callable[[], bool]) -> bool:
+        """Return the result of `action`, which exchanges messages with a worker; True if the worker has died."""
+        try:
+            return action()
+        except RankFailed as error:
+            if self._settings.mode == "sync":
+                raise RankFailed(
+                    f'{self._job.describe()}: worker rank {state.rank} has died ({error}); mode "sync" needs all'
+                    ' workers: use "async" or "ssp", or restart from a checkpoint (ParameterServer.save)',
+                    error.ranks or (self._job.comm.members[state.rank],),
+                ) from error
+            state.abandon()
+            get_logger().warning("%s: worker rank %d has died; the others continue", self._job.describe(), state.rank)
+            return True
+
+    def _check_departure(self, state: WorkerState) -> None:
+        if state.alive or not state.flag:
+            return
+        if state.flag > 1:
+            raise server_death(self._job, [state.flag - 2], f"reported by worker rank {state.rank}")
+        if self._settings.mode == "sync":
+            raise CommunicationError(
+                f'{self._job.describe()}: worker rank {state.rank} has left because of an error; mode "sync" needs all'
+                " workers"
+            )
+
+    # --- updates
+
+    def _apply_synchronously(self) -> bool:
+        workers = [state for state in self._states if state.alive]
+        if not workers:
+            return False
+        if self._settings.max_norm is not None:
+            if not all(state.has_arrived() for state in workers) or self._is_sending():
+                return False
+            self._update(range(len(self._buckets)), workers)
+            progressed = True
+        else:
+            ready = [
+                index
+                for index, version in enumerate(self._versions)
+                if version == self.updates
+                and all(index in state.arrived for state in workers)
+                and not any(state.is_sending(index) for state in workers)
+            ]
+            for index in ready:
+                self._update([index], workers)
+            progressed = bool(ready)
+        if (
+            all(state.push is not None for state in workers)
+            and min(self._versions, default=self.updates + 1) > self.updates
+        ):
+            for state in workers:
+                state.finish_push()
+            self._end_update()
+        return progressed
+
+    def _is_sending(self) -> bool:
+        return any(state.is_sending(index) for state in self._states for index in range(len(self._buckets)))
+
+    def _apply_pushes(self) -> bool:
+        progressed = False
+        for state in self._states:
+            if state.alive and state.has_arrived():
+                self._update(range(len(self._buckets)), [state])
+                state.finish_push()
+                self._end_update()
+                progressed = True
+                # Not more than one at a time: update_model returns after each.
+                break
+        return progressed
+
+    def _end_update(self) -> None:
+        self._updater.end_step()
+        self.updates += 1
+
+    def _update(self, indices: Sequence[int], workers: Sequence[WorkerState]) -> None:
+        """Update buckets with the gradients of `workers`, which have arrived."""
+        averaged = self._settings.mode == "sync" and self._settings.reduction == "mean"
+        gradients = {index: self._add(index, workers, 1 / len(workers) if averaged else 1.0) for index in indices}
+        max_norm = self._settings.max_norm
+        if max_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ does it.
+            factor = max_norm / (self._find_norm(gradients, workers) + 1e-6)
+            if factor < 1:
+                for _, values in gradients.values():
+                    self._updater.scale(values, factor)
+        for index, (rows, values) in gradients.items():
+            if rows is None:
+                self._updater.update(index, values)
+            elif len(rows):
+                self._updater.update_rows(index, rows, values)
+            self._versions[index] += 1
+            for state in workers:
+                state.take_gradient(index)
+
+    def _add(self, index: int, workers: Sequence[WorkerState], factor: float) -> tuple[Array | None, Any]:
+        """Return the rows of a sparse bucket, or None, and the gradient: the sum in the order of the workers' ranks."""
+        dtype = self._buckets[index].dtype
+        values = [self._updater.view(state.gradients[index], dtype) for state in workers]
+        rows: Array | None = None
+        if self._buckets[index].sparse:
+            pieces = [(state.rows[index], one) for state, one in zip(workers, values, strict=True)]
+            rows, total = self._updater.add_rows(index, pieces)
+        else:
+            total = values[0]
+            for one in values[1:]:
+                self._updater.add(total, one)
+        if factor != 1:
+            self._updater.scale(total, factor)
+        return rows, total
+
+    def _find_norm(self, gradients: dict[int, tuple[Array | None, Any]], workers: Sequence[WorkerState]) -> float:
+        if self._settings.mode != "sync":
+            assert workers[0].push is not None
+            return workers[0].push.norm
+        mine = sum(self._updater.sum_of_squares(values) for _, values in gradients.values())
+        # The other servers have the same step: none of them waits for this one to receive it.
+        squares = allgather(np.array([mine]), comm=self._links.servers)
+        return float(np.sqrt(squares.sum()))
+
+    # --- pulls
+
+    def _answer(self, state: WorkerState) -> bool:
+        buckets = state.list_unanswered()
+        if state.pull is None:
+            return False
+        sync, clock = self._settings.mode == "sync", state.pull.clock
+        if sync:
+            buckets = [index for index in buckets if self._versions[index] >= clock]
+        elif state.clock < clock or self._distance(clock) > self._bound():
+            return False
+        for index in buckets:
+            state.answer(index, self._weights[index], copy=not sync)
+        if not state.finish_pull():
+            return bool(buckets)
+        if not sync:
+            self.staleness_counts[max(0, self._distance(clock))] += 1
+        return True
+
+    def _bound(self) -> float:
+        return self._settings.staleness if self._settings.mode == "ssp" else float("inf")
+
+    def _distance(self, clock: int) -> int:
+        """Return by how many pushes a worker that has made `clock` pushes is ahead of the slowest one."""
+        return clock - min(state.clock for state in self._states if state.alive)
+
+    # --- state
+
+    def get_weights(self) -> dict[str, Array]:
+        """Return a copy of the elements that this server holds of each tensor: the tensor in its shape if it is whole,
+        else its elements as a flat array, in the order in which they are in the tensor."""
+        pieces: dict[int, list[tuple[int, Array]]] = {}
+        for bucket, memory in zip(self._buckets, self._weights, strict=True):
+            for part in bucket.parts:
+                begin = part.offset * bucket.itemsize
+                data = memory[begin : begin + (part.stop - part.start) * bucket.itemsize]
+                pieces.setdefault(part.tensor, []).append((part.start, self._updater.view(data, bucket.dtype)))
+        found = {}
+        for tensor, parts in sorted(pieces.items()):
+            spec = self._job.specs[tensor]
+            flat = self._updater.join([values for _, values in sorted(parts, key=lambda part: part[0])])
+            found[spec.name] = flat.reshape(spec.shape) if len(flat) == spec.size else flat
+        return found
+
+    # --- the end
+
+    def _fail(self, error: BaseException) -> None:
+        """Have all workers raise `error`."""
+        self._close()
+        notice = encode_notice(error)
+        left = [state.link for state in self._states if not state.alive]
+        for link in self._links.links:
+            if link in left:
+                continue
+            try:
+                link.send(notice, NOTICE_TAG)
+            except MpicollError:
+                get_logger().debug("rank %d is not informed of an error, since it has died", link.rank)
+
+    def _close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.run()
+        elif not self._closed:
+            self._fail(error)
+
+
+def _check(settings: Settings, rule: Any, optimizer: Any, scheduler: Any, timeout: float | None) -> None:
+    """Raise ArgumentError if an argument is invalid."""
+
+    def check(condition: bool, what: str) -> None:
+        if not condition:
+            raise ArgumentError(f"ParameterServer: {what}")
+
+    check((rule is None) != (optimizer is None), "pass either a rule for numpy arrays or optimizer=, one of the two")
+    check(callable(rule or optimizer), f"the rule or optimizer must be a function, got {rule or optimizer!r}")
+    check(scheduler is None or optimizer is not None, "scheduler= needs optimizer=; a rule takes lr as a function")
+    check(settings.mode in MODES, f"mode must be one of {', '.join(MODES)}, got {settings.mode!r}")
+    check(settings.staleness >= 0, f"staleness must be at least 0, got {settings.staleness}")
+    check(not settings.staleness or settings.mode == "ssp", 'staleness= needs mode="ssp"')
+    check(settings.max_norm is None or settings.max_norm > 0, f"max_norm must be positive, got {settings.max_norm}")
+    check(settings.reduction in ("mean", "sum"), f"reduction must be mean or sum, got {settings.reduction!r}")
+    check(settings.bucket_bytes >= 16, f"bucket_bytes must be at least 16, got {settings.bucket_bytes}")
+    check(timeout is None or timeout > 0, f"timeout must be a positive number of seconds, got {timeout}")

@@ -1,0 +1,382 @@
+"""Parameter servers on numpy arrays."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.ranks import Ranks
+
+import mpicoll
+from mpicoll.errors import ArgumentError, CommunicationError, MpicollError, RankFailed, ShapeError, Timeout
+from mpicoll.parallel.parameter_server import SGD, Adam, ParameterServer, Worker
+from mpicoll.transport.local import Kill
+
+STEPS = 20
+
+
+def make_model() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {"w": random.standard_normal((6, 4)), "b": random.standard_normal(4), "scale": np.ones(())}
+
+
+def make_gradients(weights: dict[str, Any], worker: int, step: int) -> dict[str, np.ndarray]:
+    """The gradients of one worker's squared error, on samples of its own."""
+    random = np.random.default_rng((worker, step))
+    x, y = random.standard_normal((5, 6)), random.standard_normal((5, 4))
+    linear = x @ weights["w"] + weights["b"]
+    error = linear * weights["scale"] - y
+    scaled = error * weights["scale"]
+    return {"w": x.T @ scaled, "b": scaled.sum(axis=0), "scale": np.array((error * linear).sum())}
+
+
+def train_alone(make_optimizer: Callable[[Any], Any], workers: int, max_norm: float | None, decay: float) -> Any:
+    """The weights after training with torch's optimizer in one process."""
+    tensors = {name: torch.nn.Parameter(torch.from_numpy(array)) for name, array in make_model().items()}
+    optimizer = make_optimizer(tensors.values())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    for step in range(STEPS):
+        arrays = {name: one.detach().numpy() for name, one in tensors.items()}
+        all_of_them = [make_gradients(arrays, worker, step) for worker in range(workers)]
+        for name, one in tensors.items():
+            one.grad = torch.from_numpy(np.asarray(sum(gradients[name] for gradients in all_of_them) / workers))
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(tensors.values(), max_norm)
+        optimizer.step()
+        scheduler.step()
+    return {name: one.detach().numpy() for name, one in tensors.items()}
+
+
+def serve_or_work(servers: int, rule: Any, work: Callable[[Worker, int], Any], **options: Any) -> Any:
+    """A server's ParameterServer after all workers have left, or what `work` returns; workers count from 0."""
+    rank = mpicoll.world().rank
+    if rank < servers:
+        server = ParameterServer(rule, **options)
+        server.run()
+        return server
+    model = make_model()
+    if rank > servers:
+        for array in model.values():
+            array[...] = np.nan  # only the first worker's values count
+    with Worker(model) as worker:
+        worker.pull_weights()
+        return work(worker, rank - servers) or model
+
+
+def train(worker: Worker, number: int) -> None:
+    model = worker._model.as_dict()
+    for step in range(STEPS):
+        worker.push_gradients(make_gradients(model, number, step))
+        worker.pull_weights()
+
+
+RULES = {
+    "SGD": (SGD, lambda params: torch.optim.SGD(params, 0.01)),
+    "momentum": (
+        lambda lr: SGD(lr, momentum=0.9, weight_decay=0.1, nesterov=True),
+        lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, weight_decay=0.1, nesterov=True),
+    ),
+    "Adam": (lambda lr: Adam(lr, weight_decay=0.1), lambda params: torch.optim.Adam(params, 0.01, weight_decay=0.1)),
+    "AdamW": (
+        lambda lr: Adam(lr, weight_decay=0.1, decoupled=True),
+        lambda params: torch.optim.AdamW(params, 0.01, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("rule", "max_norm"), [("SGD", 0.5), ("momentum", None), ("Adam", 0.5), ("AdamW", None)])
+def test_synchronous_training_equals_that_of_one_process(
+    several: Ranks, servers: int, rule: str, max_norm: float | None
+) -> None:
+    if several.size <= servers:
+        pytest.skip("needs a worker")
+    make_rule, make_optimizer = RULES[rule]
+    expected = train_alone(make_optimizer, several.size - servers, max_norm, 0.95)
+
+    def body() -> Any:
+        lr = lambda step: 0.01 * 0.95 ** (step - 1)  # noqa: E731
+        return serve_or_work(servers, make_rule(lr), train, max_norm=max_norm, bucket_bytes=40)
+
+    for model in several(body):
+        if isinstance(model, dict):
+            for name, array in model.items():
+                np.testing.assert_allclose(array, expected[name], rtol=0, atol=1e-12)
+        else:
+            assert model.updates == STEPS
+
+
+def test_synchronous_training_has_the_same_bits_in_each_run() -> None:
+    def run() -> bytes:
+        found = mpicoll.run_local(lambda: serve_or_work(2, Adam(0.01), train, bucket_bytes=40), 5, timeout=20)
+        return b"".join(array.tobytes() for array in found[-1].values())
+
+    assert run() == run()
+
+
+def test_the_servers_hold_the_weights_that_the_workers_get() -> None:
+    def work(worker: Worker, number: int) -> Any:
+        train(worker, number)
+        return worker.get_weights()
+
+    first, second, model, _ = mpicoll.run_local(serve_or_work, 4, 2, SGD(0.01), work, timeout=20)
+    held = [one.get_weights() for one in (first, second)]
+    assert sum(array.size for one in held for array in one.values()) == 29
+    for name, array in model.items():
+        parts = np.concatenate([one[name].reshape(-1) for one in held if name in one])
+        assert sorted(parts) == sorted(array.reshape(-1))
+
+
+def test_a_slow_worker_does_not_stop_the_asynchronous_mode() -> None:
+    """It gets no further than its first push before the other one has ended."""
+    ended = threading.Event()
+
+    def work(worker: Worker, number: int) -> None:
+        if number:
+            train(worker, number)
+            ended.set()
+        else:
+            assert ended.wait(20)
+            worker.push_gradients(make_model())
+
+    server, *_ = mpicoll.run_local(lambda: serve_or_work(1, SGD(0.01), work, mode="async"), 3, timeout=30)
+    assert server.updates == STEPS + 1
+    assert max(server.staleness_counts) == STEPS
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_bound_of_staleness_is_never_exceeded(staleness: int) -> None:
+    pushes = [0, 0, 0]
+    seen: list[int] = []
+
+    def work(worker: Worker, number: int) -> None:
+        for step in range(STEPS):
+            worker.push_gradients(make_gradients(make_model(), number, step))
+            pushes[number] += 1
+            if number == step % 3:
+                time.sleep(0.003)
+            if step + 1 < STEPS:  # a worker that has left counts no more
+                worker.pull_weights()
+                seen.append(pushes[number] - min(pushes))
+
+    def body() -> Any:
+        return serve_or_work(2, SGD(0.01), work, mode="ssp", staleness=staleness, bucket_bytes=40)
+
+    found = mpicoll.run_local(body, 5, timeout=20)
+    # The other worker's count may be one lower than its pushes.
+    assert max(seen) <= staleness + 1
+    for server in found[:2]:
+        assert max(server.staleness_counts) <= staleness
+        assert server.staleness_counts.total() == 3 * STEPS
+
+
+def test_sparse_gradients_update_their_rows_only() -> None:
+    def body() -> Any:
+        rank = mpicoll.world().rank
+        if rank < 2:
+            return ParameterServer(SGD(1.0, momentum=0.5), reduction="sum").run()
+        model = {"table": np.zeros((7, 2)), "w": np.zeros(3)}
+        with Worker(model, sparse=["table"]) as worker:
+            for _ in range(2):
+                rows = [rank, 6, rank]
+                worker.push_gradients({"table": (rows, np.ones((3, 2)) * [[1], [10], [100]]), "w": np.ones(3)})
+                model["table"][:] = -1
+                worker.pull_weights(rows={"table": [0, 2, 6]})
+                assert (model["table"][[1, 3, 4, 5]] == -1).all(), "only the rows that were asked for"
+            return worker.get_weights()
+
+    for weights in mpicoll.run_local(body, 4, timeout=20)[2:]:
+        # With momentum the second update is 1.5 times the first one.
+        np.testing.assert_array_equal(weights["table"][:, 0], [0, 0, -252.5, -252.5, 0, 0, -50])
+        np.testing.assert_array_equal(weights["w"], [-5] * 3)
+
+
+def test_a_pull_in_the_background_is_written_when_it_is_waited_for() -> None:
+    def work(worker: Worker, number: int) -> None:
+        model = worker._model.as_dict()
+        worker.push_gradients(make_gradients(model, number, 0))
+        before = model["w"].copy()
+        pull = worker.pull_weights(wait=False)
+        np.testing.assert_array_equal(model["w"], before)
+        pull.wait()
+        assert (model["w"] != before).all()
+
+    mpicoll.run_local(serve_or_work, 3, 1, SGD(0.01), work, timeout=20)
+
+
+def test_a_worker_that_leaves_counts_no_more() -> None:
+    """Uneven data: the mean is that of the workers that push."""
+
+    def body() -> Any:
+        rank = mpicoll.world().rank
+        if rank == 0:
+            return ParameterServer(SGD(1.0)).run()
+        model = {"w": np.zeros(2)}
+        with Worker(model) as worker:
+            for _ in range(rank):
+                worker.push_gradients({"w": np.full(2, float(rank))})
+                worker.pull_weights()
+        return model["w"][0]
+
+    assert mpicoll.run_local(body, 3, timeout=20) == [None, -1.5, -3.5]
+
+
+# --- errors
+
+
+def raises(expected: type[BaseException], text: str, body: Callable[[], Any]) -> Callable[[], str]:
+    def checked() -> str:
+        with pytest.raises(expected) as caught:
+            body()
+        assert text in str(caught.value), str(caught.value)
+        return str(caught.value)
+
+    return checked
+
+
+def make(*models: Any, servers: list[dict[str, Any]]) -> None:
+    rank = mpicoll.world().rank
+    if rank < len(servers):
+        ParameterServer(SGD(0.1), **servers[rank])
+    else:
+        Worker(models[rank - len(servers)])
+
+
+ONE = {"w": np.zeros(3)}
+
+
+@pytest.mark.parametrize(
+    ("models", "servers", "text"),
+    [
+        ((ONE, {"w": np.zeros(4)}), [{}], "workers 1 and 2 have different models: 'w' float64[3] and 'w' float64[4]"),
+        ((ONE, {**ONE, "b": np.zeros(1)}), [{}], "workers 1 and 2 have different models: 1 and 2 tensors"),
+        ((ONE,), [{"mode": "sync"}, {"mode": "async"}], "servers 0 and 1 differ in mode 'sync' and 'async'"),
+        ((ONE, ONE, ONE), [], "no rank is a server"),
+        ((), [{}, {}], "no rank is a worker"),
+        ((ONE, ONE), [{"mode": "bulk"}], "mode must be one of sync, async, ssp, got 'bulk'"),
+        ((ONE, ONE), [{"staleness": 2}], 'staleness= needs mode="ssp"'),
+        (({"w": np.zeros(3, int)}, ONE), [{}], "'w' must be a numpy array of floating-point numbers, got int64"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_found_before_training(models: Any, servers: Any, text: str) -> None:
+    body = raises(ArgumentError, text, lambda: make(*models, servers=servers))
+    if "int64" in text:
+        body = raises(MpicollError, text, lambda: make(*models, servers=servers))
+    mpicoll.run_local(body, len(models) + len(servers), timeout=20)
+
+
+def test_gradients_that_do_not_fit() -> None:
+    def work(worker: Worker, number: int) -> None:
+        with pytest.raises(ShapeError, match=r"the gradient of 'b' must have shape \(4,\), got \(3,\)"):
+            worker.push_gradients({"b": np.ones(3)})
+        with pytest.raises(ArgumentError, match="the model has no array 'v'"):
+            worker.push_gradients({"v": np.ones(3)})
+        with pytest.raises(ArgumentError, match="'w' is no sparse tensor"):
+            worker.pull_weights(rows={"w": [1]})
+
+    mpicoll.run_local(serve_or_work, 2, 1, SGD(0.01), work, timeout=20)
+
+
+def test_the_failure_of_a_server_is_raised_by_all() -> None:
+    def rule(weights: Any, gradient: Any, state: Any, step: int) -> None:
+        if mpicoll.world().rank == 0 and step == 3:
+            raise ZeroDivisionError("in the rule")
+
+    def body() -> str:
+        rank = mpicoll.world().rank
+        expected = ZeroDivisionError if rank == 0 else CommunicationError
+        text = "in the rule" if rank != 1 else "has left because of an error"
+        return raises(expected, text, lambda: serve_or_work(2, rule, train))()
+
+    messages = mpicoll.run_local(body, 4, timeout=20)
+    assert "a server has failed: ZeroDivisionError: in the rule" in messages[2]
+
+
+def test_the_death_of_a_server_is_raised_by_all() -> None:
+    found: dict[int, BaseException] = {}
+
+    def body() -> None:
+        try:
+            serve_or_work(2, SGD(0.01), train)
+        except RankFailed as error:
+            found[mpicoll.world().rank] = error
+            raise
+
+    begin = time.monotonic()
+    with pytest.raises(RankFailed):
+        mpicoll.run_local(body, 4, faults=[Kill(rank=1, nth=40)], timeout=20)
+    assert time.monotonic() - begin < 15
+    assert {2, 3} <= set(found)
+    assert "server rank 1 has died, and with it its part of the model" in str(found[2])
+    assert 0 in found
+
+
+def test_the_death_of_a_worker_does_not_stop_the_asynchronous_mode() -> None:
+    found: dict[int, Any] = {}
+
+    def body() -> None:
+        found[mpicoll.world().rank] = serve_or_work(1, SGD(0.01), train, mode="async")
+
+    mpicoll.run_local(body, 3, faults=[Kill(rank=2, nth=20)], timeout=20)
+    assert STEPS < found[0].updates < 2 * STEPS
+    assert set(found) == {0, 1}
+
+
+def test_the_death_of_a_worker_ends_the_synchronous_mode() -> None:
+    found: dict[int, str] = {}
+
+    def body() -> None:
+        try:
+            serve_or_work(1, SGD(0.01), train)
+        except RankFailed as error:
+            found[mpicoll.world().rank] = str(error)
+            raise
+
+    with pytest.raises(RankFailed):
+        mpicoll.run_local(body, 3, faults=[Kill(rank=2, nth=20)], timeout=20)
+    assert "worker rank 2 has died" in found[0]
+    assert "worker rank 2 has died" in found[1]
+
+
+def test_a_server_without_messages_raises_timeout() -> None:
+    failed = threading.Event()
+
+    def body() -> None:
+        if mpicoll.world().rank == 0:
+            with pytest.raises(Timeout, match=r"server rank 0 of 2 has received nothing from rank 1 for 0\.1 s"):
+                ParameterServer(SGD(0.1), timeout=0.1).run()
+            failed.set()
+        else:
+            worker = Worker(make_model())
+            assert failed.wait(20)
+            with pytest.raises(Timeout, match="a server has failed"):
+                worker.close()
+
+    mpicoll.run_local(body, 2, timeout=20)
+
+
+@pytest.mark.slow
+def test_torch_is_not_needed() -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import numpy as np, mpicoll\n"
+        "from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker\n"
+        "def body():\n"
+        "    if mpicoll.world().rank == 0: return ParameterServer(SGD(1.0)).run()\n"
+        "    model = {'w': np.zeros(2)}\n"
+        "    with Worker(model) as worker:\n"
+        "        worker.push_gradients({'w': np.ones(2)})\n"
+        "        worker.pull_weights()\n"
+        "    return model['w'].tolist()\n"
+        "print(mpicoll.run_local(body, 2, timeout=20))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[None, [-1.0, -1.0]]\n", done.stderr
