@@ -113,7 +113,9 @@ def find_matching_launcher() -> tuple[str, LauncherFamily | None]:
     """
     library = launcher.find_library()
     if isinstance(library, str):
-        raise SetupError(f"run: mpi4py can't load an MPI library ({library}); {_INSTALL}")
+        mpich = launcher.find_unlinked_mpich(library)
+        remedy = _INSTALL if mpich is None else f"{mpich} is there by another name: {launcher.suggest_link(mpich)}"
+        raise SetupError(f"run: mpi4py can't load an MPI library ({library}); {remedy}")
     found = list(dict.fromkeys(launcher.list_launchers()))
     if not found:
         raise SetupError(f"run: {library.name} is there, but neither mpirun nor mpiexec; {_INSTALL}")

@@ -332,6 +332,14 @@ def find_unlinked_mpich(error: str) -> str | None:
     return next((str(file) for place in places if (file := place / "libmpich.so.12").exists()), None)
 
 
+def suggest_link(mpich: str) -> str:
+    """Return the commands after which mpi4py loads Debian's MPICH, the result of :func:`find_unlinked_mpich`."""
+    return (
+        f"mkdir -p ~/.local/lib/mpich && ln -s {mpich} ~/.local/lib/mpich/libmpi.so.12, and export MPI4PY_MPIABI=mpich"
+        " LD_LIBRARY_PATH=~/.local/lib/mpich"
+    )
+
+
 def tail(text: str, count: int) -> str:
     """Return the last lines of a process's output as one line, without lines that only frame them."""
     lines = [line.strip() for line in text.splitlines()]

@@ -103,6 +103,9 @@ def test_no_launcher_of_the_library(launchers: dict[str, str], monkeypatch: pyte
     monkeypatch.setattr(launcher, "find_library", lambda: "cannot open shared object file")
     with pytest.raises(SetupError, match="can't load an MPI library"):
         find_matching_launcher()
+    monkeypatch.setattr(launcher, "find_unlinked_mpich", lambda error: "/usr/lib/libmpich.so.12")
+    with pytest.raises(SetupError, match=r"ln -s /usr/lib/libmpich.so.12 .*MPI4PY_MPIABI=mpich"):
+        find_matching_launcher()
 
 
 def test_settings_on_this_machine_and_on_others(launchers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

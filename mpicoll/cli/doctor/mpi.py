@@ -48,12 +48,10 @@ def check_mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
 
 def _describe_unlinked_mpich(error: str, mpich: str) -> Finding:
     """Return the finding for an MPICH whose file has Debian's name, under which mpi4py does not search for it."""
-    remedy = (
-        f"mkdir -p ~/.local/lib/mpich && ln -s {mpich} ~/.local/lib/mpich/libmpi.so.12, and export MPI4PY_MPIABI=mpich"
-        " LD_LIBRARY_PATH=~/.local/lib/mpich"
-    )
+    from mpicoll.transport import launcher
+
     value = f"mpi4py loads none: {error}; {mpich} is there, but mpi4py looks for it by the name libmpi.so.12"
-    return Finding("MPI", "library", "problem", value, remedy)
+    return Finding("MPI", "library", "problem", value, launcher.suggest_link(mpich))
 
 
 def check_launcher_in_path(program: str) -> Finding:
