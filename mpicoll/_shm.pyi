@@ -68,6 +68,21 @@ class Collective:
     def carry_out(self, source: Any, target: Any, /) -> None: ...
     def run(self, source: Any, target: Any, /) -> None: ...
 
+class CallMemory: ...
+
+class NativeCall:
+    def __init__(
+        self,
+        function: Callable[..., object],
+        arguments: tuple[Any, ...],
+        in_place: tuple[Any, ...] | None,
+        source: CallMemory | None,
+        target: CallMemory | None,
+        fill: bytes | None,
+        copies: bool,
+        /,
+    ) -> None: ...
+
 class QueueLock:
     number: int
     @property
@@ -83,6 +98,7 @@ class QueueLock:
 
 class Calls:
     enabled: bool
+    deferrable: int
     def __init__(self, lock: Any, queue: Any, pending: Any, group: Any, /) -> None: ...
     def run(self, missing: Any, x: Any, out: Any, /, *key: Any) -> Any: ...
     def add(
@@ -91,15 +107,18 @@ class Calls:
         x: Any,
         result: Any,
         make_result: Any,
-        collective: Collective,
+        carrier: Collective | NativeCall,
         call: Any,
         in_place: bool,
         /,
     ) -> None: ...
+    def take_deferred(self) -> list[tuple[int, Any]]: ...
     def clear(self) -> None: ...
 
 class BoundCall:
-    def __init__(self, calls: Calls, collective: Collective, call: Any, source: Any, target: Any, /) -> None: ...
+    def __init__(
+        self, calls: Calls, carrier: Collective | NativeCall, call: Any, source: Any, target: Any, /
+    ) -> None: ...
     def run(self) -> bool: ...
 
 class Function:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,10 +17,15 @@ from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.dispatch import Task
+from mpicoll.engine.executors.native import IN_PLACE, bind_native
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
 from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, get_forced_rules
 from mpicoll.extension import F, make_function
+from mpicoll.transport.base import Native
+
+if TYPE_CHECKING:
+    from mpicoll._shm import Collective, NativeCall
 
 BoundCall: TypeAlias = "Callable[[Array | None, Array | None], Array | None]"
 """Function that carries out a call on numpy's views of ``x`` and ``out``, and returns its result: ``out``, if that is
@@ -55,9 +60,6 @@ MAX_CACHED_CALLS = 1024
 
 MISSING: Any = object()
 """Value that :attr:`OperationQueue.run_repeated` returns for a call that :func:`call` has to carry out."""
-
-_IN_PLACE = ("allreduce", "reduce", "bcast", "scan", "exscan")
-"""Collectives whose output may be their input."""
 
 
 def repeats(name: str, *key: str, given: Any = None) -> Callable[[F], F]:
@@ -197,9 +199,12 @@ def _bind(operation: Operation, key: tuple[Any, ...], x: Any, out: Any, prepare:
         if _is_movable(arrays, x):
             collective = SharedMemoryCollective.of(operation, choice, arrays, call=description)
             bound_call = _bind_without_copies(arrays, x, value, collective)
-            _add_repeated(operation, key, x, collective, description)
-    elif choice.name == NATIVE and native is not None and not small and _is_movable(operation.arrays, x):
-        bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
+            _add_repeated(operation, key, x, collective.find_compiled(), description)
+    elif choice.name == NATIVE and native is not None and _is_movable(operation.arrays, x):
+        description.sign()
+        _add_repeated(operation, key, x, _bind_native(operation, native), description)
+        if not small:
+            bound_call = _bind_without_copies(operation.arrays, x, value, operation.arrays.native_call(native))
     if bound_call is None:
         if not small:
             return False
@@ -212,16 +217,26 @@ def _add_repeated(
     operation: Operation,
     key: tuple[Any, ...],
     x: Any,
-    collective: SharedMemoryCollective,
+    carrier: Collective | NativeCall | None,
     description: Call,
 ) -> None:
-    """Have later calls on arrays like `x` carried out by the extension alone, if it can do that."""
-    carrier, result = collective.find_compiled(), operation.result()
+    """Have later calls on arrays like `x` carried out by `carrier`, without Python code, if that can be done."""
+    result = operation.result()
     make_result = bind_empty(result)
     if carrier is None or get_forced_rules() or (result is not None and make_result is None):
         return
-    in_place = operation.arrays.collective in _IN_PLACE
+    in_place = operation.arrays.collective in IN_PLACE
     operation.comm.queue.add_call(key, x, result, make_result, carrier, description, in_place=in_place)
+
+
+def _bind_native(operation: Operation, native: Native) -> NativeCall | None:
+    """Return what carries out the MPI library's collective in the extension; None if only Python can do that."""
+    if operation.comm.queue.calls is None:
+        return None
+    source, target = operation.arrays.source, operation.arrays.target
+    some = target if source is None else source
+    dtype = np.dtype(np.uint8) if some is None else some.dtype
+    return bind_native(operation.arrays, native, dtype, has_input=source is not None, has_output=target is not None)
 
 
 def _is_movable(arrays: CollectiveArrays, x: Any) -> bool:
@@ -234,7 +249,7 @@ def _bind_without_copies(
 ) -> BoundCall:
     """Return a function that calls `carry_out` on the caller's arrays, flat and of the dtype of `arrays`."""
     read, write = _make_flattener(arrays.source, x), _make_flattener(arrays.target, value)
-    in_place = arrays.collective in _IN_PLACE
+    in_place = arrays.collective in IN_PLACE
     # Do not keep references to large arrays.
     shape, dtype = (None, None) if value is None else (value.shape, value.dtype)
 

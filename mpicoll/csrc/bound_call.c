@@ -11,7 +11,7 @@ typedef struct {
     Calls *calls;
     unsigned int generation; /* of `calls`, when the call was bound */
     PyObject *queue;         /* which `calls` borrows */
-    Collective *collective;
+    PyObject *carrier; /* a Collective or a NativeCall */
     PyObject *call;
     Py_buffer from, to;
 } BoundCall;
@@ -20,8 +20,8 @@ static int init_bound_call(PyObject *self, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
     BoundCall *one = (BoundCall *)self;
-    PyObject *calls, *collective, *call, *source, *target;
-    if (!PyArg_ParseTuple(args, "OOOOO", &calls, &collective, &call, &source, &target))
+    PyObject *calls, *carrier, *call, *source, *target;
+    if (!PyArg_ParseTuple(args, "OOOOO", &calls, &carrier, &call, &source, &target))
         return -1;
     if (one->calls != NULL || !PyObject_HasAttrString(calls, "enabled")) {
         PyErr_SetString(PyExc_ValueError, "BoundCall: invalid arguments, or initialised twice");
@@ -33,9 +33,9 @@ static int init_bound_call(PyObject *self, PyObject *args, PyObject *keywords)
     one->calls = (Calls *)Py_NewRef(calls);
     one->generation = one->calls->generation;
     one->queue = Py_NewRef(one->calls->queue);
-    one->collective = (Collective *)Py_NewRef(collective);
+    one->carrier = Py_NewRef(carrier);
     one->call = Py_NewRef(call);
-    summarize_call(one->calls->group, call, true, &one->collective->summary);
+    set_call(one->calls, carrier, call);
     return 0;
 }
 
@@ -45,7 +45,8 @@ static PyObject *run_bound_call(PyObject *self, PyObject *unused)
     const BoundCall *one = (BoundCall *)self;
     if (one->calls == NULL || one->generation != one->calls->generation)
         Py_RETURN_FALSE;
-    int status = run_in_order(one->calls, one->collective, one->call, one->from.buf, one->to.buf);
+    const Operands operands = {one->from.buf, (size_t)one->from.len, one->to.buf, (size_t)one->to.len};
+    int status = run_in_order(one->calls, one->carrier, one->call, &operands);
     return status < 0 ? NULL : PyBool_FromLong(status);
 }
 
@@ -55,7 +56,7 @@ static int traverse_bound_call(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
     Py_VISIT((PyObject *)one->calls);
     Py_VISIT(one->queue);
-    Py_VISIT((PyObject *)one->collective);
+    Py_VISIT(one->carrier);
     Py_VISIT(one->call);
     Py_VISIT(one->from.obj);
     Py_VISIT(one->to.obj);
@@ -71,7 +72,7 @@ static void dealloc_bound_call(PyObject *self)
     PyBuffer_Release(&one->to);
     Py_XDECREF((PyObject *)one->calls);
     Py_XDECREF(one->queue);
-    Py_XDECREF((PyObject *)one->collective);
+    Py_XDECREF(one->carrier);
     Py_XDECREF(one->call);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
@@ -85,7 +86,7 @@ static PyMethodDef bound_call_methods[] = {
 };
 
 static PyType_Slot bound_call_slots[] = {
-    {Py_tp_doc, "BoundCall(calls, collective, call, source, target)\n--\n\nA repeated call on the same arrays; None"
+    {Py_tp_doc, "BoundCall(calls, carrier, call, source, target)\n--\n\nA repeated call on the same arrays; None"
                 " where there is none."},
     {Py_tp_init, init_bound_call},
     {Py_tp_dealloc, dealloc_bound_call},

@@ -38,8 +38,8 @@ struct Entry {
     size_t input_bytes, result_bytes;
     PyObject *prototypes[2]; /* dtypes of input and result, which must exist as long as their addresses are compared */
     PyObject *make_result; /* NULL: make_array makes it */
-    Collective *collective;
-    PyObject *call; /* its description */
+    PyObject *carrier; /* a Collective or a NativeCall */
+    PyObject *call;    /* its description */
 };
 
 /* Returns the rules of `with algorithms(...)` blocks around a call; NULL as long as there has been no such block. */
@@ -56,6 +56,21 @@ PyObject *check_rules(PyObject *module, PyObject *function)
 
 /* --- the running call, as the queue of operations shows it */
 
+/* Attributes of the queue. */
+typedef enum { THREAD, CURRENT, MATCH, ATTRIBUTES } Attribute;
+
+static const char *const ATTRIBUTE_NAMES[] = {"thread", "current", "match"};
+static PyObject *attribute_names[ATTRIBUTES];
+
+static int intern_names(void)
+{
+    for (int i = 0; i < ATTRIBUTES; i++) {
+        if (attribute_names[i] == NULL && (attribute_names[i] = PyUnicode_InternFromString(ATTRIBUTE_NAMES[i])) == NULL)
+            return -1;
+    }
+    return 0;
+}
+
 /* Show the running call, before Python code runs that may ask for it. Returns -1 with an exception. */
 static int publish(Running *running)
 {
@@ -64,8 +79,8 @@ static int publish(Running *running)
         return 0;
     PyObject *entry = get_entry(running->record);
     PyObject *thread = entry == NULL ? NULL : PyLong_FromUnsignedLong(PyThread_get_thread_ident());
-    int status = thread == NULL || PyObject_SetAttrString(calls->queue, "thread", thread) < 0 ||
-                 PyObject_SetAttrString(calls->queue, "current", entry) < 0
+    int status = thread == NULL || PyObject_SetAttr(calls->queue, attribute_names[THREAD], thread) < 0 ||
+                 PyObject_SetAttr(calls->queue, attribute_names[CURRENT], entry) < 0
                      ? -1
                      : 0;
     calls->published = status == 0;
@@ -84,7 +99,7 @@ static void conclude_failure(Calls *calls)
         PyException_SetTraceback(value, traceback);
     PyObject *shown = NULL;
     if (publish(&calls->running) == 0) {
-        PyObject *entry = PyObject_GetAttrString(calls->queue, "current");
+        PyObject *entry = PyObject_GetAttr(calls->queue, attribute_names[CURRENT]);
         shown = entry == NULL ? NULL : PyObject_CallMethod(calls->queue, "conclude_failure", "OO", entry, value);
         Py_XDECREF(entry);
     }
@@ -192,34 +207,95 @@ static bool overlap(const char *one, size_t one_bytes, const char *other, size_t
     return first < second + other_bytes && second < first + one_bytes;
 }
 
-int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target)
+void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
+{
+    if (!is_native_call(carrier)) {
+        summarize_call(calls->group, call, true, &((Collective *)carrier)->summary);
+        return;
+    }
+    NativeCall *native = (NativeCall *)carrier;
+    summarize_call(calls->group, call, true, &native->summary);
+    PyObject *value = PyObject_GetAttrString(call, "signature");
+    const long long signature = value == NULL ? 0 : PyLong_AsLongLong(value);
+    Py_XDECREF(value);
+    PyErr_Clear();
+    native->signature = signature > 0 && signature <= UINT32_MAX ? (uint32_t)signature : 0;
+}
+
+static int run_collective(Calls *calls, const Collective *collective, const Operands *operands)
+{
+    Steps *steps = collective->steps;
+    steps->running = &calls->running;
+    int status = carry_out_collective(collective, operands->source, operands->target);
+    steps->running = NULL;
+    return status;
+}
+
+/* Compare the running call with those of the other ranks, or have Python do that later. Returns the exception of a
+ * signal handler, or None; NULL with an exception. */
+static PyObject *match(Calls *calls, const NativeCall *native, PyObject *call)
+{
+    if (native->signature != 0 && calls->deferrable > 0 && calls->deferred_count < MAX_DEFERRED) {
+        PyObject *entry = get_entry(calls->running.record);
+        if (entry == NULL)
+            return NULL;
+        calls->deferrable--;
+        calls->deferred[calls->deferred_count++] = (Deferred){native->signature, entry};
+        return Py_NewRef(Py_None);
+    }
+    PyObject *function = PyObject_GetAttr(calls->queue, attribute_names[MATCH]);
+    PyObject *interrupt = function == NULL ? NULL : PyObject_CallFunctionObjArgs(function, call, NULL);
+    Py_XDECREF(function);
+    return interrupt;
+}
+
+/* Call MPI, as the queue calls the functions of Python. */
+static int run_native(Calls *calls, const NativeCall *native, PyObject *call, const Operands *operands)
+{
+    if (publish(&calls->running) < 0)
+        return -1;
+    PyObject *interrupt = match(calls, native, call);
+    int status = interrupt == NULL ? -1 : call_mpi(native, operands);
+    if (status == 0 && interrupt != Py_None) {
+        PyErr_SetObject((PyObject *)Py_TYPE(interrupt), interrupt);
+        status = -1;
+    }
+    Py_XDECREF(interrupt);
+    return status;
+}
+
+int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands *operands)
 {
     if (!recording || !calls->enabled || PyObject_Size(calls->pending) != 0 || !try_to_lock(calls->lock))
         return 0;
-    Steps *steps = collective->steps;
     QueueLock *lock = calls->lock;
     lock->call = call;
     lock->thread = PyThread_get_thread_ident();
     References own = {.group = Py_NewRef(calls->group), .call = Py_NewRef(call), .thread = lock->thread}, old;
+    const bool native = is_native_call(carrier);
+    const Summary *summary = native ? &((NativeCall *)carrier)->summary : &((Collective *)carrier)->summary;
     const int record = calls->running.record =
-        begin_record(read_clock(), ++lock->number, &collective->summary, &own, &old);
-    steps->running = &calls->running;
-    int status = carry_out_collective(collective, source, target);
-    steps->running = NULL;
+        begin_record(read_clock(), ++lock->number, summary, &own, &old);
+    /* Code that runs meanwhile may drop the communicator. */
+    PyObject *queue = Py_NewRef(calls->queue);
+    int status = native ? run_native(calls, (NativeCall *)carrier, call, operands)
+                        : run_collective(calls, (Collective *)carrier, operands);
     if (status < 0) {
         conclude_failure(calls);
         unlock(lock);
         drop_references(&old);
+        Py_DECREF(queue);
         return -1;
     }
     end_record(record, read_clock(), RECORD_DONE);
     if (calls->published) {
         calls->published = false;
-        status = PyObject_SetAttrString(calls->queue, "current", Py_None);
+        status = PyObject_SetAttr(queue, attribute_names[CURRENT], Py_None);
     }
     unlock(lock);
     /* Last, since this may run other code. */
     drop_references(&old);
+    Py_DECREF(queue);
     return status < 0 ? -1 : 1;
 }
 
@@ -242,8 +318,8 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
         overlap(from.data, entry->input_bytes, to.data, entry->result_bytes))
         return NULL;
     /* The table may change while other code runs. */
-    PyObject *call = Py_NewRef(entry->call), *value = out;
-    Collective *collective = (Collective *)Py_NewRef((PyObject *)entry->collective);
+    PyObject *call = Py_NewRef(entry->call), *carrier = Py_NewRef(entry->carrier), *value = out;
+    Operands operands = {from.data, entry->input_bytes, to.data, entry->result_bytes};
     if (out != Py_None || !entry->has_result) {
         Py_INCREF(value);
     } else {
@@ -253,10 +329,11 @@ static PyObject *run_call(Calls *calls, PyObject *x, PyObject *out, PyObject *co
         Py_XDECREF(make);
         if (value != NULL && !find_memory(value, true, &to))
             Py_CLEAR(value);
+        operands.target = to.data;
     }
-    if (value != NULL && run_in_order(calls, collective, call, from.data, to.data) <= 0)
+    if (value != NULL && run_in_order(calls, carrier, call, &operands) <= 0)
         Py_CLEAR(value);
-    Py_DECREF((PyObject *)collective);
+    Py_DECREF(carrier);
     Py_DECREF(call);
     return value;
 }
@@ -295,7 +372,7 @@ static void clear_entry(Entry *entry)
     Py_XDECREF(old.prototypes[0]);
     Py_XDECREF(old.prototypes[1]);
     Py_XDECREF(old.make_result);
-    Py_XDECREF((PyObject *)old.collective);
+    Py_XDECREF(old.carrier);
     Py_XDECREF(old.call);
 }
 
@@ -331,10 +408,10 @@ static Entry *choose_entry(
 static PyObject *add(PyObject *self, PyObject *args)
 {
     Calls *calls = (Calls *)self;
-    PyObject *key, *x, *result, *make_result, *collective, *call;
+    PyObject *key, *x, *result, *make_result, *carrier, *call;
     int in_place;
     if (!PyArg_ParseTuple(
-            args, "O!OOOOOp", &PyTuple_Type, &key, &x, &result, &make_result, &collective, &call, &in_place))
+            args, "O!OOOOOp", &PyTuple_Type, &key, &x, &result, &make_result, &carrier, &call, &in_place))
         return NULL;
     Memory from = {0}, to = {0};
     Entry entry = {.has_input = x != Py_None, .has_result = result != Py_None, .in_place = in_place != 0};
@@ -355,9 +432,9 @@ static PyObject *add(PyObject *self, PyObject *args)
         Entry *place = choose_entry(calls, parts, size, entry.has_input ? &from : NULL, entry.has_result ? &to : NULL);
         entry.key = Py_NewRef(key);
         entry.make_result = make_result != Py_None && can_make(result) ? NULL : Py_NewRef(make_result);
-        entry.collective = (Collective *)Py_NewRef(collective);
+        entry.carrier = Py_NewRef(carrier);
         entry.call = Py_NewRef(call);
-        summarize_call(calls->group, call, true, &entry.collective->summary);
+        set_call(calls, carrier, call);
         Entry old = *place;
         *place = entry;
         entry = old;
@@ -376,6 +453,27 @@ static PyObject *clear(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *take_deferred(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    Calls *calls = (Calls *)self;
+    PyObject *taken = PyList_New(0);
+    int count = 0, status = taken == NULL ? -1 : 0;
+    while (status == 0 && count < calls->deferred_count) {
+        const Deferred *one = &calls->deferred[count++];
+        PyObject *pair = Py_BuildValue("(IO)", (unsigned int)one->signature, one->entry);
+        status = pair == NULL ? -1 : PyList_Append(taken, pair);
+        Py_XDECREF(pair);
+    }
+    if (status < 0) {
+        Py_XDECREF(taken);
+        return NULL;
+    }
+    while (calls->deferred_count > 0)
+        Py_DECREF(calls->deferred[--calls->deferred_count].entry);
+    return taken;
+}
+
 static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
 {
     (void)keywords;
@@ -387,6 +485,8 @@ static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_ValueError, "Calls: initialised twice");
         return -1;
     }
+    if (intern_names() < 0)
+        return -1;
     calls->running.publish = publish;
     calls->lock = (QueueLock *)Py_NewRef(lock);
     calls->queue = queue;
@@ -403,7 +503,7 @@ static int traverse_calls(PyObject *self, visitproc visit, void *arg)
     Py_VISIT(calls->pending);
     Py_VISIT(calls->group);
     for (int i = 0; calls->entries != NULL && i < ENTRIES; i++) {
-        Py_VISIT((PyObject *)calls->entries[i].collective);
+        Py_VISIT(calls->entries[i].carrier);
         Py_VISIT(calls->entries[i].call);
     }
     return 0;
@@ -418,6 +518,8 @@ static void dealloc_calls(PyObject *self)
     for (int i = 0; calls->entries != NULL && i < ENTRIES; i++)
         clear_entry(&calls->entries[i]);
     PyMem_Free(calls->entries);
+    while (calls->deferred_count > 0)
+        Py_DECREF(calls->deferred[--calls->deferred_count].entry);
     Py_XDECREF((PyObject *)calls->lock);
     Py_XDECREF(calls->pending);
     Py_XDECREF(calls->group);
@@ -431,15 +533,20 @@ static PyMethodDef methods[] = {
      "run(missing, x, out, *key)\n--\n\nCarry out a call like one that was added, and return its result; return"
      " `missing` if there is none, or if the call can't be carried out at once."},
     {"add", add, METH_VARARGS,
-     "add(key, x, result, make_result, collective, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
-     " `collective`. `key` is a tuple of all other arguments; `result` is an array like the result, which `make_result`"
+     "add(key, x, result, make_result, carrier, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
+     " `carrier`, a Collective or a NativeCall. `key` is a tuple of all other arguments; `result` is an array like the result, which `make_result`"
      " makes. Each is None where there is none."},
+    {"take_deferred", take_deferred, METH_NOARGS,
+     "take_deferred()\n--\n\nReturn the signatures and the entries of the calls that have begun without a comparison,"
+     " and forget them."},
     {"clear", clear, METH_NOARGS, "clear()\n--\n\nRemove all calls, those of `BoundCall` too."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef members[] = {
     {"enabled", T_BOOL, offsetof(Calls, enabled), 0, "False if Python has to carry out all calls."},
+    {"deferrable", T_INT, offsetof(Calls, deferrable), 0,
+     "Number of calls of MPI that may begin before they are compared with those of the other ranks, at most 64."},
     {NULL, 0, 0, 0, NULL},
 };
 

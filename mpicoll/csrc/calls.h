@@ -7,12 +7,20 @@
 #include <stdbool.h>
 
 #include "collectives.h"
+#include "native_calls.h"
 #include "queue_lock.h"
 #include "steps.h"
 
 enum {
-    MAX_KEY = 8 /* the name of a call, and its arguments that are not arrays */
+    MAX_KEY = 8, /* the name of a call, and its arguments that are not arrays */
+    MAX_DEFERRED = 64
 };
+
+/* A call that is to be compared with those of the other ranks later. */
+typedef struct {
+    uint32_t signature;
+    PyObject *entry;
+} Deferred;
 
 /* The repeated calls of a communicator. */
 typedef struct {
@@ -24,14 +32,21 @@ typedef struct {
     unsigned int generation; /* how many times calls were removed */
     struct Entry *entries;   /* NULL: there has been none */
     bool published;
+    int deferrable; /* calls of MPI that may begin before Python compares them */
+    int deferred_count;
+    Deferred deferred[MAX_DEFERRED];
 } Calls;
 
 /* Carry out a call like one that was added. Returns a new reference to its result; or NULL, with an exception, or
  * without one if Python has to carry out the call. */
 PyObject *run_repeated(Calls *calls, PyObject *x, PyObject *out, PyObject *const *key, Py_ssize_t size);
 
-/* Run a call in the order of the communicator, and record it. Returns 1, -1 with an exception, 0 if Python has to. */
-int run_in_order(Calls *calls, const Collective *collective, PyObject *call, const char *source, char *target);
+/* Have a Collective or a NativeCall carry out `call`. */
+void set_call(const Calls *calls, PyObject *carrier, PyObject *call);
+
+/* Run a call in the order of the communicator, by a Collective or a NativeCall, and record it. Returns 1, -1 with an
+ * exception, 0 if Python has to. */
+int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands *operands);
 
 extern PyType_Spec calls_spec;
 

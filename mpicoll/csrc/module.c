@@ -9,6 +9,7 @@
 #include "collectives.h"
 #include "functions.h"
 #include "kernels.h"
+#include "native_calls.h"
 #include "queue_lock.h"
 #include "records.h"
 #include "sigterm.h"
@@ -52,14 +53,15 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 2 };
+enum { INTERFACE = 3 };
 
 static int fill_module(PyObject *module)
 {
     if (PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) < 0)
         return -1;
     PyType_Spec *specs[] = {
-        &steps_spec, &collective_spec, &queue_lock_spec, &calls_spec, &bound_call_spec, &function_spec};
+        &steps_spec,       &collective_spec, &queue_lock_spec,  &calls_spec,
+        &bound_call_spec,  &function_spec,   &call_memory_spec, &native_call_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++) {
         PyObject *type = PyType_FromModuleAndSpec(module, specs[i], NULL);
         int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);

@@ -129,6 +129,16 @@ class Native(Protocol):
         collectives.
         """
 
+    def record(
+        self, call: Callable[[Native], None], buffers: Sequence[tuple[Memory, Any]]
+    ) -> tuple[Callable[..., object], tuple[Any, ...]] | None:
+        """Return the function by which `call` calls the MPI library, and its arguments, without calling it.
+
+        `call` calls one of these collectives once, on some of the arrays in `buffers`. The arguments contain the object
+        beside an array instead of the array: a buffer of the same dtype, whose memory may differ at each call. None if
+        the collective needs other memory too.
+        """
+
     def bind_dtype(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         """Return a function that makes memory of an address and a number of elements of `dtype`.
 

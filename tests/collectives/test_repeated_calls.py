@@ -49,25 +49,27 @@ def repeat(core: CommunicatorCore, call: Callable[[], Any], times: int = 4) -> A
     return value
 
 
-def test_every_collective_takes_it(comm: mpicoll.Communicator) -> None:
+@pytest.mark.parametrize("algorithm", [None, "native"])
+def test_every_collective_takes_it(comm: mpicoll.Communicator, algorithm: str | None) -> None:
     core, rank, size = core_of(comm), comm.rank, comm.size
+    how: dict[str, Any] = {"comm": comm, "algorithm": algorithm}
     x, every = np.arange(4.0) + rank, np.arange(4.0 * size).reshape(size, 4)
     total = size * np.arange(4.0) + sum(range(size))
     root = size - 1
     only = rank == root
     wholes = np.stack([np.arange(4.0) + peer for peer in range(size)])
     cases: list[tuple[Callable[[Any], Any], Any, bool]] = [
-        (lambda out: mpicoll.allreduce(x, out=out, comm=comm), total, True),
-        (lambda out: mpicoll.scan(x, out=out, comm=comm), wholes[: rank + 1].sum(0), True),
-        (lambda out: mpicoll.exscan(x, out=out, comm=comm), wholes[:rank].sum(0), True),
-        (lambda out: mpicoll.bcast(x, root, out=out, comm=comm), wholes[root], True),
-        (lambda out: mpicoll.allgather(x[None], out=out, comm=comm), wholes, True),
-        (lambda out: mpicoll.allgather(x, counts=[4] * size, out=out, comm=comm), wholes.reshape(-1), True),
-        (lambda out: mpicoll.reduce_scatter(every, out=out, comm=comm), every[rank][None] * size, True),
-        (lambda out: mpicoll.alltoall(every, out=out, comm=comm), np.stack([every[rank]] * size), True),
-        (lambda out: mpicoll.scatter(every if only else None, root, out=out, comm=comm), every[rank][None], False),
-        (lambda out: mpicoll.scatter(every if only else x[None], root, out=out, comm=comm), every[rank][None], True),
-        (lambda out: mpicoll.bcast(x if only else None, root, out=out, comm=comm), wholes[root], False),
+        (lambda out: mpicoll.allreduce(x, out=out, **how), total, True),
+        (lambda out: mpicoll.scan(x, out=out, **how), wholes[: rank + 1].sum(0), True),
+        (lambda out: mpicoll.exscan(x, out=out, **how), wholes[:rank].sum(0), True),
+        (lambda out: mpicoll.bcast(x, root, out=out, **how), wholes[root], True),
+        (lambda out: mpicoll.allgather(x[None], out=out, **how), wholes, True),
+        (lambda out: mpicoll.allgather(x, counts=[4] * size, out=out, **how), wholes.reshape(-1), True),
+        (lambda out: mpicoll.reduce_scatter(every, out=out, **how), every[rank][None] * size, True),
+        (lambda out: mpicoll.alltoall(every, out=out, **how), np.stack([every[rank]] * size), True),
+        (lambda out: mpicoll.scatter(every if only else None, root, out=out, **how), every[rank][None], False),
+        (lambda out: mpicoll.scatter(every if only else x[None], root, out=out, **how), every[rank][None], True),
+        (lambda out: mpicoll.bcast(x if only else None, root, out=out, **how), wholes[root], False),
     ]
     for call, want, makes in cases:
         out = np.empty_like(want)
@@ -77,12 +79,73 @@ def test_every_collective_takes_it(comm: mpicoll.Communicator) -> None:
             np.testing.assert_array_equal(repeat(core, lambda call=call: call(None)), want)
     for reduce, want in ((mpicoll.reduce, total), (mpicoll.gather, wholes)):
         given = x if reduce is mpicoll.reduce else x[None]
-        got = repeat(core, lambda reduce=reduce, given=given: reduce(given, root=root, comm=comm))
+        got = repeat(core, lambda reduce=reduce, given=given: reduce(given, root=root, **how))
         if only:
             np.testing.assert_array_equal(got, want)
         else:
             assert got is None
-    assert repeat(core, lambda: mpicoll.barrier(comm=comm)) is None
+    assert repeat(core, lambda: mpicoll.barrier(**how)) is None
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32])
+def test_mpi_is_called_in_place(comm: mpicoll.Communicator, dtype: type) -> None:
+    """By the same bound call as calls that have an output of their own."""
+    core, rank, size = core_of(comm), comm.rank, comm.size
+    want = np.full(3, sum(range(size)), dtype)
+    for call, result in (
+        (lambda x, out: mpicoll.allreduce(x, out=out, comm=comm, algorithm="native"), want),
+        (lambda x, out: mpicoll.bcast(x, size - 1, out=out, comm=comm, algorithm="native"), want * 0 + size - 1),
+        (lambda x, out: mpicoll.exscan(x, out=out, comm=comm, algorithm="native"), want * 0 + sum(range(rank))),
+        (lambda x, out: mpicoll.scan(x, out=out, comm=comm, algorithm="native"), want * 0 + sum(range(rank + 1))),
+    ):
+        x, out = np.full(3, rank, dtype), np.empty(3, dtype)
+        repeat(core, lambda call=call, x=x, out=out: call(x, out))
+        np.testing.assert_array_equal(out, result)
+        call(x, x)
+        assert is_last_short(core)
+        np.testing.assert_array_equal(x, result)
+        # Input and output that overlap are left to Python.
+        memory = np.full(4, rank, dtype)
+        call(memory[1:], memory[:-1])
+        assert not is_last_short(core)
+        np.testing.assert_array_equal(memory[:-1], result)
+
+
+def test_calls_of_mpi_are_compared(comm: mpicoll.Communicator) -> None:
+    core, x = core_of(comm), np.ones(4)
+    repeat(core, lambda: mpicoll.allreduce(x, comm=comm, algorithm="native"))
+    repeat(core, lambda: mpicoll.allreduce(x[:3], comm=comm, algorithm="native"))
+    with pytest.raises(mpicoll.MismatchError, match=r"float64\[3\]"):
+        mpicoll.allreduce(x[: 3 + comm.rank % 2], comm=comm, algorithm="native")
+    assert core.queue.current is None
+    assert recorder.list_records(False)[-1][2].startswith("MismatchError")
+    repeat(core, lambda: mpicoll.allreduce(x, comm=comm, algorithm="native"), times=1)
+
+
+def test_a_call_of_mpi_is_shown_while_it_runs(comm: mpicoll.Communicator) -> None:
+    core, x, shown = core_of(comm), np.ones(4), []
+    repeat(core, lambda: mpicoll.allreduce(x, comm=comm, algorithm="native"))
+    number = core.queue.number + 1
+
+    def watch() -> None:
+        end = time.monotonic() + 30
+        while core.queue.current is None and time.monotonic() < end:
+            time.sleep(0.001)
+        shown.append((core.queue.current, core.queue.thread))
+        mpicoll.send(x, 1)
+
+    if comm.rank == 0:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+    elif comm.rank == 1:
+        mpicoll.recv(x, 0)
+    mpicoll.allreduce(x, comm=comm, algorithm="native")
+    assert is_last_short(core)
+    if comm.rank == 0:
+        watcher.join(30)
+        (_, begun, call, _, _), thread = shown[0]
+        assert (begun, call.algorithm, thread) == (number, "native", threading.get_ident())
+    assert core.queue.current is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])

@@ -299,12 +299,20 @@ def between_nodes() -> list[str]:
         comm = world.duplicate()
         failures.append(check(one, comm, lambda spec, form, comm=comm: native(spec, comm, form), checked=False))
         comm.free()
-    failures += [_late(world.duplicate(), before) for before in (BATCH - 1, BATCH, BATCH + 5, 2 * BATCH - 1)]
+    failures += [
+        _late(world.duplicate(), before, form)
+        for before, form in (
+            (BATCH - 1, "background"),
+            (BATCH, "background"),
+            (BATCH + 5, "blocking"),
+            (2 * BATCH - 1, "background"),
+        )
+    ]
     return [one for one in failures if one]
 
 
-def _late(comm: mpicoll.Communicator, before: int) -> str:
-    """Return the deviations of a mismatch after `before` collectives that match. Collective."""
+def _late(comm: mpicoll.Communicator, before: int, form: str) -> str:
+    """Return the deviations of a mismatch after `before` collectives that match, in calls of `form`. Collective."""
     x, last = np.ones(2), comm.rank == comm.size - 1
     for _ in range(before):
         mpicoll.allreduce(x, comm=comm)
@@ -312,7 +320,11 @@ def _late(comm: mpicoll.Communicator, before: int) -> str:
     try:
         while raised < 3 * BATCH:
             raised += 1
-            mpicoll.iallreduce(x, op="prod" if last and raised == before + 1 else "sum", comm=comm).wait()
+            op = "prod" if last and raised == before + 1 else "sum"
+            if form == "blocking":
+                mpicoll.allreduce(x, op=op, comm=comm)  # in the extension, except for the one that differs
+            else:
+                mpicoll.iallreduce(x, op=op, comm=comm).wait()
     except mpicoll.MismatchError as error:
         said = str(error)
     # The next collective at which calls are compared.

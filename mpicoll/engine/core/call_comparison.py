@@ -81,12 +81,21 @@ class BatchedComparison:
         """Begin a collective. Raises MismatchError on all ranks if the ranks have called different collectives: if the
         mismatch is found in the collective that begins, the communicator stays usable; if it is found in an earlier
         one, all later collectives raise CommunicatorError."""
+        calls = self._queue.calls
+        if calls is not None:
+            # Those that the extension has begun since.
+            for signature, entry in calls.take_deferred():
+                self._signatures.append(signature)
+                self._entries.append(entry)
+                self._begun += 1
         self._begun = begun = self._begun + 1
         signature = call.signature
         self._signatures.append(signature if signature > 0 else call.sign())
         self._entries.append(self._queue.current)
         if begun <= BATCH or begun % BATCH == 0:
             self._compare()
+        if calls is not None:
+            calls.deferrable = BATCH - 1 - begun % BATCH if begun >= BATCH else 0
 
     def _compare(self) -> None:
         queue, signatures, entries = self._queue, self._signatures, self._entries
@@ -128,4 +137,6 @@ class BatchedComparison:
         def match(call: Call) -> None:
             raise CommunicatorError(f"{call} on {name}: {why}; create another communicator with duplicate()")
 
+        if self._queue.calls is not None:
+            self._queue.calls.deferrable = 0
         self._queue.match = match

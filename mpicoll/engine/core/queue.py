@@ -53,7 +53,7 @@ from mpicoll.extension import make_calls, make_queue_lock
 from mpicoll.transport.waiting import wait_for
 
 if TYPE_CHECKING:
-    from mpicoll._shm import Collective
+    from mpicoll._shm import Collective, NativeCall
 
 _IDLE = 5.0
 """Seconds after which an idle worker ends. A program may have thousands of communicators."""
@@ -147,23 +147,23 @@ class OperationQueue:
         x: Any,
         result: Any,
         make_result: Callable[[], Any] | None,
-        collective: Collective,
+        carrier: Collective | NativeCall,
         call: Call,
         *,
         in_place: bool,
     ) -> None:
-        """Have later blocking calls like `call` carried out by `collective`; see :meth:`mpicoll._shm.Calls.add`."""
+        """Have later blocking calls like `call` carried out by `carrier`; see :meth:`mpicoll._shm.Calls.add`."""
         assert self.calls is not None
         _show_numpy_layout()
-        self.calls.add(key, x, result, make_result, collective, call, in_place)
+        self.calls.add(key, x, result, make_result, carrier, call, in_place)
 
-    def bind_call(self, collective: Collective, call: Call, source: Any, target: Any) -> Callable[[], bool]:
+    def bind_call(self, carrier: Collective | NativeCall, call: Call, source: Any, target: Any) -> Callable[[], bool]:
         """Return a function that carries out `call` on the flat arrays `source` and `target`, and returns True; False
         if Python has to."""
         from mpicoll._shm import BoundCall
 
         assert self.calls is not None
-        return BoundCall(self.calls, collective, call, source, target).run
+        return BoundCall(self.calls, carrier, call, source, target).run
 
     def discard_calls(self) -> None:
         """Carry out all calls as if they were the first ones."""

@@ -301,6 +301,9 @@ class Nccl:
     def bind(self, call: Callable[[Native], None], *, persistent: bool) -> Callable[[], None]:
         return lambda: call(self)
 
+    def record(self, call: Callable[[Native], None], buffers: Sequence[tuple[Memory, Any]]) -> None:
+        """Return None: the functions of NCCL take no buffers."""
+
     def bind_dtype(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         return lambda address, count: view(self._device, address, (count,), dtype)
 

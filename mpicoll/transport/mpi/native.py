@@ -89,12 +89,45 @@ class MpiNative:
         assert bound.again is not None
         return bound.again
 
+    def record(
+        self, call: Callable[[Native], None], buffers: Sequence[tuple[Memory, Any]]
+    ) -> tuple[Callable[..., object], tuple[Any, ...]] | None:
+        recorder = _Recorder()
+        call(recorder)
+        known = {id(array): (buffer, MPI.Datatype.fromcode(array.dtype.char)) for array, buffer in buffers}
+        arguments: list[Any] = []
+        for one in recorder.arguments:
+            array, counts = one if isinstance(one, list) else (one, None)
+            if not isinstance(array, np.ndarray):
+                arguments.append(array)
+                continue
+            if id(array) not in known:
+                return None
+            buffer, datatype = known[id(array)]
+            arguments.append((buffer, datatype) if counts is None else [buffer, counts, datatype])
+        return getattr(self._comm, recorder.name), tuple(arguments)
+
     def bind_dtype(self, dtype: np.dtype[Any]) -> Callable[[int, int], Memory]:
         datatype, itemsize = MPI.Datatype.fromcode(dtype.char), dtype.itemsize
         buffer = MPI.buffer.fromaddress
         # mpi4py accepts such a specification wherever it accepts an array, and parses it faster. It must not contain a
         # count: in calls with one block for each rank that would be the count of a block.
         return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
+
+
+class _Recorder(MpiNative):
+    """Stands in for mpi4py's communicator, and keeps the name and the arguments of the method that is called."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Any, self))
+        self.name = ""
+        self.arguments: tuple[Any, ...] = ()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def keep(*arguments: Any) -> None:
+            self.name, self.arguments = name, arguments
+
+        return keep
 
 
 class _Bound(MpiNative):
