@@ -7,8 +7,10 @@ mpicoll is imported before a program names the backend, unless torch is such an 
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -16,8 +18,8 @@ from typing import Any
 _MAX_FRAMES = 4
 """Calls between ``init_process_group`` and the handler of ``env://``."""
 
-_extended: Any = None
-"""Replacement of torch's handler of ``env://``."""
+_MARK = "_is_of_mpicoll"
+"""Attribute of functions that replace torch's."""
 
 
 def register() -> None:
@@ -68,18 +70,32 @@ def _extend_rendezvous() -> None:
 
     c10d calls it before it loads the backend. Calls for other backends are passed on.
     """
-    global _extended  # noqa: PLW0603  there is one torch
-    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    original = handlers["env"]
-    if original is _extended:
-        return
 
-    def rendezvous(url: str, **kwargs: Any) -> Any:
+    def rendezvous(original: Callable[..., Any], url: str, **kwargs: Any) -> Any:
         if _is_for_mpicoll(sys._getframe(1)):
             return import_module("mpicoll.torch.rendezvous_handler").rendezvous(original, url, **kwargs)
         return original(url, **kwargs)
 
-    handlers["env"] = _extended = rendezvous
+    replace_once(import_module("torch.distributed.rendezvous")._rendezvous_handlers, "env", rendezvous)
+
+
+def replace_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Replace the function of this `name` of `owner`, a dictionary or an object, by `function`, which receives the
+    original function and the arguments of the call. Do nothing if that, or what others have made of it, is there."""
+    original = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+    if hasattr(original, _MARK):
+        return
+
+    # Wrappers that others make by functools.wraps have the mark too.
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(replacement, _MARK, True)
+    if isinstance(owner, dict):
+        owner[name] = replacement
+    else:
+        setattr(owner, name, replacement)
 
 
 def _is_for_mpicoll(frame: FrameType | None) -> bool:

@@ -6,25 +6,28 @@ set, and numbers groups: this class only has the operations, in c10d's full form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, ErrorType
+from torch._C._distributed_c10d import Backend, ErrorType, FakeWork
 from torch.distributed.distributed_c10d import BarrierOptions
 
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.world import has_world
-from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed, SetupError
+from mpicoll.errors import ArgumentError, CommunicatorError, RankFailed, SetupError, Timeout
 from mpicoll.torch import work_status
+from mpicoll.torch.abort_hooks import AbortHooks
+from mpicoll.torch.callback_comms import callback_context
 from mpicoll.torch.current_device import select_device
 from mpicoll.torch.ddp_hooks import extend_ddp
 from mpicoll.torch.group_members import create_communicator
 from mpicoll.torch.group_operations import NAME, GroupOperations
 from mpicoll.torch.shrunk_group import correct_type
+from mpicoll.torch.tensor_pool import TensorPool
 from mpicoll.wording import rank_list
 
 
@@ -73,10 +76,17 @@ class BackendMpicoll(GroupOperations, Backend):
     supports_window = False
     _supports_time_estimate = False
 
+    supports_abort_hooks = True
+
+    # A completed Work of C++. Without one, torch's flight recorder takes the operation for one that is still running.
+    blocking_result = FakeWork()
+
     def __init__(self, comm: Communicator, name: str, timeout: timedelta) -> None:
         Backend.__init__(self, comm.rank, comm.size)
         self._name = name
         self.set_communicator(comm, name, timeout)
+        self._abort_hooks = AbortHooks()
+        self._tensor_pool = TensorPool(core_of(comm))
         _open.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -93,11 +103,25 @@ class BackendMpicoll(GroupOperations, Backend):
 
     def abort(self) -> None:
         _open.discard(self)
+        self._abort_hooks.run()
+        self._abort_hooks.clear()
         GroupOperations.abort(self)
 
     def shutdown(self) -> None:
         _open.discard(self)
         GroupOperations.shutdown(self)
+        self._abort_hooks.clear()
+
+    # c10d looks for the names of its C++ methods.
+
+    def registerAbortHook(self, hook_id: int, hook: Callable[[], None]) -> None:  # noqa: N802
+        """Call `hook` before this group, or the job, is aborted: by :meth:`abort`, or because of a failure."""
+        self._abort_hooks.add(hook_id, hook)
+
+    def unregisterAbortHook(self, hook_id: int) -> None:  # noqa: N802
+        self._abort_hooks.remove(hook_id)
+
+    register_abort_hook, unregister_abort_hook = registerAbortHook, unregisterAbortHook
 
     allreduce_sparse = GroupOperations.allreduce
 
@@ -114,6 +138,28 @@ class BackendMpicoll(GroupOperations, Backend):
 
     def _get_sequence_number_for_group(self) -> int:
         return core_of(self.comm).queue.number
+
+    def _wait_for_pending_works(self) -> None:
+        """Wait until neither an operation nor a callback of the group is pending."""
+        if not self._callback_comms.drain(self.comm.timeout):
+            raise Timeout(f"operations of {self!r} are pending after the group's timeout of {self.comm.timeout:g} s")
+
+    # Memory.
+
+    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
+        """Return True for the CPU if the ranks share memory.
+
+        C++ code, such as DDP's, passes an index and gets False: torch 2.15 can't pass the options of a tensor to
+        Python, so that it would fail to allocate.
+        """
+        return isinstance(device, torch.device) and device.type == "cpu" and self._tensor_pool.is_shared
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of `size` elements, which are undefined, in memory that collectives of the group use without
+        copies. Collective: all ranks must call this with equal sizes, in the same order as their collectives."""
+        if device.type != "cpu" or callback_context.path:
+            return torch.empty(size, dtype=dtype, device=device)
+        return self._tensor_pool.allocate(size, dtype)
 
     # Groups that are made from this one.
 
@@ -161,6 +207,12 @@ class BackendMpicoll(GroupOperations, Backend):
             )
         correct_type()
         return BackendMpicoll(part, f"{self._name}:shrunk", timeout)
+
+    def reconfigure(self, opts: Any) -> Any:
+        raise NotImplementedError(
+            "reconfigure: this version of torch can't change the rank and size of a backend in Python; call"
+            " torch.distributed.shrink_group to go on without ranks that have died"
+        )
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Do nothing: ranks are connected when a group is made."""

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpicoll.autoload import replace_once
 from mpicoll.torch.groups import find_operations
-
-_METHOD = "_register_builtin_comm_hook"
-
-_replaced: dict[str, object] = {}
-"""The replacement of torch's method."""
 
 
 def register_builtin_hook(original: Callable[..., Any], model: Any, kind: Any) -> None:
@@ -29,13 +24,4 @@ def register_builtin_hook(original: Callable[..., Any], model: Any, kind: Any) -
 
 def extend_ddp() -> None:
     """Let DDP's method for built-in hooks call :func:`register_builtin_hook`."""
-    ddp = torch.nn.parallel.DistributedDataParallel
-    original = getattr(ddp, _METHOD)
-    if original is not _replaced.get(_METHOD):
-
-        @functools.wraps(original)
-        def method(self: Any, kind: Any) -> None:
-            register_builtin_hook(original, self, kind)
-
-        setattr(ddp, _METHOD, method)
-        _replaced[_METHOD] = method
+    replace_once(torch.nn.parallel.DistributedDataParallel, "_register_builtin_comm_hook", register_builtin_hook)

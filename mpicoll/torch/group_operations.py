@@ -57,6 +57,8 @@ class GroupOperations:
     """
 
     comm: Communicator
+    blocking_result: Work | None = None
+    """What blocking collectives return."""
     serves_all_devices = True
     on_shutdown: Callable[[], object] | None = None
     """Function that :meth:`shutdown` calls first."""
@@ -120,7 +122,7 @@ class GroupOperations:
         # get_fast_path() inlined, as this is the most frequent call.
         fast_path = None if opts.asyncOp or profiler._is_profiler_enabled or callback_context.path else self._fast_path
         if fast_path is not None and fast_path.all_reduce(tensor, op):
-            return None
+            return self.blocking_result
         prepare = c10d_collectives.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
         return self._run_or_start("all_reduce", opts, lambda comm: prepare(comm, tensor, op), tensors)
 
@@ -139,7 +141,7 @@ class GroupOperations:
         tensor, root = tensors[0], opts.rootRank
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.broadcast(tensor, root):
-            return None
+            return self.blocking_result
         return self._run_or_start(
             "broadcast", opts, lambda comm: c10d_collectives.broadcast(comm, tensor, root), tensors
         )
@@ -175,7 +177,7 @@ class GroupOperations:
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Work | None:
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.all_gather_single(output, tensor):
-            return None
+            return self.blocking_result
         return self._run_or_start(
             "all_gather_single", opts, lambda comm: c10d_collectives.all_gather_single(comm, output, tensor), [output]
         )
@@ -218,7 +220,7 @@ class GroupOperations:
         op = opts.reduceOp
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.reduce_scatter_single(output, tensor, op):
-            return None
+            return self.blocking_result
         return self._run_or_start(
             "reduce_scatter_single",
             opts,
@@ -248,7 +250,7 @@ class GroupOperations:
         even = not output_splits and not input_splits
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if even and fast_path is not None and fast_path.all_to_all_single(output, tensor):
-            return None
+            return self.blocking_result
         return self._run_or_start(
             "all_to_all_single",
             opts,
@@ -270,10 +272,10 @@ class GroupOperations:
             if opts.asyncOp:
                 return work
             work.wait()
-            return None
+            return self.blocking_result
         fast_path = None if opts.asyncOp else self.get_fast_path()
         if fast_path is not None and fast_path.barrier():
-            return None
+            return self.blocking_result
         return self._run_or_start("barrier", opts, c10d_collectives.barrier, [])
 
     def run_monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -341,7 +343,7 @@ class GroupOperations:
     # Execution.
 
     def _run_or_start(self, name: str, opts: Any, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work | None:
-        """Run the task of `prepare` and return None, or start it and return its Work if `opts.asyncOp` is set."""
+        """Run the task of `prepare`, or start it and return its Work if `opts.asyncOp` is set."""
         if opts.asyncOp:
             work = self._start(name, prepare, outputs)
             if opts.timeout > _UNSET_TIMEOUT:
@@ -356,7 +358,7 @@ class GroupOperations:
                 comm.queue.run(task, task.call)
         else:
             comm.queue.run(task, task.call)
-        return None
+        return self.blocking_result
 
     def _start(self, name: str, prepare: PrepareTask, outputs: list[torch.Tensor]) -> Work:
         current = self._callback_comms.get_current()

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpicoll.autoload import replace_once
+
 _FORWARDED = (
     "is_completed",
     "is_success",
@@ -62,16 +64,11 @@ def find_work(holder: dist.Work) -> Any:
 def forward() -> None:
     """Make the methods in ``_FORWARDED`` find works of mpicoll."""
     with _lock:
-        if dist.Work.get_future is _get_future:
-            for name in _FORWARDED:
-                setattr(dist.Work, name, _forward(name, getattr(dist.Work, name)))
+        for name in _FORWARDED:
+            replace_once(dist.Work, name, functools.partial(_call, name))
 
 
-def _forward(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: dist.Work) -> Any:
-        # The type of a holder, and of other works of C++.
-        work = find_work(self) if type(self) is dist.Work else None
-        return original(self) if work is None else getattr(work, name)()
-
-    return method
+def _call(name: str, original: Callable[..., Any], work: dist.Work) -> Any:
+    # The type of a holder, and of other works of C++.
+    found = find_work(work) if type(work) is dist.Work else None
+    return original(work) if found is None else getattr(found, name)()

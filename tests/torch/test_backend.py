@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,11 @@ import torch
 import torch.distributed as dist
 from support.launch import mpirun
 from support.process_group import BACKEND, default_group, operations
+from torch.distributed.fsdp import fully_shard
 
 import mpicoll.torch as dropin
+from mpicoll.autoload import replace_once
+from mpicoll.engine.diagnostics.process_exit import run_exit_hooks
 
 __all__ = ["default_group"]
 
@@ -26,9 +31,28 @@ def test_import_of_torch_loads_the_entry_point_alone() -> None:
     assert done.stdout.strip() == "['mpicoll', 'mpicoll.autoload']"
 
 
+def test_functions_of_torch_are_replaced_once() -> None:
+    owner = {"add": lambda x, y: x + y}
+
+    def double(original: Any, *args: Any) -> Any:
+        return 2 * original(*args)
+
+    replace_once(owner, "add", double)
+    first = owner["add"]
+    replace_once(owner, "add", double)
+    assert owner["add"] is first
+    owner["add"] = functools.wraps(first)(lambda x, y: first(x, y) + 1)  # by another package
+    replace_once(owner, "add", double)
+    assert owner["add"](1, 2) == 7
+
+
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 class TestGroup:
+    def test_no_module_for_older_torch_is_loaded(self) -> None:
+        dist.barrier()
+        assert not [name for name in sys.modules if name.startswith(("mpicoll.torch.legacy", "mpicoll.legacy"))]
+
     def test_group_is_of_torch(self) -> None:
         assert type(dist.group.WORLD) is dist.ProcessGroup
         assert type(operations()).__name__ == "BackendMpicoll"
@@ -74,6 +98,96 @@ class TestGroup:
         dropin.all_reduce(x, group=mixed)
         assert x.item() == dist.get_world_size()
         dist.destroy_process_group(mixed)
+
+    def test_sequence_number_and_pending_works(self) -> None:
+        group: Any = dist.group.WORLD
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(2), async_op=True)
+        group._wait_for_pending_works()
+        assert group._get_sequence_number_for_group() == before + 1
+
+    def test_flight_recorder_of_torch(self) -> None:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(5), async_op=True).wait()
+        dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(backend="mpicoll"))
+        last = dump["entries"][-2:]
+        assert [one["profiling_name"] for one in last] == ["mpicoll:all_reduce"] * 2
+        assert [one["input_sizes"] for one in last] == [[[3]], [[5]]]
+        assert all(one["retired"] for one in last)
+
+    def test_abort_hooks(self) -> None:
+        group, calls = dist.new_group(), []
+        for number in range(3):
+            group.register_abort_hook(number, functools.partial(calls.append, number))
+        group.register_abort_hook(3, lambda: 1 / 0)
+        group.register_abort_hook(4, functools.partial(calls.append, 4))
+        group.unregister_abort_hook(1)
+        run_exit_hooks()
+        assert calls == [0, 2, 4]  # before the job is ended
+        group.abort()
+        assert calls == [0, 2, 4] * 2
+        run_exit_hooks()
+        assert calls == [0, 2, 4] * 2
+
+    def test_what_torch_can_not_call_in_python(self) -> None:
+        group: Any = dist.group.WORLD
+        assert not group.supports_reconfigure
+        assert not group.supports_window
+        with pytest.raises(NotImplementedError, match=r"call torch\.distributed\.shrink_group"):
+            dist.distributed_c10d._reconfigure(1, [], group)
+        with pytest.raises(RuntimeError, match="mpicoll does not support new_window"):
+            group.new_window()
+        with pytest.raises(NotImplementedError), dist.distributed_c10d._time_estimator(None, torch.device("cpu")):
+            pass
+
+    def test_shared_memory_for_tensors(self) -> None:
+        if dist.get_world_size() == 1:
+            pytest.skip("one rank shares nothing")
+        backend, cpu = operations(), torch.device("cpu")
+        assert backend.supports_tensor_alloc(cpu)
+        assert not backend.supports_tensor_alloc(-1)  # as C++ code asks
+        assert not backend.supports_tensor_alloc(torch.device("cuda"))
+        arena = backend.comm._core.arena()
+
+        def allocate(count: int) -> torch.Tensor:
+            return backend.allocate_tensor(count, dtype=torch.float64, device=cpu)
+
+        def find_segment(tensor: torch.Tensor) -> int:
+            return arena.find_segment(tensor.data_ptr())[0]
+
+        tensors = [allocate(count) for count in (1000, 900, 1000, 1000, 1000)]
+        assert [one.numel() for one in tensors] == [1000, 900, 1000, 1000, 1000]
+        numbers = [find_segment(one) for one in tensors]
+        assert len(set(numbers[:-1])) == 4
+        assert all(numbers[:-1])
+        assert numbers[-1] == 0  # ordinary memory, once the blocks of a size are in use
+        del tensors[1]
+        view = allocate(1000)[10:20]
+        assert find_segment(view) == numbers[1]
+        view.fill_(1)
+        dist.all_reduce(view)
+        assert view.tolist() == [dist.get_world_size()] * 10
+        assert allocate(0).numel() == 0
+
+    def test_fsdp_in_shared_memory(self) -> None:
+        size = dist.get_world_size()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+        trained = []
+        for shared in (False, True):
+            torch.manual_seed(3)
+            model = torch.nn.Sequential(torch.nn.Linear(40, 64), torch.nn.Linear(64, 40))
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh)
+                layer.set_allocate_memory_from_process_group_for_comm(shared)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.full((4, 40), 1.0 + dist.get_rank())).square().mean().backward()
+                optimizer.step()
+            trained.append([one.full_tensor() for one in model.parameters()])
+        assert operations(mesh.get_group())._tensor_pool._num_blocks
+        for plain, in_shared in zip(*trained, strict=True):
+            torch.testing.assert_close(in_shared, plain)
 
     def test_shrink_group_without_a_rank_that_leaves(self) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()

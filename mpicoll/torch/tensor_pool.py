@@ -1,0 +1,76 @@
+"""Memory of tensors that torch allocates for the collectives of a group, such as the buffers of FSDP."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from weakref import finalize
+
+import torch
+
+from mpicoll.buffers.dtypes import Array
+from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.errors import CommunicationError
+
+_BLOCKS = 4
+"""Shared blocks of each size: FSDP has two buffers of a kind in use, and the next one before the first is free."""
+
+_MIN_NBYTES = 4096
+
+_log = logging.getLogger("mpicoll")
+
+
+class TensorPool:
+    """Memory that the ranks of a node share, for tensors on the CPU: their collectives need no copies.
+
+    The sizes of blocks are powers of two. The first allocations of each size are collective. Later ones use the blocks
+    of tensors that are gone, or ordinary memory where there is none; this may differ between ranks, as each collective
+    compares where its tensors are.
+    """
+
+    def __init__(self, comm: CommunicatorCore) -> None:
+        self._comm = comm
+        self._num_blocks: dict[int, int] = defaultdict(int)
+        self._free: dict[int, list[Array]] = defaultdict(list)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the ranks can share memory."""
+        return self._comm.no_shm_reason is None and self._comm.shm_failed_reason is None
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of `count` elements, which are undefined.
+
+        Collective: all ranks must make the same calls, in the same order among their collectives.
+        """
+        nbytes = count * dtype.itemsize
+        block = self._take(1 << (max(nbytes, _MIN_NBYTES) - 1).bit_length()) if nbytes else None
+        if block is None:
+            return torch.empty(count, dtype=dtype)
+        # The tensor refers to this array, and nothing else does.
+        memory = block[:nbytes]
+        finalize(memory, self._free[len(block)].append, block).atexit = False
+        return torch.from_numpy(memory).view(dtype)
+
+    def _take(self, nbytes: int) -> Array | None:
+        if not self.is_shared or self._comm.freed:
+            return None
+        # Not by whether a block is free, which may differ between ranks.
+        if self._num_blocks[nbytes] < _BLOCKS:
+            self._num_blocks[nbytes] += 1
+            try:
+                allocated: Array = self._comm.queue.run(self._comm.allocate, Call("empty"), nbytes)
+            except CommunicationError as error:
+                if type(error) is not CommunicationError:
+                    raise
+                # There is too little shared memory, for all ranks.
+                _log.warning("buffers of %d bytes are not shared among the ranks: %s", nbytes, error)
+                self._num_blocks[nbytes] = _BLOCKS
+                return None
+            return allocated
+        free = self._free[nbytes]
+        try:
+            return free.pop()
+        except IndexError:
+            return None
