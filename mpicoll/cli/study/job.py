@@ -30,7 +30,7 @@ _BLOCKS = (7, 101)
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What to measure: the names of the methods, the numbers of servers, and the sizes of the model in bytes; about
+    """The names of the methods to measure, the numbers of servers, and the sizes of the model in bytes, with about
     `seconds` for each size. `progress`: draw a progress bar."""
 
     names: tuple[str, ...]
