@@ -16,7 +16,7 @@ from mpicoll.cli import formatting
 from mpicoll.cli.bench.measure import Wrong, time_calls
 from mpicoll.cli.bench.report import describe_run
 from mpicoll.cli.bench.team import Team
-from mpicoll.cli.study.methods import Method, Model, list_methods, prepare_step
+from mpicoll.cli.study.methods import Method, Model, list_methods, prepare_steps
 from mpicoll.cli.study.wire import count_link_bytes
 from mpicoll.engine.world import world
 from mpicoll.errors import AlgorithmError, ArgumentError
@@ -68,25 +68,25 @@ def _measure_size(
     show: Callable[[str, int], None],
 ) -> list[dict[str, Any]]:
     """Return the results of all methods at one size of the model; `absent` gets the reasons for those without one."""
-    steps: dict[Method, Callable[[], None]] = {}
-    calls: dict[Method, int] = {}
+    models: dict[Method, Model] = {}
+    counts: dict[Method, int] = {}
     lap = 0.0
     label = formatting.nbytes(nbytes)
     for method in methods:
         show(f"{team.size} ranks, {label}, {method.label}", 1)
-        step = None if method.label in absent else _prepare_checked(team, method, nbytes, absent)
-        if step is not None:
-            steps[method] = step
-            (once,) = team.max_over_ranks([min(time_calls(step, 1, team.barrier) for _ in range(2))])
-            calls[method] = max(1, min(256, ceil(_BLOCK / once)))
-            lap += calls[method] * once
-    wires = {method: count_link_bytes(team, step) for method, step in steps.items()}
-    times: dict[Method, list[float]] = {method: [] for method in steps}
-    turns = list(steps)
+        model = None if method.label in absent else _prepare_checked(team, method, nbytes, absent)
+        if model is not None:
+            models[method] = model
+            (once,) = team.max_over_ranks([min(_time_steps(team, method, model, 1) for _ in range(2))])
+            counts[method] = max(1, min(256, ceil(_BLOCK / once)))
+            lap += counts[method] * once
+    wires = {method: count_link_bytes(team, method, model) for method, model in models.items()}
+    times: dict[Method, list[float]] = {method: [] for method in models}
+    turns = list(models)
     for number in range(int(team.agree(min(max(seconds // lap, _BLOCKS[0]), _BLOCKS[1]))) if turns else 0):
         first = number % len(turns)
         for method in turns[first:] + turns[:first]:
-            times[method].append(time_calls(steps[method], calls[method], team.barrier))
+            times[method].append(_time_steps(team, method, models[method], counts[method]))
     show(label, len(methods))
     found = []
     for method in turns:
@@ -98,31 +98,35 @@ def _measure_size(
                 "nbytes": nbytes // 4 * 4,
                 "seconds": float(np.median(blocks)),
                 "blocks": blocks,
-                "steps_per_block": calls[method],
+                "steps_per_block": counts[method],
                 "wire": wires[method],
             }
         )
     return found
 
 
-def _prepare_checked(team: Team, method: Method, nbytes: int, absent: dict[str, str]) -> Callable[[], None] | None:
-    """Return the step of a method after a first one with the right result; None if it can't serve these ranks."""
+def _time_steps(team: Team, method: Method, model: Model, count: int) -> float:
+    """Return the seconds per step of a block of `count` steps on this rank."""
+    return time_calls(prepare_steps(method, model, count), 1, team.barrier) / count
+
+
+def _prepare_checked(team: Team, method: Method, nbytes: int, absent: dict[str, str]) -> Model | None:
+    """Return the model of a method after a first step with the right result; None if it can't serve these ranks."""
     model = Model(nbytes, team.rank)
     reason, right = "", True
     try:
-        step = prepare_step(method, model)
+        train = prepare_steps(method, model, 1)
         team.barrier()
-        step()
-        contributing = range(method.servers, team.size)
-        right = team.rank < method.servers or model.check(contributing)
+        train()
+        right = team.rank < method.servers or model.check(range(method.servers, team.size))
     except AlgorithmError as error:
         reason = str(error)
-    reasons = team.all((reason, right))
-    reason = next((one for one, _ in reasons if one), "")
+    answers = team.all((reason, right))
+    reason = next((one for one, _ in answers if one), "")
     if reason:
         absent[method.label] = reason
         return None
-    wrong = [rank for rank, (_, right) in enumerate(reasons) if not right]
+    wrong = [rank for rank, (_, right) in enumerate(answers) if not right]
     if wrong:
         raise Wrong(f"study sync: {method.label} of {nbytes} B gives wrong weights on rank {wrong[0]} of {team.size}")
-    return step
+    return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 import mpicoll
 from mpicoll.cli.study.laws import LAWS
 from mpicoll.errors import ArgumentError
+from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker
 from mpicoll.schedules import PARAMETER_SERVER, Algorithm, get, traffic
 
 Vector: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -97,54 +99,35 @@ class Model:
         return bool(np.array_equal(self.weights, -np.float32(LEARNING_RATE) * total))
 
 
-def update(weights: Vector, total: Vector) -> None:
-    """Take a step of gradient descent; `total` is overwritten."""
-    np.multiply(total, np.float32(-LEARNING_RATE), out=total)
-    np.add(weights, total, out=weights)
+def prepare_steps(method: Method, model: Model, count: int) -> Callable[[], None]:
+    """Return a function that takes `count` steps of training on this rank, but for the computation of the gradients.
 
-
-def prepare_step(method: Method, model: Model) -> Callable[[], None]:
-    """Return the function that takes a step of training on this rank, but for the computation of the gradients.
-
-    It raises AlgorithmError where the algorithm can't serve these ranks.
+    It raises AlgorithmError where the algorithm can't serve these ranks. Collective.
     """
     if method.servers:
-        return _prepare_parameter_server(method.servers, model)
+        return _prepare_parameter_server(method.servers, model, count)
     total = np.empty_like(model.gradients)
     algorithm = _ALGORITHMS[method.name]
 
-    def step() -> None:
-        mpicoll.allreduce(model.gradients, out=total, algorithm=algorithm)
-        update(model.weights, total)
+    def train() -> None:
+        for _ in repeat(None, count):
+            mpicoll.allreduce(model.gradients, out=total, algorithm=algorithm)
+            np.multiply(total, np.float32(-LEARNING_RATE), out=total)
+            np.add(model.weights, total, out=model.weights)
 
-    return step
+    return train
 
 
-def _prepare_parameter_server(servers: int, model: Model) -> Callable[[], None]:
-    """Return the step of a server or worker, as `mpicoll.schedules.PARAMETER_SERVER` describes it."""
-    world = mpicoll.world()
-    rank, workers = world.rank, range(servers, world.size)
-    weights = np.array_split(model.weights, servers)
-    gradients = np.array_split(model.gradients, servers)
-    if rank < servers:
-        total = np.empty_like(weights[rank])
-        arriving = np.empty((len(workers), total.size), np.float32)
+def _prepare_parameter_server(servers: int, model: Model, count: int) -> Callable[[], None]:
+    """Return the steps of a server or of a worker, with the end of both. The first ranks are the servers."""
+    if mpicoll.world().rank < servers:
+        return ParameterServer(SGD(lr=LEARNING_RATE), reduction="sum").run
+    worker = Worker({"model": model.weights})
 
-        def serve() -> None:
-            total[:] = 0
-            pushed = [mpicoll.irecv(out=one, source=worker) for one, worker in zip(arriving, workers, strict=True)]
-            for one, request in zip(arriving, pushed, strict=True):
-                request.wait()
-                np.add(total, one, out=total)
-            update(weights[rank], total)
-            mpicoll.waitall([mpicoll.isend(weights[rank], worker) for worker in workers])
+    def train() -> None:
+        for _ in repeat(None, count):
+            worker.push_gradients({"model": model.gradients})
+            worker.pull_weights()
+        worker.close()
 
-        return serve
-    order = [(rank + step) % servers for step in range(servers)]
-
-    def work() -> None:
-        pulled = [mpicoll.irecv(out=weights[server], source=server) for server in order]
-        pushed = [mpicoll.isend(gradients[server], server) for server in order]
-        mpicoll.waitall([*pushed, *pulled])
-
-    return work
+    return train

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mpicoll.cli.bench.team import Team
+from mpicoll.cli.study.methods import Method, Model, prepare_steps
 from mpicoll.proc_files import read_file
 
 _COUNTED = 4
 """Number of steps after which the counters are read again."""
 
 
-def count_link_bytes(team: Team, step: Callable[[], None]) -> list[list[float]] | None:
+def count_link_bytes(team: Team, method: Method, model: Model) -> list[list[float]] | None:
     """Return the bytes per step that each rank sends and receives by the counters of its network interfaces; None
     unless each rank has a node of its own."""
     if team.comm.num_nodes < team.size:
         return None
-    step()
+    prepare_steps(method, model, 1)()
+    train = prepare_steps(method, model, _COUNTED)
     team.barrier()
     before = _read_interfaces()
-    for _ in range(_COUNTED):
-        step()
+    train()
     team.barrier()
     after = _read_interfaces()
     pairs = team.all(None if None in (before, after) else (before, after))
