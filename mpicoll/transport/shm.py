@@ -271,7 +271,8 @@ def _map_all(
         return None, failure
     try:
         total = sum(one.nbytes for one in handles if isinstance(one, MemoryHandle))
-        if not is_allocated and total > _ALWAYS_FREE:
+        # A rank that shares nothing leaves the look to those that do.
+        if not is_allocated and own is not None and total > _ALWAYS_FREE:
             _check_free(total)
         memories = [
             own if peer == rank and own is not None else attach(one, None if peer else kept)
