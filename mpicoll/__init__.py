@@ -5,6 +5,7 @@ MPI is never initialised. See README.md and docs/ for a tour, :mod:`mpicoll.erro
 :mod:`mpicoll.config` for the environment variables, and :mod:`mpicoll.schedules` for the algorithms.
 """
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +191,14 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'mpicoll' has no attribute {name!r}")
-    value = getattr(import_module(f"mpicoll.{home}"), name)
+    # What modules create stays: the collector would look through all of it again and again.
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        value = getattr(import_module(f"mpicoll.{home}"), name)
+    finally:
+        if is_enabled:
+            gc.enable()
     globals()[name] = value
     return value
 

@@ -108,7 +108,8 @@ mpicoll.allreduce(np.ones(1))
 assert len(texts) == 2, texts  # to connect the ranks, the first one with their settings
 assert shares == [mpicoll.world().rank == 0], shares  # flags and slots are in one piece of memory
 engine = "checks.call_check core.call_comparison core.call_mismatch executors.hierarchical executors.nccl"
-engine += " executors.schedule diagnostics.deadlock diagnostics.rank_state diagnostics.report_file diagnostics.stacks"
+engine += " executors.schedule executors.slots diagnostics.deadlock diagnostics.rank_state diagnostics.report_file"
+engine += " diagnostics.stacks"
 late = "transport.control.address_choice schedules"
 unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.split()), *late.split()]}
 unneeded |= {"dataclasses", "logging", "pathlib", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from mpicoll.cli.bench.cases import Workload
 from mpicoll.cli.tune.measure import HOPELESS
-from mpicoll.engine.executors.slots import get_piece_bytes
+from mpicoll.engine.executors.collective_spec import get_piece_bytes
 from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import format_range, merge_adjacent
 from mpicoll.engine.selection.selector import unsupported_reasons

@@ -27,14 +27,8 @@ from mpicoll.buffers.device import Device, DeviceArray, Export, view
 from mpicoll.buffers.dtypes import Array
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arrays import displacements
-from mpicoll.engine.executors.slots import (
-    CollectiveSpec,
-    Move,
-    Program,
-    get_share_offsets,
-    make_moves,
-    make_own_copy,
-)
+from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
+from mpicoll.engine.executors.slots import Move, get_share_offsets, make_moves, make_own_copy
 from mpicoll.errors import DeviceError
 from mpicoll.transport.base import Transport
 

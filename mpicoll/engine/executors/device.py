@@ -19,8 +19,8 @@ from mpicoll.buffers.ops import Reduction
 from mpicoll.engine import cuda_probes
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.executors import cuda_ipc, nccl, slots
+from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program
 from mpicoll.engine.executors.schedule import Exchanger
-from mpicoll.engine.executors.slots import CollectiveSpec, Program
 from mpicoll.engine.executors.staging import DirectExchanger, StagedExchanger, SynchronizedNative
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.errors import DeviceError, MpicollError

@@ -27,8 +27,7 @@ from mpicoll.engine.core.arrays import CollectiveArrays, do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
-from mpicoll.engine.executors import slots
-from mpicoll.engine.executors.slots import CollectiveSpec, Program, get_piece_bytes
+from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program, get_piece_bytes
 from mpicoll.engine.selection.catalogue import SLOT_BYTES, DeviceAlgorithm, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
 
@@ -158,6 +157,9 @@ class SharedMemoryCollective:
             return arena
         self._compiled = make_collective(arena, self._spec, self._signature)
         if self._compiled is None:
+            # Not at module level: most reductions have a kernel in C.
+            from mpicoll.engine.executors import slots
+
             self._program = slots.bind(arena, self._spec)
         else:
             self._program = self._compiled.run, self._compiled.step_count

@@ -6,54 +6,21 @@ Every rank writes its data to its slot, whole or piece by piece, and reads the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from zlib import crc32
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpicoll.buffers.device import DeviceArray, device_of
 from mpicoll.buffers.dtypes import Array
-from mpicoll.buffers.ops import Fold
 from mpicoll.engine.core.arrays import displacements, even_displacements
+from mpicoll.engine.executors.collective_spec import CollectiveSpec, Program, get_piece_bytes
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
 
 if TYPE_CHECKING:
-    from mpicoll.engine.core.arena import Arena, Body
+    from mpicoll.engine.core.arena import Arena
 
 _LINE = 64
 """Alignment in bytes of the parts that ranks write to, so that they share no cache line."""
-
-
-class CollectiveSpec(NamedTuple):
-    """Parameters of a collective. `counts` are the elements of each rank's block, or of the vector alone."""
-
-    collective: str
-    method: str
-    dtype: np.dtype[Any]
-    counts: tuple[int, ...] = ()
-    root: int = 0
-    fold: Fold | None = None
-    segment: int | None = None
-    """Bytes of a piece."""
-    identity: bytes = b""
-    """The elements of the output of exscan on rank 0."""
-
-    @property
-    def signature(self) -> int:
-        """Hash of the parameters: the same on all ranks, and with high probability different for other operations."""
-        what = self.dtype.itemsize if self.fold is None else self.fold.what
-        fields = (self.collective, self.method, what, self.counts, self.root, self.segment)
-        return crc32(repr(fields).encode())
-
-
-def get_piece_bytes(size: int) -> int:
-    """Return the default size of a piece for `size` ranks, each of which works on its share of it: small enough for the
-    shares of all concurrent steps to stay in a core's cache, and large enough for the synchronisation to be cheap."""
-    return min(SLOT_BYTES, size * 512 * 1024)
-
-
-Program: TypeAlias = "tuple[Body, int]"
-"""A function that carries out a collective by :meth:`Arena.run`, and the number of its steps."""
 
 
 def bind(arena: Arena, spec: CollectiveSpec) -> Program:

@@ -24,8 +24,8 @@ from mpicoll.buffers.buffer import Buffer
 from mpicoll.buffers.device import DeviceArray, Export, view
 from mpicoll.buffers.recognise import recognise
 from mpicoll.engine.executors import cuda_ipc
+from mpicoll.engine.executors.collective_spec import CollectiveSpec
 from mpicoll.engine.executors.cuda_ipc import COLLECTIVES, PeerMemory
-from mpicoll.engine.executors.slots import CollectiveSpec
 from mpicoll.errors import CommunicationError, DeviceError
 
 pytestmark = pytest.mark.usefixtures("cuda")
