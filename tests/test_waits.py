@@ -63,6 +63,8 @@ WAITS = {
         "engine/core/request.py::waitall",
         "parallel/gradients.py::_reduce",
         "parallel/p2p/default_pipe.py::wait",
+        "parallel/parameter_server/checkpoint.py::load",
+        "parallel/parameter_server/checkpoint.py::save",
         "parallel/parameter_server/server.py::ParameterServer._receive_initial_weights",
         "parallel/parameter_server/server.py::ParameterServer.update_model",
         "parallel/parameter_server/worker.py::Worker._start_pull",

@@ -24,8 +24,9 @@ Example:
     [None, [-0.75, -0.75], [-0.75, -0.75]]
 """
 
+from mpicoll.parallel.parameter_server.pull import Pull
 from mpicoll.parallel.parameter_server.rules import SGD, Adam
 from mpicoll.parallel.parameter_server.server import ParameterServer
-from mpicoll.parallel.parameter_server.worker import Pull, Worker
+from mpicoll.parallel.parameter_server.worker import Worker
 
 __all__ = ["SGD", "Adam", "ParameterServer", "Pull", "Worker"]

@@ -1,4 +1,4 @@
-"""Links between servers and workers, and the agreement of all ranks from which they are made.
+"""Links between servers and workers, and the waits for their messages.
 
 A link is a server and a worker. Where a job continues after the death of a rank, MPI revokes each communicator of which
 that rank was a member, so each link has its own communicator there; otherwise all share one.
@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.core.communicator import Communicator, core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.errors import ArgumentError, MpicollError, RankFailed, Timeout
-from mpicoll.parallel.parameter_server.plan import TensorSpec
+from mpicoll.errors import Timeout
+from mpicoll.parallel.parameter_server.agreement import Job
 from mpicoll.transport.base import Pending, Transport
 from mpicoll.transport.waiting import SPINS, Backoff
 from mpicoll.wording import rank_list
@@ -26,92 +25,6 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 _SLEEPS_PER_CHECK = 32
 """Sleeps of a wait between two looks for failures that no transfer reports."""
-
-
-class Settings(NamedTuple):
-    """Arguments of the servers, which must be the same on all of them."""
-
-    mode: str
-    staleness: int
-    max_norm: float | None
-    reduction: str
-    bucket_bytes: int
-    whole_tensors: bool
-
-
-class Role(NamedTuple):
-    """What a rank states about itself: a server its settings, a worker its model."""
-
-    settings: Settings | None = None
-    specs: tuple[TensorSpec, ...] | None = None
-    error: str | None = None
-
-
-class Job(NamedTuple):
-    """The ranks that take part, and what they have agreed on."""
-
-    comm: Communicator
-    servers: tuple[int, ...]
-    workers: tuple[int, ...]
-    settings: Settings
-    specs: tuple[TensorSpec, ...]
-
-    @property
-    def survives_deaths(self) -> bool:
-        """True if the job continues after the death of a rank."""
-        return core_of(self.comm).transport.survives_deaths
-
-    def describe(self) -> str:
-        """Describe this rank in a message."""
-        rank = self.comm.rank
-        return f"{'server' if rank in self.servers else 'worker'} rank {rank} of {self.comm.size}"
-
-
-def agree(comm: Communicator, operation: str, make_role: Callable[[], Role]) -> Job:
-    """Exchange the roles of all ranks of `comm`. Collective. Raises the same kind of error on all ranks if one has an
-    invalid argument or they disagree."""
-    failure: Exception | None = None
-    try:
-        role = make_role()
-    except MpicollError as error:
-        failure, role = error, Role(error=str(error))
-    roles: list[Role] = allgather_object(role, comm=comm)
-    if failure is not None:
-        raise failure
-    where = f"{operation}: rank {comm.rank} of {comm.size}"
-    for rank, other in enumerate(roles):
-        if other.error is not None:
-            raise ArgumentError(f"{where}: rank {rank} has failed: {other.error}")
-    servers = tuple(rank for rank, other in enumerate(roles) if other.settings is not None)
-    workers = tuple(rank for rank, other in enumerate(roles) if other.specs is not None)
-    if not servers or not workers:
-        missing, name = ("server", "ParameterServer") if not servers else ("worker", "Worker")
-        raise ArgumentError(f"{where}: no rank is a {missing}; at least one rank must make a {name}")
-    settings, specs = roles[servers[0]].settings, roles[workers[0]].specs
-    assert settings is not None
-    assert specs is not None
-    for rank, other in enumerate(roles):
-        if other.settings is not None and other.settings != settings:
-            pairs = zip(Settings._fields, settings, other.settings, strict=True)
-            differ = ", ".join(f"{name} {mine!r} and {theirs!r}" for name, mine, theirs in pairs if mine != theirs)
-            raise ArgumentError(f"{where}: servers {servers[0]} and {rank} differ in {differ}; pass the same arguments")
-        if other.specs is not None and other.specs != specs:
-            raise ArgumentError(
-                f"{where}: workers {workers[0]} and {rank} have different models: {_compare(specs, other.specs)};"
-                " all workers must make the same model, with the same tensors in the same order"
-            )
-    return Job(comm, servers, workers, settings, specs)
-
-
-def _compare(one: Sequence[TensorSpec], other: Sequence[TensorSpec]) -> str:
-    for mine, theirs in zip(one, other, strict=False):
-        if mine != theirs:
-            return f"{_describe(mine)} and {_describe(theirs)}"
-    return f"{len(one)} and {len(other)} tensors"
-
-
-def _describe(spec: TensorSpec) -> str:
-    return f"{spec.name!r} {spec.dtype}{list(spec.shape)}{' with sparse gradients' if spec.sparse else ''}"
 
 
 class Link(NamedTuple):
@@ -218,12 +131,3 @@ def _independent_group(core: CommunicatorCore, ranks: Sequence[int]) -> Transpor
         lambda: core.transport.group(ranks, independent=True), call, list(ranks)
     )
     return group
-
-
-def server_death(job: Job, ranks: Sequence[int], reason: object) -> RankFailed:
-    """Return the error of this rank for the death of servers."""
-    return RankFailed(
-        f"{job.describe()}: server {rank_list(ranks)} has died, and with it its part of the model ({reason}); restart"
-        " the job from a checkpoint (ParameterServer.save)",
-        tuple(job.comm.members[rank] for rank in ranks),
-    )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpicoll.collectives.allgather import allgather
 from mpicoll.engine.world import CommLike, as_communicator
 from mpicoll.errors import ArgumentError, CommunicationError, MpicollError, RankFailed
 from mpicoll.logs import get_logger
-from mpicoll.parallel.parameter_server.links import Links, Role, Settings, agree, server_death
+from mpicoll.parallel.parameter_server.aggregation import Aggregation
+from mpicoll.parallel.parameter_server.agreement import Role, Settings, agree, check_settings, server_death
+from mpicoll.parallel.parameter_server.links import Links
 from mpicoll.parallel.parameter_server.messages import NOTICE_TAG, Array, Payload, encode_notice, tag_of
 from mpicoll.parallel.parameter_server.plan import BUCKET_BYTES, make_plan
 from mpicoll.parallel.parameter_server.rules import ArrayUpdater, Rule
@@ -22,8 +25,6 @@ from mpicoll.parallel.parameter_server.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-MODES = ("sync", "async", "ssp")
 
 
 class ParameterServer:
@@ -56,6 +57,7 @@ class ParameterServer:
 
     Attributes:
         updates: the number of updates since the start.
+        loaded_updates: the number of updates before the checkpoint that was loaded.
         staleness_counts: in the modes "async" and "ssp", the number of pulls by how many pushes the worker was ahead of
             the slowest one; a Counter.
 
@@ -94,7 +96,7 @@ class ParameterServer:
         settings = Settings(mode, staleness, max_norm, reduction, bucket_bytes, whole_tensors)
 
         def make_role() -> Role:
-            _check(settings, rule, optimizer, scheduler, timeout)
+            check_settings(settings, rule, optimizer, scheduler, timeout)
             return Role(settings=settings)
 
         self._job = agree(communicator, "ParameterServer", make_role)
@@ -108,11 +110,11 @@ class ParameterServer:
         self._weights = [np.empty(bucket.nbytes, np.uint8) for bucket in self._buckets]
         self._receive_initial_weights()
         self._states = [WorkerState(link, self._buckets) for link in self._links.links]
-        self._versions = [0] * len(self._buckets)
         self._closed = False
-        self.updates = 0
+        self.updates = self.loaded_updates = 0
         self.staleness_counts: Counter[int] = Counter()
         self._updater: Any = self._make_updater(rule, optimizer, scheduler)
+        self._aggregation = Aggregation(settings, self._buckets, self._updater, self._links.servers)
 
     def _make_updater(self, rule: Rule | None, optimizer: Any, scheduler: Any) -> Any:
         try:
@@ -229,22 +231,22 @@ class ParameterServer:
         if self._settings.max_norm is not None:
             if not all(state.has_arrived() for state in workers) or self._is_sending():
                 return False
-            self._update(range(len(self._buckets)), workers)
+            self._aggregation.apply(range(len(self._buckets)), workers)
             progressed = True
         else:
             ready = [
                 index
-                for index, version in enumerate(self._versions)
+                for index, version in enumerate(self._aggregation.versions)
                 if version == self.updates
                 and all(index in state.arrived for state in workers)
                 and not any(state.is_sending(index) for state in workers)
             ]
             for index in ready:
-                self._update([index], workers)
+                self._aggregation.apply([index], workers)
             progressed = bool(ready)
         if (
             all(state.push is not None for state in workers)
-            and min(self._versions, default=self.updates + 1) > self.updates
+            and min(self._aggregation.versions, default=self.updates + 1) > self.updates
         ):
             for state in workers:
                 state.finish_push()
@@ -258,7 +260,7 @@ class ParameterServer:
         progressed = False
         for state in self._states:
             if state.alive and state.has_arrived():
-                self._update(range(len(self._buckets)), [state])
+                self._aggregation.apply(range(len(self._buckets)), [state])
                 state.finish_push()
                 self._end_update()
                 progressed = True
@@ -270,51 +272,6 @@ class ParameterServer:
         self._updater.end_step()
         self.updates += 1
 
-    def _update(self, indices: Sequence[int], workers: Sequence[WorkerState]) -> None:
-        """Update buckets with the gradients of `workers`, which have arrived."""
-        averaged = self._settings.mode == "sync" and self._settings.reduction == "mean"
-        gradients = {index: self._add(index, workers, 1 / len(workers) if averaged else 1.0) for index in indices}
-        max_norm = self._settings.max_norm
-        if max_norm is not None:
-            # As torch.nn.utils.clip_grad_norm_ does it.
-            factor = max_norm / (self._find_norm(gradients, workers) + 1e-6)
-            if factor < 1:
-                for _, values in gradients.values():
-                    self._updater.scale(values, factor)
-        for index, (rows, values) in gradients.items():
-            if rows is None:
-                self._updater.update(index, values)
-            elif len(rows):
-                self._updater.update_rows(index, rows, values)
-            self._versions[index] += 1
-            for state in workers:
-                state.take_gradient(index)
-
-    def _add(self, index: int, workers: Sequence[WorkerState], factor: float) -> tuple[Array | None, Any]:
-        """Return the rows of a sparse bucket, or None, and the gradient: the sum in the order of the workers' ranks."""
-        dtype = self._buckets[index].dtype
-        values = [self._updater.view(state.gradients[index], dtype) for state in workers]
-        rows: Array | None = None
-        if self._buckets[index].sparse:
-            pieces = [(state.rows[index], one) for state, one in zip(workers, values, strict=True)]
-            rows, total = self._updater.add_rows(index, pieces)
-        else:
-            total = values[0]
-            for one in values[1:]:
-                self._updater.add(total, one)
-        if factor != 1:
-            self._updater.scale(total, factor)
-        return rows, total
-
-    def _find_norm(self, gradients: dict[int, tuple[Array | None, Any]], workers: Sequence[WorkerState]) -> float:
-        if self._settings.mode != "sync":
-            assert workers[0].push is not None
-            return workers[0].push.norm
-        mine = sum(self._updater.sum_of_squares(values) for _, values in gradients.values())
-        # The other servers have the same step: none of them waits for this one to receive it.
-        squares = allgather(np.array([mine]), comm=self._links.servers)
-        return float(np.sqrt(squares.sum()))
-
     # --- pulls
 
     def _answer(self, state: WorkerState) -> bool:
@@ -323,7 +280,7 @@ class ParameterServer:
             return False
         sync, clock = self._settings.mode == "sync", state.pull.clock
         if sync:
-            buckets = [index for index in buckets if self._versions[index] >= clock]
+            buckets = [index for index in buckets if self._aggregation.versions[index] >= clock]
         elif state.clock < clock or self._distance(clock) > self._bound():
             return False
         for index in buckets:
@@ -359,6 +316,40 @@ class ParameterServer:
             found[spec.name] = flat.reshape(spec.shape) if len(flat) == spec.size else flat
         return found
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the weights, the state of the torch optimizer and of the scheduler in a folder, between two updates.
+
+        Collective over the servers, which pass the same path. The folder is a checkpoint of torch (DCP) with the shapes
+        of the model, which any number of servers can load; its keys are those of :mod:`mpicoll.parallel.checkpoint`.
+
+        Raises:
+            ArgumentError: `path` contains a checkpoint, or the weights are updated by a rule for numpy arrays.
+            OSError: a file can't be written. The other servers raise CommunicationError.
+        """
+        from mpicoll.parallel.parameter_server import checkpoint
+
+        assert self._links.servers is not None
+        checkpoint.save(Path(path), self._torch_updater("save"), self.updates, self._links.servers)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Load a checkpoint of :meth:`save`, before the first update. Each server reads its parts.
+
+        The workers get the weights by their first pull, so they have to begin with one.
+
+        Raises:
+            ArgumentError: there is no checkpoint, or it is of another model, optimizer or scheduler.
+        """
+        from mpicoll.parallel.parameter_server import checkpoint
+
+        self.loaded_updates = checkpoint.load(path, self._torch_updater("load"))
+
+    def _torch_updater(self, operation: str) -> Any:
+        if isinstance(self._updater, ArrayUpdater):
+            raise ArgumentError(
+                f"ParameterServer.{operation}: checkpoints need optimizer=; save the arrays of get_weights() instead"
+            )
+        return self._updater
+
     # --- the end
 
     def _fail(self, error: BaseException) -> None:
@@ -387,22 +378,3 @@ class ParameterServer:
             self.run()
         elif not self._closed:
             self._fail(error)
-
-
-def _check(settings: Settings, rule: Any, optimizer: Any, scheduler: Any, timeout: float | None) -> None:
-    """Raise ArgumentError if an argument is invalid."""
-
-    def check(condition: bool, what: str) -> None:
-        if not condition:
-            raise ArgumentError(f"ParameterServer: {what}")
-
-    check((rule is None) != (optimizer is None), "pass either a rule for numpy arrays or optimizer=, one of the two")
-    check(callable(rule or optimizer), f"the rule or optimizer must be a function, got {rule or optimizer!r}")
-    check(scheduler is None or optimizer is not None, "scheduler= needs optimizer=; a rule takes lr as a function")
-    check(settings.mode in MODES, f"mode must be one of {', '.join(MODES)}, got {settings.mode!r}")
-    check(settings.staleness >= 0, f"staleness must be at least 0, got {settings.staleness}")
-    check(not settings.staleness or settings.mode == "ssp", 'staleness= needs mode="ssp"')
-    check(settings.max_norm is None or settings.max_norm > 0, f"max_norm must be positive, got {settings.max_norm}")
-    check(settings.reduction in ("mean", "sum"), f"reduction must be mean or sum, got {settings.reduction!r}")
-    check(settings.bucket_bytes >= 16, f"bucket_bytes must be at least 16, got {settings.bucket_bytes}")
-    check(timeout is None or timeout > 0, f"timeout must be a positive number of seconds, got {timeout}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpicoll.errors import ArgumentError
 from mpicoll.parallel.parameter_server.messages import Array
-from mpicoll.parallel.parameter_server.plan import Bucket, TensorSpec
+from mpicoll.parallel.parameter_server.plan import Bucket, Part, TensorSpec
 
 _NEEDS_CLOSURE = ("LBFGS",)
 _NEEDS_SHAPES = ("Adafactor", "Muon")
@@ -32,6 +32,7 @@ class TorchUpdater:
     ) -> None:
         self.parameters: list[list[nn.Parameter]] = []
         self._buckets = buckets
+        self._specs = specs
         named: list[tuple[str, nn.Parameter]] = []
         cut = False
         for bucket, memory in zip(buckets, memories, strict=True):
@@ -51,11 +52,22 @@ class TorchUpdater:
                 self.parameters[-1].append(parameter)
                 named.append((f"{spec.name}[{part.start}:{part.stop}]" if count < spec.size else spec.name, parameter))
         # An optimizer refuses to have no parameters, as on a server of a very small model.
-        self.names = [name for name, _ in named]
-        self.optimizer = make_optimizer(named) if named else None
+        self.optimizer: Any = make_optimizer(named) if named else None
         self.scheduler = None if make_scheduler is None or self.optimizer is None else make_scheduler(self.optimizer)
         if self.optimizer is not None:
             _check_optimizer(self.optimizer, cut=cut)
+
+    def list_parts(self) -> list[tuple[TensorSpec, Part, nn.Parameter]]:
+        """Return the tensor, the part of it and the parameter of each part."""
+        return [
+            (self._specs[part.tensor], part, parameter)
+            for bucket, parameters in zip(self._buckets, self.parameters, strict=True)
+            for part, parameter in zip(bucket.parts, parameters, strict=True)
+        ]
+
+    def spec_of(self, parameter: nn.Parameter) -> TensorSpec:
+        """Return the tensor of which `parameter` is a part."""
+        return next(spec for spec, _, one in self.list_parts() if one is parameter)
 
     @staticmethod
     def view(memory: Array, dtype: str) -> Tensor:
@@ -97,7 +109,9 @@ class TorchUpdater:
         """Update some rows of bucket `index`."""
         (parameter,) = self.parameters[index]
         values = values.view(len(rows), *parameter.shape[1:])
-        gradient = torch.sparse_coo_tensor(torch.from_numpy(rows)[None], values, parameter.shape, is_coalesced=True)
+        gradient = torch.sparse_coo_tensor(
+            torch.from_numpy(rows)[None], values, parameter.shape, check_invariants=True, is_coalesced=True
+        )
         parameter.grad = gradient
         self._step([parameter])
 

@@ -13,8 +13,9 @@ import numpy as np
 from mpicoll.engine.world import CommLike, as_communicator
 from mpicoll.errors import ArgumentError, CommunicatorError, MpicollError, RankFailed
 from mpicoll.logs import get_logger
+from mpicoll.parallel.parameter_server.agreement import Role, agree, server_death
 from mpicoll.parallel.parameter_server.arrays import ArrayModel, check_rows
-from mpicoll.parallel.parameter_server.links import Links, Role, agree, server_death
+from mpicoll.parallel.parameter_server.links import Links
 from mpicoll.parallel.parameter_server.messages import (
     NOTICE_BYTES,
     NOTICE_TAG,
@@ -27,7 +28,9 @@ from mpicoll.parallel.parameter_server.messages import (
     decode_notice,
     tag_of,
 )
+from mpicoll.parallel.parameter_server.models import make_model
 from mpicoll.parallel.parameter_server.plan import Bucket, make_plan
+from mpicoll.parallel.parameter_server.pull import Pull
 from mpicoll.parallel.parameter_server.transfers import Transfers
 from mpicoll.transport.base import Pending
 
@@ -84,8 +87,7 @@ class Worker:
                     "Worker: backward_passes must be at least 1, and timeout a positive number of seconds, got"
                     f" {backward_passes} and {timeout}"
                 )
-            self._model = _make_model(model, sparse)
-            _check_sparse(self._model, sparse)
+            self._model = make_model(model, sparse)
             return Role(specs=self._model.specs)
 
         self._job = agree(communicator, "Worker", make_role)
@@ -239,7 +241,7 @@ class Worker:
         if self._pull is not None:
             self._pull.wait()
         wanted = self._check_rows(rows or {})
-        pull = Pull(self, model)
+        pull = Pull(self._finish_pull, model)
         counts: list[list[int]] = [[] for _ in self._plan]
         for key in self._keys:
             bucket, memory = self._bucket(key), self._pulled[key]
@@ -274,7 +276,7 @@ class Worker:
             check_rows("pull_weights", spec, found[index])
         return found
 
-    def finish(self, pull: Pull) -> None:
+    def _finish_pull(self, pull: Pull) -> None:
         """Wait for `pull`, and write the weights into its model."""
         left = dict(pull.pending)
 
@@ -382,51 +384,9 @@ class Worker:
             self._leave(flag=1)
 
 
-class Pull:
-    """Weights on their way to a worker."""
-
-    def __init__(self, worker: Worker, model: Any) -> None:
-        self._worker = worker
-        self._done = False
-        self.model = model
-        self.memory: dict[tuple[int, int], Array] = {}
-        self.rows: dict[tuple[int, int], Array] = {}
-        self.pending: dict[tuple[int, int], Any] = {}
-
-    def wait(self) -> None:
-        """Wait for the weights, and write them into the model. May be called again.
-
-        Raises:
-            RankFailed, CommunicationError, Timeout: as :meth:`Worker.push_gradients`.
-        """
-        if not self._done:
-            self._done = True
-            self._worker.finish(self)
-
-
 class _ServerFailed(Exception):
     """Failure of a server, which it has reported."""
 
     def __init__(self, error: MpicollError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _make_model(model: Any, sparse: Collection[str]) -> ArrayModel | ModuleModel:
-    if isinstance(model, Mapping):
-        return ArrayModel(model, sparse)
-    from mpicoll.parallel.parameter_server.module import ModuleModel
-
-    return ModuleModel(model, sparse)
-
-
-def _check_sparse(model: ArrayModel | ModuleModel, sparse: Collection[str]) -> None:
-    names = [spec.name for spec in model.specs]
-    if len(set(names)) != len(names):
-        raise ArgumentError(f"Worker: the names of the tensors must differ, got {names}")
-    unknown = sorted(set(sparse) - set(names))
-    if unknown:
-        raise ArgumentError(f"Worker: sparse= names {unknown[0]!r}, which is no tensor of the model: {names}")
-    scalar = [spec.name for spec in model.specs if spec.sparse and not spec.shape]
-    if scalar:
-        raise ArgumentError(f"Worker: {scalar[0]!r} in sparse= has no rows")
