@@ -81,6 +81,10 @@ if wanted unit; then
     tests unit "$limit" python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
         --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
 fi
+if [[ $only == all && $tier == default ]]; then
+    tests without-extension 300 ci/without_extension.sh python -m pytest -m "not mpi" -q "$color" -p no:cacheprovider \
+        --tier quick tests/collectives
+fi
 if wanted suite && [[ $tier != quick ]]; then
     tests "${suite[@]}"
 fi
@@ -99,6 +103,12 @@ if wanted mpi; then
     fi
 fi
 if [[ $tier == long ]]; then
+    tests without-extension 5400 ci/without_extension.sh python -m pytest -m "not mpi" -q "$color" -p no:cacheprovider \
+        --tier default --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
+    for np in 2 3 4; do
+        tests "without-extension-mpi-$np" 3600 ci/without_extension.sh mpirun -np "$np" python -m pytest --with-mpi -m mpi \
+            -q "$color" -p no:cacheprovider --tier default
+    done
     check tidy 600 ci/analyse.sh tidy
     check sanitize-address 3600 ci/sanitize.sh address
     check sanitize-thread 3600 ci/sanitize.sh thread

@@ -14,6 +14,7 @@ import pytest
 from support import tiers, warm
 
 from mpicoll.config import config
+from mpicoll.extension import find_missing_reason
 
 # A table that somebody has tuned for this machine must not change what the tests see.
 os.environ.setdefault("MPICOLL_TUNED", "off")
@@ -30,7 +31,15 @@ hypothesis.settings.register_profile(
 
 # How much of the tests to run, by the option --tier.
 pytest_addoption = tiers.pytest_addoption
-pytest_collection_modifyitems = tiers.pytest_collection_modifyitems
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers.pytest_collection_modifyitems(config, items)
+    missing = find_missing_reason()
+    if missing is not None:
+        for item in items:
+            if item.get_closest_marker("extension") is not None:
+                item.add_marker(pytest.mark.skip(f"needs the extension in C: {missing}"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,7 +11,6 @@ import pytest
 from support.launch import ROOT
 
 import mpicoll
-from mpicoll import extension
 
 PRINT = """
 from mpicoll import extension
@@ -50,6 +49,6 @@ def test_extension_that_was_compiled_from_other_sources(copy: Path) -> None:
     assert "build_ext --inplace" in find_missing_reason(copy)
 
 
-@pytest.mark.skipif(extension.find_missing_reason() is not None, reason="no extension")
+@pytest.mark.extension
 def test_extension_before_the_module_in_its_place() -> None:
     assert mpicoll._shm.__file__.endswith(".so")

@@ -22,6 +22,7 @@ import pytest
 
 import mpicoll
 from mpicoll import launch
+from mpicoll.extension import find_missing_reason
 from mpicoll.launch import rank as rank_of_job
 from mpicoll.transport import launcher
 
@@ -170,7 +171,10 @@ def test_the_first_failure_ends_the_others(scratch: Path, capsys: pytest.Capture
     assert isinstance(caught.value.__cause__, Broken)
     assert caught.value.__cause__.args == ("no more oil",)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mpicoll:")]
-    assert said == ["mpicoll: rank 1 of 3 died of Broken: no more oil; the job is ended"]
+    assert said[0] == "mpicoll: rank 1 of 3 died of Broken: no more oil; the job is ended"
+    # Ranks that wait for messages, without shared memory, may raise an error before the job is ended.
+    assert all("rank 1 has died; the job is ended" in line for line in said[1:])
+    assert find_missing_reason() is not None or len(said) == 1
 
 
 @pytest.mark.slow

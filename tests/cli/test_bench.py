@@ -399,6 +399,7 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
 
 @waits_for_all
 @pytest.mark.slow
+@pytest.mark.extension
 def test_all_algorithms_of_two_ranks(of_two: OfTwo) -> None:
     contestants = of_two.found["all algorithms"]["points"][0]["contestants"]
     host = [name for name in algorithms_of("reduce") if name not in ("nccl", "ipc")]

@@ -54,6 +54,7 @@ def test_a_copy_is_done_when_the_call_returns(cuda: ModuleType) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_sweep(tmp_path: Path) -> None:
     text, found = bench(
         *(2, tmp_path / "found.json", "allreduce", "bcast", "reduce_scatter", "barrier", "--sizes", "4,100k"),

@@ -102,6 +102,7 @@ def of(part: Callable[..., Any], *arguments: Any) -> dict[str, Finding]:
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_this_installation(tmp_path: Path) -> None:
     report = examined()
     assert (report.ok, report.status) == (True, 0), [one for one in report.findings if one.state == "problem"]

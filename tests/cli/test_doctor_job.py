@@ -16,7 +16,6 @@ from support.launch import mpirun
 
 from mpicoll.cli import main
 from mpicoll.cli.doctor.job import Job, Rank, find_jobs
-from mpicoll.extension import find_missing_reason
 
 PROGRAM = """
 import os
@@ -71,7 +70,7 @@ def describe(rank: Rank) -> tuple[str, str, str, tuple[int, ...]]:
     return rank.process, str(rank.operation), rank.operation.state, rank.waits_for
 
 
-@pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+@pytest.mark.extension
 def test_stuck_stopped_and_killed_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with start(tmp_path, 3) as pids:
         while [one.operation and one.operation.late for one in find(pids).ranks] != [(), (0,), (0,)]:

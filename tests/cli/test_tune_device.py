@@ -91,6 +91,7 @@ def test_devices_of_their_own_are_tuned_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.extension
 def test_candidates(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that can serve, when the ranks have found out what that is."""
     monkeypatch.setenv("FAKECUDA_DEVICES", "2" if own else "1")

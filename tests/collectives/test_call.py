@@ -118,6 +118,7 @@ def test_memory_that_is_made_later_changes_the_choice(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.extension
 def test_ranks_that_disagree_are_reported(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
@@ -481,6 +482,7 @@ def test_calls_of_ever_new_sizes_are_not_prepared_twice(several: Ranks, prepared
     assert len(prepared) == 20 * (several.local or 1)
 
 
+@pytest.mark.extension
 def test_a_kept_call_that_fails_serves_again(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()

@@ -175,18 +175,24 @@ def _nobody_waits_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 LAST = 1
 """The last of the two ranks."""
 
+SHARED = ("ipc", "shm_flat", "shm_pipelined")
+"""The algorithms that need memory which the ranks share."""
+
+
+def _rows() -> Iterator[Any]:
+    """Each algorithm, without a wait that it needs."""
+    for way in (*SHARED, "ring", "recursive_doubling", "master_worker"):
+        yield way, _never_ready
+    for way in SHARED:
+        yield way, _leave_out_first_synchronization
+    for way in ("ring", "master_worker"):
+        yield way, _first_mark_is_not_waited_for
+    yield "shm_pipelined", _nobody_waits_at_the_end  # the others wait at their own ends already
+
 
 @pytest.mark.parametrize(
     ("way", "without"),
-    [
-        *(
-            (way, _never_ready)
-            for way in ("ipc", "shm_flat", "shm_pipelined", "ring", "recursive_doubling", "master_worker")
-        ),
-        *((way, _leave_out_first_synchronization) for way in ("ipc", "shm_flat", "shm_pipelined")),
-        *((way, _first_mark_is_not_waited_for) for way in ("ring", "master_worker")),
-        ("shm_pipelined", _nobody_waits_at_the_end),  # the others wait at their own ends already
-    ],
+    [pytest.param(*row, marks=[pytest.mark.extension] if row[0] in SHARED else []) for row in _rows()],
     ids=lambda one: one if isinstance(one, str) else one.__name__.strip("_"),
 )
 def test_a_wait_that_is_missing_is_seen(

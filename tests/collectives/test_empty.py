@@ -107,6 +107,7 @@ def test_dtypes_of_no_bytes_and_of_no_tensor(some: Ranks) -> None:
     some(body)
 
 
+@pytest.mark.extension
 def test_ranks_may_ask_for_different_arrays(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
@@ -122,6 +123,7 @@ def test_ranks_may_ask_for_different_arrays(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.extension
 def test_more_than_there_is(several: Ranks) -> None:
     """On one rank or on all: all are told the same."""
 
@@ -181,6 +183,7 @@ def _everything(comm: mpicoll.Communicator, x: Any, out: Any, algorithm: str) ->
 
 
 @pytest.mark.parametrize("like", ["numpy", "torch"])
+@pytest.mark.extension
 def test_each_collective(several: Ranks, like: str) -> None:
     """Input, output, both or neither of them in memory for all, and in pieces of it; on some ranks or on all."""
 
@@ -220,6 +223,7 @@ def test_each_collective(several: Ranks, like: str) -> None:
 @pytest.mark.parametrize(
     "collective", [name for name in SHARED_MEMORY if "cma" in SHARED_MEMORY[name] and name != "reduce"]
 )
+@pytest.mark.extension
 def test_cross_memory_attach(several: Ranks, collective: str) -> None:
     """The copies are skipped by it, too."""
 
@@ -249,6 +253,7 @@ def test_cross_memory_attach(several: Ranks, collective: str) -> None:
     several(body)
 
 
+@pytest.mark.extension
 def test_results_are_the_same_with_any_buffers(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
@@ -270,6 +275,7 @@ def test_results_are_the_same_with_any_buffers(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.extension
 def test_arrays_on_several_communicators(several: Ranks) -> None:
     """Memory belongs to the communicator that it was made with; on others it is memory like any other."""
 
@@ -296,6 +302,7 @@ def test_arrays_on_several_communicators(several: Ranks) -> None:
 # --- when the memory goes
 
 
+@pytest.mark.extension
 def test_memory_goes_with_the_last_array(several: Ranks) -> None:
     def body() -> None:
         before = _segments()
@@ -346,6 +353,7 @@ def test_mappings_go_with_the_last_array() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined/4k", "cma"])
+@pytest.mark.extension
 def test_arrays_die_at_different_times(several: Ranks, algorithm: str) -> None:
     """What a rank has dropped another may keep: operations must not depend on it."""
 
@@ -371,6 +379,7 @@ def test_arrays_die_at_different_times(several: Ranks, algorithm: str) -> None:
     several(body)
 
 
+@pytest.mark.extension
 def test_arrays_die_while_operations_run(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()
@@ -386,6 +395,7 @@ def test_arrays_die_while_operations_run(several: Ranks) -> None:
     several(body)
 
 
+@pytest.mark.extension
 def test_an_operation_keeps_what_it_works_on(several: Ranks) -> None:
     def body() -> None:
         world = mpicoll.world()

@@ -72,7 +72,7 @@ def test_it_is_a_method_of_a_class() -> None:
         Team().total()
 
 
-@pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+@pytest.mark.extension
 def test_it_is_released() -> None:
     def same(x: Any, *, out: Any = None, comm: Any = None, timeout: Any = None) -> Any:
         return x, out

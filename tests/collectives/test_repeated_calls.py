@@ -18,12 +18,8 @@ from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call, recorder
 from mpicoll.engine.dispatch import bind_repeated
-from mpicoll.extension import find_missing_reason
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension"),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.extension]
 
 
 @pytest.fixture

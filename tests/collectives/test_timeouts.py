@@ -196,7 +196,7 @@ def test_in_time(name: str, several: Ranks) -> None:
     several(main)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "shm_flat", "native"])
+@pytest.mark.parametrize("algorithm", ["ring", pytest.param("shm_flat", marks=pytest.mark.extension), "native"])
 def test_it_names_the_missing_ranks(algorithm: str, several: Ranks, request: pytest.FixtureRequest) -> None:
     def main() -> None:
         world = mpicoll.world()
@@ -407,8 +407,10 @@ def test_a_receive_says_where_the_sender_is(several: Ranks) -> None:
     ("algorithm", "ranks_per_node", "words"),
     [
         ("ring", 1, "nothing within 0.1 s"),
-        ("ring", 2, "rank 1 did not arrive within 0.1 s"),
-        ("shm_flat", 2, "rank 1 did not arrive within 0.1 s"),
+        *(
+            pytest.param(one, 2, "rank 1 did not arrive within 0.1 s", marks=pytest.mark.extension)
+            for one in ("ring", "shm_flat")
+        ),
     ],
 )
 def test_a_communicator_bounds_its_waits(algorithm: str, ranks_per_node: int, words: str) -> None:
@@ -448,6 +450,7 @@ def test_a_communicator_bounds_its_waits(algorithm: str, ranks_per_node: int, wo
     mpicoll.run_local(main, 2, ranks_per_node=ranks_per_node, timeout=60)
 
 
+@pytest.mark.extension
 def test_a_rank_too_late_for_shared_memory_gets_an_error() -> None:
     def main() -> None:
         world = mpicoll.world()
@@ -527,6 +530,7 @@ def run(tmp_path: Path, size: int, program: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_who_waits_in_shared_memory_for_too_long_can_go_on(tmp_path: Path) -> None:
     status, output = run(tmp_path, 3, IN_SHARED_MEMORY)
     assert status == 0, output

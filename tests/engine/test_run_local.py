@@ -86,6 +86,7 @@ def test_the_first_failure_is_raised_and_says_where() -> None:
         assert caught.value.__notes__ == ["raised on rank 1 of 3"]
 
 
+@pytest.mark.extension
 def test_the_cause_is_raised_rather_than_what_it_did_to_others() -> None:
     """Whichever rank is the first to end: here the others fail in the operation, and one goes on for a while."""
 

@@ -89,6 +89,7 @@ def test_nothing_is_announced_at_a_normal_exit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_first_operation_does_only_what_it_needs(job: Starter) -> None:
     """Each rank of a job pays for what its first call loads, and for each exchange between the ranks."""
     done = job(

@@ -17,7 +17,6 @@ import mpicoll.torch
 from mpicoll.engine.core.communicator import core_of
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.diagnostics.flight_recorder import recorder
-from mpicoll.extension import find_missing_reason
 
 pytestmark = [
     pytest.mark.mpi,
@@ -179,7 +178,7 @@ def test_nothing_is_prepared_anew(rows: int, monkeypatch: pytest.MonkeyPatch) ->
             assert not prepared, f"{form} {dtype}"
 
 
-@pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+@pytest.mark.extension
 @pytest.mark.parametrize("module", [dist, mpicoll.torch], ids=["c10d", "dropin"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_repeated_calls_take_the_short_way_of_the_extension(module: Any, dtype: torch.dtype) -> None:

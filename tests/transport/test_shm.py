@@ -364,6 +364,7 @@ def _start(path: Path, size: int, **variables: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "named"])
 @pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.extension
 def test_nothing_is_left_of_a_killed_job(program: Callable[[str], Path], who: str, kind: str) -> None:
     """Killed at any moment: without a name there is nothing that could stay; with one, once it is sealed."""
     before = _ours()
@@ -401,6 +402,7 @@ want = np.arange(5000.0) * world.size + sum(range(world.size))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "named"])
+@pytest.mark.extension
 def test_a_job_leaves_nothing(program: Callable[[str], Path], kind: str) -> None:
     before = _ours()
     text = f"""{SWEEP}
@@ -441,6 +443,7 @@ assert not re.search({MAPPED!r}, Path("/proc/self/maps").read_text())
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_a_small_dev_shm_is_reported(program: Callable[[str], Path]) -> None:
     """Named memory needs room there: without it the ranks go another way, and say why."""
     if os.getuid() or shutil.which("unshare") is None:
@@ -476,6 +479,7 @@ assert not [name for name in os.listdir("/dev/shm") if name.startswith("mpicoll"
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_a_process_of_another_namespace_is_not_taken_for_a_rank(program: Callable[[str], Path]) -> None:
     """One rank finds under the path of the other what does not belong to it: all do without, and say why."""
     text = f"""
@@ -497,6 +501,7 @@ with mpicoll.algorithms(allreduce="shm_pipelined"):
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_ranks_that_may_not_read_each_other(program: Callable[[str], Path]) -> None:
     text = f"""
 from mpicoll.transport import shm
@@ -519,6 +524,7 @@ np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="shm_pipelined"), w
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_reading_that_becomes_forbidden(program: Callable[[str], Path]) -> None:
     """A library that protects its secrets makes the process unreadable after the start of the job."""
     text = f"""

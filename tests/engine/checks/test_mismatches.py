@@ -30,6 +30,7 @@ def test_generated_mismatches(several: Ranks, number: int) -> None:
         assert failure == ""
 
 
+@pytest.mark.extension
 def test_mismatches_are_noticed_by_default(several: Ranks) -> None:
     def body() -> list[str]:
         world = mpicoll.world()
@@ -86,6 +87,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_memory")
+@pytest.mark.extension
 def test_where_shared_memory_turns_out_to_be_lost() -> None:
     def body() -> str:
         world = mpicoll.world()
@@ -98,6 +100,7 @@ def test_where_shared_memory_turns_out_to_be_lost() -> None:
 
 
 @pytest.mark.usefixtures("no_memory")
+@pytest.mark.extension
 def test_a_plan_that_was_made_before_shared_memory_was_lost() -> None:
     """Each of its runs is compared with the calls of other ranks."""
 
@@ -145,15 +148,24 @@ def _x(count: int = 2, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
     return np.ones(count, dtype)
 
 
-REPEATED: dict[str, tuple[str, Callable[[bool], object]]] = {
-    "elements": ("shape", lambda odd: mpicoll.allreduce(_x(3 if odd else 2))),
-    "dtype of as many bytes": ("dtype", lambda odd: mpicoll.bcast(_x(2, np.int32 if odd else np.float32))),
-    "rows without counts": ("shape", lambda odd: mpicoll.allgather(_x(3 if odd else 2))),
-    "root": ("root", lambda odd: mpicoll.reduce(_x(), root=int(odd))),
-    "operation": ("operation", lambda odd: mpicoll.bcast(_x()) if odd else mpicoll.allreduce(_x())),
-    "schedules": ("algorithm", lambda odd: mpicoll.allreduce(_x(), algorithm="ring" if odd else "tree")),
-    "split": ("operation", lambda odd: mpicoll.world().split(0) if odd else mpicoll.barrier()),
-    "allocation": ("operation", lambda odd: mpicoll.empty(2) if odd else mpicoll.barrier()),
+REPEATED: dict[str, tuple[str, Callable[[bool, mpicoll.Communicator], object]]] = {
+    "elements": ("shape", lambda odd, comm: mpicoll.allreduce(_x(3 if odd else 2), comm=comm)),
+    "dtype of as many bytes": (
+        "dtype",
+        lambda odd, comm: mpicoll.bcast(_x(2, np.int32 if odd else np.float32), comm=comm),
+    ),
+    "rows without counts": ("shape", lambda odd, comm: mpicoll.allgather(_x(3 if odd else 2), comm=comm)),
+    "root": ("root", lambda odd, comm: mpicoll.reduce(_x(), root=int(odd), comm=comm)),
+    "operation": (
+        "operation",
+        lambda odd, comm: mpicoll.bcast(_x(), comm=comm) if odd else mpicoll.allreduce(_x(), comm=comm),
+    ),
+    "schedules": (
+        "algorithm",
+        lambda odd, comm: mpicoll.allreduce(_x(), algorithm="ring" if odd else "tree", comm=comm),
+    ),
+    "split": ("operation", lambda odd, comm: comm.split(0) if odd else mpicoll.barrier(comm=comm)),
+    "allocation": ("operation", lambda odd, comm: mpicoll.empty(2, comm=comm) if odd else mpicoll.barrier(comm=comm)),
 }
 
 
@@ -162,14 +174,15 @@ def test_calls_that_were_kept_are_compared(several: Ranks, name: str) -> None:
     field, call = REPEATED[name]
 
     def body() -> str:
-        world = mpicoll.world()
-        for _ in range(2):
-            call(False)
-            call(True)
-        with pytest.raises(mpicoll.MismatchError) as caught:
-            call(world.rank == world.size - 1)
-        assert field in caught.value.fields
-        assert mpicoll.allreduce(1) == world.size
+        # Without shared memory only the first calls on a communicator are compared.
+        with mpicoll.world().duplicate() as comm:
+            for _ in range(2):
+                call(False, comm)
+                call(True, comm)
+            with pytest.raises(mpicoll.MismatchError) as caught:
+                call(comm.rank == comm.size - 1, comm)
+            assert field in caught.value.fields
+            assert mpicoll.allreduce(1, comm=comm) == comm.size
         return str(caught.value).partition("\n")[0]
 
     assert len(set(several(body))) == 1
@@ -231,6 +244,7 @@ def test_cases_are_all_different_and_mean_something() -> None:
 
 @pytest.mark.parametrize("rows", [4, 100_000])
 @pytest.mark.parametrize("change", [1, -1, None], ids=["more", "less", "none"])
+@pytest.mark.extension
 def test_rows_of_alltoall_are_compared_by_default(several: Ranks, rows: int, change: int | None) -> None:
     def body() -> str:
         world = mpicoll.world()

@@ -13,6 +13,8 @@ import pytest
 from support.data import random
 from support.ranks import Ranks
 
+pytest.importorskip("mpicoll._shm", exc_type=ImportError)
+
 import mpicoll
 from mpicoll._shm import Collective
 from mpicoll.engine.core.arena import Arena

@@ -713,6 +713,7 @@ mpicoll.iallreduce(np.ones(3))  # completes at the exit
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "shm_flat"])
+@pytest.mark.extension
 def test_a_communicator_that_was_given_up_can_be_freed(algorithm: str) -> None:
     given_up, tried = threading.Event(), threading.Event()
 

@@ -253,7 +253,7 @@ print("fine\\n", end="", flush=True)
     [
         ("native", 0),
         pytest.param("schedule", 1, marks=pytest.mark.long),
-        ("shared", 3),
+        pytest.param("shared", 3, marks=pytest.mark.extension),
         pytest.param("background", 0, marks=pytest.mark.long),
         ("plan", 2),
         ("recv", 0),

@@ -39,7 +39,14 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.extension] if case.moment in ("shared", "in shared") else [])
+        for case in CASES
+    ],
+    ids=str,
+)
 def test_death(case: dying.Case) -> None:
     outcome = dying.run(case)
     assert not outcome.problems, f"{outcome.problems}\nstdout:\n{outcome.out}\nstderr:\n{outcome.err}"

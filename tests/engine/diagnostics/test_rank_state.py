@@ -119,7 +119,11 @@ def test_in_a_round_of_a_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "where"), [(3, "shared memory: waits for rank 2"), (1, "the comparison of the ranks' calls")]
+    ("ranks_per_node", "where"),
+    [
+        pytest.param(3, "shared memory: waits for rank 2", marks=pytest.mark.extension),
+        (1, "the comparison of the ranks' calls"),
+    ],
 )
 def test_before_the_first_round(ranks_per_node: int, where: str) -> None:
     """All ranks come before anything is sent."""
@@ -151,6 +155,7 @@ def test_rounds_without_data_are_left_out() -> None:
     ]
 
 
+@pytest.mark.extension
 def test_in_shared_memory() -> None:
     def body(rank: int) -> None:
         mpicoll.allreduce(np.ones(6, np.float32), algorithm="shm_flat")

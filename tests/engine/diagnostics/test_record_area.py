@@ -17,9 +17,8 @@ import pytest
 import mpicoll
 from mpicoll.engine.diagnostics.flight_recorder import HISTORY_LENGTH, Call, EntryTuple, Group, list_history, recorder
 from mpicoll.engine.diagnostics.record_area import RecordedOperation, RecordedRank, read_ranks
-from mpicoll.extension import find_missing_reason
 
-pytestmark = pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+pytestmark = pytest.mark.extension
 
 GROUP = Group("7.7", "some", (3, 4, 5), 1, 60.0)
 

@@ -14,8 +14,6 @@ from subprocess import CompletedProcess
 import pytest
 from support.launch import ROOT
 
-from mpicoll.extension import find_missing_reason
-
 Starter = Callable[..., "CompletedProcess[str]"]
 
 
@@ -69,7 +67,7 @@ else:
 """
 
 
-@pytest.mark.skipif(find_missing_reason() is not None, reason="needs the extension")
+@pytest.mark.extension
 def test_sigterm_ends_a_process_that_holds_its_interpreter_lock() -> None:
     """Without another rank on the host, and also if nobody reads what it writes."""
     command = [sys.executable, "-c", LOCKED]

@@ -330,7 +330,7 @@ def test_the_job_is_ended(jobs: dict[str, Future[CompletedProcess[str]]], name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["raising", "between"])
+@pytest.mark.parametrize("name", [pytest.param("raising", marks=pytest.mark.extension), "between"])
 def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]], name: str) -> None:
     done = jobs[name].result()
     assert done.returncode == 0, done.stdout
@@ -338,6 +338,7 @@ def test_waits_that_can_raise_do(jobs: dict[str, Future[CompletedProcess[str]]],
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_an_error_that_no_rank_waits_for_ends_the_job(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
     done = jobs["nobody waits"].result()
     what = r"allreduce\(float64\[20000\], op=sum\) by shm_flat on world/duplicate \(2 ranks\)"
@@ -349,6 +350,7 @@ def test_an_error_that_no_rank_waits_for_ends_the_job(jobs: dict[str, Future[Com
 
 
 @pytest.mark.slow
+@pytest.mark.extension
 def test_what_may_still_complete_is_left_alone(jobs: dict[str, Future[CompletedProcess[str]]]) -> None:
     done = jobs["late"].result()
     assert (done.returncode, done.stdout) == (0, "all done\n")

@@ -28,7 +28,7 @@ from mpicoll.engine.executors.collective_spec import CollectiveSpec
 from mpicoll.engine.executors.cuda_ipc import COLLECTIVES, PeerMemory
 from mpicoll.errors import CommunicationError, DeviceError
 
-pytestmark = pytest.mark.usefixtures("cuda")
+pytestmark = [pytest.mark.usefixtures("cuda"), pytest.mark.extension]
 
 MOVES = ("bcast", "allgather", "gather", "scatter", "alltoall")
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")

@@ -124,6 +124,7 @@ def wrong(body: Callable[[], None]) -> bool:
 
 
 @pytest.mark.parametrize("algorithm", ["shm_pipelined", "shm_flat", "ipc"])
+@pytest.mark.extension
 def test_a_missing_synchronization_is_seen(cuda: ModuleType, algorithm: str) -> None:
     """The tests would notice if one were forgotten."""
 
@@ -199,6 +200,7 @@ def test_a_rank_that_can_not_tell_stops_all(cuda: ModuleType, monkeypatch: pytes
     mpicoll.run_local(main, 3, timeout=60)
 
 
+@pytest.mark.extension
 def test_reasons(cuda: ModuleType) -> None:
     def main() -> None:
         x = cuda.asarray(np.ones(300_000, np.float32))
@@ -232,6 +234,7 @@ def test_reasons(cuda: ModuleType) -> None:
         ("bcast", "float16", "moved"),
     ],
 )
+@pytest.mark.extension
 def test_what_was_tuned_for_such_devices(
     cuda: ModuleType, collective: str, dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +346,7 @@ def test_a_plan_reads_what_is_there_by_then(cuda: ModuleType) -> None:
     mpicoll.run_local(main, 3, timeout=60)
 
 
+@pytest.mark.extension
 def test_the_record_names_the_memory_and_the_way(cuda: ModuleType) -> None:
     def main() -> None:
         task = devices_task(cuda)

@@ -183,6 +183,7 @@ def _calls(comm: Any) -> dict[str, tuple[Callable[[], Any], str, float]]:
 
 @pytest.mark.parametrize("order", ["block", "cyclic", "mixed"])
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.extension
 def test_no_byte_crosses_more_often_than_it_has_to(
     monkeypatch: pytest.MonkeyPatch, collective: str, order: str
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_lost_message_is_no_hang() -> None:
         mpicoll.run_local(body, 4, ranks_per_node=2, faults=[Drop(0, 2, 0, 99)], timeout=1)
 
 
+@pytest.mark.extension
 def test_after_a_failure_on_one_rank_all_are_in_step() -> None:
     """Its node hears of it through the memory that it shares, the other one by the end of its patience."""
 

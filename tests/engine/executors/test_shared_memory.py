@@ -32,6 +32,8 @@ from support.ranks import Comms, Ranks
 import mpicoll
 from mpicoll.engine.selection.catalogue import MAX_FLAT_BYTES, SHARED_MEMORY
 
+pytestmark = pytest.mark.extension
+
 COLLECTIVES = tuple(name for name in SHARED_MEMORY if name != "barrier")
 PREFIXES = ("scan", "exscan")
 VECTORS = ("allreduce", "reduce", "bcast", *PREFIXES)
