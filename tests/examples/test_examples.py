@@ -138,7 +138,7 @@ def test_allreduce_by_hand(size: int) -> None:
     assert all(float(counted) == pytest.approx(float(law), abs=0.02) for _, counted, law in laws), done.stdout
 
 
-NEEDING = ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp"]
+NEEDING = ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp", "data_parallel"]
 
 
 @pytest.mark.slow

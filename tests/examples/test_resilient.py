@@ -11,6 +11,7 @@ import torch
 from support.launch import ROOT, mpirun
 
 DIGITS = ROOT / "examples" / "resilient_digits.py"
+HELPERS = ROOT / "examples" / "data_parallel.py"
 DDP = ROOT / "examples" / "resilient_ddp.py"
 ULFM = ("--with-ft", "ulfm")
 SAMPLES = 1347
@@ -75,3 +76,16 @@ def test_ddp(tmp_path: Path) -> None:
     for name, value in torch.load(path).items():
         # Adam divides by the root of what may be close to nothing, so rounding shows more.
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_data_parallel_helpers() -> None:
+    """Rank 0 dies in an epoch, in the backward pass or while others wait; the others begin the epoch again."""
+    command = ("--epochs", "4", "--kill", "0", "--at", "2", "--compression", "top-k")
+    done = mpirun(3, HELPERS, *command, seconds=120, options=ULFM, warm=True)
+    assert done.returncode == 0, done.stdout
+    match = re.search(r"2 ranks, compression top-k, ([\d,]+) bytes .*, epoch 4: loss 0\.\d+\n.* ([\d.]+)%", done.stdout)
+    assert match is not None, done.stdout
+    # A tenth of 4,810 parameters, with indices.
+    assert int(match[1].replace(",", "")) == pytest.approx(481 * 8, abs=16)
+    assert float(match[2]) > 90

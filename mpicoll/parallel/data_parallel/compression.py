@@ -122,7 +122,7 @@ class TopKExchange:
         self._parts = (self._count, bucket.flat.dtype), (self._count, index), (len(bucket.flags), torch.uint8)
         self.nbytes = sum(_align(count * dtype.itemsize) for count, dtype in self._parts)
         self._sent = torch.zeros(self.nbytes, dtype=torch.uint8, device=bucket.flat.device)
-        self._received = self._sent.new_empty(comm.size, self.nbytes)
+        self._received = self._sent.new_empty(comm.size * self.nbytes)
         self._plan = allgather_init(self._sent, out=self._received, comm=comm)
 
     @torch.no_grad()
@@ -135,11 +135,13 @@ class TopKExchange:
         indices.copy_(chosen)
         flags.copy_(self._bucket.flags)
         self._error[chosen] = 0
+        # One element that is not finite is sent; the others would stay.
+        self._error.nan_to_num_(0, 0, 0)
         self._plan.start()
         yield self._plan.wait
         gradients.zero_()
         self._bucket.flags.zero_()
-        for message in self._received:
+        for message in self._received.split(self.nbytes):
             values, indices, flags = self._split(message)
             gradients.index_add_(0, indices, values)
             self._bucket.flags.add_(flags)

@@ -38,7 +38,7 @@ class PowerSGDExchange:
             rows = view.shape[view.stride().index(max(view.stride()))] if view.dim() > 1 else 0
             columns = part.numel() // rows if rows else 0
             low = min(rank, rows, columns)
-            if low * (rows + columns) < part.numel() and not part.is_complex():
+            if 0 < low * (rows + columns) < part.numel() and not part.is_complex():
                 self._matrices.append(part.view(rows, columns))
                 ranks.append(low)
             else:
