@@ -58,7 +58,7 @@ class GroupOperations:
 
     comm: Communicator
     blocking_result: Work | None = None
-    """What blocking collectives return."""
+    """Result of blocking collectives."""
     serves_all_devices = True
     on_shutdown: Callable[[], object] | None = None
     """Function that :meth:`shutdown` calls first."""

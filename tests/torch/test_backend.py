@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from support.launch import mpirun
 from support.process_group import BACKEND, default_group, operations
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed.fsdp import fully_shard
 
 import mpicoll.torch as dropin
@@ -22,6 +24,9 @@ from mpicoll.engine.diagnostics.process_exit import run_exit_hooks
 
 __all__ = ["default_group"]
 
+if BACKEND:
+    from mpicoll.torch.backend import BackendMpicoll
+
 pytestmark = pytest.mark.skipif(not BACKEND, reason="this torch replaces its process group by a backend in Python")
 
 
@@ -29,6 +34,18 @@ def test_import_of_torch_loads_the_entry_point_alone() -> None:
     program = "import sys, torch; print(sorted(one for one in sys.modules if one.split('.')[0] == 'mpicoll'))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "['mpicoll', 'mpicoll.autoload']"
+
+
+def test_no_module_for_older_torch_is_loaded() -> None:
+    program = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("mpicoll")
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+print(sorted(one for one in sys.modules if one.startswith("mpicoll.") and "legacy" in one))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_functions_of_torch_are_replaced_once() -> None:
@@ -49,10 +66,6 @@ def test_functions_of_torch_are_replaced_once() -> None:
 @pytest.mark.mpi
 @pytest.mark.usefixtures("default_group")
 class TestGroup:
-    def test_no_module_for_older_torch_is_loaded(self) -> None:
-        dist.barrier()
-        assert not [name for name in sys.modules if name.startswith(("mpicoll.torch.legacy", "mpicoll.legacy"))]
-
     def test_group_is_of_torch(self) -> None:
         assert type(dist.group.WORLD) is dist.ProcessGroup
         assert type(operations()).__name__ == "BackendMpicoll"
@@ -99,6 +112,59 @@ class TestGroup:
         assert x.item() == dist.get_world_size()
         dist.destroy_process_group(mixed)
 
+    def test_a_group_that_is_made_by_hand(self) -> None:
+        """The calls of test/distributed/test_c10d_pybackend.py of PyTorch, with what mpicoll returns for them."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        cpu, timeout = torch.device("cpu"), timedelta(seconds=20)
+        backend = BackendMpicoll(operations().comm.duplicate(), "by hand", timeout)
+        group: Any = dist.ProcessGroup(dist.HashStore(), rank, size)
+        group._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, backend)
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        group._set_group_name("by hand")
+        assert (group.rank(), group.size()) == (rank, size)
+        assert group._get_backend(cpu) is backend
+        assert backend.options.backend == backend.name() == "mpicoll"
+        assert backend.supports_splitting
+        assert backend.supports_shrinking
+        assert backend.supports_abort_hooks
+
+        own, ones = torch.full((2,), float(rank)), torch.ones(2)
+        group.allreduce([own]).wait()
+        assert own.tolist() == [size * (size - 1) / 2] * 2
+        group.allreduce_coalesced([ones]).wait()
+        group.broadcast([ones]).wait()
+        group.reduce([ones]).wait()
+        output, wide, number = torch.empty(size), torch.arange(float(size)), torch.tensor([1.0 * rank])
+        first, total = output[:1], size * number
+        for call, inputs, result, want in (
+            (group.all_gather_single, (output, number), output, wide),
+            (group.all_to_all_single, (output, wide, [], []), output, number.expand(size)),
+            (group.all_gather_single_coalesced, ([output], [2 * number]), output, 2 * wide),
+            (group.reduce_scatter_single, (first, wide), first, total),
+            (group.reduce_scatter_single_coalesced, ([first], [wide]), first, total),
+        ):
+            result.fill_(-1)
+            assert call(*inputs).wait()
+            assert torch.equal(result, want)
+        received = torch.empty(2)
+        sent = group.send([torch.full((2,), 5.0)], (rank + 1) % size, 3)
+        group.recv_anysource([received], 3).wait()
+        sent.wait()
+        assert received.tolist() == [5.0, 5.0]
+
+        group.set_timeout(timedelta(seconds=15))
+        assert backend.options._timeout == timedelta(seconds=15)
+        group._start_coalescing(cpu)
+        group.allreduce([own])
+        group._end_coalescing(cpu).wait()
+        group.monitored_barrier(timeout, True)
+        part = group.split_group(list(range(size)), opts=backend.options)
+        assert part._get_backend(cpu).name() == "mpicoll"
+        assert backend.get_error() == ErrorType.SUCCESS
+        part.shutdown()
+        group.shutdown()
+        assert backend.get_error() == ErrorType.REMOTE_ERROR
+
     def test_sequence_number_and_pending_works(self) -> None:
         group: Any = dist.group.WORLD
         before = group._get_sequence_number_for_group()
@@ -141,13 +207,13 @@ class TestGroup:
             pass
 
     def test_shared_memory_for_tensors(self) -> None:
-        if dist.get_world_size() == 1:
-            pytest.skip("one rank shares nothing")
         backend, cpu = operations(), torch.device("cpu")
+        arena = backend.comm._core.arena()
+        if arena is None:
+            pytest.skip("the ranks share no memory")
         assert backend.supports_tensor_alloc(cpu)
         assert not backend.supports_tensor_alloc(-1)  # as C++ code asks
         assert not backend.supports_tensor_alloc(torch.device("cuda"))
-        arena = backend.comm._core.arena()
 
         def allocate(count: int) -> torch.Tensor:
             return backend.allocate_tensor(count, dtype=torch.float64, device=cpu)
@@ -185,7 +251,8 @@ class TestGroup:
                 model(torch.full((4, 40), 1.0 + dist.get_rank())).square().mean().backward()
                 optimizer.step()
             trained.append([one.full_tensor() for one in model.parameters()])
-        assert operations(mesh.get_group())._tensor_pool._num_blocks
+        backend = operations(mesh.get_group())
+        assert bool(backend._tensor_pool._num_blocks) == (backend.comm._core.arena() is not None)
         for plain, in_shared in zip(*trained, strict=True):
             torch.testing.assert_close(in_shared, plain)
 
