@@ -6,7 +6,7 @@ The general path checks and prepares each call. The fast path prepares once for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from mpicoll.collectives.call import MAX_CACHED_CALLS, MISSING
 from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.executors.native import bind_native
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, get_forced_rules
 from mpicoll.torch.c10d_collectives import convert_reduce_op
 from mpicoll.transport.base import Native
+
+if TYPE_CHECKING:
+    from mpicoll._shm import NativeCall
 
 CacheEntry: TypeAlias = "tuple[Any, Call] | bool"
 """Prepared function for calls of one kind, and their Call record; False if the general path must run them."""
@@ -84,7 +88,8 @@ class FastPath:
         try:
             if tensor.__class__ is not _TENSOR or not tensor.is_cpu or tensor.is_neg() or not tensor.is_contiguous():
                 return False
-            shape, address = tensor.shape, tensor.data_ptr()
+            tensor.data_ptr()
+            shape = tensor.shape
         except RuntimeError:
             return False
         if get_forced_rules() or (self._queue.observer is not None and self._queue.needs_every_operation):
@@ -96,14 +101,11 @@ class FastPath:
         if cached is False:
             return False
         reduce, call = cached
-        if reduce.__class__ is SharedMemoryCollective:
-            return self._run_bound(((reduce, _view_flat), call), tensor, tensor, ("all_reduce", op.__class__, op_hash))
-        if reduce.__class__ is _ReduceInWorkMemory:
-            if tensor.is_inference():
-                return False  # torch rejects copies to inference tensors
-            self._run(reduce, call, tensor)
-        else:
-            self._run(reduce, call, address)
+        if reduce.__class__ is not _ReduceInWorkMemory:
+            return self._run_bound(cached, tensor, tensor, ("all_reduce", op.__class__, op_hash))
+        if tensor.is_inference():
+            return False  # torch rejects copies to inference tensors
+        self._run(reduce, call, tensor)
         return True
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> bool:
@@ -204,10 +206,10 @@ class FastPath:
             # The cache is cleared so that algorithms are selected again with this knowledge.
             self._cache.clear()
             return False
-        collective = function.find_compiled() if isinstance(function, SharedMemoryCollective) else None
-        if collective is not None:
+        carrier = None if self._queue.calls is None else function.find_compiled()
+        if carrier is not None:
             given = _NOTHING if tensor is None else tensor
-            self._queue.add_call(name, given, output, None, collective, call, in_place=output is tensor)
+            self._queue.add_call(name, given, output, None, carrier, call, in_place=output is tensor)
         return True
 
     def _add_to_cache(self, key: tuple[Any, ...], bound: tuple[Any, Call] | bool, name: str) -> Any:
@@ -220,19 +222,23 @@ class FastPath:
         return bound
 
     def _bind_in_place(self, tensor: torch.Tensor, op: Any) -> CacheEntry:
-        """Return a function that reduces tensors like this one in place: at an address, or through shared memory."""
+        """Return a function that reduces tensors like this one in place, and the view of tensors that it takes; or one
+        that takes tensors."""
         count = tensor.numel()
         bound = self._bind_reduction("allreduce", tensor, op, (count,))
-        if isinstance(bound, bool) or isinstance(bound[0], SharedMemoryCollective):
+        if isinstance(bound, bool):
             return bound
-        (arrays, native), call = bound
+        function, call = bound
+        if isinstance(function, SharedMemoryCollective):
+            return (function, _view_flat), call
+        arrays, native = function
         ready = arrays.reduction
-        reduce = native.bind_allreduce_in_place(ready.work, count, ready.native)
         wider = tensor.dtype not in _NUMPY
         if ready.finish is None and not wider:
-            return reduce, call
+            return (_NativeCollective(arrays, native, ready.work), _native_view(native, ready.work)), call
         if wider and count > _MAX_WORK_ELEMENTS:
             return False
+        reduce = native.bind_allreduce_in_place(ready.work, count, ready.native)
         divisor = None if ready.finish is None else self._comm.size
         return _ReduceInWorkMemory(reduce, _allocate_work(count) if wider else None, divisor), call
 
@@ -249,7 +255,7 @@ class FastPath:
         dtype = _NUMPY.get(tensor.dtype)
         if arrays.reduction.finish is not None or dtype is None:
             return False
-        return (arrays.native_call(native), _native_view(native, dtype)), call
+        return (_NativeCollective(arrays, native, dtype), _native_view(native, dtype)), call
 
     def _bind_reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> CacheEntry:
         """Return a shared-memory reduction, or the arrays of a native one and the MPI library, and the Call record.
@@ -295,7 +301,27 @@ class FastPath:
             return (SharedMemoryCollective(self._comm, choice, arrays, _BYTES, call=call), _view_bytes), call
         if choice.algorithm is not None or self._native is None:
             return False
-        return (arrays.native_call(self._native), _native_view(self._native, _BYTES)), call
+        return (_NativeCollective(arrays, self._native, _BYTES), _native_view(self._native, _BYTES)), call
+
+
+class _NativeCollective:
+    """Collective of the MPI library on memory of `dtype` like `arrays`, on all ranks alike."""
+
+    __slots__ = ("_arrays", "_call", "_dtype", "_native")
+
+    def __init__(self, arrays: CollectiveArrays, native: Native, dtype: np.dtype[Any]) -> None:
+        self._arrays = arrays
+        self._native = native
+        self._dtype = dtype
+        self._call = arrays.native_call(native)
+
+    def __call__(self, source: Any, target: Any) -> None:
+        self._call(source, target)
+
+    def find_compiled(self) -> NativeCall | None:
+        """Return what carries out the collective in the extension; None if only Python can do that."""
+        has_data = self._arrays.collective != "barrier"
+        return bind_native(self._arrays, self._native, self._dtype, has_input=has_data, has_output=has_data)
 
 
 class _ReduceInWorkMemory:
