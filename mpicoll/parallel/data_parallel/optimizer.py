@@ -13,7 +13,8 @@ from torch.nn import Parameter
 
 from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.core.communicator import Communicator
-from mpicoll.errors import ArgumentError, DTypeError
+from mpicoll.engine.core.process_local import refuse_pickling
+from mpicoll.errors import ArgumentError, DTypeError, MismatchError
 from mpicoll.parallel.data_parallel.agreement import check_agreement
 from mpicoll.parallel.data_parallel.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpicoll.parallel.data_parallel.compression import Compression, Compressor
@@ -70,6 +71,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # A GradScaler then divides the gradients itself instead of passing the scale to `step`.
     _step_supports_amp_scaling = False
+
+    __reduce_ex__ = refuse_pickling(
+        "DistributedOptimizer", "pass on its state_dict(), and wrap a copy of the optimizer of torch.optim"
+    )
 
     _comm: Communicator
     _num_steps: int
@@ -175,7 +180,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         norm before, the same on all ranks. With tensor parallel layers, call :meth:`synchronize` and
         :func:`mpicoll.parallel.clip_grad_norm_` instead."""
         self._synchronize_once()
-        return torch.nn.utils.clip_grad_norm_(self._list_parameters(), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(map(_stand_in, self._list_parameters()), max_norm, norm_type)
 
     def join(self) -> int:
         """Take part in the steps of other ranks, with zeros, until all ranks have called this. Collective.
@@ -276,7 +281,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._comm = comm.duplicate() if comm.size > 1 else comm
         self._set_reducer()
         if self._reducer is not None:
-            check_agreement("DistributedOptimizer", self._comm, self._reducer.describe(), _REMEDY)
+            try:
+                check_agreement("DistributedOptimizer", self._comm, self._reducer.describe(), _REMEDY)
+            except MismatchError:  # on all ranks
+                self.close()
+                raise
 
     def _set_reducer(self) -> None:
         if self._reducer is not None:
@@ -298,3 +307,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for index, one in enumerate(group["params"])
             if one.requires_grad
         ]
+
+
+def _stand_in(parameter: Parameter) -> Tensor:
+    """Return a tensor whose gradient is the memory of that of `parameter`, but dense, as torch clips no sparse one."""
+    if parameter.grad is None or parameter.grad.layout is torch.strided:
+        return parameter
+    parameter.grad = parameter.grad.coalesce()
+    values = parameter.grad.values()
+    stand_in = torch.empty_like(values)
+    stand_in.grad = values
+    return stand_in

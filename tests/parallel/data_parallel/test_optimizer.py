@@ -240,16 +240,20 @@ def test_sparse_gradients(several: Ranks) -> None:
         model = Words()
         fill(model)
         reference = copy.deepcopy(model)
+        reference.words.sparse = reference.rare.sparse = False
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             model(world.rank).backward()
+            norm = optimizer.clip_grad_norm_(0.5)
+            assert norm > 0.5
             optimizer.step()
             assert model.words.weight.grad is not None
             assert model.words.weight.grad.is_sparse
             plain.zero_grad()
             (sum(reference(rank) for rank in range(world.size)) / world.size).backward()
+            torch.testing.assert_close(nn.utils.clip_grad_norm_(reference.parameters(), 0.5), norm)
             plain.step()
         assert_same_bits(flatten(model))
         torch.testing.assert_close(flatten(model), flatten(reference), rtol=0, atol=1e-12)
@@ -366,6 +370,8 @@ def test_wrong_use(several: Ranks) -> None:
         ):
             with pytest.raises(mpicoll.ArgumentError, match=message):
                 DistributedOptimizer(torch.optim.SGD(model.parameters()), **arguments)
+        with pytest.raises(TypeError, match=r"state_dict\(\), and wrap"):
+            copy.deepcopy(optimizer)
         with pytest.raises(mpicoll.ArgumentError, match="already"):
             DistributedOptimizer(optimizer)
         nothing = nn.Parameter(torch.ones(1), requires_grad=False)
@@ -384,6 +390,8 @@ def test_models_that_differ(several: Ranks) -> None:
         with pytest.raises(mpicoll.MismatchError) as found:
             DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parameters())
         assert found.value.ranks == (1,) or mpicoll.world().size == 2
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()  # without hooks
         same = nn.Linear(2, 3)
         compression = Compression.bf16 if rank == 1 else Compression.none
         with pytest.raises(mpicoll.MismatchError, match=r"rank 1 has op avg.*Compression\.bf16"):
