@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from mpicoll.cli import formatting
-from mpicoll.cli.bench.measure import Wrong, time_calls
+from mpicoll.cli.bench.measure import Wrong
 from mpicoll.cli.bench.report import describe_run
 from mpicoll.cli.bench.team import Team
-from mpicoll.cli.study.methods import Method, Model, list_methods, prepare_steps
+from mpicoll.cli.study.methods import Method, Model, list_methods, prepare_block
 from mpicoll.cli.study.wire import count_link_bytes
 from mpicoll.engine.world import world
 from mpicoll.errors import AlgorithmError, ArgumentError
@@ -107,7 +107,9 @@ def _measure_size(
 
 def _time_steps(team: Team, method: Method, model: Model, count: int) -> float:
     """Return the seconds per step of a block of `count` steps on this rank."""
-    return time_calls(prepare_steps(method, model, count), 1, team.barrier) / count
+    train = prepare_block(method, model, count)
+    team.barrier()
+    return train() / count
 
 
 def _prepare_checked(team: Team, method: Method, nbytes: int, absent: dict[str, str]) -> Model | None:
@@ -115,7 +117,7 @@ def _prepare_checked(team: Team, method: Method, nbytes: int, absent: dict[str, 
     model = Model(nbytes, team.rank)
     reason, right = "", True
     try:
-        train = prepare_steps(method, model, 1)
+        train = prepare_block(method, model, 0)
         team.barrier()
         train()
         right = team.rank < method.servers or model.check(range(method.servers, team.size))

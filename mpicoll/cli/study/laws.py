@@ -15,7 +15,7 @@ from mpicoll.schedules.patterns import binomial_children, ceil_log2, fold, power
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """`formula` is the law of the busiest rank as text, `source` its publication.
+    """`formula` is the law of the busiest rank as text, `source` where the method comes from.
 
     ``busiest(ranks, servers)`` evaluates the formula; ``of_rank(rank, ranks, servers)`` is the law of any rank.
     """
@@ -46,7 +46,7 @@ LAWS: dict[str, Law] = {
     ),
     "master_worker": Law(
         "(P - 1) N",
-        "Chan et al. 2007, section 3",
+        "the textbook star",
         lambda ranks, _: Fraction(ranks - 1),
         lambda rank, ranks, _: Fraction(1 if rank else ranks - 1),
     ),

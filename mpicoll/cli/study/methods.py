@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import repeat
@@ -99,35 +100,52 @@ class Model:
         return bool(np.array_equal(self.weights, -np.float32(LEARNING_RATE) * total))
 
 
-def prepare_steps(method: Method, model: Model, count: int) -> Callable[[], None]:
-    """Return a function that takes `count` steps of training on this rank, but for the computation of the gradients.
+def prepare_block(method: Method, model: Model, count: int) -> Callable[[], float]:
+    """Return a function that takes a first step of training, but for the computation of the gradients, and `count` more
+    steps, and returns the seconds of the latter on this rank.
 
-    It raises AlgorithmError where the algorithm can't serve these ranks. Collective.
+    The first step is not timed, as the memory of new servers and workers has not been used before. Raises
+    AlgorithmError where the algorithm can't serve these ranks. Collective.
     """
     if method.servers:
         return _prepare_parameter_server(method.servers, model, count)
     total = np.empty_like(model.gradients)
     algorithm = _ALGORITHMS[method.name]
 
-    def train() -> None:
-        for _ in repeat(None, count):
-            mpicoll.allreduce(model.gradients, out=total, algorithm=algorithm)
-            np.multiply(total, np.float32(-LEARNING_RATE), out=total)
-            np.add(model.weights, total, out=model.weights)
+    def step() -> None:
+        mpicoll.allreduce(model.gradients, out=total, algorithm=algorithm)
+        np.multiply(total, np.float32(-LEARNING_RATE), out=total)
+        np.add(model.weights, total, out=model.weights)
 
-    return train
+    return lambda: _time_steps(step, count)
 
 
-def _prepare_parameter_server(servers: int, model: Model, count: int) -> Callable[[], None]:
-    """Return the steps of a server or of a worker, with the end of both. The first ranks are the servers."""
+def _prepare_parameter_server(servers: int, model: Model, count: int) -> Callable[[], float]:
+    """Return the block of a server, which takes no time of its own, or of a worker. The first ranks are the servers."""
     if mpicoll.world().rank < servers:
-        return ParameterServer(SGD(lr=LEARNING_RATE), reduction="sum").run
+        server = ParameterServer(SGD(lr=LEARNING_RATE), reduction="sum")
+
+        def serve() -> float:
+            server.run()
+            return 0.0
+
+        return serve
     worker = Worker({"model": model.weights})
 
-    def train() -> None:
-        for _ in repeat(None, count):
-            worker.push_gradients({"model": model.gradients})
-            worker.pull_weights()
-        worker.close()
+    def step() -> None:
+        worker.push_gradients({"model": model.gradients})
+        worker.pull_weights()
 
-    return train
+    def work() -> float:
+        with worker:
+            return _time_steps(step, count)
+
+    return work
+
+
+def _time_steps(step: Callable[[], None], count: int) -> float:
+    step()
+    begin = time.perf_counter()
+    for _ in repeat(None, count):
+        step()
+    return time.perf_counter() - begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -57,9 +58,10 @@ _METHOD = """\
 ## How it was measured
 
 A step is what lies between the gradients and the new weights: the sum of the gradients of all workers, and the update.
-The first step of each method is compared with the exact result. Methods take turns in blocks of steps; a time is the
-median over the blocks of the time of the slowest rank. Bytes are counted in the schedules and, where each rank has a
-host of its own, by the counters of the network interfaces, which include the headers of all protocols.
+The first step of each method is compared with the exact result. Methods take turns in blocks of steps, of which the
+first one is not timed; a time is the median over the blocks of the time of the slowest rank. Bytes are counted in the
+schedules and, where each rank has a host of its own, by the counters of the network interfaces, which include the
+headers of all protocols. A parameter server has fewer workers than ranks, so its sum has fewer gradients.
 `mpicoll study sync --page DIR` writes this page.
 """
 
@@ -95,7 +97,12 @@ def _compose(study: dict[str, Any], figures: dict[str, str]) -> str:
     if "prediction" in figures:
         parts += _describe_prediction(study["prediction"], figures["prediction"])
     parts.append(_METHOD.strip())
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(map(_wrap, parts)) + "\n"
+
+
+def _wrap(part: str) -> str:
+    """Return a paragraph in lines of 120 characters; other parts as they are."""
+    return part if "\n" in part or part.startswith("!") else textwrap.fill(part, 120, break_on_hyphens=False)
 
 
 def _tabulate(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> str:
@@ -136,14 +143,15 @@ def _find_fastest(run: dict[str, Any], nbytes: int) -> str:
     points = sorted((p for p in run["points"] if p["nbytes"] == nbytes), key=lambda point: point["seconds"])
     first, last = ({"label": Method(p["method"], p["servers"]).label, **p} for p in (points[0], points[-1]))
     return (
-        f"N = {formatting.nbytes(nbytes)}: {first['label']} takes {formatting.seconds(first['seconds'])},"
-        f" {last['label']} {last['seconds'] / first['seconds']:.1f} times as long."
+        f"N = {formatting.nbytes(nbytes)}: the fastest is {first['label']}, {formatting.seconds(first['seconds'])}; the"
+        f" slowest is {last['label']}, which takes {last['seconds'] / first['seconds']:.1f} times as long."
     )
 
 
 def _describe_prediction(prediction: dict[str, Any], figure: str) -> list[str]:
     ranks, cluster = report.shown_ranks(prediction), prediction["cluster"]
-    rows = report.prediction_rows(prediction, report.sizes_of(prediction["points"])[-1], ranks)
+    nbytes = report.sizes_of(prediction["points"])[-1]
+    rows = report.prediction_rows(prediction, nbytes, ranks)
     each = cluster["ranks_per_node"]
     alpha, links, sums = formatting.seconds(cluster["net_alpha"]), 1 / cluster["net_beta"], 1 / cluster["gamma"]
     return [
@@ -152,6 +160,7 @@ def _describe_prediction(prediction: dict[str, Any], figure: str) -> list[str]:
             "The simulator follows the schedule of each method on a cluster that is described by a few numbers:"
             f" {'one rank' if each == 1 else f'{each} ranks'} on each node, {alpha} for each message between nodes,"
             f" links of {formatting.rate(links)} GB/s each way, and sums of {formatting.rate(sums)} GB/s."
+            f" The model has N = {formatting.nbytes(nbytes)}."
         ),
         f"![The simulated time of a step over the number of ranks]({figure})",
         _tabulate(["method", *(f"P = {one}" for one in ranks)], rows),

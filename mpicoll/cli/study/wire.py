@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpicoll.cli.bench.team import Team
-from mpicoll.cli.study.methods import Method, Model, prepare_steps
+from mpicoll.cli.study.methods import Method, Model, prepare_block
 from mpicoll.proc_files import read_file
 
 _COUNTED = 4
@@ -15,8 +15,8 @@ def count_link_bytes(team: Team, method: Method, model: Model) -> list[list[floa
     unless each rank has a node of its own."""
     if team.comm.num_nodes < team.size:
         return None
-    prepare_steps(method, model, 1)()
-    train = prepare_steps(method, model, _COUNTED)
+    prepare_block(method, model, 0)()
+    train = prepare_block(method, model, _COUNTED - 1)
     team.barrier()
     before = _read_interfaces()
     train()
