@@ -264,7 +264,7 @@ class Transport(Protocol):
     def split(self, color: int | None, key: int) -> Transport | None:
         """Return the group of this rank's color, ordered by key, then by rank; None without a color. Collective."""
 
-    def group(self, ranks: Sequence[int], *, independent: bool = False) -> Transport:
+    def group(self, ranks: Sequence[int], independent: bool = False) -> Transport:
         """Return a group of `ranks` in that order. Only these ranks must call it.
 
         An `independent` group is not revoked with this one, only when one of its own ranks has died.

@@ -138,7 +138,10 @@ def test_allreduce_by_hand(size: int) -> None:
     assert all(float(counted) == pytest.approx(float(law), abs=0.02) for _, counted, law in laws), done.stdout
 
 
-NEEDING = ["digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp", "data_parallel"]
+NEEDING = [
+    *("digits", "ddp_digits", "fsdp_gpt", "gpt_3d", "resilient_digits", "resilient_ddp", "data_parallel"),
+    "parameter_server",
+]
 
 
 @pytest.mark.slow

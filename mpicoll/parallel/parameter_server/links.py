@@ -127,7 +127,5 @@ class Links:
 
 def _independent_group(core: CommunicatorCore, ranks: Sequence[int]) -> Transport:
     call = Call(f"group({','.join(map(str, ranks))})", collective=False)
-    group: Transport = core.queue.run_after_pending(
-        lambda: core.transport.group(ranks, independent=True), call, list(ranks)
-    )
+    group: Transport = core.queue.run_after_pending(lambda: core.transport.group(ranks, True), call, list(ranks))
     return group

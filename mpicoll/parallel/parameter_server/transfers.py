@@ -10,10 +10,41 @@ from mpicoll.engine.core.poller import poller
 from mpicoll.errors import CommunicationError
 from mpicoll.parallel.parameter_server.links import Link
 from mpicoll.parallel.parameter_server.messages import Array
-from mpicoll.transport.base import Pending
+from mpicoll.transport.base import Envelope, Pending
+
+IN_FLIGHT = 2
+"""Large messages on their way to one rank at a time. MPI moves all that have been started side by side, so that all
+would arrive at the end, and none could be answered while others arrive."""
 
 _WINDOW = 4
 """Transfers that are tested at a time: a test of any makes MPI move all."""
+
+
+class QueuedSend:
+    """Send that starts after earlier ones to the same server."""
+
+    def __init__(self, link: Link, data: Array, tag: int) -> None:
+        self._link, self._data, self._tag = link, data, tag
+        self._pending: Pending | None = None
+        self._error: CommunicationError | None = None
+
+    @property
+    def has_started(self) -> bool:
+        """True if the data is being sent, or the send has failed."""
+        return self._pending is not None or self._error is not None
+
+    def start(self) -> None:
+        """Start to send. An error is raised by :meth:`test`."""
+        try:
+            self._pending = self._link.send(self._data, self._tag)
+        except CommunicationError as error:
+            self._error = error
+
+    def test(self) -> Envelope | None:
+        """Return the envelope if the data has been sent, else None."""
+        if self._error is not None:
+            raise self._error
+        return None if self._pending is None else self._pending.test()
 
 
 class Transfers:
@@ -25,6 +56,7 @@ class Transfers:
         self._background = all(link.transport.background and link.transport.native is not None for link in links)
         self._lock = threading.Lock()
         self._left: deque[Pending] = deque()
+        self._queues: list[deque[QueuedSend]] = [deque() for _ in links]
         self._watched = False
 
     def send(self, server: int, data: Array, tag: int) -> Pending:
@@ -32,6 +64,15 @@ class Transfers:
         pending = self._links[server].send(data, tag)
         self._add(pending)
         return pending
+
+    def send_in_turn(self, server: int, data: Array, tag: int) -> QueuedSend:
+        """Send `data` when what was passed to this method before has been sent."""
+        send = QueuedSend(self._links[server], data, tag)
+        with self._lock:
+            self._queues[server].append(send)
+            self._start_sends()
+        self._watch()
+        return send
 
     def recv(self, server: int, data: Array, tag: int) -> Pending:
         """Start to receive into `data`."""
@@ -42,26 +83,41 @@ class Transfers:
     def _add(self, pending: Pending) -> None:
         with self._lock:
             self._left.append(pending)
+        self._watch()
+
+    def _watch(self) -> None:
+        with self._lock:
             start = self._background and not self._watched
             self._watched = self._watched or start
         if start:
             # With a callback, the thread tests more often.
             poller.watch(self, lambda: None)
 
+    def _start_sends(self) -> None:
+        """Start the sends whose turn it is. The lock is held."""
+        for queue in self._queues:
+            for send in list(queue)[:IN_FLIGHT]:
+                if _has_ended(send):
+                    queue.remove(send)
+            for send in list(queue)[:IN_FLIGHT]:
+                if not send.has_started:
+                    send.start()
+
     def test(self) -> bool:
         """Make progress. Return True if no transfer is left. Called by the poller, so it does not raise."""
         with self._lock:
+            self._start_sends()
             for _ in range(min(_WINDOW, len(self._left))):
                 pending = self._left.popleft()
                 if not _has_ended(pending):
                     self._left.append(pending)
-            if self._left:
+            if self._left or any(self._queues):
                 return False
             self._watched = False
             return True
 
 
-def _has_ended(pending: Pending) -> bool:
+def _has_ended(pending: Pending | QueuedSend) -> bool:
     try:
         return pending.test() is not None
     except CommunicationError:

@@ -31,8 +31,7 @@ from mpicoll.parallel.parameter_server.messages import (
 from mpicoll.parallel.parameter_server.models import make_model
 from mpicoll.parallel.parameter_server.plan import Bucket, make_plan
 from mpicoll.parallel.parameter_server.pull import Pull
-from mpicoll.parallel.parameter_server.transfers import Transfers
-from mpicoll.transport.base import Pending
+from mpicoll.parallel.parameter_server.transfers import QueuedSend, Transfers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,6 +55,10 @@ class Worker:
         comm: the communicator; None is :func:`mpicoll.world`.
         timeout: seconds that each wait for a server may take; by default the communicator's. In mode "sync" and "ssp"
             a pull waits for other workers, too.
+
+    Attributes:
+        rank: the rank in `comm`.
+        clock: the number of pushes.
 
     Raises:
         ArgumentError: an argument is invalid, the models of the workers differ, or no rank is a server; on all ranks.
@@ -111,10 +114,10 @@ class Worker:
         ]
         self._pull: Pull | None = None
         self._sent: set[tuple[int, int]] = set()
-        self._sends: dict[tuple[int, int], Pending] = {}
+        self._sends: dict[tuple[int, int], QueuedSend] = {}
         self._closed = False
+        self.rank = communicator.rank
         self.clock = 0
-        """Number of pushes."""
         if communicator.rank == self._job.workers[0]:
             for key in self._keys:
                 memory = self._pulled[key].copy()
@@ -184,7 +187,9 @@ class Worker:
                 self._model.store_gradient(gradient, part, data)
 
         self._each_part(key, memory, store)
-        self._sends[key] = self._guarded(lambda: self._transfers.send(key[0], memory, tag_of(key[1], Payload.GRADIENT)))
+        self._sends[key] = self._guarded(
+            lambda: self._transfers.send_in_turn(key[0], memory, tag_of(key[1], Payload.GRADIENT))
+        )
         self._sent.add(key)
 
     def _send_rows(self, key: tuple[int, int], gradient: Any) -> int:
@@ -303,6 +308,7 @@ class Worker:
 
         def done() -> bool:
             self._check_notices()
+            self._transfers.test()
             return bool(ready())
 
         def needed() -> list[int]:

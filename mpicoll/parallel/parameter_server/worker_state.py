@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,6 +22,7 @@ from mpicoll.parallel.parameter_server.messages import (
     tag_of,
 )
 from mpicoll.parallel.parameter_server.plan import Bucket
+from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT
 from mpicoll.transport.base import Pending
 
 _WINDOW = 4
@@ -54,6 +56,7 @@ class WorkerState:
         self._sparse = [index for index, bucket in enumerate(buckets) if bucket.sparse]
         self._dense = [index for index, bucket in enumerate(buckets) if not bucket.sparse]
         self._arriving: dict[int, list[Pending]] = {}
+        self._queue: deque[tuple[int, Array]] = deque()
         self._sends: dict[int, Pending] = {}
         self._unanswered: list[int] = []
         self._wanted_rows: dict[int, Array] = {}
@@ -85,17 +88,18 @@ class WorkerState:
                 del self._arriving[index]
                 self.arrived.add(index)
                 progressed = True
-        for index in list(self._sends)[:_WINDOW]:
+        for index in list(self._sends):
             if self._sends[index].test() is not None:
                 del self._sends[index]
                 progressed = True
+        self._start_sends()
         return progressed
 
     def _may_take(self, request: Request) -> bool:
         """Return True unless `request` has to wait until the last push has been applied, or the last pull answered."""
         if request.kind is Kind.PULL:
             return self.pull is None
-        return self.push is None and (request.kind is Kind.PUSH or not self._sends)
+        return self.push is None and (request.kind is Kind.PUSH or not (self._sends or self._queue))
 
     def _take(self, request: Request) -> None:
         if request.kind is Kind.PUSH:
@@ -142,7 +146,7 @@ class WorkerState:
 
     def is_sending(self, index: int) -> bool:
         """Return True if the weights of a bucket are being sent."""
-        return index in self._sends
+        return index in self._sends or any(index == queued for queued, _ in self._queue)
 
     def list_unanswered(self) -> list[int]:
         """Return the buckets that the current pull still has to be sent."""
@@ -158,8 +162,14 @@ class WorkerState:
             weights = weights.reshape(-1, bucket.row * bucket.itemsize)[rows].reshape(-1)
         elif copy:
             weights = weights.copy()
-        self._sends[index] = self.link.send(weights, tag_of(index, Payload.WEIGHTS))
+        self._queue.append((index, weights))
         self._unanswered.remove(index)
+        self._start_sends()
+
+    def _start_sends(self) -> None:
+        while self._queue and len(self._sends) < IN_FLIGHT:
+            index, weights = self._queue.popleft()
+            self._sends[index] = self.link.send(weights, tag_of(index, Payload.WEIGHTS))
 
     def finish_pull(self) -> bool:
         """Take note that the pull was answered, if it was; return True then."""
@@ -183,3 +193,4 @@ class WorkerState:
         self.arrived.clear()
         self._arriving.clear()
         self._sends.clear()
+        self._queue.clear()

@@ -312,7 +312,7 @@ class LocalTransport:
         # Groups of one split share nothing, so they may share the pair of contexts.
         return self._child(tuple(mine), contexts)
 
-    def group(self, ranks: Sequence[int], *, independent: bool = False) -> LocalTransport:
+    def group(self, ranks: Sequence[int], independent: bool = False) -> LocalTransport:
         members = tuple(self._members[rank] for rank in ranks)
         number = self._groups[members] = self._groups.get(members, -1) + 1
         _, contexts = self._exchange_values(("group", self._collective, members, number), None, members)

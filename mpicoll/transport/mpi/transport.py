@@ -201,7 +201,7 @@ class MpiTransport(MessagePassing):
         return None if child == MPI.COMM_NULL else self._child(child, child.Dup())
 
     @translates_errors
-    def group(self, ranks: Sequence[int], *, independent: bool = False) -> MpiTransport:
+    def group(self, ranks: Sequence[int], independent: bool = False) -> MpiTransport:
         whole = self._collective.Get_group()
         part = whole.Incl(list(ranks))
         try:
