@@ -12,6 +12,9 @@ if [[ ${1:-} == tidy ]]; then
     shift
 fi
 source ci/setup.sh
+for file in "$@"; do
+    [[ -f $file ]] || { echo "usage: $0 [tidy] [FILES]" >&2; exit 2; }
+done
 sources=("$@")
 [[ $# -gt 0 ]] || sources=(mpicoll/csrc/*.[ch])
 status=0

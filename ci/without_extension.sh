@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run a command in a copy of the checkout without the extension in C: ci/without_extension.sh COMMAND...
 set -euo pipefail
+[[ $# -gt 0 ]] || { echo "usage: $0 COMMAND [ARGUMENTS]" >&2; exit 2; }
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 folder=$(mktemp -d)

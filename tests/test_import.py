@@ -76,6 +76,7 @@ BY_NAME = {
     },
     # Whether MPI and NCCL have been used is asked without loading them.
     "engine/startup.py": {"mpicoll.engine.executors.nccl", "mpicoll.transport.mpi"},
+    "launch/program.py": {"mpicoll.transport.mpi"},
 }
 """The modules that are named by a string, where the contracts on imports don't see them."""
 

@@ -32,6 +32,7 @@ LOOKS = {
     "engine/diagnostics/process_exit.py": "folds the traceback of an error that ends the program",
     "engine/diagnostics/flight_recorder.py": "finds the line that calls us, at the time of the call",
     "launch/rank.py": "shows the traceback of a function",
+    "launch/program.py": "shows the traceback of a program",
     "autoload.py": "is called by torch without what it needs",
     "legacy_autoload.py": "the same",
     "torch/legacy/c10d_frames.py": "the same",
