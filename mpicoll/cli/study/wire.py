@@ -19,6 +19,7 @@ def count_link_bytes(team: Team, method: Method, model: Model) -> list[list[floa
     train = prepare_block(method, model, _COUNTED - 1)
     team.barrier()
     before = _read_interfaces()
+    team.barrier()  # a rank that begins earlier would send bytes that another one does not count
     train()
     team.barrier()
     after = _read_interfaces()
