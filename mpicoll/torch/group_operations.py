@@ -123,6 +123,11 @@ class GroupOperations:
         fast_path = None if opts.asyncOp or profiler._is_profiler_enabled or callback_context.path else self._fast_path
         if fast_path is not None and fast_path.all_reduce(tensor, op):
             return self.blocking_result
+        # A method of its own, because variables of a closure would cost each call 80 ns.
+        return self._run_or_start_all_reduce(tensors, op, opts)
+
+    def _run_or_start_all_reduce(self, tensors: list[torch.Tensor], op: Any, opts: Any) -> Work | None:
+        (tensor,) = tensors
         prepare = c10d_collectives.all_reduce if tensor.layout is torch.strided else sparse.all_reduce
         return self._run_or_start("all_reduce", opts, lambda comm: prepare(comm, tensor, op), tensors)
 
