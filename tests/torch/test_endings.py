@@ -52,7 +52,7 @@ def end(tmp_path: Path, program: str, size: int = 3, *, warm: bool = False, **va
 
 @pytest.mark.slow
 def test_an_exception_on_one_rank(tmp_path: Path) -> None:
-    status, output = end(tmp_path, "if rank == 1: raise ValueError('no such luck')\n" + GO_ON)
+    status, output = end(tmp_path, "if rank == 1: raise ValueError('no such luck')\n" + GO_ON, warm=True)
     assert status != 0
     assert "ValueError: no such luck" in output
     assert "reached the end" not in output
@@ -60,7 +60,7 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sys_exit_on_one_rank(tmp_path: Path) -> None:
-    status, output = end(tmp_path, "if rank == 1: sys.exit(5)\n" + GO_ON, size=2)
+    status, output = end(tmp_path, "if rank == 1: sys.exit(5)\n" + GO_ON, size=2, warm=True)
     assert status == 5
     assert "left by sys.exit with status 5" in output
 
@@ -74,9 +74,8 @@ def test_sys_exit_with_a_text(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_interrupt_in_python(tmp_path: Path) -> None:
-    status, output = end(
-        tmp_path, "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n" + GO_ON, size=2
-    )
+    program = "if rank == 1: os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n"
+    status, output = end(tmp_path, program + GO_ON, size=2, warm=True)
     assert status != 0
     assert "KeyboardInterrupt" in output
 
@@ -90,7 +89,7 @@ if rank == 1:
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
 """
     # Without shared memory they would wait in Python, for the comparison of their calls.
-    status, output = end(tmp_path, program + GO_ON, MPICOLL_CHECK="off")
+    status, output = end(tmp_path, program + GO_ON, warm=True, MPICOLL_CHECK="off")
     assert status != 0
     assert re.search(r"interrupted, but all_reduce\(float32\[1000\].* still waits; the job is ended", output)
 
