@@ -371,9 +371,11 @@ print(f"rank {rank} of {size} is done")
 
 
 @pytest.mark.slow
-def test_torch_alone_under_mpirun() -> None:
+def test_torch_alone_under_mpirun(tmp_path: Path) -> None:
     """Made, destroyed and made again, three times."""
-    done = mpirun(3, "-W", "error", "-c", SMALL)
+    script = tmp_path / "program.py"
+    script.write_text(SMALL)
+    done = mpirun(3, "-W", "error", script, warm=True)
     assert done.returncode == 0, done.stdout
     assert sorted(line for line in done.stdout.splitlines() if line) == [
         f"rank {rank} of 3 is done" for rank in range(3)
@@ -481,9 +483,11 @@ print("done")
 
 @pytest.mark.slow
 @of_mpi
-def test_placeholders_do_not_count_for_mpi() -> None:
+def test_placeholders_do_not_count_for_mpi(tmp_path: Path) -> None:
     """Under the name of MPI, rank and size are MPI's whatever the program says, as torch has it."""
-    done = mpirun(2, "-c", PLACEHOLDERS.replace("PORT", repr(str(free_port()))))
+    script = tmp_path / "program.py"
+    script.write_text(PLACEHOLDERS.replace("PORT", repr(str(free_port()))))
+    done = mpirun(2, script, warm=True)
     assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2), done.stdout
 
 
