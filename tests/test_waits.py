@@ -67,7 +67,6 @@ WAITS = {
         "parallel/parameter_server/checkpoint.py::save",
         "parallel/parameter_server/server.py::ParameterServer._receive_initial_weights",
         "parallel/parameter_server/server.py::ParameterServer.update_model",
-        "parallel/parameter_server/worker.py::Worker._start_pull",
         "parallel/parameter_server/worker.py::Worker._wait",
         "parallel/parameter_server/worker.py::Worker.close",
         "parallel/parameter_server/worker.py::Worker.get_weights",

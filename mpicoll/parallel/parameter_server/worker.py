@@ -52,6 +52,8 @@ class Worker:
         sparse: names of tensors whose gradients are rows. Of a module, those of embeddings with ``sparse=True`` are
             added.
         backward_passes: the number of backward passes whose gradients a push adds up; only for a module.
+        prefetch: ask for the next weights with the first gradient of a step, so that they arrive while other gradients
+            are sent. Each push is then followed by a pull, of all rows.
         comm: the communicator; None is :func:`mpicoll.world`.
         timeout: seconds that each wait for a server may take; by default the communicator's. In mode "sync" and "ssp"
             a pull waits for other workers, too.
@@ -79,6 +81,7 @@ class Worker:
         *,
         sparse: Collection[str] = (),
         backward_passes: int = 1,
+        prefetch: bool = False,
         comm: CommLike = None,
         timeout: float | None = None,
     ) -> None:
@@ -113,6 +116,8 @@ class Worker:
             link.recv(memory, NOTICE_TAG) for link, memory in zip(self._links.links, self._notices, strict=True)
         ]
         self._pull: Pull | None = None
+        self._prefetch = prefetch
+        self._early: Pull | None = None
         self._sent: set[tuple[int, int]] = set()
         self._sends: dict[tuple[int, int], QueuedSend] = {}
         self._closed = False
@@ -175,6 +180,9 @@ class Worker:
 
     def _send_bucket(self, key: tuple[int, int], gradients: Sequence[Any]) -> None:
         """Send the gradient of a dense bucket."""
+        if self._prefetch and not self._sent and self._pull is None:
+            self._drop_early_pull()
+            self._early = self._start_pull(self._model, None, self.clock + 1)
         memory, last = self._memory[key], self._sends.get(key)
         if last is not None:
             self._wait("push_gradients", lambda: last.test() is not None, [key[0]])
@@ -230,7 +238,15 @@ class Worker:
             RankFailed, CommunicationError, Timeout: as :meth:`push_gradients`.
         """
         self._check_open("pull_weights")
-        self._pull = self._start_pull(self._model, rows)
+        if self._prefetch and (rows or self._sent):
+            raise ArgumentError(
+                "pull_weights: with prefetch=True, pull after push_gradients, and all rows; a worker without prefetch"
+                " pulls at any time"
+            )
+        if self._pull is not None:
+            self._pull.wait()
+        early, self._early = self._early, None
+        self._pull = self._start_pull(self._model, rows, self.clock) if early is None else early
         if wait:
             self._pull.wait()
         return self._pull
@@ -238,13 +254,14 @@ class Worker:
     def get_weights(self) -> dict[str, Any]:
         """Return the weights of the servers by name, as new arrays or tensors. The model stays as it is."""
         self._check_open("get_weights")
-        copy = self._model.copy()
-        self._start_pull(copy, None).wait()
-        return copy.as_dict()
-
-    def _start_pull(self, model: ArrayModel | ModuleModel, rows: Mapping[str, Any] | None) -> Pull:
         if self._pull is not None:
             self._pull.wait()
+        self._drop_early_pull()
+        copy = self._model.copy()
+        self._start_pull(copy, None, self.clock).wait()
+        return copy.as_dict()
+
+    def _start_pull(self, model: ArrayModel | ModuleModel, rows: Mapping[str, Any] | None, clock: int) -> Pull:
         wanted = self._check_rows(rows or {})
         pull = Pull(self._finish_pull, model)
         counts: list[list[int]] = [[] for _ in self._plan]
@@ -264,7 +281,7 @@ class Worker:
             tag = tag_of(key[1], Payload.WEIGHTS)
             pull.pending[key] = self._guarded(partial(self._transfers.recv, key[0], memory, tag))
         for server, numbers in enumerate(counts):
-            self._send_request(server, Request(Kind.PULL, self.clock, counts=tuple(numbers)))
+            self._send_request(server, Request(Kind.PULL, clock, counts=tuple(numbers)))
         for key, mine in pull.rows.items():
             data = (mine - self._row_range(key)[0]).view(np.uint8)
             self._guarded(partial(self._transfers.send, key[0], data, tag_of(key[1], Payload.PULLED_ROWS)))
@@ -283,6 +300,17 @@ class Worker:
 
     def _finish_pull(self, pull: Pull) -> None:
         """Wait for `pull`, and write the weights into its model."""
+        self._receive(pull)
+        for key in self._keys:
+            memory = pull.memory[key]
+            if key in pull.rows:
+                rows = pull.rows[key]
+                pull.model.write_rows(self._bucket(key).parts[0].tensor, rows, memory)
+            else:
+                self._each_part(key, memory, pull.model.write_weights)
+        self._pull = None
+
+    def _receive(self, pull: Pull) -> None:
         left = dict(pull.pending)
 
         def ready() -> bool:
@@ -292,14 +320,12 @@ class Worker:
             return not left
 
         self._wait("pull_weights", ready, lambda: sorted({server for server, _ in left}))
-        for key in self._keys:
-            memory = pull.memory[key]
-            if key in pull.rows:
-                rows = pull.rows[key]
-                pull.model.write_rows(self._bucket(key).parts[0].tensor, rows, memory)
-            else:
-                self._each_part(key, memory, pull.model.write_weights)
-        self._pull = None
+
+    def _drop_early_pull(self) -> None:
+        """Receive the weights that were asked for in advance, where the program has not pulled them."""
+        early, self._early = self._early, None
+        if early is not None:
+            self._receive(early)
 
     # --- waits and failures
 
@@ -367,6 +393,7 @@ class Worker:
             return
         if self._pull is not None:
             self._pull.wait()
+        self._drop_early_pull()
         self._leave(flag=0)
         self._wait(
             "close",

@@ -34,14 +34,14 @@ def train_alone(make_optimizer: Callable[[Any], Any], workers: int, max_norm: fl
     return module.state_dict()
 
 
-def train(servers: int, optimizer: Any, passes: int = 1, **options: Any) -> Any:
+def train(servers: int, optimizer: Any, passes: int = 1, prefetch: bool = False, **options: Any) -> Any:
     rank = mpicoll.world().rank
     if rank < servers:
         return ParameterServer(optimizer=optimizer, bucket_bytes=64, **options).run()
     module = make_module()
     if rank > servers:
         nn.init.zeros_(module[0].weight)  # only the first worker's values count
-    with Worker(module, backward_passes=passes) as worker:
+    with Worker(module, backward_passes=passes, prefetch=prefetch) as worker:
         worker.pull_weights()
         for step in range(STEPS):
             for _ in range(passes):
@@ -67,7 +67,8 @@ def test_synchronous_training_equals_that_of_one_process(
         pytest.skip("needs a worker")
     expected = train_alone(optimizer, several.size - servers, max_norm)
     scheduler = partial(torch.optim.lr_scheduler.StepLR, step_size=5, gamma=0.5)
-    for state in several(partial(train, servers, optimizer, passes, scheduler=scheduler, max_norm=max_norm)):
+    program = partial(train, servers, optimizer, passes, max_norm is None, scheduler=scheduler, max_norm=max_norm)
+    for state in several(program):
         for name, value in (state or {}).items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
