@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 1 << 19
 """Default size of a message in bytes: long enough for the bandwidth of a network, short enough that the server updates
 one bucket while the next one arrives."""
 
