@@ -26,7 +26,7 @@ class Settings(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a rank states about itself: a server its settings, a worker its model."""
+    """The statements of a rank about itself: a server its settings, a worker its model."""
 
     settings: Settings | None = None
     specs: tuple[TensorSpec, ...] | None = None

@@ -22,7 +22,7 @@ WHOLE = -1
 
 
 class Payload(IntEnum):
-    """What the messages of a bucket carry."""
+    """Contents of the messages of a bucket."""
 
     WEIGHTS = 0
     GRADIENT = 1

@@ -12,7 +12,7 @@ from mpicoll.errors import ArgumentError
 Array: TypeAlias = np.ndarray[Any, Any]
 
 State: TypeAlias = dict[str, Any]
-"""What a rule keeps between two updates of the same weights. Arrays of the shape of the weights are kept by element:
+"""State of a rule between two updates of the same weights. Arrays of the shape of the weights are kept by element:
 an update of some rows changes these rows only."""
 
 Rule: TypeAlias = Callable[[Array, Array, State, int], None]

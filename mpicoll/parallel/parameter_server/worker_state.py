@@ -1,4 +1,4 @@
-"""What a server knows of one worker: the gradients that have arrived, its requests, and what it is sent."""
+"""The state of one worker at a server: the gradients that have arrived, its requests, and the replies."""
 
 from __future__ import annotations
 
