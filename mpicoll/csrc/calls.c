@@ -537,8 +537,8 @@ static PyMethodDef methods[] = {
      " `missing` if there is none, or if the call can't be carried out at once."},
     {"add", add, METH_VARARGS,
      "add(key, x, result, make_result, carrier, call, in_place)\n--\n\nCarry out later calls on arrays like `x` by"
-     " `carrier`, a Collective or a NativeCall. `key` is a tuple of all other arguments; `result` is an array like the result, which `make_result`"
-     " makes. Each is None where there is none."},
+     " `carrier`, a Collective or a NativeCall. `key` is a tuple of all other arguments; `result` is an array like the"
+     " result, which `make_result` makes. Each is None where there is none."},
     {"take_deferred", take_deferred, METH_NOARGS,
      "take_deferred()\n--\n\nReturn the signatures and the entries of the calls that have begun without a comparison,"
      " and forget them."},

@@ -343,8 +343,8 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
     one->own.nbytes = layout->blocks[rank];
 }
 
-/* Plan for which ranks this one waits, if the data fits in small slots or ring slots: those whose data it reads. A small
- * slot would do for the blocks of some ranks only, so all of them decide by the largest ones. */
+/* Plan for which ranks this one waits, if the data fits in small slots or ring slots: those whose data it reads. A
+ * small slot would do for the blocks of some ranks only, so all of them decide by the largest ones. */
 static void plan_waits(Collective *one, const char *name, const Layout *layout)
 {
     const int rank = one->steps->rank, size = one->steps->size;

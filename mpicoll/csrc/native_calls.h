@@ -30,7 +30,7 @@ typedef struct {
     PyObject *function;             /* a method of mpi4py's communicator */
     PyObject *arguments, *in_place; /* tuples; the second one is NULL where the output can't be the input */
     CallMemory *source, *target;    /* to which they refer; NULL: they don't */
-    PyObject *fill;                 /* an element, of which the output consists after the call; NULL: it is the result */
+    PyObject *fill;                 /* an element of which the output consists after the call; NULL: it is the result */
     bool copies;                    /* the input to the output, after the call */
     Summary summary;                /* of the call that it carries out */
     uint32_t signature;             /* of this call; 0: only Python can compare it */

@@ -1,22 +1,22 @@
 /* The synchronisation of the ranks of a node by flags in memory that they share.
  *
- * Each rank has a ring of words: the number of a step in the upper half, and the signature of the operation that the rank
- * carries out in the lower half. A rank ends a step by storing its word, then waits until the words of the other ranks
- * have the same number. It compares the words of all ranks, step by step:
+ * Each rank has a ring of words: the number of a step in the upper half, and the signature of the operation that the
+ * rank carries out in the lower half. A rank ends a step by storing its word, then waits until the words of the other
+ * ranks have the same number. It compares the words of all ranks, step by step:
  *
  * - all are equal: the operation goes on;
  * - the signature of a rank is 0: the rank has failed in this operation, which ends with this step on all ranks;
  * - other signatures differ: the ranks have begun different operations, which end with this step on all ranks.
  *
- * A rank stores the word of a step only after it has seen those of all ranks AHEAD steps before, and the ring has twice
- * as many words. So a word is replaced only after all ranks have seen it, and all of them draw the same conclusion from
- * the words of a step.
+ * A rank stores the word of a step only after it has seen those of all ranks AHEAD steps before, and the ring has
+ * twice as many words. So a word is replaced only after all ranks have seen it, and all of them draw the same
+ * conclusion from the words of a step.
  *
- * Most operations wait for all ranks in each step. Then no rank has gone on when the words of a step differ, and the ranks
- * remain synchronised. A rank that needs no data of others, or not of all, may be ahead of them. That is a part of its
- * word: where words differ after such a rank has gone on, no rank uses this memory any more. The same is true for a rank
- * that stops waiting for the others, because they are late or dead, and abandons the operation. Each of them states in a
- * word of its own that it can't be synchronised any more.
+ * Most operations wait for all ranks in each step. Then no rank has gone on when the words of a step differ, and the
+ * ranks remain synchronised. A rank that needs no data of others, or not of all, may be ahead of them. That is a part
+ * of its word: where words differ after such a rank has gone on, no rank uses this memory any more. The same is true
+ * for a rank that stops waiting for the others, because they are late or dead, and abandons the operation. Each of
+ * them states in a word of its own that it can't be synchronised any more.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -107,8 +107,8 @@ static inline void relax(void)
 #endif
 }
 
-/* Look at the words that have not been seen yet, and return true if there are no more of them. Each is read once after its
- * rank has stored it: that rank goes on, and soon writes to this memory again. */
+/* Look at the words that have not been seen yet, and return true if there are no more of them. Each is read once after
+ * its rank has stored it: that rank goes on, and soon writes to this memory again. */
 static inline bool see_words(const Steps *steps, Words *words)
 {
     for (; words->next < words->end; words->next++) {
@@ -134,8 +134,8 @@ static inline Words begin_words(const Steps *steps)
     return (Words){.step = step, .end = steps->size, .own = get_signature(steps, steps->rank, step)};
 }
 
-/* Look at the words of each step up to `until`. Returns 0 if they have been seen, 1 if they differ in a step, -1 if some
- * have not been stored. */
+/* Look at the words of each step up to `until`. Returns 0 if they have been seen, 1 if they differ in a step, -1 if
+ * some have not been stored. */
 static inline int see_steps(Steps *steps, Words *words, uint32_t until)
 {
     while (see_words(steps, words)) {
@@ -370,8 +370,8 @@ static int wait_in_python(Steps *steps)
     return status;
 }
 
-/* Wait for the ranks from `first` to before `last` to reach a step, without the GIL or in Python. Returns 0 when they have,
- * or the words of an earlier step differ; -1 if the wait has failed. */
+/* Wait for the ranks from `first` to before `last` to reach a step, without the GIL or in Python. Returns 0 when they
+ * have, or the words of an earlier step differ; -1 if the wait has failed. */
 static __attribute__((noinline)) int wait_long(Steps *steps, uint32_t step, int first, int last)
 {
     steps->late = (Words){.step = step, .next = first, .end = last};
@@ -939,7 +939,8 @@ static int set_number_attribute(PyObject *self, PyObject *value, void *unused)
 }
 
 static PyGetSetDef attributes[] = {
-    {"number", get_number_attribute, set_number_attribute, "Number of the last step, modulo 2 to the power of 32.", NULL},
+    {"number", get_number_attribute, set_number_attribute, "Number of the last step, modulo 2 to the power of 32.",
+     NULL},
     {"parity", get_parity_attribute, NULL, "Parity of the slots to write to before the next step.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -99,13 +99,14 @@ int64_t *get_posted(const Steps *steps, int rank, int parity);
  * GIL or, after release_gil, without it. */
 int sync_ranks(Steps *steps);
 
-/* End a step as sync_ranks, but wait only for the ranks from `first` to before `last`, whose data this rank reads. What
- * it has written lies in a small or ring slot. The words of the other ranks are compared before this rank is AHEAD steps
- * further, at the latest. In an operation that C has begun, whose `call` is kept; others wait for all ranks. */
+/* End a step as sync_ranks, but wait only for the ranks from `first` to before `last`, whose data this rank reads.
+ * What it has written lies in a small or ring slot. The words of the other ranks are compared before this rank is
+ * AHEAD steps further, at the latest. In an operation that C has begun, whose `call` is kept; others wait for all
+ * ranks. */
 int sync_with(Steps *steps, int first, int last);
 
-/* Wait until all ranks have reached the last step of this rank, and compare their words. The slots and posted numbers of
- * both parities can be written afterwards. Returns as sync_ranks. */
+/* Wait until all ranks have reached the last step of this rank, and compare their words. The slots and posted numbers
+ * of both parities can be written afterwards. Returns as sync_ranks. */
 int catch_up(Steps *steps);
 
 /* End a step in which this rank has failed. As sync_ranks, but the failure of this rank is not an exception. */
