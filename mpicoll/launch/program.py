@@ -8,9 +8,13 @@ MPI_Finalize. Once mpicoll has started MPI, a failure is left to mpicoll.
 import os
 import runpy
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+_OUTPUT_DELAY = 0.1
+"""Seconds in which the launcher forwards the output, which it stops doing when it ends the job."""
 
 
 def main(words: list[str]) -> None:
@@ -52,6 +56,7 @@ def _end_job(status: int) -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(_OUTPUT_DELAY)
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
         if mpi.Is_initialized() and not mpi.Is_finalized():

@@ -184,7 +184,14 @@ import os, sys, time
 from pathlib import Path
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 print("rank", rank, sys.argv[1:], flush=True)
+printed = Path(__file__).with_name("printed")
+if rank == 0:
+    printed.touch()
 if sys.argv[1] == "fail" and rank == 1:
+    deadline = time.monotonic() + 40
+    while not printed.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)  # the launcher may forward no output after a failure
     raise ValueError("no")
 if sys.argv[1] == "fail" or sys.argv[1] == "wait":
     time.sleep(60)
