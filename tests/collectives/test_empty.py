@@ -139,6 +139,7 @@ def test_more_than_there_is(several: Ranks) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.extension
 def test_more_than_the_node_has() -> None:
     """Not when it is first touched, which would be the end of the process."""
     if mpicoll.world().size == 1:
@@ -326,6 +327,7 @@ def test_memory_goes_with_the_last_array(several: Ranks) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.extension
 def test_mappings_go_with_the_last_array() -> None:
     size = mpicoll.world().size
     if size == 1:
@@ -410,6 +412,7 @@ def test_an_operation_keeps_what_it_works_on(several: Ranks) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["shm_flat", "shm_pipelined"])
+@pytest.mark.extension
 def test_results_of_which_one_lies_elsewhere(algorithm: str) -> None:
     """All inputs lie in one segment, and all results but one in another."""
     world = mpicoll.world()

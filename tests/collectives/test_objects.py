@@ -225,14 +225,17 @@ def test_disagreement(several: Ranks) -> None:
 
     def body() -> None:
         world = mpicoll.world()
+        # Without shared memory only the first calls on a communicator are compared.
+        comm = world.duplicate()
         with mpicoll.debug(numerics=True, checksum=True):
             check_all(world)
             with pytest.raises(mpicoll.MismatchError, match="bcast_object"):
                 mpicoll.bcast_object(1, world.rank)
         with pytest.raises(mpicoll.MismatchError, match="rank 0 calls allgather_object"):
-            (mpicoll.gather_object if world.rank else mpicoll.allgather_object)(1)
+            (mpicoll.gather_object if world.rank else mpicoll.allgather_object)(1, comm=comm)
         with pytest.raises(mpicoll.MismatchError, match=r"rank 1 calls gather_object.*root.1"):
-            mpicoll.gather_object(1, world.rank)
-        assert mpicoll.allgather_object(1) == [1] * world.size
+            mpicoll.gather_object(1, world.rank, comm=comm)
+        assert mpicoll.allgather_object(1, comm=comm) == [1] * world.size
+        comm.free()
 
     several(body)

@@ -249,19 +249,22 @@ def test_a_persistent_plan_meets_no_plain_collective() -> None:
     if world.size == 1:
         pytest.skip("needs two ranks")
     x = _x()
-    plan = mpicoll.allreduce_init(x, algorithm="native")
-    with pytest.raises(mpicoll.MismatchError, match="they differ in algorithm"):
-        mpicoll.allreduce(x, algorithm="native") if world.rank else plan()
-    assert plan().sum() == world.size * x.size
+    # Without shared memory only the first calls on a communicator are compared.
+    with world.duplicate() as comm:
+        plan = mpicoll.allreduce_init(x, algorithm="native", comm=comm)
+        with pytest.raises(mpicoll.MismatchError, match="they differ in algorithm"):
+            mpicoll.allreduce(x, algorithm="native", comm=comm) if comm.rank else plan()
+        assert plan().sum() == comm.size * x.size
 
 
 def test_plans_are_compared_at_each_start(several: Ranks) -> None:
     def body() -> None:
-        world = mpicoll.world()
-        last = world.rank == world.size - 1
+        # Without shared memory only the first calls on a communicator are compared.
+        comm = mpicoll.world().duplicate()
+        last = comm.rank == comm.size - 1
         for nbytes in mismatches.NBYTES:
             x = _x(nbytes // 4)
-            plans = mpicoll.allreduce_init(x), mpicoll.bcast_init(x)
+            plans = mpicoll.allreduce_init(x, comm=comm), mpicoll.bcast_init(x, comm=comm)
             for plan in plans:
                 plan()
             with pytest.raises(mpicoll.MismatchError, match="they differ in operation"):
@@ -269,7 +272,8 @@ def test_plans_are_compared_at_each_start(several: Ranks) -> None:
             plans[last].start()
             with pytest.raises(mpicoll.MismatchError, match="they differ in operation"):
                 plans[last].wait()
-            assert plans[0]().sum() == world.size * x.size
+            assert plans[0]().sum() == comm.size * x.size
+        comm.free()
 
     several(body)
 
