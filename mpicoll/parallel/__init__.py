@@ -155,8 +155,6 @@ __all__ = [
 ]
 
 
-_SUBMODULES = ("checkpoint", "p2p", "parameter_server", "pipeline")
-
 _MODULES = {
     "context_parallel": (
         "gather_sequence",
@@ -223,6 +221,8 @@ _MODULES = {
     ),
 }
 """The names that each module defines."""
+
+_SUBMODULES = (*_MODULES, "checkpoint", "parameter_server", "shards")
 
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

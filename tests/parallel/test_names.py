@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -48,6 +49,12 @@ def test_names() -> None:
     assert set(P2P) <= set(dir(parallel.p2p))
     assert set(ELASTIC) <= set(dir(parallel.elastic))
     assert set(CHECKPOINT) <= set(dir(parallel.checkpoint))
+
+
+def test_modules_are_attributes() -> None:
+    """Without an import of each; they come with their first use."""
+    for module in pkgutil.iter_modules(parallel.__path__):
+        assert parallel.__getattr__(module.name).__name__ == f"mpicoll.parallel.{module.name}"
 
 
 @pytest.mark.slow

@@ -111,7 +111,8 @@ class _Place(NamedTuple):
 
 
 def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    if not isinstance(value, Tensor):
+    # A sparse tensor, such as the momentum of an embedding, is sent in the pickled state.
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return value
     tensors.append(value.detach())
     return _Place(tuple(value.shape), value.dtype, not value.is_cpu)

@@ -38,7 +38,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Gradients are views of buckets, as DistributedDataParallel's with ``gradient_as_bucket_view=True``. The ranks of a
     node share the memory of these. Sparse gradients stay sparse.
 
-    ``step(closure)``, which LBFGS needs, reduces the gradients after each evaluation and averages the loss.
+    ``step(closure)``, which LBFGS needs, reduces the gradients after each evaluation and averages the loss. It can't be
+    combined with :meth:`join`.
+
+    A parameter may be frozen or unfrozen between two steps, on all ranks: its gradient is reduced from then on.
 
     Args:
         optimizer: of the same parameters, in the same groups, on all ranks.
@@ -49,7 +52,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compression: of :class:`Compression`.
         bucket_cap_mb: size of the buckets in MiB; the first has at most 1 MiB.
         divide_by_initial_world_size: divide by the number of all ranks also after some have joined, as
-            DistributedDataParallel does by default; otherwise by the number of those that have not.
+            DistributedDataParallel does by default; otherwise by the number of those that have not. Of no effect with
+            ``op="sum"``.
         group: the data parallel ranks, by default the ``data`` and ``context`` axes of the grid in use; without a grid,
             all ranks. The optimizer communicates on a duplicate of its communicator.
 
@@ -128,7 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Reduce the gradients, unless :meth:`synchronize` has, and let the wrapped optimizer take a step. Collective.
 
         Raises:
-            ArgumentError: within :meth:`skip_synchronize`, if there are gradients that have not been reduced.
+            ArgumentError: within :meth:`skip_synchronize`, if there are gradients that have not been reduced; with
+                `closure`, if a rank has joined.
         """
         if closure is not None:
             return self._step_with(closure)
@@ -148,11 +153,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self.synchronize()
+            num_joined = self._reduce()
             self._synchronized = False
+            if num_joined:
+                raise ArgumentError(
+                    f"DistributedOptimizer: step(closure) after {num_joined} of {self._comm.size} ranks have called"
+                    " join(), which can't take part in the mean of the loss; call step() without a closure, or take the"
+                    f" same number of steps on all ranks {describe_rank(self._comm)}"
+                )
             return loss if loss is None else metric_average(loss, group=self._comm)
 
         self._num_steps += 1
+        self._had_closure = True
         return self._optimizer.step(evaluate)
 
     def synchronize(self) -> None:
@@ -161,9 +173,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RankFailed, Timeout: as of :func:`mpicoll.allreduce`.
         """
+        self._reduce()
+
+    def _reduce(self) -> int:
+        """Reduce the gradients; return the number of ranks that have joined."""
+        num_joined = 0
         if self._reducer is not None:
-            self._reducer.synchronize()
+            num_joined = self._reducer.synchronize()
+            self._add_unfrozen(self._reducer)
         self._synchronized = True
+        return num_joined
+
+    def _add_unfrozen(self, reducer: Reducer) -> None:
+        """Reduce the gradients of parameters that were frozen when `reducer` was made, and make one that has them."""
+        if all(map(reducer.reduces, self._list_parameters())):
+            return
+        unfrozen = [(name, one) for name, one in self._name_parameters() if not reducer.reduces(one)]
+        once = Reducer(unfrozen, self._comm, self._options)
+        once.synchronize()
+        once.remove_hooks()
+        self._set_reducer()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -192,10 +221,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             The last rank to join, the same on all ranks: broadcast other values from it, such as buffers of the model.
 
         Raises:
-            ArgumentError: there are gradients that have not been reduced.
+            ArgumentError: there are gradients that have not been reduced, or this optimizer has taken a step with a
+                closure, which can't be combined with join.
         """
         if self._reducer is None:
             return 0
+        if self._had_closure:
+            raise ArgumentError(
+                "DistributedOptimizer: join() after step(closure), whose mean of the loss a rank that has joined can't"
+                " take part in; call step() without a closure, or take the same number of steps on all ranks"
+                f" {describe_rank(self._comm)}"
+            )
         if self._reducer.busy or self._synchronized:
             raise ArgumentError(
                 "DistributedOptimizer: join() after a backward pass without a step; call step() or zero_grad() before"
@@ -275,7 +311,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
 
     def _bind(self, comm: Communicator) -> None:
-        self._skips = self._synchronized = False
+        self._skips = self._synchronized = self._had_closure = False
         self._num_steps = 0
         # Its own order of collectives: those of the program may come in between at any time.
         self._comm = comm.duplicate() if comm.size > 1 else comm

@@ -54,6 +54,7 @@ class Reducer:
     def __init__(self, named: Sequence[tuple[str, Parameter]], comm: Communicator, options: Options) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [one for _, one in named]
+        self._identities = {id(one) for one in self._parameters}
         self._comm = comm
         self._options = options
         self._passes = options.passes
@@ -83,6 +84,10 @@ class Reducer:
     def nbytes(self) -> int:
         """Bytes that this rank passes to collectives in a step; 0 before the first one."""
         return sum(one.nbytes for one in self._exchanges)
+
+    def reduces(self, parameter: Parameter) -> bool:
+        """Return True if the gradient of `parameter` is among those that are reduced."""
+        return id(parameter) in self._identities
 
     def describe(self) -> list[str]:
         """Return what must be equal on all ranks."""
@@ -125,7 +130,7 @@ class Reducer:
             pending = _resume(pending)
         any_joined = [one.read(joined=joined) for one in self._buckets]
         num_joined = int(allreduce(int(joined), comm=self._comm)) if any(any_joined) else 0
-        if self._options.scale_by_active and 0 < num_joined < self._comm.size:
+        if self._options.op == "avg" and self._options.scale_by_active and 0 < num_joined < self._comm.size:
             for one in self._buckets:
                 one.scale(self._comm.size / (self._comm.size - num_joined))
         self._reset_counts()
@@ -137,6 +142,8 @@ class Reducer:
         self._reset_counts()
 
     def _reset_counts(self) -> None:
+        # Hooks of the next backward pass start buckets before `synchronize` is called.
+        self._joined = False
         self._pending = []
         self._arrived = []
         self._passes_left = [self._passes] * len(self._parameters)
