@@ -222,15 +222,12 @@ void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
     native->signature = signature > 0 && signature <= UINT32_MAX ? (uint32_t)signature : 0;
 }
 
-static int run_collective(Calls *calls, const Collective *collective, PyObject *call, const Operands *operands)
+static int run_collective(Calls *calls, const Collective *collective, const Operands *operands)
 {
     Steps *steps = collective->steps;
     steps->running = &calls->running;
-    steps->call = call;
-    steps->call_number = calls->lock->number;
     int status = carry_out_collective(collective, operands->source, operands->target);
     steps->running = NULL;
-    steps->call = NULL;
     return status;
 }
 
@@ -282,7 +279,7 @@ int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands
     /* Code that runs meanwhile may drop the communicator. */
     PyObject *queue = Py_NewRef(calls->queue);
     int status = native ? run_native(calls, (NativeCall *)carrier, call, operands)
-                        : run_collective(calls, (Collective *)carrier, call, operands);
+                        : run_collective(calls, (Collective *)carrier, operands);
     if (status < 0) {
         conclude_failure(calls);
         unlock(lock);

@@ -23,18 +23,9 @@ enum {
 
 _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
 
-/* Return the slot of a rank for the data of a step. */
-static inline char *find_slot(const Collective *one, uint32_t step, int rank)
+static inline char *find_slot(const Collective *one, int parity, int rank)
 {
-    if (one->is_small)
-        return get_small_slot(one->steps, step, rank);
-    return one->uses_ring ? get_ring_slot(one->steps, step, rank)
-                          : get_slot(one->steps, (int)(1 - (step & 1)), rank);
-}
-
-static inline int end_step(const Collective *one)
-{
-    return one->waits_for_all ? sync_ranks(one->steps) : sync_with(one->steps, one->first, one->last);
+    return one->is_small ? get_small_slot(one->steps, parity, rank) : get_slot(one->steps, parity, rank);
 }
 
 static int run_barrier(const Collective *one, const char *source, char *target)
@@ -48,14 +39,14 @@ static int run_barrier(const Collective *one, const char *source, char *target)
 static int reduce_flat(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
-    const uint32_t step = steps->step + 1;
-    copy(find_slot(one, step, steps->rank), source, one->nbytes);
-    if (end_step(one) < 0)
+    int parity = get_parity(steps);
+    copy(find_slot(one, parity, steps->rank), source, one->nbytes);
+    if (sync_ranks(steps) < 0)
         return -1;
     if (!one->has_result)
         return 0;
     for (int rank = 0; rank < steps->size; rank++)
-        one->parts[rank] = find_slot(one, step, rank);
+        one->parts[rank] = find_slot(one, parity, rank);
     one->parts[steps->rank] = source;
     one->reduce(target, one->parts, steps->size, one->nbytes / one->itemsize);
     return 0;
@@ -107,7 +98,7 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
 static void write_moves(const Collective *one, const char *source, size_t start)
 {
     Steps *steps = one->steps;
-    char *slot = find_slot(one, steps->step + 1, steps->rank);
+    char *slot = find_slot(one, get_parity(steps), steps->rank);
     const Move *outgoing = one->moves + steps->size;
     for (int i = 0; i < one->outgoing; i++) {
         if (start < outgoing[i].nbytes)
@@ -123,14 +114,14 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
     Steps *steps = one->steps;
     const Move *own = &one->own;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
+        const int parity = get_parity(steps);
         const size_t start = i * one->width;
         write_moves(one, source, start);
-        if (end_step(one) < 0)
+        if (sync_ranks(steps) < 0)
             return -1;
         if (start < own->nbytes) {
             for (int peer = 0; peer < steps->size; peer++)
-                one->parts[peer] = find_slot(one, step, peer) + one->moves[peer].from;
+                one->parts[peer] = find_slot(one, parity, peer) + one->moves[peer].from;
             one->parts[steps->rank] = source + own->from + start;
             one->reduce(target + start, one->parts, steps->size,
                         min_size(one->width, own->nbytes - start) / one->itemsize);
@@ -158,15 +149,15 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
     Steps *steps = one->steps;
     const int rank = steps->rank;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
+        const int parity = get_parity(steps);
         const size_t start = i * one->width;
         const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (rank < steps->size - 1)
-            copy(find_slot(one, step, rank), source + start, nbytes);
-        if (end_step(one) < 0)
+            copy(find_slot(one, parity, rank), source + start, nbytes);
+        if (sync_ranks(steps) < 0)
             return -1;
         for (int lower = 0; lower < rank; lower++)
-            one->parts[lower] = find_slot(one, step, lower);
+            one->parts[lower] = find_slot(one, parity, lower);
         one->parts[rank] = source + start;
         if (one->operands > 1)
             one->reduce(target + start, one->parts, one->operands, nbytes / one->itemsize);
@@ -184,15 +175,15 @@ static int move_blocks(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
     for (uint32_t i = 0; i < one->step_count; i++) {
-        const uint32_t step = steps->step + 1;
+        const int parity = get_parity(steps);
         const size_t start = i * one->width;
         write_moves(one, source, start);
-        if (end_step(one) < 0)
+        if (sync_ranks(steps) < 0)
             return -1;
         for (int peer = 0; peer < steps->size; peer++) {
             const Move *move = &one->moves[peer];
             if (start < move->nbytes)
-                copy(target + move->to + start, find_slot(one, step, peer) + move->from,
+                copy(target + move->to + start, find_slot(one, parity, peer) + move->from,
                      min_size(one->width, move->nbytes - start));
         }
     }
@@ -343,26 +334,6 @@ static void plan_scattering(Collective *one, const Layout *layout, size_t piece,
     one->own.nbytes = layout->blocks[rank];
 }
 
-/* Plan for which ranks this one waits, if the data fits in small slots or ring slots: those whose data it reads. A
- * small slot would do for the blocks of some ranks only, so all of them decide by the largest ones. */
-static void plan_waits(Collective *one, const char *name, const Layout *layout)
-{
-    const int rank = one->steps->rank, size = one->steps->size;
-    const bool from_root = strcmp(name, "bcast") == 0 || strcmp(name, "scatter") == 0;
-    const bool to_root = strcmp(name, "reduce") == 0 || strcmp(name, "gather") == 0;
-    const bool upwards = strcmp(name, "scan") == 0 || strcmp(name, "exscan") == 0;
-    const size_t blocks = strcmp(name, "scatter") == 0 ? (size_t)size : 1;
-    const size_t largest = strcmp(name, "gather") == 0 || blocks > 1 ? layout->largest : layout->total;
-    if (!(from_root || to_root || upwards) || one->step_count != 1 || largest > RING_SLOT_BYTES / blocks)
-        return;
-    one->uses_ring = true;
-    if (from_root && rank != layout->root)
-        one->first = layout->root, one->last = layout->root + 1;
-    else if (upwards)
-        one->last = rank;
-    one->waits_for_all = (to_root && rank == layout->root) || (upwards && rank == size - 1);
-}
-
 /* Returns -1 with an exception if there is no such collective. */
 static int plan(Collective *one, const char *name, const Layout *layout, size_t piece, bool flat)
 {
@@ -387,8 +358,6 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
         PyErr_Format(PyExc_ValueError, "Collective: there is no %s", name);
         return -1;
     }
-    one->waits_for_all = true;
-    plan_waits(one, name, layout);
     const bool reduces = one->run == reduce_flat || one->run == reduce_pieces || one->run == reduce_blocks ||
                          one->run == reduce_prefixes;
     if (reduces && one->reduce == NULL) {
@@ -511,9 +480,6 @@ static int get_address(PyObject *argument, Py_buffer *view, int flags, size_t nb
 static int run_on(const Collective *one, const char *source, char *target)
 {
     const bool releases = one->source_bytes + one->target_bytes >= RELEASE_AT, direct = tries_direct(one);
-    const bool in_ring = one->is_small || one->uses_ring || one->run == run_barrier;
-    if ((direct || !in_ring) && catch_up(one->steps) < 0)
-        return -1;
     if (direct && locate_arrays(one, source, target) < 0)
         return -1;
     if (releases)

@@ -32,9 +32,6 @@ struct Collective {
     Summary summary;       /* of the call that the collective carries out */
     bool has_result;
     bool is_small;         /* what a rank writes fits in its small slot */
-    bool uses_ring;        /* or in its ring slot, and some rank does not wait for all others; the same on all ranks */
-    bool waits_for_all;    /* the rank, in each step; otherwise only for those from `first` to before `last` */
-    int first, last;
     size_t itemsize;
     size_t source_bytes, target_bytes;
     size_t nbytes;         /* of the vector, or of all blocks */

@@ -53,7 +53,7 @@ static PyMethodDef functions[] = {
 };
 
 /* As INTERFACE in mpicoll/extension.py, which describes it. */
-enum { INTERFACE = 4 };
+enum { INTERFACE = 3 };
 
 static int fill_module(PyObject *module)
 {
@@ -69,8 +69,6 @@ static int fill_module(PyObject *module)
         if (status < 0)
             return -1;
     }
-    if (PyModule_AddIntConstant(module, "RING_BYTES", RING_BYTES) < 0)
-        return -1;
     return PyModule_AddIntConstant(module, "AREA_BYTES", sizeof(Area));
 }
 

@@ -1,22 +1,17 @@
 /* The synchronisation of the ranks of a node by flags in memory that they share.
  *
- * Each rank has a ring of words: the number of a step in the upper half, and the signature of the operation that the
- * rank carries out in the lower half. A rank ends a step by storing its word, then waits until the words of the other
- * ranks have the same number. It compares the words of all ranks, step by step:
+ * Each rank has two words, for steps of even and odd number: the number of the step in the upper half, and the
+ * signature of the operation that the rank carries out in the lower half. A rank ends a step by storing its word, then
+ * waits until the words of all other ranks have the same number. No rank is more than one step ahead of another one, so
+ * a word of a step is replaced only after all ranks have seen it, and all of them draw the same conclusion from the
+ * words:
  *
  * - all are equal: the operation goes on;
  * - the signature of a rank is 0: the rank has failed in this operation, which ends with this step on all ranks;
  * - other signatures differ: the ranks have begun different operations, which end with this step on all ranks.
  *
- * A rank stores the word of a step only after it has seen those of all ranks AHEAD steps before, and the ring has
- * twice as many words. So a word is replaced only after all ranks have seen it, and all of them draw the same
- * conclusion from the words of a step.
- *
- * Most operations wait for all ranks in each step. Then no rank has gone on when the words of a step differ, and the
- * ranks remain synchronised. A rank that needs no data of others, or not of all, may be ahead of them. That is a part
- * of its word: where words differ after such a rank has gone on, no rank uses this memory any more. The same is true
- * for a rank that stops waiting for the others, because they are late or dead, and abandons the operation. Each of
- * them states in a word of its own that it can't be synchronised any more.
+ * So the ranks remain synchronised in each case. A rank that stops waiting for the others, because they are late or
+ * dead, abandons the operation: it can't be synchronised any more, which it states in a word of its own.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -38,20 +33,16 @@
 #include "direct.h"
 #include "records.h"
 
-/* Parts of the lower half of a word. */
-static const uint32_t SIGNATURE = 0x3FFFFFFFu;
-static const uint32_t WAITS_FOR_NONE = 1u << 31, WAITS_FOR_SOME = 1u << 30; /* or for all ranks */
-
 /* Signature of the step in which ranks that have begun different operations exchange descriptions of them. */
-static const uint32_t DESCRIBING = 0x115C0FFEu;
+static const uint32_t DESCRIBING = 0xD15C0FFEu;
 
 enum {
     LINE = 128,              /* processors fetch pairs of cache lines */
+    RANK_BYTES = 4 * LINE,   /* flags and small slots of both parities, the state, posted numbers of both parities */
     SMALL_AT = 16,           /* in the cache line of a flag */
-    STATE_AT = RING * LINE,
-    SLEEPERS_AT = STATE_AT + LINE / 2, /* in a line that is seldom written: a look there takes no transfer */
-    POSTED_AT = STATE_AT + LINE,
-    RANK_BYTES = POSTED_AT + LINE, /* flags and small slots, the state and sleepers, posted numbers of both parities */
+    STATE_AT = 2 * LINE,
+    SLEEPERS_AT = STATE_AT + 8, /* of both parities, in a line that is seldom written: a look there takes no transfer */
+    POSTED_AT = 3 * LINE,
     SPINS = 100,             /* polls without releasing the GIL, which takes about as long */
     SHARED_SPINS = 4,        /* the same where ranks share cores: most often one that has yet to run is waited for */
     YIELDS = 64,             /* yields before the wait goes on in Python, which looks for failures */
@@ -60,8 +51,6 @@ enum {
 
 _Static_assert(POSTED * 8 * 2 <= RANK_BYTES - POSTED_AT, "posted numbers of both parities");
 _Static_assert(SMALL_AT + SMALL_SLOT_BYTES <= 64, "a flag and its small slot in one cache line");
-_Static_assert(RING * sizeof(uint32_t) <= LINE / 2, "sleepers of all flags");
-_Static_assert((RING & (RING - 1)) == 0 && RING % 4 == 0, "indices of numbers that wrap, of both parities");
 
 typedef _Atomic uint64_t Word;
 
@@ -69,23 +58,19 @@ static inline char *get_block(const Steps *steps, int rank) { return steps->flag
 
 static inline Word *get_flag(const Steps *steps, int rank, uint32_t step)
 {
-    return (Word *)(void *)(get_block(steps, rank) + (size_t)(step % RING) * LINE);
+    return (Word *)(void *)(get_block(steps, rank) + (size_t)(step & 1) * LINE);
 }
 
 /* Whether ranks sleep until a rank has stored this flag. */
 static inline _Atomic uint32_t *get_sleepers(const Steps *steps, int rank, uint32_t step)
 {
-    return (_Atomic uint32_t *)(void *)(get_block(steps, rank) + SLEEPERS_AT) + step % RING;
+    return (_Atomic uint32_t *)(void *)(get_block(steps, rank) + SLEEPERS_AT) + (step & 1);
 }
 
-char *get_small_slot(const Steps *steps, uint32_t step, int rank)
+char *get_small_slot(const Steps *steps, int parity, int rank)
 {
-    return get_block(steps, rank) + (size_t)(step % RING) * LINE + SMALL_AT;
-}
-
-char *get_ring_slot(const Steps *steps, uint32_t step, int rank)
-{
-    return steps->slots[steps->size + rank] + steps->slot_bytes + (size_t)(step % RING) * RING_STRIDE;
+    /* What is written to a slot ends with a step of the other parity. */
+    return get_block(steps, rank) + (size_t)(1 - parity) * LINE + SMALL_AT;
 }
 
 static inline Word *get_state(const Steps *steps, int rank)
@@ -107,78 +92,32 @@ static inline void relax(void)
 #endif
 }
 
-/* Look at the words that have not been seen yet, and return true if there are no more of them. Each is read once after
- * its rank has stored it: that rank goes on, and soon writes to this memory again. */
+/* The words of the other ranks in the current step, as far as they have been seen. Each is read once after its rank has
+ * stored it: that rank goes on, and soon writes to this memory again. */
+typedef struct {
+    int next; /* rank, before which all have been seen */
+    uint64_t own, difference;
+} Words;
+
+/* Look at the words that have not been seen yet, and return true if there are no more of them. */
 static inline bool see_words(const Steps *steps, Words *words)
 {
-    for (; words->next < words->end; words->next++) {
+    for (; words->next < steps->size; words->next++) {
         if (words->next == steps->rank)
             continue;
-        uint64_t word = atomic_load_explicit(get_flag(steps, words->next, words->step), memory_order_acquire);
-        if ((uint32_t)(word >> 32) != words->step)
+        uint64_t word = atomic_load_explicit(get_flag(steps, words->next, steps->step), memory_order_acquire);
+        if ((uint32_t)(word >> 32) != steps->step)
             return false;
-        words->difference |= ((uint32_t)word ^ words->own) & SIGNATURE;
+        words->difference |= word ^ words->own;
     }
     return true;
 }
 
-static inline uint32_t get_signature(const Steps *steps, int rank, uint32_t step)
-{
-    return (uint32_t)atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire) & SIGNATURE;
-}
-
-/* Prepare to look at the first words that have not been seen. */
-static inline Words begin_words(const Steps *steps)
-{
-    const uint32_t step = steps->seen + 1;
-    return (Words){.step = step, .end = steps->size, .own = get_signature(steps, steps->rank, step)};
-}
-
-/* Look at the words of each step up to `until`. Returns 0 if they have been seen, 1 if they differ in a step, -1 if
- * some have not been stored. */
-static inline int see_steps(Steps *steps, Words *words, uint32_t until)
-{
-    while (see_words(steps, words)) {
-        if (words->difference != 0) {
-            steps->different_step = words->step;
-            return 1;
-        }
-        steps->seen = words->step;
-        if (words->step == until)
-            return 0;
-        *words = begin_words(steps);
-    }
-    return -1;
-}
-
-/* Look at all words that have been stored. Returns as see_steps. */
-static int look_ahead(Steps *steps)
-{
-    Words words = begin_words(steps);
-    return steps->seen == steps->step ? 0 : see_steps(steps, &words, steps->step);
-}
-
-/* The step that this rank waits for. */
-static inline uint32_t get_awaited_step(const Steps *steps)
-{
-    return steps->is_waiting ? steps->late.step : steps->step;
-}
-
 static inline bool has_reached(const Steps *steps, int rank)
 {
-    const uint32_t step = get_awaited_step(steps);
-    return (uint32_t)(atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire) >> 32) == step;
+    uint64_t word = atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
+    return (uint32_t)(word >> 32) == steps->step;
 }
-
-/* Whether this rank waits for another one. */
-static inline bool is_late(const Steps *steps, int rank)
-{
-    return (!steps->is_waiting || (rank >= steps->first_late && rank < steps->late.end)) && rank != steps->rank &&
-           !has_reached(steps, rank);
-}
-
-/* Look whether the wait is over: also where words differ in an earlier step, after which a rank may not go on. */
-static bool is_over(Steps *steps) { return see_words(steps, &steps->late) || look_ahead(steps) > 0; }
 
 void release_gil(Steps *steps)
 {
@@ -248,16 +187,15 @@ static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
     if (PyErr_Occurred())
         return NULL;
     int rank = 0;
-    while (rank < steps->size && !is_late(steps, rank))
+    while (rank < steps->size && has_reached(steps, rank))
         rank++;
     if (rank == steps->size || !(seconds > 0 && seconds < 1))
         Py_RETURN_NONE;
     const struct timespec limit = {.tv_nsec = (long)(1e9 * seconds)};
-    const uint32_t step = get_awaited_step(steps);
-    Word *flag = get_flag(steps, rank, step);
-    atomic_store_explicit(get_sleepers(steps, rank, step), 1, memory_order_seq_cst);
+    Word *flag = get_flag(steps, rank, steps->step);
+    atomic_store_explicit(get_sleepers(steps, rank, steps->step), 1, memory_order_seq_cst);
     const uint32_t number = (uint32_t)(atomic_load_explicit(flag, memory_order_seq_cst) >> 32);
-    if (number == step)
+    if (number == steps->step)
         Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
     wait_for_change(flag, number, &limit);
@@ -265,31 +203,27 @@ static PyObject *sleep_until_flag(PyObject *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* Poll until the wait is over, without the GIL. Returns false if it is not. */
-static bool poll_words(Steps *steps)
+/* Poll until all words have been seen, without the GIL. Returns false if some have not. */
+static bool poll_words(const Steps *steps, Words *words)
 {
     const int polls = steps->has_own_core ? POLLS_PER_YIELD : 1;
     for (int yields = 0; yields < YIELDS; yields++) {
         for (int poll = 0; poll < polls; poll++) {
-            if (see_words(steps, &steps->late))
+            if (see_words(steps, words))
                 return true;
             relax();
         }
         sched_yield();
     }
-    return is_over(steps);
-}
-
-/* Show the running operation to Python code. Returns -1 with an exception. The GIL is held. */
-static int show_operation(Steps *steps)
-{
-    return steps->running == NULL ? 0 : steps->running->publish(steps->running);
+    return see_words(steps, words);
 }
 
 /* Call a method in Python. Returns -1 with its exception. The GIL is held. */
 static int call_python(Steps *steps, const char *name)
 {
-    PyObject *none = show_operation(steps) < 0 ? NULL : PyObject_CallMethod((PyObject *)steps, name, NULL);
+    PyObject *none = NULL;
+    if (steps->running == NULL || steps->running->publish(steps->running) == 0)
+        none = PyObject_CallMethod((PyObject *)steps, name, NULL);
     Py_XDECREF(none);
     return none == NULL ? -1 : 0;
 }
@@ -321,20 +255,14 @@ int raise_interrupt(Steps *steps)
     return -1;
 }
 
-/* State that this rank can't be synchronised any more. */
-static void leave_ranks(Steps *steps)
-{
-    steps->unusable = true;
-    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
-}
-
 static void abandon_operation(Steps *steps)
 {
+    steps->unusable = true;
     /* Ranks that reach this step later must see that this rank has left it. */
     store_flag(steps, 0);
     /* They must not have seen another word when this rank changes the arrays that they read. */
     atomic_thread_fence(memory_order_seq_cst);
-    leave_ranks(steps);
+    atomic_store_explicit(get_state(steps, steps->rank), 1, memory_order_release);
 }
 
 /* Record the ranks that this rank waits for; none, if it does not wait any more. */
@@ -342,7 +270,7 @@ static void record_late_ranks(const Steps *steps)
 {
     int late[SHOWN_RANKS], count = 0;
     for (int rank = 0; rank < steps->size; rank++) {
-        if (!is_late(steps, rank))
+        if (has_reached(steps, rank))
             continue;
         if (count < SHOWN_RANKS)
             late[count] = steps->members == NULL ? rank : steps->members[rank];
@@ -370,80 +298,49 @@ static int wait_in_python(Steps *steps)
     return status;
 }
 
-/* Wait for the ranks from `first` to before `last` to reach a step, without the GIL or in Python. Returns 0 when they
- * have, or the words of an earlier step differ; -1 if the wait has failed. */
-static __attribute__((noinline)) int wait_long(Steps *steps, uint32_t step, int first, int last)
+/* Wait for the ranks whose words have not been seen. Returns -1 if the wait has failed. */
+static int wait_for_words(Steps *steps, Words *words)
 {
-    steps->late = (Words){.step = step, .next = first, .end = last};
-    steps->first_late = first;
-    steps->is_waiting = true;
+    for (int spin = steps->has_own_core ? SPINS : SHARED_SPINS; spin > 0; spin--) {
+        relax();
+        if (see_words(steps, words))
+            return 0;
+    }
     bool held = steps->released == NULL;
     release_gil(steps);
     int status = 0;
-    if (!poll_words(steps)) {
+    if (!poll_words(steps, words)) {
         acquire_gil(steps);
         status = wait_in_python(steps);
+        see_words(steps, words);
         if (!held)
             release_gil(steps);
     } else if (held) {
         acquire_gil(steps);
     }
-    steps->is_waiting = false;
     return status;
 }
 
-static inline int count_spins(const Steps *steps) { return steps->has_own_core ? SPINS : SHARED_SPINS; }
-
-/* Wait until the words of all ranks up to a step of this rank have been seen. Returns 1 if they differ in a step, 0 if
- * they are equal, -1 if the wait has failed. */
-static inline int wait_for_all(Steps *steps, uint32_t until)
+/* End a step. Returns 1 if the words of the ranks differ, 0 if they are equal, -1 if the wait has failed. */
+static int sync_words(Steps *steps, uint32_t signature)
 {
-    Words words = begin_words(steps);
-    for (int spin = count_spins(steps);; spin--) {
-        int status = see_steps(steps, &words, until);
-        if (status >= 0)
-            return status;
-        if (spin == 0)
-            break;
-        relax();
-    }
-    int status = wait_long(steps, until, 0, steps->size);
-    if (status < 0 || steps->seen == until)
-        return status;
-    words = begin_words(steps);
-    return see_steps(steps, &words, until);
-}
-
-/* Wait until this rank may store the word of its next step. Returns as wait_for_all. */
-static __attribute__((noinline)) int make_room(Steps *steps)
-{
-    int status = look_ahead(steps);
-    if (status < 0 && steps->step - steps->seen >= AHEAD)
-        return wait_for_all(steps, steps->step - AHEAD / 2);
-    return status > 0;
-}
-
-/* End a step. Returns as wait_for_all. */
-static inline int sync_words(Steps *steps, uint32_t signature)
-{
-    if (__builtin_expect(steps->step - steps->seen >= AHEAD, 0)) {
-        int status = make_room(steps);
-        if (status != 0)
-            return status;
-    }
     /* What this rank has read from arrays of other ranks, it has read before it looks at their words again. */
     atomic_thread_fence(memory_order_acquire);
-    steps->step++;
+    uint32_t step = ++steps->step;
+    Words words = {.own = (uint64_t)step << 32 | signature};
     store_flag(steps, signature);
-    return wait_for_all(steps, steps->step);
+    if (!see_words(steps, &words) && wait_for_words(steps, &words) < 0)
+        return -1;
+    return words.difference != 0;
 }
 
 /* Return true if the ranks have begun different operations, whether or not some have failed. */
-static bool have_begun_different_operations(const Steps *steps, uint32_t step)
+static bool have_begun_different_operations(const Steps *steps)
 {
     uint32_t seen = 0;
     for (int rank = 0; rank < steps->size; rank++) {
-        uint32_t signature = get_signature(steps, rank, step);
+        uint32_t signature =
+            (uint32_t)atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
         if (signature != 0 && seen != 0 && signature != seen)
             return true;
         seen = signature != 0 ? signature : seen;
@@ -451,66 +348,34 @@ static bool have_begun_different_operations(const Steps *steps, uint32_t step)
     return false;
 }
 
-/* Return true if a rank may have gone on after a step in which words differ; the same on all ranks. */
-static bool may_have_gone_on(const Steps *steps, uint32_t step)
-{
-    for (int rank = 0; rank < steps->size; rank++) {
-        uint32_t word = (uint32_t)atomic_load_explicit(get_flag(steps, rank, step), memory_order_acquire);
-        if (word & WAITS_FOR_NONE)
-            return true;
-        for (int other = 0; (word & WAITS_FOR_SOME) && other < steps->size; other++) {
-            if (other != rank && get_signature(steps, other, step) == (word & SIGNATURE))
-                return true;
-        }
-    }
-    return false;
-}
-
-/* Publish the description of the call of this rank in a step. Returns -1 with an exception. */
-static int publish_description(Steps *steps, uint32_t step)
-{
-    const bool is_running = (int32_t)(step - steps->first) > 0;
-    const Kept *kept = &steps->kept[step % AHEAD];
-    PyObject *none = NULL;
-    if (show_operation(steps) == 0)
-        none = is_running || kept->call == NULL
-                   ? PyObject_CallMethod((PyObject *)steps, "publish_description", NULL)
-                   : PyObject_CallMethod((PyObject *)steps, "publish_description", "OK", kept->call, kept->number);
-    Py_XDECREF(none);
-    return none == NULL ? -1 : 0;
-}
-
 /* End the operation, on all ranks alike. Returns 0 if this rank has failed itself, otherwise -1 with the error. */
 static int conclude(Steps *steps, uint32_t signature)
 {
-    const uint32_t step = steps->different_step;
-    const bool have_parted = may_have_gone_on(steps, step);
     steps->left = true;
-    steps->different = have_begun_different_operations(steps, step);
+    steps->different = have_begun_different_operations(steps);
     if (steps->different) {
         /* A second exception of a signal handler replaces the description: the other ranks wait for this one. */
-        for (int i = 0; i < 2 && publish_description(steps, step) < 0; i++) {
+        for (int i = 0; i < 2 && call_python(steps, "publish_description") < 0; i++) {
             if (!defer_exception(steps))
                 PyErr_Clear();
         }
-        /* No rank is further than this, so all of them meet there. */
-        steps->seen = steps->step = have_parted ? step + AHEAD - 1 : step;
         if (sync_words(steps, DESCRIBING) < 0)
             return -1;
     }
-    steps->seen = steps->step;
-    if (have_parted)
-        leave_ranks(steps);
     return signature == 0 ? 0 : call_python(steps, "raise_difference");
 }
 
-/* End a step, or an operation, whose words are not all equal: `status` is what sync_words has returned. Returns as
- * sync_ranks. */
-static __attribute__((noinline, cold)) int end_operation(Steps *steps, int status, uint32_t signature)
+static int sync_signature(Steps *steps, uint32_t signature)
 {
+    int status = steps->unusable ? 1 : sync_words(steps, signature);
+    if (status == 0 && signature != 0) {
+        /* Ranks that disagree about the number of steps disagree at the step that only some of them have. */
+        steps->signature = signature + 1 ? signature + 1 : 1;
+        return 0;
+    }
     bool held = steps->released == NULL;
     acquire_gil(steps);
-    if (steps->unusable && status >= 0)
+    if (steps->unusable && status > 0)
         status = call_python(steps, "raise_unusable");
     else if (status >= 0)
         status = conclude(steps, signature);
@@ -521,83 +386,9 @@ static __attribute__((noinline, cold)) int end_operation(Steps *steps, int statu
     return status;
 }
 
-/* Return the signature of the current step, and prepare that of the next one: ranks that disagree about the number of
- * steps disagree at the step that only some of them have. */
-static inline uint32_t next_signature(Steps *steps)
-{
-    uint32_t signature = steps->signature & SIGNATURE;
-    signature += signature == 0;
-    steps->signature = signature + 1;
-    return signature;
-}
+int sync_ranks(Steps *steps) { return sync_signature(steps, steps->signature); }
 
-int sync_ranks(Steps *steps)
-{
-    const uint32_t signature = next_signature(steps);
-    const int status = steps->unusable ? 1 : sync_words(steps, signature);
-    return status == 0 ? 0 : end_operation(steps, status, signature);
-}
-
-int sync_failed(Steps *steps)
-{
-    int status = steps->unusable ? 1 : sync_words(steps, 0);
-    if (status == 0) /* all ranks have failed */
-        steps->different_step = steps->step;
-    return end_operation(steps, status, 0);
-}
-
-/* Keep the running operation, for its description, until all ranks have seen the word of its step. */
-static inline void keep_call(Steps *steps)
-{
-    Kept *kept = &steps->kept[(steps->step + 1) % AHEAD];
-    kept->number = steps->call_number;
-    if (kept->call == steps->call)
-        return;
-    PyObject *old = kept->call;
-    kept->call = Py_NewRef(steps->call);
-    Py_XDECREF(old);
-}
-
-/* Wait for some ranks in the last step. Returns as wait_for_all. */
-static inline int wait_for_some(Steps *steps, uint32_t signature, int first, int last)
-{
-    Words words = {.step = steps->step, .next = first, .end = last, .own = signature};
-    for (int spin = count_spins(steps); !see_words(steps, &words); spin--) {
-        if (spin == 0) {
-            int status = wait_long(steps, steps->step, words.next, last);
-            if (status < 0)
-                return status;
-            if (!see_words(steps, &words))
-                words.difference = 1; /* of an earlier step */
-            break;
-        }
-        relax();
-    }
-    return words.difference == 0 ? 0 : wait_for_all(steps, steps->step);
-}
-
-int sync_with(Steps *steps, int first, int last)
-{
-    if (steps->call == NULL || steps->released != NULL || steps->unusable)
-        return sync_ranks(steps);
-    const uint32_t signature = next_signature(steps);
-    int status = steps->step - steps->seen < AHEAD ? 0 : make_room(steps);
-    if (status == 0) {
-        keep_call(steps);
-        steps->step++;
-        store_flag(steps, signature | (first < last ? WAITS_FOR_SOME : WAITS_FOR_NONE));
-        status = wait_for_some(steps, signature, first, last);
-    }
-    return status == 0 ? 0 : end_operation(steps, status, signature);
-}
-
-int catch_up(Steps *steps)
-{
-    if (__builtin_expect(steps->seen == steps->step, 1) || steps->unusable)
-        return 0;
-    const int status = wait_for_all(steps, steps->step);
-    return status == 0 ? 0 : end_operation(steps, status, 1);
-}
+int sync_failed(Steps *steps) { return sync_signature(steps, 0); }
 
 /* --- the Python type */
 
@@ -652,8 +443,6 @@ static void dealloc_steps(PyObject *self)
     if (steps->flags != NULL)
         PyBuffer_Release(&steps->memory);
     Py_XDECREF(steps->interrupt);
-    for (int i = 0; i < AHEAD; i++)
-        Py_XDECREF(steps->kept[i].call);
     PyMem_Free(steps->slots);
     PyMem_Free(steps->members);
     free_locations(steps);
@@ -720,12 +509,6 @@ static PyObject *step_signature(PyObject *self, PyObject *signature)
     return sync_ranks(steps) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *catch_up_method(PyObject *self, PyObject *unused)
-{
-    (void)unused;
-    return catch_up((Steps *)self) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
 static PyObject *step_failed(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -772,6 +555,8 @@ static PyObject *list_ranks(const Steps *steps, bool (*is_wanted)(const Steps *,
     return ranks;
 }
 
+static bool is_late(const Steps *steps, int rank) { return !has_reached(steps, rank); }
+
 static bool is_unusable(const Steps *steps, int rank)
 {
     return atomic_load_explicit(get_state(steps, rank), memory_order_acquire) != 0;
@@ -780,12 +565,9 @@ static bool is_unusable(const Steps *steps, int rank)
 static PyObject *list_late_ranks(PyObject *self, PyObject *unused)
 {
     (void)unused;
-    Steps *steps = (Steps *)self;
-    if (steps->is_waiting && is_over(steps))
-        return PyList_New(0);
-    if (steps->waiting >= 0)
-        record_late_ranks(steps);
-    return list_ranks(steps, is_late);
+    if (((Steps *)self)->waiting >= 0)
+        record_late_ranks((Steps *)self);
+    return list_ranks((Steps *)self, is_late);
 }
 
 static PyObject *list_unusable_ranks(PyObject *self, PyObject *unused)
@@ -800,7 +582,8 @@ static PyObject *list_signatures(PyObject *self, PyObject *unused)
     Steps *steps = (Steps *)self;
     PyObject *signatures = PyList_New(0);
     for (int rank = 0; signatures != NULL && rank < steps->size; rank++) {
-        PyObject *number = PyLong_FromUnsignedLong(get_signature(steps, rank, steps->different_step));
+        uint64_t word = atomic_load_explicit(get_flag(steps, rank, steps->step), memory_order_acquire);
+        PyObject *number = PyLong_FromUnsignedLong((uint32_t)word);
         if (number == NULL || PyList_Append(signatures, number) < 0)
             Py_CLEAR(signatures);
         Py_XDECREF(number);
@@ -813,8 +596,6 @@ static PyObject *post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Steps *steps = (Steps *)self;
     if (nargs > POSTED)
         return PyErr_Format(PyExc_ValueError, "Steps: at most %d numbers are posted in a step", POSTED);
-    if (catch_up(steps) < 0)
-        return NULL;
     int64_t *posted = get_posted(steps, steps->rank, get_parity(steps));
     for (Py_ssize_t i = 0; i < nargs; i++)
         posted[i] = PyLong_AsLongLong(args[i]);
@@ -862,15 +643,11 @@ static PyMethodDef methods[] = {
      "count_flag_bytes(size)\n--\n\nReturn the bytes of the memory for the flags of `size` ranks."},
     {"set_slots", set_slots, METH_VARARGS,
      "set_slots(addresses, even, odd, nbytes)\n--\n\nSet the addresses of the slots (those of even steps by rank, then"
-     " of odd ones), of the results of even and odd steps, and the bytes of each. RING_BYTES follow each slot of odd"
-     " steps."},
+     " of odd ones), of the results of even and odd steps, and the bytes of each."},
     {"step", step, METH_NOARGS,
      "step()\n--\n\nEnd a step of the running operation: what the ranks wrote before is visible to all of them."},
     {"step_signature", step_signature, METH_O,
      "step_signature(signature)\n--\n\nBegin an operation, and end its first step."},
-    {"catch_up", catch_up_method, METH_NOARGS,
-     "catch_up()\n--\n\nWait until all ranks have reached the last step of this rank, and compare their operations. All"
-     " slots can be written afterwards."},
     {"step_failed", step_failed, METH_NOARGS,
      "step_failed()\n--\n\nEnd a step in which this rank has failed, and with it the operation on all ranks."},
     {"abandon", abandon, METH_NOARGS, "abandon()\n--\n\nEnd the synchronisation with the other ranks permanently."},
@@ -885,7 +662,7 @@ static PyMethodDef methods[] = {
     {"list_unusable_ranks", list_unusable_ranks, METH_NOARGS,
      "list_unusable_ranks()\n--\n\nReturn the ranks that have abandoned an operation."},
     {"list_signatures", list_signatures, METH_NOARGS,
-     "list_signatures()\n--\n\nReturn the signatures of all ranks in the step in which they have differed."},
+     "list_signatures()\n--\n\nReturn the signatures of all ranks in the step that has just ended."},
     {"post", (PyCFunction)(void (*)(void))post, METH_FASTCALL,
      "post(*values)\n--\n\nPublish up to 8 numbers, which the other ranks read by `read_posted` after the next step."},
     {"read_posted", read_posted, METH_O,
@@ -909,8 +686,7 @@ static PyMemberDef members[] = {
     {"size", T_INT, offsetof(Steps, size), READONLY, "Number of ranks of the node."},
     {"unreadable_rank", T_INT, offsetof(Steps, unreadable_rank), READONLY,
      "The rank that forbade others to read its memory in the last operation that would have read it; -1 if none did."},
-    {"different_step", T_UINT, offsetof(Steps, different_step), READONLY,
-     "Number of the last step in which the signatures have differed."},
+    {"number", T_UINT, offsetof(Steps, step), 0, "Number of the last step, modulo 2 to the power of 32."},
     {"signature", T_UINT, offsetof(Steps, signature), 0, "Signature of the running operation, never 0."},
     {"unusable", T_BOOL, offsetof(Steps, unusable), READONLY, "True if this rank has abandoned an operation."},
     {"left", T_BOOL, offsetof(Steps, left), 0,
@@ -922,25 +698,7 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyObject *get_number_attribute(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLong(((Steps *)self)->step);
-}
-
-static int set_number_attribute(PyObject *self, PyObject *value, void *unused)
-{
-    (void)unused;
-    unsigned long number = value == NULL ? 0 : PyLong_AsUnsignedLong(value);
-    if (value == NULL || (number == (unsigned long)-1 && PyErr_Occurred()))
-        return -1;
-    ((Steps *)self)->step = ((Steps *)self)->seen = (uint32_t)number;
-    return 0;
-}
-
 static PyGetSetDef attributes[] = {
-    {"number", get_number_attribute, set_number_attribute, "Number of the last step, modulo 2 to the power of 32.",
-     NULL},
     {"parity", get_parity_attribute, NULL, "Parity of the slots to write to before the next step.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from mpicoll._shm import RING_BYTES, Steps
+from mpicoll._shm import Steps
 from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.core.arena_wait import ArenaWait, CheckWait
 from mpicoll.engine.core.call_descriptions import CallDescriptions, DescribeCall, MismatchErrorOf, description_bytes
@@ -55,8 +55,7 @@ class Arena(Steps):
         flags = Steps.count_flag_bytes(size)
         head = flags + description_bytes(size)
         head += -head % mmap.PAGESIZE  # memory is registered with devices in whole pages
-        own = 2 * SLOT_BYTES + RING_BYTES
-        own += -own % mmap.PAGESIZE
+        own = 2 * SLOT_BYTES
         whole = transport.share(head + size * own + 2 * SLOT_BYTES if rank == 0 else 0)[0]
         super().__init__(whole[:flags].data, rank, size, transport.has_own_cores, tuple(transport.members))
         starts = [head + peer * own for peer in range(size)]
@@ -148,7 +147,6 @@ class Arena(Steps):
         self.signature = signature
         self.synchronize = synchronize
         try:
-            self.catch_up()
             if load is not None:
                 load()
             body(source, target)
@@ -176,22 +174,21 @@ class Arena(Steps):
             " another communicator"
         )
 
-    def publish_description(self, call: Call | None = None, number: int = 0) -> None:
-        """Publish the description of a call of this rank, because the ranks have begun different operations in a step:
-        of `call`, collective `number`, which has ended, or of the running one. Called by ``step``, which then ends
-        another step."""
-        self._descriptions.publish(self.different_step, call, number)
+    def publish_description(self) -> None:
+        """Publish the description of this rank's call, because the ranks have begun different operations in the step
+        that has just ended. Called by ``step``, which then ends another step."""
+        self._descriptions.publish(self.number)
 
     def raise_difference(self) -> None:
         """Raise the error of an operation that has ended by a failure of another rank, or because the ranks have begun
         different operations. Called by ``step``."""
         if self.different:
-            raise self._descriptions.mismatch_error(self.different_step) or CommunicationError(
+            raise self._descriptions.mismatch_error(self.number - 1 & 0xFFFFFFFF) or CommunicationError(
                 f"{self._name_rank()}: the ranks have called different collectives, or with another size, dtype, op,"
                 " root or algorithm"
             )
         failed, what = self.list_signatures().index(0), "failed in this operation"
-        if failed in self.list_unusable_ranks() and not self.unusable:
+        if failed in self.list_unusable_ranks():
             self.abandon()
             what = "has abandoned this operation"
         raise CommunicationError(f"{self._name_rank()}: rank {failed} {what}, as its own error explains")

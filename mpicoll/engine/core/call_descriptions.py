@@ -7,16 +7,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.transport.base import Memory
 
 _TEXT = 1024
 """Bytes, per rank and for even and odd operations each, for the text that describes a rank's call: the number of the
 operation, the length of the text, and the text."""
 
-DescribeCall: TypeAlias = "Callable[[Call | None, int], str]"
-"""Function that returns a description of a call of this rank and its number among the collectives, or of the current
-one if there is none, in less than 1000 bytes."""
+DescribeCall: TypeAlias = "Callable[[], str]"
+"""Function that returns a description of this rank's current call, in less than 1000 bytes."""
 
 MismatchErrorOf: TypeAlias = "Callable[[list[str]], Exception | None]"
 """Function that returns the error for the descriptions of all ranks' calls (empty where unknown), the same on all
@@ -45,13 +43,12 @@ class CallDescriptions:
         self._describe_call = describe_call
         self._mismatch_error_of = mismatch_error_of
 
-    def publish(self, operation: int, call: Call | None, number: int) -> None:
-        """Publish the description of this rank's call in step `operation`: of `call`, collective `number`, or of the
-        current one."""
+    def publish(self, operation: int) -> None:
+        """Publish the description of this rank's call, whose number is `operation`."""
         if self._describe_call is None:
             return
         try:
-            text = self._describe_call(call, number).encode()
+            text = self._describe_call().encode()
         except Exception:  # noqa: BLE001  the other ranks wait for this one, and can do without the description
             text = b""
         place = self._texts[operation & 1, self._rank]

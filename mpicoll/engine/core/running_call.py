@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mpicoll.engine.core.queue import OperationQueue
-from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.transport.base import Transport
 
 # The modules of comparisons are imported where calls differ: the start of a job does not need them.
@@ -21,14 +20,11 @@ class RunningCall:
         self.queue = self._own_queue = queue
         self._transport = transport
 
-    def describe(self, call: Call | None, number: int) -> str:
-        """Return a description of the call, for ranks that have called a different collective; of `call`, collective
-        `number`, if that has ended already."""
+    def describe(self) -> str:
+        """Return a description of the call, for ranks that have called a different collective."""
         from mpicoll.engine.core.call_mismatch import encode_call
 
-        if call is None:
-            return encode_call(self.queue.current)
-        return encode_call((self._own_queue.group, number, call, 0.0, None), runs=False)
+        return encode_call(self.queue.current)
 
     def check_wait(self) -> None:
         """Raise CommunicationError if the collective can never complete."""

@@ -633,6 +633,7 @@ def test_dropped_communicators_release_their_memory(ranks: Ranks) -> None:
             return ref(comm._core)
 
         use_and_drop()
+        gc.collect()
         mapped, opened = count_mappings(), count_descriptors("mpicoll")
         dropped = [use_and_drop() for _ in range(5)]
         gc.collect()
