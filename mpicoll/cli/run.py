@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -14,12 +15,13 @@ from mpicoll.errors import ArgumentError, SetupError
 from mpicoll.transport import launch_env
 
 if TYPE_CHECKING:
-    import threading
-
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
 
 _GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the launcher."""
+
+_JOIN_INTERVAL = 0.2
+"""Seconds between two looks whether all output is copied."""
 
 _TAG = re.compile(rb"^\[(?:\d+,)?(\d+)\](?:<\w+>:)? ?")
 """The rank before a line, as launchers print it: ``[1]<stdout>: ``, ``[1,0]<stdout>:`` or ``[1] ``."""
@@ -169,32 +171,45 @@ def _run_job(command: Sequence[str], environ: dict[str, str], *, tag: bool) -> i
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, end)
-        threads = [
-            _forward(source, sink)
+        outputs = [
+            _Output(source, sink)
             for source, sink in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer))
             if source is not None
         ]
         status = process.wait()
-        for thread in threads:
-            thread.join(_GRACE)
+        for output in outputs:
+            output.join()
     return 128 + received[0] if received else status
 
 
-def _forward(source: IO[bytes], sink: IO[bytes]) -> threading.Thread:
-    """Copy a job's output, with the rank before each line in one form for all launchers."""
-    import threading
+class _Output:
+    """A thread that copies a job's output, with the rank before each line in one form for all launchers."""
 
-    def write(data: bytes) -> None:
-        try:
-            sink.write(data)
-            sink.flush()
-        except (OSError, ValueError):
-            pass  # closed; the ranks must be able to write on
+    def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
+        import threading
 
-    def copy() -> None:
+        self._source = source
+        self._sink = sink
+        self._reading_since: float | None = None
+        self._thread = threading.Thread(target=self._copy, name="mpicoll-run-output", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until all output is copied, however slowly it is read, after the job has ended.
+
+        A process outside of the job that holds the pipe open is waited for only briefly.
+        """
+        ended = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_JOIN_INTERVAL)
+            since = self._reading_since
+            if since is not None and time.monotonic() - max(since, ended) > _GRACE:
+                return
+
+    def _copy(self) -> None:
         rest, tag, begins_line = b"", b"", True
-        with source:
-            while data := os.read(source.fileno(), 1 << 16):
+        with self._source:
+            while data := self._read():
                 pieces, rest = (rest + data).splitlines(keepends=True), b""
                 if _PART_OF_TAG.fullmatch(pieces[-1]):
                     rest = pieces.pop()
@@ -207,11 +222,20 @@ def _forward(source: IO[bytes], sink: IO[bytes]) -> threading.Thread:
                     # MPICH's launcher puts the rank before each piece that it has read, so also before a line's end.
                     if tag and text.endswith(tag + b"\n"):
                         text = text[: -len(tag) - 1] + b"\n"
-                    write(prefix + text)
+                    self._write(prefix + text)
                     begins_line = piece.endswith(b"\n")  # \r does not end a line: it redraws a progress bar
         if not _TAG.fullmatch(rest):  # Open MPI may print the rank alone at the end
-            write(rest)
+            self._write(rest)
 
-    thread = threading.Thread(target=copy, name="mpicoll-run-output", daemon=True)
-    thread.start()
-    return thread
+    def _read(self) -> bytes:
+        self._reading_since = time.monotonic()
+        data = os.read(self._source.fileno(), 1 << 16)
+        self._reading_since = None
+        return data
+
+    def _write(self, data: bytes) -> None:
+        try:
+            self._sink.write(data)
+            self._sink.flush()
+        except (OSError, ValueError):
+            pass  # closed; the ranks must be able to write on

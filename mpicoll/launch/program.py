@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+_RANK_PROCESS = os.getpid()
+
 _OUTPUT_DELAY = 0.1
 """Seconds in which the launcher forwards the output, which it stops doing when it ends the job."""
 
@@ -52,7 +54,7 @@ def _report_failure(kind: type[BaseException], error: BaseException, trace: Trac
 
 def _end_job(status: int) -> None:
     """End all ranks with exit status `status`, unless mpicoll does so by itself."""
-    if "mpicoll.transport.mpi" in sys.modules:
+    if "mpicoll.transport.mpi" in sys.modules or os.getpid() != _RANK_PROCESS:  # MPI belongs to a child's parent
         return
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 import uuid
+from io import BytesIO
 from pathlib import Path
+from threading import Event, Timer
+from typing import Any
 
 import pytest
 from support.launch import ROOT
@@ -245,14 +248,39 @@ def has_mark(environ: Path, mark: str) -> bool:
         return False
 
 
-def test_the_rank_before_each_line(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_the_rank_before_each_line() -> None:
     receive, send = os.pipe()
-    with open(receive, "rb", buffering=0) as source, open(1, "wb", closefd=False) as sink:  # noqa: PTH123
-        thread = run._forward(source, sink)
+    shown = BytesIO()
+    with os.fdopen(receive, "rb", buffering=0) as source:
+        output = run._Output(source, shown)
         parts = (b"[1]<std", b"out>: a\n[0,3]<stderr>:b\n[2] c", b"[2] \n[2] \n[")
         for part in (*parts, b"0]<stdout>: 1%\r2%", b"\n[1] x[1] \n[1] y\r", b"[1]"):
             os.write(send, part)
             time.sleep(0.01)
         os.close(send)
-        thread.join(20)
-    assert capfdbinary.readouterr().out == b"[1] a\n[3] b\n[2] c\n[2] \n[0] 1%\r2%\n[1] x\n[1] y\r"
+        output.join()
+    assert shown.getvalue() == b"[1] a\n[3] b\n[2] c\n[2] \n[0] 1%\r2%\n[1] x\n[1] y\r"
+
+
+def test_output_that_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a pipe that is held open without output ends the wait for the end of it."""
+    monkeypatch.setattr(run, "_GRACE", 0.1)
+    monkeypatch.setattr(run, "_JOIN_INTERVAL", 0.01)
+    read, goes_on = Event(), Event()
+
+    class Slow(BytesIO):
+        def write(self, data: Any) -> int:
+            read.set()
+            assert goes_on.wait(20)
+            return super().write(data)
+
+    shown, (receive, send) = Slow(), os.pipe()
+    with os.fdopen(receive, "rb", buffering=0) as source:
+        output = run._Output(source, shown)
+        os.write(send, b"text\n")
+        assert read.wait(20)
+        timer = Timer(0.5, goes_on.set)
+        timer.start()
+        output.join()
+        assert shown.getvalue() == b"text\n"
+        os.close(send)
