@@ -43,6 +43,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """The output of a study on 3 ranks, and its folder."""
     folder = tmp_path_factory.mktemp("study")
     words = ["study", "sync", "--sizes", "4k,64k", "--seconds", "0.01", "--predict", "16", "--label", "a <test>"]
+    words += ["--servers", "1,2,3"]
     done = mpirun(RANKS, "-m", "mpicoll", *words, "--json", folder / "study.json", "--page", folder / "page")
     assert done.returncode == 0, done.stdout
     return done.stdout, folder
@@ -59,7 +60,8 @@ def test_measurements(measured: tuple[str, Path]) -> None:
         assert [Method(point["method"], point["servers"]) for point in points] == expected
         assert all(point["seconds"] > 0 and len(point["blocks"]) >= 7 for point in points)
         assert all(point["wire"] is None for point in points)
-    assert list(run["absent"]) == ["hierarchical"]
+    assert list(run["absent"]) == ["parameter server, S = 3", "hierarchical"]
+    assert "without parameter server, S = 3: 3 servers of 3 ranks leave no worker" in output
     plain = re.sub(r"\x1b\[[\d;]*m", "", output)
     assert "ring" in plain
     # A line that names a file is as long as its path.
@@ -77,6 +79,7 @@ def test_page(measured: tuple[str, Path]) -> None:
     for picture in pictures:
         ET.parse(folder / picture)
     assert "size of the model N" in (folder / "sync-time.svg").read_text()
+    assert "Native, shared memory and hierarchical are left out of the prediction" in text
     assert "| ring | 2 (P - 1) / P N | Patarasuk and Yuan 2009 | 1.5 N | 1.875 N | 1.969 N |" in text
     html = (folder / "synchronisation.html").read_text()
     assert html.count("<svg") == html.count("<figure") == 4
@@ -136,9 +139,21 @@ def test_wrong_weights_end_the_study(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"points": []}')
+    no_machine, no_ranks = tmp_path / "no_machine.json", tmp_path / "no_ranks.json"
+    no_machine.write_text('{"runs": [{"ranks": 2, "nodes": 1, "points": [], "absent": {}}]}')
+    no_ranks.write_text('{"runs": [{"ranks": 0, "nodes": 1, "points": [], "absent": {}, "machine": {}}]}')
     for words, message in (
         (["--algorithms", "ring,star"], "no algorithm 'star'; there are parameter_server, master_worker"),
         (["--read", str(other)], "other.json is not what `mpicoll study sync --json` writes"),
+        (
+            ["--read", str(no_machine)],
+            "no_machine.json is not what `mpicoll study sync --json` writes: KeyError('machine')",
+        ),
+        (["--read", str(no_ranks)], "there are 0 ranks"),
+        (
+            ["--algorithms", "parameter_server", "--servers", "4", "--ranks", "2,3"],
+            "--servers 4 leaves no worker on 3 ranks",
+        ),
         (["--seconds", "0"], "--ranks-per-node and --seconds must be more than 0"),
     ):
         assert main(["study", "sync", *words]) == 2

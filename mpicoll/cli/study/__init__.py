@@ -117,13 +117,21 @@ def _measure(
     args: argparse.Namespace, names: tuple[str, ...], launched: bool, progress: bool
 ) -> list[dict[str, Any]] | None:
     """Return the measurements of one job, or of a job for each number of ranks; None on ranks that have none."""
-    from mpicoll.cli.study import job
+    from mpicoll.cli.study import job, methods
+    from mpicoll.engine.world import world
+    from mpicoll.errors import ArgumentError
 
+    sizes = [world().size] if launched else args.ranks or [2, 4]
+    if not any(methods.list_methods(names, args.servers, ranks) for ranks in sizes):
+        raise ArgumentError(
+            f"study sync: --servers {','.join(map(str, args.servers))} leaves no worker on {max(sizes)} ranks; have"
+            " fewer servers, or more ranks"
+        )
     asked = job.Measurements(names, tuple(args.servers), tuple(args.sizes), args.seconds, progress)
     if launched:
         found = [job.main(0, asked)]
     else:
-        found = [start_ranks.start(job.main, (asked,), ranks, args.limit)[0] for ranks in args.ranks or (2, 4)]
+        found = [start_ranks.start(job.main, (asked,), ranks, args.limit)[0] for ranks in sizes]
     runs = [{"label": args.label, **run} for run in found if run is not None]
     return [{"runs": runs}] if runs else None
 

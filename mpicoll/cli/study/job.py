@@ -16,7 +16,7 @@ from mpicoll.cli import formatting
 from mpicoll.cli.bench.measure import Wrong
 from mpicoll.cli.bench.report import describe_run
 from mpicoll.cli.bench.team import Team
-from mpicoll.cli.study.methods import Method, Model, list_methods, prepare_block
+from mpicoll.cli.study.methods import Method, Model, list_methods, list_without_workers, prepare_block
 from mpicoll.cli.study.wire import count_link_bytes
 from mpicoll.engine.world import world
 from mpicoll.errors import AlgorithmError, ArgumentError
@@ -50,7 +50,7 @@ def main(rank: int, asked: Measurements) -> dict[str, Any] | None:
         raise ArgumentError("study sync: a single rank has nothing to synchronise; start 2 or more")
     team = Team(comm)
     methods = list_methods(asked.names, asked.servers, comm.size)
-    absent: dict[str, str] = {}
+    absent = list_without_workers(asked.names, asked.servers, comm.size)
     points = []
     with formatting.steps(team.rank == 0 and asked.progress, len(asked.sizes) * len(methods) * 2) as step:
         for nbytes in asked.sizes:

@@ -76,6 +76,14 @@ def list_methods(names: Sequence[str], servers: Sequence[int], ranks: int) -> li
     return found
 
 
+def list_without_workers(names: Sequence[str], servers: Sequence[int], ranks: int) -> dict[str, str]:
+    """Return the labels of the parameter servers that leave no worker among `ranks` ranks, each with that reason."""
+    counts = [count for count in servers if count >= ranks] if "parameter_server" in names else []
+    return {
+        Method("parameter_server", count).label: f"{count} servers of {ranks} ranks leave no worker" for count in counts
+    }
+
+
 def check_names(names: Sequence[str]) -> None:
     """Raise ArgumentError if there is no method of some name."""
     for name in names:

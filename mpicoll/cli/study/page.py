@@ -66,10 +66,13 @@ headers of all protocols. A parameter server has fewer workers than ranks, so it
 """
 
 _OUTLOOK = """\
-With a fixed number of servers the time grows in proportion to the number of workers, as it does with master-worker. It
-stays nearly the same if the number of servers grows too, but then a part of all ranks computes no gradients. The bytes
-of a ring hardly grow with P, but the number of its messages does; those of a tree and of halving-doubling follow one
-another only log2 P and 2 log2 P times.
+Native, shared memory and hierarchical are left out of the prediction: the study has no schedules of them. No cluster of
+these sizes was measured.
+
+In the prediction, with a fixed number of servers the time grows in proportion to the number of workers, as it does with
+master-worker. It stays nearly the same if the number of servers grows too, but then a part of all ranks computes no
+gradients. The bytes of a ring hardly grow with P, but the number of its messages does; those of a tree and of
+halving-doubling follow one another only log2 P and 2 log2 P times.
 """
 
 

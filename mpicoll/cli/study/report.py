@@ -16,12 +16,31 @@ def read(path: Path) -> dict[str, Any]:
     try:
         study: dict[str, Any] = json.loads(path.read_text())
         for run in study["runs"]:
-            assert run["ranks"] > 0
-            for point in run["points"]:
-                Method(point["method"], point["servers"]).law(run["ranks"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _check(run)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ArgumentError(f"study sync: {path} is not what `mpicoll study sync --json` writes: {error!r}") from error
     return study
+
+
+_KINDS = {"ranks": int, "nodes": int, "points": list, "absent": dict, "machine": dict}
+"""What tables, figures and pages show of a run."""
+
+
+def _check(run: dict[str, Any]) -> None:
+    """Raise an exception if something that is shown of `run` is missing or of another kind."""
+    for key, kind in _KINDS.items():
+        if not isinstance(run[key], kind):
+            raise TypeError(f"{key} is {run[key]!r}")
+    if run["ranks"] < 1:
+        raise ValueError(f"there are {run['ranks']} ranks")
+    if absent := {"processor", "cores"} - run["machine"].keys():
+        raise KeyError(*absent)
+    for point in run["points"]:
+        Method(point["method"], point["servers"]).law(run["ranks"])
+        formatting.nbytes(point["nbytes"])
+        formatting.seconds(point["seconds"])
+        if point["wire"]:
+            busiest(point)
 
 
 def write(path: Path, study: dict[str, Any]) -> None:

@@ -97,8 +97,18 @@ def _allocate(numel: int, dtype: torch.dtype, device: torch.device, comm: Commun
 
 def _view_like(part: Tensor, parameter: Parameter) -> Tensor:
     """Return `part` in the shape of `parameter`, and with its strides if its elements are dense in any order."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    return part.as_strided(parameter.shape, strides)
+    return part.as_strided(parameter.shape, _strides_in_bucket(parameter))
+
+
+def describe_order(parameter: Parameter) -> str:
+    """Return the strides of the gradient of `parameter` in a bucket as text; nothing if it is contiguous."""
+    strides = _strides_in_bucket(parameter)
+    is_contiguous = torch.empty_strided(parameter.shape, strides, device="meta").is_contiguous()
+    return "" if is_contiguous else f", strides {strides}"
+
+
+def _strides_in_bucket(parameter: Parameter) -> tuple[int, ...]:
+    return torch.empty_like(parameter, device="meta").stride()
 
 
 def divide(

@@ -115,7 +115,11 @@ class TopKExchange:
     def __init__(self, bucket: Bucket, op: str, comm: Communicator, density: float) -> None:
         self._bucket = bucket
         self._scale = 1 / comm.size if op == "avg" else 1.0
-        self._error = torch.zeros_like(bucket.gradients)
+        # Sums and errors of 16-bit gradients are in float32.
+        wide = torch.promote_types(bucket.flat.dtype, torch.float32)
+        self._error = torch.zeros_like(bucket.gradients, dtype=wide)
+        is_wide = bucket.flat.dtype is wide
+        self._sum = bucket.gradients if is_wide else torch.empty_like(bucket.gradients, dtype=wide)
         self._count = min(bucket.numel, math.ceil(density * bucket.numel))
         self._flags = torch.empty_like(bucket.flags)
         index = torch.int32 if bucket.numel < 1 << 31 else torch.int64
@@ -127,25 +131,26 @@ class TopKExchange:
 
     @torch.no_grad()
     def start(self) -> Waits:
-        gradients = self._bucket.gradients
-        self._error.add_(gradients)
+        self._error.add_(self._bucket.gradients)
         chosen = self._error.abs().topk(self._count, sorted=False).indices
         values, indices, flags = self._split(self._sent)
         values.copy_(self._error[chosen])
         indices.copy_(chosen)
         flags.copy_(self._bucket.flags)
-        self._error[chosen] = 0
-        # One element that is not finite is sent; the others would stay.
+        self._error[chosen] -= values
+        # An element that is not finite would stay.
         self._error.nan_to_num_(0, 0, 0)
         self._plan.start()
         yield self._plan.wait
-        gradients.zero_()
+        self._sum.zero_()
         self._bucket.flags.zero_()
         for message in self._received.split(self.nbytes):
             values, indices, flags = self._split(message)
-            gradients.index_add_(0, indices, values)
+            self._sum.index_add_(0, indices, values.to(self._sum.dtype))
             self._bucket.flags.add_(flags)
-        gradients.mul_(self._scale)
+        self._sum.mul_(self._scale)
+        if self._sum is not self._bucket.gradients:
+            self._bucket.gradients.copy_(self._sum)
 
     def _split(self, message: Tensor) -> list[Tensor]:
         parts, start = [], 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mpicoll.collectives.allreduce import allreduce
 from mpicoll.errors import ArgumentError
 from mpicoll.parallel.gradients import get_replica_communicator
+from mpicoll.parallel.groups import describe_rank
 
 V = TypeVar("V")
 
@@ -19,17 +21,19 @@ def metric_average(value: V, *, weight: float = 1.0, group: Any = None) -> V:
     """Return the mean of `value` over the ranks, the same on all of them. Collective.
 
     Args:
-        value: a number, a tensor, or a dict of these, of the same keys and shapes on all ranks. All are sent in one
-            message, in float64.
+        value: a number, a numpy array, a tensor, or a dict of these, of the same keys and shapes on all ranks. All are
+            sent in one message, in float64.
         weight: what this rank's values count, such as its number of samples.
         group: the data parallel ranks, by default the ``data`` and ``context`` axes of the grid in use; without a grid,
             all ranks.
 
     Returns:
-        A float for each number, a tensor of the same dtype and device for each floating tensor (float64 for others).
+        A float for each number; an array or tensor of the same dtype and device for each floating one (float64 for
+        others).
 
     Raises:
-        ArgumentError: the sum of the weights is not positive; raised on all ranks.
+        ArgumentError: a value is something else, raised before any message leaves; or the sum of the weights is not
+            positive, raised on all ranks.
 
     Example:
         ::
@@ -38,6 +42,12 @@ def metric_average(value: V, *, weight: float = 1.0, group: Any = None) -> V:
     """
     comm = get_replica_communicator(group)
     values: Mapping[Any, Any] = value if isinstance(value, Mapping) else {None: value}
+    for one in values.values():
+        if not isinstance(one, (SupportsFloat, np.ndarray)):
+            raise ArgumentError(
+                f"metric_average: got a {type(one).__name__}; pass numbers, numpy arrays, tensors, or a dict of these"
+                f" {describe_rank(comm)}"
+            )
     tensors = {key: torch.as_tensor(one).detach() for key, one in values.items()}
     flat = [one.reshape(-1).to("cpu", torch.float64) for one in tensors.values()]
     own = torch.cat([*flat, torch.ones(1, dtype=torch.float64)]).mul_(weight)
@@ -55,6 +65,9 @@ def metric_average(value: V, *, weight: float = 1.0, group: Any = None) -> V:
 
 
 def _restore(mean: Tensor, like: Any) -> Any:
+    if isinstance(like, np.ndarray):
+        is_floating = np.issubdtype(like.dtype, np.floating)
+        return mean.view(like.shape).numpy().astype(like.dtype if is_floating else np.float64)
     if not isinstance(like, Tensor):
         return mean.item()
     return mean.view(like.shape).to(like.device, like.dtype if like.is_floating_point() else torch.float64)

@@ -64,7 +64,7 @@ class PowerSGDExchange:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank passes to collectives in the next step."""
-        return self._dense.nbytes if self._steps_left > 0 else self._sent.nbytes + self._q.nbytes
+        return self._dense.nbytes if self._steps_left > 0 or not self._matrices else self._sent.nbytes + self._q.nbytes
 
     @torch.no_grad()
     def start(self) -> Waits:

@@ -16,7 +16,7 @@ from mpicoll.collectives.objects import allgather_object
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.errors import ArgumentError
 from mpicoll.parallel.data_parallel.agreement import describe_tensors, digest, raise_mismatch
-from mpicoll.parallel.data_parallel.buckets import Bucket, divide
+from mpicoll.parallel.data_parallel.buckets import Bucket, describe_order, divide
 from mpicoll.parallel.data_parallel.compression import Compressor
 from mpicoll.parallel.data_parallel.exchange import Exchange, SparseBucket, Waits
 from mpicoll.parallel.groups import describe_rank
@@ -92,7 +92,8 @@ class Reducer:
     def describe(self) -> list[str]:
         """Return what must be equal on all ranks."""
         facts = describe_tensors(zip(self._names, self._parameters, strict=True))
-        return [self._options.describe(), *facts]
+        orders = map(describe_order, self._parameters)
+        return [self._options.describe(), *map("".join, zip(facts, orders, strict=True))]
 
     def accept(self, index: int) -> None:
         """Count a gradient that a backward pass has completed, and start to reduce the buckets that are complete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.ranks import Ranks
@@ -111,6 +112,10 @@ def test_metrics(ranks: Ranks) -> None:
         # A rank without samples has the mean of none.
         last = world.rank == world.size - 1
         assert metric_average(torch.tensor(2.0 if last else float("nan")), weight=5 * last) == torch.tensor(2.0)
+        array: Any = metric_average(np.array([1, world.rank], np.float32))
+        assert (array.dtype, array.tolist()) == (np.float32, [1, mean])
+        with pytest.raises(mpicoll.ArgumentError, match=rf"got a list; pass numbers.*\(rank {world.rank} of"):
+            metric_average([1.0])
         with pytest.raises(mpicoll.ArgumentError, match=r"add up to 0\.0; pass weights"):
             metric_average(1.0, weight=0)
 

@@ -117,6 +117,42 @@ def test_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mpicoll.run_local(body, 2)
 
 
+def test_bytes_without_matrices() -> None:
+    """PowerSGD sends such a bucket as it is, not in float32."""
+
+    def body() -> None:
+        bias = nn.Parameter(torch.zeros(BIAS, dtype=torch.bfloat16))
+        optimizer = DistributedOptimizer(torch.optim.SGD([bias]), compression=Compression.power_sgd(1, start=0))
+        bias.sum().backward()
+        optimizer.step()
+        assert optimizer.bytes_per_step == 2 * (BIAS + 2)
+
+    mpicoll.run_local(body, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_top_k_of_16_bits(dtype: torch.dtype) -> None:
+    """Sums do not overflow, and errors below the last digit of a gradient are not lost."""
+
+    def body() -> None:
+        weight = nn.Parameter(torch.zeros(2, dtype=dtype))
+        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=Compression.top_k(0.5))
+        (weight[0] * 40000).backward()
+        optimizer.synchronize()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [torch.tensor(40000, dtype=dtype).item(), 0]
+        for small in (2048.0, 1.0, 1.0):
+            optimizer.zero_grad()
+            (weight * torch.tensor([40000.0, small])).sum().backward()
+            optimizer.synchronize()
+        # 2048 + 1 is 2048 in 16 bits.
+        exchange: Any = optimizer._reducer._exchanges[0]  # type: ignore[union-attr]
+        assert exchange._error.dtype is torch.float32
+        assert exchange._error.tolist() == [0, 2050]
+
+    mpicoll.run_local(body, 2)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_not_finite(name: str) -> None:
     """What an AMP scaler is to see is there, and does not stay in the error."""

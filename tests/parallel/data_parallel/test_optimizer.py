@@ -396,6 +396,10 @@ def test_models_that_differ(several: Ranks) -> None:
         compression = Compression.bf16 if rank == 1 else Compression.none
         with pytest.raises(mpicoll.MismatchError, match=r"rank 1 has op avg.*Compression\.bf16"):
             DistributedOptimizer(torch.optim.SGD(same.parameters()), compression=compression)
+        layout = torch.channels_last if rank == 1 else torch.contiguous_format
+        image = nn.Parameter(torch.ones(1, 2, 2, 2).to(memory_format=layout))
+        with pytest.raises(mpicoll.MismatchError, match=r"rank 1 has .* shape \(1, 2, 2, 2\), strides \(8, 1, 4, 2\)"):
+            DistributedOptimizer(torch.optim.SGD([image]))
         assert mpicoll.allreduce(1) == mpicoll.world().size
         return str(found.value)
 
