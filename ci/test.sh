@@ -69,9 +69,12 @@ if wanted layers; then
     check layers 60 env PYTHONPATH=. lint-imports
 fi
 suite=(suite 900 python ci/torch_suite.py)
+bare=(without-extension 300 ci/without_extension.sh python -m pytest -m "not mpi" -q "$color" -p no:cacheprovider
+    --tier quick tests/collectives)
 if [[ $only$tier == alldefault ]]; then
-    # Two thirds of the time it waits.
+    # Both wait most of the time, or take one core for a short one.
     beside "${suite[@]}"
+    beside "${bare[@]}"
 fi
 if wanted unit; then
     limit=5400
@@ -81,9 +84,8 @@ if wanted unit; then
     tests unit "$limit" python -m pytest -m "not mpi" -q "$color" --tier "$tier" --durations=5 \
         --numprocesses "$workers" --dist loadfile --no-loadscope-reorder
 fi
-if [[ $only == all && $tier == default ]]; then
-    tests without-extension 300 ci/without_extension.sh python -m pytest -m "not mpi" -q "$color" -p no:cacheprovider \
-        --tier quick tests/collectives
+if [[ $only$tier == alldefault ]]; then
+    tests "${bare[@]}"
 fi
 if wanted suite && [[ $tier != quick ]]; then
     tests "${suite[@]}"
