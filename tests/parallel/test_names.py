@@ -108,8 +108,10 @@ def test_every_name_has_an_example_that_runs(some: Ranks, name: str) -> None:
     code = dedent(text.partition("Example:\n    ::\n")[2])
     assert code.strip()
 
+    names = {name: getattr(parallel, name) for name in parallel.__all__}
+
     def body() -> None:
-        exec(code, {**vars(parallel), "torch": torch, "nn": nn, "functional": functional})
+        exec(code, {**names, "torch": torch, "nn": nn, "functional": functional})
 
     some(body)
 
