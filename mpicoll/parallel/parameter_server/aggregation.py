@@ -44,9 +44,13 @@ class Aggregation:
                 for _, values in gradients.values():
                     self._updater.scale(values, factor)
         for index, (rows, values) in gradients.items():
+            bucket = self._buckets[index]
+            if _is_short(bucket):
+                values = self._updater.cast(values, bucket.dtype)
             if rows is None:
                 self._updater.update(index, values)
-            elif len(rows):
+            else:
+                # Without rows, too: the number of the update does not depend on which server has the rows.
                 self._updater.update_rows(index, rows, values)
             self.versions[index] += 1
             for state in workers:
@@ -54,10 +58,12 @@ class Aggregation:
 
     def _add(self, index: int, workers: Sequence[WorkerState], factor: float) -> tuple[Array | None, Any]:
         """Return the rows of a sparse bucket, or None, and the gradient: the sum in the order of the workers' ranks."""
-        dtype = self._buckets[index].dtype
-        values = [self._updater.view(state.gradients[index], dtype) for state in workers]
+        bucket = self._buckets[index]
+        values = [self._updater.view(state.gradients[index], bucket.dtype) for state in workers]
+        if _is_short(bucket):
+            values = [self._updater.cast(one, "float32") for one in values]
         rows: Array | None = None
-        if self._buckets[index].sparse:
+        if bucket.sparse:
             pieces = [(state.rows[index], one) for state, one in zip(workers, values, strict=True)]
             rows, total = self._updater.add_rows(index, pieces)
         else:
@@ -76,3 +82,9 @@ class Aggregation:
         # The other servers have the same step: none of them waits for this one to receive it.
         squares = allgather(np.array([mine]), comm=self._servers)
         return float(np.sqrt(squares.sum()))
+
+
+def _is_short(bucket: Bucket) -> bool:
+    """Return True if gradients are added, scaled and clipped in float32: a sum of float16 may exceed its range although
+    the mean does not."""
+    return bucket.itemsize < 4

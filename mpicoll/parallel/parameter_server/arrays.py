@@ -64,7 +64,7 @@ class ArrayModel:
                 f" {('n', *spec.shape[1:])}, got {rows.shape} and {values.shape}"
             )
         check_rows("push_gradients", spec, rows)
-        return rows, values.reshape(len(rows), -1)
+        return rows, values.reshape(len(rows), spec.row)
 
     def store_gradient(self, gradient: Array, part: Part, memory: Array) -> None:
         """Copy a part of a flat gradient into `memory`, which is bytes."""
@@ -79,7 +79,7 @@ class ArrayModel:
         """Return the sum of the squares of a gradient; rows that are named twice count as their sum."""
         if isinstance(gradient, tuple):
             rows, places = np.unique(gradient[0], return_inverse=True)
-            total = np.zeros((len(rows), gradient[1].shape[1]), gradient[1].dtype)
+            total = np.zeros((len(rows), gradient[1].shape[1]))
             np.add.at(total, places.reshape(-1), gradient[1])
             gradient = total
         return float(np.square(gradient, dtype=np.float64).sum())

@@ -110,6 +110,9 @@ def build_state(updater: TorchUpdater, updates: int) -> dict[str, Any]:
         add(f"model.{spec.name}", spec, part, parameter)
         for entry, value in updater.optimizer.state.get(parameter, {}).items():
             key = f"optimizer.state.{spec.name}.{entry}"
+            if isinstance(value, Tensor) and value.is_sparse:
+                # As the momentum of sparse gradients.
+                value = value.to_dense()
             if isinstance(value, Tensor) and value.shape == parameter.shape and parameter.dim():
                 add(key, spec, part, value)
             else:

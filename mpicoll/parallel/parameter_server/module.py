@@ -113,7 +113,8 @@ class ModuleModel:
                 found.append(flat)
                 continue
             gradient = flat.coalesce() if flat.is_sparse else flat.view(spec.shape).to_sparse(1).coalesce()
-            found.append((gradient.indices()[0].cpu().numpy(), gradient.values().reshape(gradient._nnz(), -1)))  # noqa: SLF001
+            rows = gradient.indices()[0].cpu().numpy()
+            found.append((rows, gradient.values().reshape(len(rows), spec.row)))
         return found
 
     def clear_gradients(self) -> None:
@@ -129,7 +130,9 @@ class ModuleModel:
     def split_rows(self, gradient: Any) -> tuple[Array, Array]:
         """Return the rows of a sparse gradient, and the bytes of the values of each."""
         rows, values = gradient
-        return rows, values.cpu().contiguous().view(torch.uint8).numpy()
+        # A tensor of one column may have any stride and count as contiguous, and a view as bytes needs stride 1.
+        flat = values.cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
+        return rows, flat.view(torch.uint8).numpy().reshape(len(rows), values.shape[1] * values.element_size())
 
     def sum_of_squares(self, gradient: Any) -> float:
         """Return the sum of the squares of a gradient."""
@@ -156,6 +159,8 @@ class ModuleModel:
 
     def write_rows(self, tensor: int, rows: Array, memory: Array) -> None:
         """Copy `memory` into some rows of a tensor."""
+        if not len(rows):
+            return  # Torch refuses to view the strides of an empty array.
         parameter = self._parameters[tensor].detach()
         values = torch.from_numpy(memory).view(parameter.dtype).view(len(rows), *parameter.shape[1:])
         parameter[torch.from_numpy(rows).to(parameter.device)] = values.to(parameter.device)

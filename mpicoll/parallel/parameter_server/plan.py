@@ -8,6 +8,7 @@ are cut between rows. Where an optimizer needs whole tensors, each tensor is on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,10 +29,12 @@ class TensorSpec(NamedTuple):
     @property
     def size(self) -> int:
         """Number of elements."""
-        size = 1
-        for extent in self.shape:
-            size *= extent
-        return size
+        return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self.shape[1:])
 
 
 class Part(NamedTuple):

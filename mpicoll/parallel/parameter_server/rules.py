@@ -18,7 +18,7 @@ an update of some rows changes these rows only."""
 Rule: TypeAlias = Callable[[Array, Array, State, int], None]
 """``rule(weights, gradient, state, step)`` changes `weights` in place. `step` counts the updates of these weights from
 1. A server calls it for each of its buckets, which are flat pieces of the model, and for rows of a tensor with sparse
-gradients; it must treat each element alike."""
+gradients, of which it may have none in an update; it must treat each element alike."""
 
 LearningRate: TypeAlias = "float | Callable[[int], float]"
 """A learning rate, or a function that returns that of an update, whose number counts from 1."""
@@ -121,6 +121,11 @@ class ArrayUpdater:
     def view(memory: Array, dtype: str) -> Array:
         """Return `memory`, which is bytes, as an array of `dtype`."""
         return memory.view(np.dtype(dtype))
+
+    @staticmethod
+    def cast(values: Array, dtype: str) -> Array:
+        """Return `values` in `dtype`."""
+        return values.astype(dtype)
 
     @staticmethod
     def add(total: Array, more: Array) -> None:

@@ -112,6 +112,7 @@ class ParameterServer:
         self._states = [WorkerState(link, self._buckets) for link in self._links.links]
         self._closed = False
         self.updates = self.loaded_updates = 0
+        self._turn = 0
         self.staleness_counts: Counter[int] = Counter()
         self._updater: Any = self._make_updater(rule, optimizer, scheduler)
         self._aggregation = Aggregation(settings, self._buckets, self._updater, self._links.servers)
@@ -257,16 +258,18 @@ class ParameterServer:
         return any(state.is_sending(index) for state in self._states for index in range(len(self._buckets)))
 
     def _apply_pushes(self) -> bool:
-        progressed = False
-        for state in self._states:
+        # The worker that was served last has the last turn, else one with fast pushes would keep others waiting.
+        count = len(self._states)
+        for index in [*range(self._turn, count), *range(self._turn)]:
+            state = self._states[index]
             if state.alive and state.has_arrived():
                 self._aggregation.apply(range(len(self._buckets)), [state])
                 state.finish_push()
                 self._end_update()
-                progressed = True
+                self._turn = (index + 1) % count
                 # Not more than one at a time: update_model returns after each.
-                break
-        return progressed
+                return True
+        return False
 
     def _end_update(self) -> None:
         self._updater.end_step()

@@ -72,7 +72,15 @@ class TorchUpdater:
     @staticmethod
     def view(memory: Array, dtype: str) -> Tensor:
         """Return `memory`, which is bytes, as a tensor of `dtype`."""
+        if not memory.size:
+            # Torch refuses to view the strides of an empty array.
+            return torch.empty(0, dtype=getattr(torch, dtype))
         return torch.from_numpy(memory).view(getattr(torch, dtype))
+
+    @staticmethod
+    def cast(values: Tensor, dtype: str) -> Tensor:
+        """Return `values` in `dtype`."""
+        return values.to(getattr(torch, dtype))
 
     @staticmethod
     def add(total: Tensor, more: Tensor) -> None:

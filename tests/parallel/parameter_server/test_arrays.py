@@ -151,6 +151,44 @@ def test_a_slow_worker_does_not_stop_the_asynchronous_mode() -> None:
     assert max(server.staleness_counts) == STEPS
 
 
+def test_workers_take_turns_in_the_asynchronous_mode() -> None:
+    """Where the pushes of all arrive faster than the server applies them."""
+    clocks = [0] * 4
+
+    def rule(*_: Any) -> None:
+        time.sleep(0.004)
+
+    def body() -> None:
+        rank = mpicoll.world().rank
+        if rank == 0:
+            return ParameterServer(rule, mode="async").run()
+        model = {"w": np.zeros(2)}
+        with Worker(model) as worker:
+            while max(clocks) < 16:
+                worker.push_gradients({"w": np.ones(2)})
+                worker.pull_weights()
+                clocks[rank - 1] += 1
+        return None
+
+    mpicoll.run_local(body, 5, timeout=20)
+    assert min(clocks) > 7
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_mean_is_finite_where_the_sum_exceeds_the_range_of_float16(dtype: str) -> None:
+    def body() -> Any:
+        if mpicoll.world().rank == 0:
+            return ParameterServer(SGD(1.0)).run()
+        model = {"w": np.zeros(2, dtype), "rows": np.zeros((3, 2), dtype)}
+        with Worker(model, sparse=["rows"]) as worker:
+            worker.push_gradients({"w": np.full(2, 40000), "rows": ([1], np.full((1, 2), 40000))})
+            worker.pull_weights()
+        return {name: array.tolist() for name, array in model.items()}
+
+    expected = {"w": [-40000] * 2, "rows": [[0, 0], [-40000] * 2, [0, 0]]}
+    assert mpicoll.run_local(body, 3, timeout=20)[1:] == [expected] * 2
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_bound_of_staleness_is_never_exceeded(staleness: int) -> None:
     pushes = [0, 0, 0]
