@@ -13,7 +13,7 @@ from mpicoll.engine.core.arrays import do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.diagnostics.flight_recorder import Call
+from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
 from mpicoll.engine.selection.catalogue import (
     IPC,
@@ -137,14 +137,32 @@ def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None)
             own_context = context.copy()
             other = own_context.run(choose, operation.query, None)
             if call is not None:
-                # Other ranks may have bound the same call after shared memory was lost.
-                call.algorithm = other.name
-                call.signature = 0
+                _compare_after_loss(operation.comm, call, other.name)
             own_context.run(bind, operation, other)()
         else:
             arrays.store()
 
     return run
+
+
+def _compare_after_loss(comm: CommunicatorCore, call: Call, algorithm: str) -> None:
+    """Compare `call`, which was bound before shared memory was lost, now that `algorithm` carries it out.
+
+    Other ranks may have bound it afterwards.
+    """
+    queue = comm.queue
+    observed = queue.observer is not None and queue.observer.compares_calls
+    # Otherwise it has been compared: by the observer, or in an earlier run, or with the call of which it is a part.
+    uncompared = (
+        call.signature == COMPARED_BY_EXECUTOR
+        and queue.current is not None
+        and queue.current[2] is call
+        and not observed
+    )
+    call.algorithm = algorithm
+    call.signature = 0
+    if uncompared:
+        queue.match(call)
 
 
 def bind_repeated(operation: Operation, choice: Choice, call: Call) -> Callable[[], bool] | None:

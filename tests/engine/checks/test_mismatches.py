@@ -125,7 +125,6 @@ def test_a_call_that_was_bound_before_shared_memory_was_lost(differ: bool) -> No
 
     def body() -> float:
         world = mpicoll.world()
-        mpicoll.barrier()
         if world.rank == 0:
             requests = [mpicoll.iallreduce(_x()), mpicoll.iallreduce(_x(500))]
             bound.set()
