@@ -13,6 +13,8 @@ from mpicoll.wording import rank_list
 
 MODES = ("sync", "async", "ssp")
 
+_RULE_DTYPES = ("float16", "float32", "float64", "float96", "float128")
+
 
 class Settings(NamedTuple):
     """Arguments of the servers, which must be the same on all of them."""
@@ -23,6 +25,8 @@ class Settings(NamedTuple):
     reduction: str
     bucket_bytes: int
     whole_tensors: bool
+    arrays: bool
+    """True with a rule for numpy arrays, False with a torch optimizer."""
 
 
 class Role(NamedTuple):
@@ -56,11 +60,15 @@ class Job(NamedTuple):
 def agree(comm: Communicator, operation: str, make_role: Callable[[], Role]) -> Job:
     """Exchange the roles of all ranks of `comm`. Collective. Raises the same kind of error on all ranks if one has an
     invalid argument or they disagree."""
-    failure: Exception | None = None
+    failure: MpicollError | None = None
     try:
         role = make_role()
     except MpicollError as error:
         failure, role = error, Role(error=str(error))
+    except Exception as error:  # noqa: BLE001 - such as TypeError of an argument of another type
+        failure = ArgumentError(f"{operation}: an argument is invalid: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        role = Role(error=str(failure))
     roles: list[Role] = allgather_object(role, comm=comm)
     if failure is not None:
         raise failure
@@ -86,6 +94,11 @@ def agree(comm: Communicator, operation: str, make_role: Callable[[], Role]) -> 
                 f"{where}: workers {workers[0]} and {rank} have different models: {_compare(specs, other.specs)};"
                 " all workers must make the same model, with the same tensors in the same order"
             )
+    strange = [spec for spec in specs if settings.arrays and spec.dtype not in _RULE_DTYPES]
+    if strange:
+        raise ArgumentError(
+            f"{where}: a rule for numpy arrays can't update {_describe(strange[0])}; pass optimizer= to ParameterServer"
+        )
     return Job(comm, servers, workers, settings, specs)
 
 
@@ -111,6 +124,8 @@ def check_settings(settings: Settings, rule: Any, optimizer: Any, scheduler: Any
     check(callable(rule or optimizer), f"the rule or optimizer must be a function, got {rule or optimizer!r}")
     check(scheduler is None or optimizer is not None, "scheduler= needs optimizer=; a rule takes lr as a function")
     check(settings.mode in MODES, f"mode must be one of {', '.join(MODES)}, got {settings.mode!r}")
+    check(isinstance(settings.staleness, int), f"staleness must be an integer, got {settings.staleness!r}")
+    check(isinstance(settings.bucket_bytes, int), f"bucket_bytes must be an integer, got {settings.bucket_bytes!r}")
     check(settings.staleness >= 0, f"staleness must be at least 0, got {settings.staleness}")
     check(not settings.staleness or settings.mode == "ssp", 'staleness= needs mode="ssp"')
     check(settings.max_norm is None or settings.max_norm > 0, f"max_norm must be positive, got {settings.max_norm}")

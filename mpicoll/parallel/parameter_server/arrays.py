@@ -17,9 +17,9 @@ class ArrayModel:
 
     def __init__(self, arrays: Mapping[str, Any], sparse: Collection[str]) -> None:
         for name, array in arrays.items():
-            if not isinstance(array, np.ndarray) or array.dtype.kind not in "fc":
+            if not isinstance(array, np.ndarray) or array.dtype.kind != "f":
                 raise DTypeError(
-                    f"Worker: {name!r} must be a numpy array of floating-point numbers, got"
+                    f"Worker: {name!r} must be a numpy array of real floating-point numbers, got"
                     f" {array.dtype if isinstance(array, np.ndarray) else type(array).__name__}"
                 )
             if not (array.flags.c_contiguous and array.flags.writeable):

@@ -125,6 +125,10 @@ class ModuleModel:
 
     def store_gradient(self, gradient: Tensor, part: Part, memory: Array) -> None:
         """Copy a part of a flat gradient into `memory`, which is bytes."""
+        if gradient.is_sparse:
+            raise ArgumentError(
+                f"Worker: the gradient of {self.specs[part.tensor].name!r} is sparse; name it in sparse= of the worker"
+            )
         self._view(part, memory).copy_(gradient[part.start : part.stop])
 
     def split_rows(self, gradient: Any) -> tuple[Array, Array]:

@@ -36,7 +36,8 @@ class ParameterServer:
     the servers. All servers pass the same arguments.
 
     Args:
-        rule: a function that updates numpy arrays, such as :class:`~mpicoll.parallel.parameter_server.SGD`.
+        rule: a function that updates numpy arrays, such as :class:`~mpicoll.parallel.parameter_server.SGD`. A model
+            with bfloat16, which numpy does not have, needs an optimizer.
         optimizer: in place of a rule, a function that makes a torch optimizer of a list of names and parameters, such
             as ``functools.partial(torch.optim.Adam, lr=1e-3)``. The parameters are pieces of the model's tensors: flat,
             unless a piece is a whole tensor.
@@ -63,7 +64,9 @@ class ParameterServer:
 
     Raises:
         ArgumentError: an argument is invalid, the arguments of the servers or the models of the workers differ, or no
-            rank is a worker; on all ranks.
+            rank is a worker; on all ranks. Or the optimizer can't update the parts of this server: then only servers
+            that find this raise it, or what the function has raised, and the others raise CommunicationError when they
+            wait next.
 
     Example:
         ::
@@ -93,7 +96,7 @@ class ParameterServer:
         timeout: float | None = None,
     ) -> None:
         communicator = as_communicator(comm)
-        settings = Settings(mode, staleness, max_norm, reduction, bucket_bytes, whole_tensors)
+        settings = Settings(mode, staleness, max_norm, reduction, bucket_bytes, whole_tensors, arrays=optimizer is None)
 
         def make_role() -> Role:
             check_settings(settings, rule, optimizer, scheduler, timeout)
@@ -203,6 +206,9 @@ class ParameterServer:
             return action()
         except RankFailed as error:
             if self._settings.mode == "sync":
+                if state.find_departure():
+                    # Its error is the reason.
+                    self._check_departure(state)
                 raise RankFailed(
                     f'{self._job.describe()}: worker rank {state.rank} has died ({error}); mode "sync" needs all'
                     ' workers: use "async" or "ssp", or restart from a checkpoint (ParameterServer.save)',
@@ -328,6 +334,9 @@ class ParameterServer:
         Raises:
             ArgumentError: `path` contains a checkpoint, or the weights are updated by a rule for numpy arrays.
             OSError: a file can't be written. The other servers raise CommunicationError.
+
+        After an error this server can go on. If it does not, leave its ``with`` block by the error, so that the workers
+        raise it, too, and need not wait for their timeouts. The same holds for :meth:`load`.
         """
         from mpicoll.parallel.parameter_server import checkpoint
 

@@ -48,7 +48,8 @@ class Worker:
 
     Args:
         model: numpy arrays by their names, or a torch module. Pulls write to them. The gradients of a module are sent
-            while its backward computes them; buffers, such as running statistics, stay local.
+            while its backward computes them; buffers, such as running statistics, and parameters that need no gradient
+            are neither sent nor pulled. Arrays are real, and of a dtype that the rule or optimizer computes with.
         sparse: names of tensors whose gradients are rows. Of a module, those of embeddings with ``sparse=True`` are
             added.
         backward_passes: the number of backward passes whose gradients a push adds up; only for a module.
@@ -64,6 +65,8 @@ class Worker:
 
     Raises:
         ArgumentError: an argument is invalid, the models of the workers differ, or no rank is a server; on all ranks.
+        DTypeError: the model is no dict of arrays of floating-point numbers and no torch module; the others raise
+            ArgumentError.
 
     Example:
         ::
@@ -252,8 +255,18 @@ class Worker:
         return self._pull
 
     def get_weights(self) -> dict[str, Any]:
-        """Return the weights of the servers by name, as new arrays or tensors. The model stays as it is."""
+        """Return the weights of the servers by name, as new arrays or tensors. The model stays as it is.
+
+        Raises:
+            ArgumentError: with ``prefetch=True``, backward has sent gradients that were not pushed.
+            RankFailed, CommunicationError, Timeout: as :meth:`push_gradients`.
+        """
         self._check_open("get_weights")
+        if self._prefetch and self._sent:
+            raise ArgumentError(
+                f"get_weights: {self._job.describe()} has sent gradients during backward, and the weights that it asked"
+                " for with them need its push; call push_gradients first"
+            )
         if self._pull is not None:
             self._pull.wait()
         self._drop_early_pull()
@@ -387,10 +400,18 @@ class Worker:
         """End this worker when the servers have received what it has sent. The servers end when all workers have.
 
         Raises:
+            ArgumentError: backward has sent gradients that were not pushed. In mode "sync" the job ends.
             RankFailed, CommunicationError, Timeout: as :meth:`push_gradients`.
         """
         if self._closed:
             return
+        if self._sent:
+            # In mode "sync" servers may have applied some of them.
+            self._leave(flag=1)
+            raise ArgumentError(
+                f"Worker.close: {self._job.describe()} has sent gradients during backward since its last push; call"
+                " push_gradients after each backward"
+            )
         if self._pull is not None:
             self._pull.wait()
         self._drop_early_pull()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpicoll.errors import RankFailed
 from mpicoll.parallel.parameter_server.links import Link
 from mpicoll.parallel.parameter_server.messages import (
     NOTICE_TAG,
@@ -185,6 +186,22 @@ class WorkerState:
             for one in pending:
                 one.cancel()
         self._arriving.clear()
+
+    def find_departure(self) -> bool:
+        """Return True if the worker, which no transfer reaches any more, has reported that it leaves."""
+        request = self._held
+        try:
+            while request is None or request.kind is not Kind.LEAVE:
+                if self._next is None or self._next.test() is None:
+                    return False
+                request = decode_request(self._request)
+                if request.kind is not Kind.LEAVE:
+                    self._next = self.link.recv(self._request, REQUEST_TAG)
+        except RankFailed:
+            return False
+        self.flag = request.flag
+        self.abandon()
+        return True
 
     def abandon(self) -> None:
         """Take note of the death of the worker."""

@@ -196,8 +196,8 @@ def test_the_bound_of_staleness_is_never_exceeded(staleness: int) -> None:
 
     def work(worker: Worker, number: int) -> None:
         for step in range(STEPS):
+            pushes[number] += 1  # at least what the servers have applied
             worker.push_gradients(make_gradients(make_model(), number, step))
-            pushes[number] += 1
             if number == step % 3:
                 time.sleep(0.003)
             if step + 1 < STEPS:  # a worker that has left counts no more
@@ -208,10 +208,8 @@ def test_the_bound_of_staleness_is_never_exceeded(staleness: int) -> None:
         return serve_or_work(2, SGD(0.01), work, mode="ssp", staleness=staleness, bucket_bytes=40)
 
     found = mpicoll.run_local(body, 5, timeout=20)
-    # The other worker's count may be one lower than its pushes.
-    assert max(seen) <= staleness + 1
+    assert max(seen) <= staleness
     for server in found[:2]:
-        assert max(server.staleness_counts) <= staleness
         assert server.staleness_counts.total() == 3 * STEPS
 
 
@@ -299,13 +297,16 @@ ONE = {"w": np.zeros(3)}
         ((ONE, ONE, ONE), [], "no rank is a server"),
         ((), [{}, {}], "no rank is a worker"),
         ((ONE, ONE), [{"mode": "bulk"}], "mode must be one of sync, async, ssp, got 'bulk'"),
+        ((ONE, ONE), [{"max_norm": "1"}], "an argument is invalid: TypeError"),
+        ((ONE, ONE), [{"mode": "ssp", "staleness": None}], "staleness must be an integer, got None"),
         ((ONE, ONE), [{"staleness": 2}], 'staleness= needs mode="ssp"'),
-        (({"w": np.zeros(3, int)}, ONE), [{}], "'w' must be a numpy array of floating-point numbers, got int64"),
+        (({"w": np.zeros(3, complex)}, ONE), [{}], "real floating-point numbers, got complex128"),
+        (({"w": np.zeros(3, int)}, ONE), [{}], "'w' must be a numpy array of real floating-point numbers, got int64"),
     ],
 )
 def test_arguments_that_do_not_fit_are_found_before_training(models: Any, servers: Any, text: str) -> None:
     body = raises(ArgumentError, text, lambda: make(*models, servers=servers))
-    if "int64" in text:
+    if "floating-point" in text:
         body = raises(MpicollError, text, lambda: make(*models, servers=servers))
     mpicoll.run_local(body, len(models) + len(servers), timeout=20)
 

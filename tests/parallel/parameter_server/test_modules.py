@@ -15,7 +15,7 @@ from torch import nn
 
 import mpicoll
 from mpicoll.errors import ArgumentError, CommunicationError
-from mpicoll.parallel.parameter_server import ParameterServer, Worker
+from mpicoll.parallel.parameter_server import SGD, ParameterServer, Worker
 
 STEPS = 20
 
@@ -206,3 +206,52 @@ def test_bfloat16() -> None:
         return module.weight.tolist()
 
     assert mpicoll.run_local(body, 3, timeout=20)[1:] == [[[-1.5, -1.5]] * 2] * 2
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_worker_does_not_close_between_backward_and_push(prefetch: bool) -> None:
+    """The server may have applied some of its gradients."""
+
+    def body() -> None:
+        if mpicoll.world().rank == 0:
+            with pytest.raises(CommunicationError, match="worker rank 1 has left because of an error"):
+                ParameterServer(optimizer=partial(torch.optim.SGD, lr=1.0)).run()
+            return
+        module = make_module()
+        worker = Worker(module, prefetch=prefetch, timeout=5)
+        make_loss(module, 0, 0).backward()
+        if prefetch:
+            with pytest.raises(ArgumentError, match="call push_gradients first"):
+                worker.get_weights()
+        with pytest.raises(ArgumentError, match="call push_gradients after each backward"):
+            worker.close()
+
+    mpicoll.run_local(body, 2, timeout=20)
+
+
+def test_sparse_gradients_need_to_be_named() -> None:
+    def body() -> None:
+        if mpicoll.world().rank == 0:
+            return ParameterServer(optimizer=partial(torch.optim.SGD, lr=1.0)).run()
+        module = nn.Linear(2, 3, bias=False)
+        with Worker(module) as worker:
+            with pytest.raises(ArgumentError, match="the gradient of 'weight' is sparse; name it in sparse="):
+                nn.functional.embedding(torch.tensor([0]), module.weight, sparse=True).sum().backward()
+            worker._model.clear_gradients()
+        return None
+
+    mpicoll.run_local(body, 2, timeout=20)
+
+
+def test_rules_do_not_update_bfloat16() -> None:
+    def make() -> None:
+        if mpicoll.world().rank == 0:
+            ParameterServer(SGD(0.1))
+        else:
+            Worker(nn.Linear(2, 2, bias=False).bfloat16())
+
+    def body() -> None:
+        with pytest.raises(ArgumentError, match=r"can't update 'weight' bfloat16\[2, 2\]; pass optimizer="):
+            make()
+
+    mpicoll.run_local(body, 2, timeout=20)
