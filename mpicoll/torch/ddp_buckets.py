@@ -62,13 +62,14 @@ class _Buckets:
         if (
             memory.is_cpu
             and self._comm.no_shm_reason is None
-            and self._comm.shm_failed_reason is None
             and (known is None or known.data_ptr() != memory.data_ptr())
         ):
             self._comm.queue.run(self._move, Call(f"share_buckets/{index}"), memory, index)
 
     def _move(self, memory: torch.Tensor, index: int) -> None:
         if self._comm.arena() is None:
+            # No rank repeats this call.
+            self._memory[index] = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
             return
         number = self._segments.pop(index, None)
         if number is not None:
