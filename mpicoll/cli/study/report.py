@@ -23,7 +23,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 _KINDS = {"ranks": int, "nodes": int, "points": list, "absent": dict, "machine": dict}
-"""What tables, figures and pages show of a run."""
+"""Keys of a run that tables, figures and pages need, and the kinds of their values."""
 
 
 def _check(run: dict[str, Any]) -> None:
