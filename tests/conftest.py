@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import ModuleType
 
 import hypothesis
@@ -48,11 +50,21 @@ def pytest_configure(config: pytest.Config) -> None:
     if with_mpi:
         from support.agree import Agreement
 
+        _separate_temporary_directories()
         config.pluginmanager.register(Agreement(config), "agreement")
     else:
         server = contextlib.ExitStack()
         server.enter_context(warm.serving())
         config.add_cleanup(server.close)
+
+
+def _separate_temporary_directories() -> None:
+    """Give each rank a root of its own: at the end pytest removes old directories, and a rank fails if another one
+    removes the same directory meanwhile."""
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK", "0")
+    root = Path(tempfile.gettempdir()) / f"mpi-{os.getuid()}-{rank}"
+    root.mkdir(exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
