@@ -522,15 +522,6 @@ static PyObject *abandon(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *defer(PyObject *self, PyObject *exception)
-{
-    Steps *steps = (Steps *)self;
-    PyObject *former = steps->interrupt;
-    steps->interrupt = Py_NewRef(exception);
-    Py_XDECREF(former);
-    Py_RETURN_NONE;
-}
-
 static PyObject *take_interrupt(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -651,7 +642,6 @@ static PyMethodDef methods[] = {
     {"step_failed", step_failed, METH_NOARGS,
      "step_failed()\n--\n\nEnd a step in which this rank has failed, and with it the operation on all ranks."},
     {"abandon", abandon, METH_NOARGS, "abandon()\n--\n\nEnd the synchronisation with the other ranks permanently."},
-    {"defer", defer, METH_O, "defer(exception)\n--\n\nRaise `exception` when the operation has ended."},
     {"take_interrupt", take_interrupt, METH_NOARGS,
      "take_interrupt()\n--\n\nReturn the exception that a signal handler has raised during the operation, or None. It"
      " is not raised any more."},
