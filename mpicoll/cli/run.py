@@ -17,6 +17,8 @@ from mpicoll.transport import launch_env
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  it has no public name
 
+_SIZE_OPTIONS = ("-np", "--np", "-n")
+
 _GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the launcher."""
 
@@ -97,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        *("-np", "--np", "-n"),
+        *_SIZE_OPTIONS,
         type=_size,
         metavar="N",
         help="number of ranks (one per core; on named hosts or in a batch job, what the launcher takes)",
@@ -127,7 +129,7 @@ def split_words(words: Sequence[str]) -> Words:
         if word == "--":
             return Words(own, passed, list(words[position + 1 :]))
         name = word.partition("=")[0]
-        if word in ("-np", "--np", "-n"):
+        if word in _SIZE_OPTIONS:
             own += words[position : position + 2]
             position += 1
         elif name in ("--np", "--no-tag", "--dry-run", "-h", "--help"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,9 @@ _BATCH_HOSTS = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_HOSTS", "LSB_MCPU_HOS
 
 _HOST_OPTIONS = ("host", "hosts", "H", "hostfile", "machinefile", "f", "machine", "default-hostfile", "rf", "rankfile")
 """Options of launchers that name the hosts of the job, without their dashes."""
+
+_VERSION_TIMEOUT = 20.0
+"""Seconds in which a launcher prints its version."""
 
 _SHM_PER_RANK = 17 << 20
 """Bytes that Open MPI takes for each rank in /dev/shm."""
@@ -125,7 +127,7 @@ def find_matching_launcher() -> tuple[str, LauncherFamily | None]:
     version = _first_group(family.library, library.version)
     others = []
     for path in found:
-        answer = _ask_version(path)
+        answer = launcher.run_bounded([path, "--version"], os.environ, _VERSION_TIMEOUT).output
         if _first_group(family.launcher, answer) == version:
             return path, family
         others.append(f"{path} ({' '.join(answer.split()[:6]) or 'no version'})")
@@ -139,15 +141,6 @@ def find_matching_launcher() -> tuple[str, LauncherFamily | None]:
 def _first_group(pattern: str, text: str) -> str | None:
     match = re.search(pattern, text)
     return match and match[1]
-
-
-def _ask_version(path: str) -> str:
-    """Return what a launcher answers to ``--version``, or an empty string."""
-    try:
-        ended = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ended.stdout
 
 
 def _names_hosts(options: Sequence[str]) -> bool:
