@@ -23,6 +23,7 @@ class Steps:
     different: bool
     first: int
     last: int
+    streamed_writes: int
     unreadable_rank: int
     def __init__(
         self, memory: Buffer, rank: int, size: int, has_own_core: bool, members: tuple[int, ...] = ..., /

@@ -14,6 +14,7 @@
 #include <structmember.h>
 
 #include "direct.h"
+#include "shared_writes.h"
 
 enum {
     RELEASE_AT = 64 * 1024,   /* bytes from which on the GIL is released for the whole collective */
@@ -35,20 +36,26 @@ static int run_barrier(const Collective *one, const char *source, char *target)
     return sync_ranks(one->steps);
 }
 
-/* Synchronise once, then reduce all vectors on every rank: n bytes written and n P read per rank. */
+/* In each step, write a piece, then reduce the pieces of all ranks where the result is needed. Per rank n bytes written
+ * and n P read; one step a piece. */
 static int reduce_flat(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
-    int parity = get_parity(steps);
-    copy(find_slot(one, parity, steps->rank), source, one->nbytes);
-    if (sync_ranks(steps) < 0)
-        return -1;
-    if (!one->has_result)
-        return 0;
-    for (int rank = 0; rank < steps->size; rank++)
-        one->parts[rank] = find_slot(one, parity, rank);
-    one->parts[steps->rank] = source;
-    one->reduce(target, one->parts, steps->size, one->nbytes / one->itemsize);
+    const int rank = steps->rank, size = steps->size;
+    for (uint32_t i = 0; i < one->step_count; i++) {
+        const int parity = get_parity(steps);
+        const size_t start = i * one->width, nbytes = min_size(one->width, one->nbytes - start);
+        if (one->everywhere || rank != one->root)
+            write_shared(steps, find_slot(one, parity, rank), source + start, nbytes);
+        if (sync_ranks(steps) < 0)
+            return -1;
+        if (one->has_result) {
+            for (int peer = 0; peer < size; peer++)
+                one->parts[peer] = find_slot(one, parity, peer);
+            one->parts[rank] = source + start;
+            one->reduce(target + start, one->parts, size, nbytes / one->itemsize);
+        }
+    }
     return 0;
 }
 
@@ -60,8 +67,8 @@ size_t get_share_offset(size_t nbytes, int rank, int size)
 }
 
 /* In each step, write a piece, and reduce this rank's share of the previous piece, whose result is fetched after the
- * step. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n copied out; one step a piece
- * and one more. */
+ * step. Per rank n(P-1)/P bytes written to slots, n read and n/P written in reducing, n/P written for the others and
+ * n(P-1)/P copied out; one step a piece and one more. */
 static int reduce_pieces(const Collective *one, const char *source, char *target)
 {
     Steps *steps = one->steps;
@@ -75,8 +82,8 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
             char *slot = get_slot(steps, parity, rank);
             /* No other rank reads this rank's own share. */
-            copy(slot, source + start, low);
-            copy(slot + high, source + start + high, nbytes - high);
+            write_shared(steps, slot, source + start, low);
+            write_shared(steps, slot + high, source + start + high, nbytes - high);
         }
         if (i > 0) {
             size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
@@ -84,12 +91,20 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             for (int peer = 0; peer < size; peer++)
                 one->parts[peer] = get_slot(steps, 1 - parity, peer) + low;
             one->parts[rank] = source + previous + low;
-            one->reduce(steps->results[parity] + low, one->parts, size, (high - low) / one->itemsize);
+            /* The kernel's stores go to memory that other ranks have read only where there is no other. */
+            char *result = one->has_result ? target + previous + low : steps->results[parity] + low;
+            one->reduce(result, one->parts, size, (high - low) / one->itemsize);
+            if (one->everywhere)
+                write_shared(steps, steps->results[parity] + low, result, high - low);
         }
         if (sync_ranks(steps) < 0)
             return -1;
-        if (i > 0 && one->has_result)
-            copy(target + start - width, steps->results[parity], min_size(width, one->nbytes - (start - width)));
+        if (i > 0 && one->has_result) {
+            const size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
+            const size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
+            copy(target + previous, steps->results[parity], low);
+            copy(target + previous + high, steps->results[parity] + high, nbytes - high);
+        }
     }
     return 0;
 }
@@ -102,8 +117,8 @@ static void write_moves(const Collective *one, const char *source, size_t start)
     const Move *outgoing = one->moves + steps->size;
     for (int i = 0; i < one->outgoing; i++) {
         if (start < outgoing[i].nbytes)
-            copy(slot + outgoing[i].to, source + outgoing[i].from + start,
-                 min_size(one->width, outgoing[i].nbytes - start));
+            write_shared(steps, slot + outgoing[i].to, source + outgoing[i].from + start,
+                         min_size(one->width, outgoing[i].nbytes - start));
     }
 }
 
@@ -153,7 +168,7 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
         const size_t start = i * one->width;
         const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (rank < steps->size - 1)
-            copy(find_slot(one, parity, rank), source + start, nbytes);
+            write_shared(steps, find_slot(one, parity, rank), source + start, nbytes);
         if (sync_ranks(steps) < 0)
             return -1;
         for (int lower = 0; lower < rank; lower++)
@@ -178,6 +193,9 @@ static int move_blocks(const Collective *one, const char *source, char *target)
         const int parity = get_parity(steps);
         const size_t start = i * one->width;
         write_moves(one, source, start);
+        /* While others still write. All of the input that they need has been written. */
+        if (i == one->step_count - 1)
+            copy_own(one, source, target);
         if (sync_ranks(steps) < 0)
             return -1;
         for (int peer = 0; peer < steps->size; peer++) {
@@ -187,7 +205,6 @@ static int move_blocks(const Collective *one, const char *source, char *target)
                      min_size(one->width, move->nbytes - start));
         }
     }
-    copy_own(one, source, target);
     return 0;
 }
 
@@ -230,9 +247,11 @@ static void plan_vector_reduction(Collective *one, const Layout *layout, size_t 
     one->has_result = everywhere || layout->root == steps->rank;
     one->source_bytes = layout->total;
     one->target_bytes = one->has_result ? layout->total : 0;
-    one->run = flat ? reduce_flat : reduce_pieces;
-    one->step_count = flat ? 1 : cut(one, layout->total, piece, 1) + 1;
-    one->is_small = flat && layout->total <= SMALL_SLOT_BYTES;
+    /* Where shares save nothing: 2 ranks write and read n bytes either way, the root of 3 reads about as much. */
+    const bool whole = flat || steps->size <= (everywhere ? 2 : 3);
+    one->run = whole ? reduce_flat : reduce_pieces;
+    one->step_count = cut(one, layout->total, flat ? layout->total + CACHE_LINE : piece, 1) + (whole ? 0 : 1);
+    one->is_small = whole && layout->total <= SMALL_SLOT_BYTES;
 }
 
 static void plan_prefix_reduction(Collective *one, const Layout *layout, size_t piece, bool inclusive)
@@ -364,7 +383,7 @@ static int plan(Collective *one, const char *name, const Layout *layout, size_t 
         PyErr_Format(PyExc_ValueError, "Collective: there is no kernel for this %s", name);
         return -1;
     }
-    if (one->run == reduce_flat)
+    if (flat && one->run == reduce_flat)
         piece = layout->total;
     if (one->run != run_barrier && (piece > one->steps->slot_bytes || one->steps->slots == NULL)) {
         PyErr_Format(PyExc_ValueError, "Collective: slots of %zu bytes are too small for pieces of %zu bytes",

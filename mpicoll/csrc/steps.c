@@ -685,6 +685,8 @@ static PyMemberDef members[] = {
      "True if it has ended because the ranks have begun different operations."},
     {"first", T_UINT, offsetof(Steps, first), 0, "Number of the step before the running operation."},
     {"last", T_UINT, offsetof(Steps, last), 0, "Number of the last step of the running operation."},
+    {"streamed_writes", T_UINT, offsetof(Steps, streamed_writes), 0,
+     "Number of large writes around the caches, before ordinary stores are tried again."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -48,6 +48,8 @@ typedef struct {
     int *processes;           /* of the ranks, whose private memory can be read; 0: threads of this one */
     int unreadable_rank;      /* that forbade it in the last operation that would have read it; else -1 */
     struct Locations *locations;
+    unsigned streamed_writes; /* to come, before ordinary stores to memory of other ranks are tried again */
+    unsigned slow_writes;     /* by ordinary stores, the last ones in a row */
 } Steps;
 
 static inline int get_parity(const Steps *steps) { return (int)(steps->step & 1); }

@@ -1,0 +1,88 @@
+"""Writes to memory that other ranks read: around the caches they are the same, and only large ones go around them."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+import pytest
+from support.data import random
+
+pytest.importorskip("mpicoll._shm", exc_type=ImportError)
+
+import mpicoll
+from mpicoll.engine.core.arena import Arena
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have ordinary stores only")
+
+MANY = 1_000_000
+
+
+def _arena() -> Arena:
+    arena = mpicoll.world()._core.arena()
+    assert arena is not None
+    return arena
+
+
+def _unaligned(count: int, offset: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """An array that begins `offset` bytes after the begin of a cache line."""
+    memory = np.zeros(count * 8 + 128, np.uint8)
+    begin = -memory.ctypes.data % 64 + offset
+    return memory[begin : begin + count * 8].view(np.float64)
+
+
+def _run(count: int) -> list[Any]:
+    """The results of all collectives, on pieces that fill the slots and others that do not."""
+    comm = mpicoll.world()
+    rank, size = comm.rank, comm.size
+    x = _unaligned(count * size, 8 * (rank + 1))
+    x[:] = random("writes", count, rank).random(count * size)
+    out: list[Any] = [
+        mpicoll.allreduce(x, algorithm="shm_pipelined/64k"),
+        mpicoll.reduce(x, root=size - 1, algorithm="shm_pipelined/64k"),
+        mpicoll.allgather(x[1:]),
+        mpicoll.gather(x[: count + rank], counts=[count + one for one in range(size)]),
+        mpicoll.alltoall(x),
+        mpicoll.reduce_scatter(x),
+        mpicoll.scan(x),
+        mpicoll.exscan(x),
+        mpicoll.scatter(x if rank == 0 else None) if rank == 0 else mpicoll.scatter(x[:count]),
+    ]
+    y = x.copy()
+    mpicoll.allreduce(y, out=y, algorithm="shm_pipelined/64k")
+    mpicoll.bcast(x, root=1)
+    return [*out, y, x.copy()]
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("count", [1100, 30_001])
+def test_results_are_the_same(size: int, count: int) -> None:
+    def body() -> int:
+        arena = _arena()
+        arena.streamed_writes = 0
+        expected = _run(count)
+        arena.streamed_writes = MANY
+        got = _run(count)
+        left = arena.streamed_writes
+        arena.streamed_writes = 0
+        for one, other in zip(got, expected, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or one.tobytes() == other.tobytes()
+        return left
+
+    for left in mpicoll.run_local(body, size):
+        assert MANY - 300 < left < MANY - 5
+
+
+@pytest.mark.extension
+def test_small_writes_use_ordinary_stores() -> None:
+    def body() -> int:
+        arena = _arena()
+        arena.streamed_writes = 7
+        mpicoll.allreduce(np.ones(900))
+        mpicoll.alltoall(np.ones(1800))
+        return arena.streamed_writes
+
+    assert mpicoll.run_local(body, 2) == [7, 7]
