@@ -35,6 +35,11 @@ PrepareTask: TypeAlias = "Callable[[CommunicatorCore], Task]"
 
 NAME = "mpicoll"
 
+direct_operations: dict[Any, GroupOperations] = {}
+"""Operations of groups, which are not shut down, that may be called without c10d: a cache of
+:func:`mpicoll.torch.groups.find_direct`. No group may be referenced by its operations: C++ refers to them for c10d's
+process group, so the cycle would never be collected."""
+
 _log = logging.getLogger("mpicoll")
 
 _UNSET_TIMEOUT = timedelta(0)
@@ -60,8 +65,6 @@ class GroupOperations:
     blocking_result: Work | None = None
     """Result of blocking collectives."""
     serves_all_devices = True
-    on_shutdown: Callable[[], object] | None = None
-    """Function that :meth:`shutdown` calls first."""
 
     def set_communicator(self, comm: Communicator, name: str, timeout: timedelta) -> None:
         """Run the operations on `comm`. `name` is that of the group, and is the same on all ranks."""
@@ -82,6 +85,10 @@ class GroupOperations:
         """Set the timeout of all later and pending operations."""
         for comm in self._callback_comms.list_communicators():
             comm.timeout = to_seconds(timeout)
+
+    @property
+    def is_shut_down(self) -> bool:
+        return self._fast_path is None
 
     def get_fast_path(self) -> FastPath | None:
         """Return the fast path if a blocking call may use it, else None.
@@ -110,8 +117,8 @@ class GroupOperations:
 
     def _leave_fast_paths(self) -> None:
         self._fast_path = None
-        if self.on_shutdown is not None:
-            self.on_shutdown()
+        for group in [one for one, operations in list(direct_operations.items()) if operations is self]:
+            del direct_operations[group]
 
     # Collectives.
 

@@ -13,10 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from mpicoll.engine.core.communicator import Communicator
 from mpicoll.engine.world import as_communicator
 from mpicoll.errors import CommunicatorError, SetupError
-from mpicoll.torch.group_operations import GroupOperations
-
-_direct: dict[Any, GroupOperations] = {}
-"""Operations of groups that may be called without c10d; see :func:`find_direct`."""
+from mpicoll.torch.group_operations import GroupOperations, direct_operations
 
 
 def find_operations(group: Any) -> GroupOperations | None:
@@ -36,7 +33,7 @@ def find_direct(group: Any) -> GroupOperations | None:
 
     That is not so if the group has other backends as well, or if c10d checks calls.
     """
-    found = _direct.get(group)
+    found = direct_operations.get(group)
     if found is None:
         found = find_operations(group)
         if found is None:
@@ -45,9 +42,8 @@ def find_direct(group: Any) -> GroupOperations | None:
             found = found if found.serves_all_devices else None
         elif any(group._get_backend(device) is not found for device in group._device_types):
             found = None
-        if found is not None:
-            _direct[group] = found
-            found.on_shutdown = lambda: _direct.pop(group, None)
+        if found is not None and not found.is_shut_down:
+            direct_operations[group] = found
     return found
 
 

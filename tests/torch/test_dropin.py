@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import random
@@ -25,6 +26,7 @@ from support.process_group import BACKEND, by_torch
 import mpicoll
 import mpicoll.torch as dropin
 from mpicoll.backend_names import replace_mpi
+from mpicoll.cli import listening
 
 OWN = (
     "all_gather_into_tensor",
@@ -184,6 +186,22 @@ def test_drop_in_without_arguments_means_mpicoll(args: tuple[Any, ...]) -> None:
     dropin.init_process_group(*args)
     assert stock.get_backend() == "mpicoll"
     check(list(range(mpicoll.world().size)))
+
+
+@pytest.mark.mpi
+def test_drop_in_keeps_no_group() -> None:
+    """Nor its store, which would go on listening."""
+    world = mpicoll.world()
+    before = listening.list_sockets()
+    stock.init_process_group("mpicoll", init_method=_address(), rank=world.rank, world_size=world.size)
+    group = stock.group.WORLD
+    dropin.broadcast(torch.ones(1), 0)
+    end()
+    assert dropin.dropin._find_fast_path(group) is None
+    del group
+    gc.collect()
+    assert listening.list_sockets() == before
+    mpicoll.barrier()
 
 
 @pytest.mark.mpi
