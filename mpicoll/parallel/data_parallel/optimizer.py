@@ -153,14 +153,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def evaluate() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            num_joined = self._reduce()
+            self._reduce(closure=True)
             self._synchronized = False
-            if num_joined:
-                raise ArgumentError(
-                    f"DistributedOptimizer: step(closure) after {num_joined} of {self._comm.size} ranks have called"
-                    " join(), which can't take part in the mean of the loss; call step() without a closure, or take the"
-                    f" same number of steps on all ranks {describe_rank(self._comm)}"
-                )
             return loss if loss is None else metric_average(loss, group=self._comm)
 
         self._num_steps += 1
@@ -175,14 +169,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._reduce()
 
-    def _reduce(self) -> int:
-        """Reduce the gradients; return the number of ranks that have joined."""
-        num_joined = 0
+    def _reduce(self, *, closure: bool = False) -> None:
         if self._reducer is not None:
-            num_joined = self._reducer.synchronize()
+            self._reducer.synchronize(closure=closure)
             self._add_unfrozen(self._reducer)
         self._synchronized = True
-        return num_joined
 
     def _add_unfrozen(self, reducer: Reducer) -> None:
         """Reduce the gradients of parameters that were frozen when `reducer` was made, and make one that has them."""
@@ -222,7 +213,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ArgumentError: there are gradients that have not been reduced, or this optimizer has taken a step with a
-                closure, which can't be combined with join.
+                closure, which can't be combined with join; or another rank takes one, then on all ranks.
         """
         if self._reducer is None:
             return 0

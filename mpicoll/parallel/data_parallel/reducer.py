@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 from weakref import finalize, ref
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 
@@ -115,11 +116,12 @@ class Reducer:
             while len(self._pending) < len(self._buckets) and not self._buckets[len(self._pending)].missing:
                 self._start_next()
 
-    def synchronize(self, *, joined: bool = False) -> int:
+    def synchronize(self, *, joined: bool = False, closure: bool = False) -> int:
         """Reduce the gradients that are not yet being reduced, and wait for all. Collective.
 
-        With `joined` this rank has no more data: its gradients count as zeros. Return the number of ranks that have
-        joined.
+        With `joined` this rank has no more data: its gradients count as zeros. With `closure` it needs the losses of
+        all ranks afterwards. Return the number of ranks that have joined. Raises ArgumentError on all ranks, those that
+        have joined included, if there are ranks of both kinds.
         """
         self._joined = joined
         if not self._buckets:
@@ -130,7 +132,16 @@ class Reducer:
         while pending:
             pending = _resume(pending)
         any_joined = [one.read(joined=joined) for one in self._buckets]
-        num_joined = int(allreduce(int(joined), comm=self._comm)) if any(any_joined) else 0
+        num_joined = 0
+        if any(any_joined):
+            num_joined, num_closures = map(int, allreduce(np.array([joined, closure], np.int64), comm=self._comm))
+            if num_closures:
+                self._reset_counts()
+                raise ArgumentError(
+                    f"DistributedOptimizer: step(closure) after {num_joined} of {self._comm.size} ranks have called"
+                    " join(), which can't take part in the mean of the loss; call step() without a closure, or take the"
+                    f" same number of steps on all ranks {describe_rank(self._comm)}"
+                )
         if self._options.op == "avg" and self._options.scale_by_active and 0 < num_joined < self._comm.size:
             for one in self._buckets:
                 one.scale(self._comm.size / (self._comm.size - num_joined))

@@ -76,6 +76,15 @@ class Links:
             # Each side answers the other one while it waits.
             traffic.answered = True
 
+    def free(self) -> None:
+        """Free the communicator of servers and workers, after the end of this rank without an error.
+
+        That of the servers remains, for checkpoints. In a fault-tolerant job those of the links are freed when they are
+        dropped: MPI may wait there for the other rank, which waits for others.
+        """
+        if self._shared is not None:
+            self._shared.free()
+
     def wait(
         self,
         operation: str,

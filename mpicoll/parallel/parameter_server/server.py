@@ -185,6 +185,9 @@ class ParameterServer:
             raise
         if self.updates < target:
             self._close()
+            # Freeing is collective, and a worker with an error does not take part.
+            if not any(state.flag for state in self._states):
+                self._links.free()
         return self.updates >= target
 
     def _advance(self) -> bool:

@@ -11,27 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpicoll.engine.world import CommLike, as_communicator
-from mpicoll.errors import ArgumentError, CommunicatorError, MpicollError, RankFailed
-from mpicoll.logs import get_logger
-from mpicoll.parallel.parameter_server.agreement import Role, agree, server_death
+from mpicoll.errors import ArgumentError
+from mpicoll.parallel.parameter_server.agreement import Role, agree
 from mpicoll.parallel.parameter_server.arrays import ArrayModel, check_rows
-from mpicoll.parallel.parameter_server.links import Links
-from mpicoll.parallel.parameter_server.messages import (
-    NOTICE_BYTES,
-    NOTICE_TAG,
-    REQUEST_TAG,
-    WHOLE,
-    Array,
-    Kind,
-    Payload,
-    Request,
-    decode_notice,
-    tag_of,
-)
+from mpicoll.parallel.parameter_server.connection import Connection
+from mpicoll.parallel.parameter_server.messages import WHOLE, Array, Kind, Payload, Request, tag_of
 from mpicoll.parallel.parameter_server.models import make_model
 from mpicoll.parallel.parameter_server.plan import Bucket, make_plan
 from mpicoll.parallel.parameter_server.pull import Pull
-from mpicoll.parallel.parameter_server.transfers import QueuedSend, Transfers
+from mpicoll.parallel.parameter_server.transfers import QueuedSend
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,7 +42,10 @@ class Worker:
             added.
         backward_passes: the number of backward passes whose gradients a push adds up; only for a module.
         prefetch: ask for the next weights with the first gradient of a step, so that they arrive while other gradients
-            are sent. Each push is then followed by a pull, of all rows.
+            are sent. By default in mode "sync", for a step after one whose push was followed by a pull of all rows; a
+            pull returns the same weights with it and without. With True in each step and mode; each push is then
+            followed by a pull of all rows. In the modes "async" and "ssp" such a pull has the weights right after this
+            worker's push, not those of the moment of the pull.
         comm: the communicator; None is :func:`mpicoll.world`.
         timeout: seconds that each wait for a server may take; by default the communicator's. In mode "sync" and "ssp"
             a pull waits for other workers, too.
@@ -84,7 +75,7 @@ class Worker:
         *,
         sparse: Collection[str] = (),
         backward_passes: int = 1,
-        prefetch: bool = False,
+        prefetch: bool | None = None,
         comm: CommLike = None,
         timeout: float | None = None,
     ) -> None:
@@ -100,8 +91,6 @@ class Worker:
             return Role(specs=self._model.specs)
 
         self._job = agree(communicator, "Worker", make_role)
-        self._timeout = communicator.timeout if timeout is None else timeout
-        self._links = Links(self._job)
         settings = self._job.settings
         self._plan = make_plan(
             self._model.specs, len(self._job.servers), settings.bucket_bytes, whole_tensors=settings.whole_tensors
@@ -111,31 +100,32 @@ class Worker:
             ((server, index) for server, buckets in enumerate(self._plan) for index in range(len(buckets))),
             key=lambda key: key[::-1],
         )
-        self._transfers = Transfers(self._links.links)
+        sparse_buckets = [sum(bucket.sparse for bucket in buckets) for buckets in self._plan]
+        bound = communicator.timeout if timeout is None else timeout
+        self._connection = Connection(self._job, bound, sparse_buckets, self._model.detach)
         self._memory = {key: np.empty(self._bucket(key).nbytes, np.uint8) for key in self._keys}
         self._pulled = {key: np.empty(self._bucket(key).nbytes, np.uint8) for key in self._keys}
-        self._notices = [np.empty(NOTICE_BYTES, np.uint8) for _ in self._links.links]
-        self._noticed = [
-            link.recv(memory, NOTICE_TAG) for link, memory in zip(self._links.links, self._notices, strict=True)
-        ]
         self._pull: Pull | None = None
         self._prefetch = prefetch
         self._early: Pull | None = None
+        self._synchronous = settings.mode == "sync"
+        # Whether the last push was followed by a pull that a prefetch serves.
+        self._has_pulled = False
+        self._in_step = False
         self._sent: set[tuple[int, int]] = set()
         self._sends: dict[tuple[int, int], QueuedSend] = {}
-        self._closed = False
         self.rank = communicator.rank
         self.clock = 0
         if communicator.rank == self._job.workers[0]:
             for key in self._keys:
                 memory = self._pulled[key].copy()
                 self._each_part(key, memory, self._model.read_weights)
-                self._transfers.send(key[0], memory, tag_of(key[1], Payload.WEIGHTS))
+                self._connection.transfers.send(key[0], memory, tag_of(key[1], Payload.WEIGHTS))
         if not isinstance(self._model, ArrayModel):
             self._model.attach(self._keys, self._bucket, self._send_bucket, backward_passes)
 
     def __repr__(self) -> str:
-        return f"<Worker: {self._job.describe()}, {self.clock} pushes{', closed' if self._closed else ''}>"
+        return f"<Worker: {self._job.describe()}, {self.clock} pushes{', closed' if self._connection.closed else ''}>"
 
     def _bucket(self, key: tuple[int, int]) -> Bucket:
         return self._plan[key[0]][key[1]]
@@ -163,10 +153,11 @@ class Worker:
             CommunicationError: a server has failed.
             Timeout: a server has not received the last gradients in time.
         """
-        self._check_open("push_gradients")
+        self._connection.check_open("push_gradients")
         found = self._model.make_gradients(gradients)
         norm = 0.0
         settings = self._job.settings
+        self._begin_step()
         if settings.max_norm is not None and settings.mode != "sync":
             norm = math.sqrt(sum(self._model.sum_of_squares(one) for one in found if one is not None))
         counts: list[list[int]] = [[] for _ in self._plan]
@@ -177,18 +168,32 @@ class Worker:
                 self._send_bucket(key, found)
         self.clock += 1
         for server, rows in enumerate(counts):
-            self._send_request(server, Request(Kind.PUSH, self.clock, norm=norm, counts=tuple(rows)))
+            self._connection.send_request(server, Request(Kind.PUSH, self.clock, norm=norm, counts=tuple(rows)))
         self._sent.clear()
+        self._in_step = False
         self._model.clear_gradients()
+
+    def _begin_step(self) -> None:
+        """Prepare to send the first gradient of a step."""
+        if self._in_step:
+            return
+        self._in_step = True
+        # Weights that the program has not pulled are those before this step.
+        self._drop_early_pull()
+        if self._pull is not None:
+            if self._synchronous:
+                # A server updates a bucket once it has this gradient: it must have sent the weights before.
+                self._receive(self._pull)
+        elif self._has_pulled and self._synchronous if self._prefetch is None else self._prefetch:
+            self._early = self._start_pull(self._model, None, self.clock + 1)
+        self._has_pulled = False
 
     def _send_bucket(self, key: tuple[int, int], gradients: Sequence[Any]) -> None:
         """Send the gradient of a dense bucket."""
-        if self._prefetch and not self._sent and self._pull is None:
-            self._drop_early_pull()
-            self._early = self._start_pull(self._model, None, self.clock + 1)
+        self._begin_step()
         memory, last = self._memory[key], self._sends.get(key)
         if last is not None:
-            self._wait("push_gradients", lambda: last.test() is not None, [key[0]])
+            self._connection.wait("push_gradients", lambda: last.test() is not None, lambda: [key[0]])
 
         def store(part: Any, data: Array) -> None:
             gradient = gradients[part.tensor]
@@ -198,8 +203,8 @@ class Worker:
                 self._model.store_gradient(gradient, part, data)
 
         self._each_part(key, memory, store)
-        self._sends[key] = self._guarded(
-            lambda: self._transfers.send_in_turn(key[0], memory, tag_of(key[1], Payload.GRADIENT))
+        self._sends[key] = self._connection.guard(
+            lambda: self._connection.transfers.send_in_turn(key[0], memory, tag_of(key[1], Payload.GRADIENT))
         )
         self._sent.add(key)
 
@@ -212,16 +217,17 @@ class Worker:
             first, last = self._row_range(key)
             mine = (first <= rows) & (rows < last)
             rows, values = rows[mine] - first, values[mine].reshape(-1)
-        self._guarded(lambda: self._transfers.send(key[0], rows.view(np.uint8), tag_of(key[1], Payload.PUSHED_ROWS)))
-        self._guarded(lambda: self._transfers.send(key[0], values, tag_of(key[1], Payload.GRADIENT)))
+        self._connection.guard(
+            lambda: self._connection.transfers.send(key[0], rows.view(np.uint8), tag_of(key[1], Payload.PUSHED_ROWS))
+        )
+        self._connection.guard(
+            lambda: self._connection.transfers.send(key[0], values, tag_of(key[1], Payload.GRADIENT))
+        )
         return len(rows)
 
     def _row_range(self, key: tuple[int, int]) -> tuple[int, int]:
         bucket = self._bucket(key)
         return bucket.parts[0].start // bucket.row, bucket.parts[0].stop // bucket.row
-
-    def _send_request(self, server: int, request: Request) -> None:
-        self._guarded(lambda: self._transfers.send(server, request.encode(), REQUEST_TAG))
 
     # --- pull
 
@@ -237,19 +243,24 @@ class Worker:
             The pull, which is complete if `wait`.
 
         Raises:
-            ArgumentError, ShapeError: `rows` are not rows of a sparse tensor; nothing was sent.
+            ArgumentError, ShapeError: `rows` are not rows of a sparse tensor; or, in mode "sync" and with
+                ``prefetch=True``, backward has sent gradients that were not pushed. Nothing was sent.
             RankFailed, CommunicationError, Timeout: as :meth:`push_gradients`.
         """
-        self._check_open("pull_weights")
-        if self._prefetch and (rows or self._sent):
+        self._connection.check_open("pull_weights")
+        self._check_no_gradients("pull_weights")
+        if self._prefetch and rows:
             raise ArgumentError(
-                "pull_weights: with prefetch=True, pull after push_gradients, and all rows; a worker without prefetch"
-                " pulls at any time"
+                "pull_weights: with prefetch=True all rows are pulled; pass prefetch=False for some rows"
             )
         if self._pull is not None:
             self._pull.wait()
+        if rows:
+            self._check_rows(rows)
+            self._drop_early_pull()
         early, self._early = self._early, None
         self._pull = self._start_pull(self._model, rows, self.clock) if early is None else early
+        self._has_pulled = not rows
         if wait:
             self._pull.wait()
         return self._pull
@@ -258,21 +269,25 @@ class Worker:
         """Return the weights of the servers by name, as new arrays or tensors. The model stays as it is.
 
         Raises:
-            ArgumentError: with ``prefetch=True``, backward has sent gradients that were not pushed.
+            ArgumentError: in mode "sync" and with ``prefetch=True``, backward has sent gradients that were not pushed.
             RankFailed, CommunicationError, Timeout: as :meth:`push_gradients`.
         """
-        self._check_open("get_weights")
-        if self._prefetch and self._sent:
-            raise ArgumentError(
-                f"get_weights: {self._job.describe()} has sent gradients during backward, and the weights that it asked"
-                " for with them need its push; call push_gradients first"
-            )
+        self._connection.check_open("get_weights")
+        self._check_no_gradients("get_weights")
         if self._pull is not None:
             self._pull.wait()
         self._drop_early_pull()
         copy = self._model.copy()
         self._start_pull(copy, None, self.clock).wait()
         return copy.as_dict()
+
+    def _check_no_gradients(self, operation: str) -> None:
+        """Raise ArgumentError between backward and push, where servers may have updated some buckets and not others."""
+        if self._in_step and (self._synchronous or self._prefetch):
+            raise ArgumentError(
+                f"{operation}: {self._job.describe()} has sent gradients during backward, and servers may have updated"
+                " some of the weights with them; call push_gradients first"
+            )
 
     def _start_pull(self, model: ArrayModel | ModuleModel, rows: Mapping[str, Any] | None, clock: int) -> Pull:
         wanted = self._check_rows(rows or {})
@@ -292,12 +307,14 @@ class Worker:
                     memory = np.empty(len(mine) * bucket.row * bucket.itemsize, np.uint8)
             pull.memory[key] = memory
             tag = tag_of(key[1], Payload.WEIGHTS)
-            pull.pending[key] = self._guarded(partial(self._transfers.recv, key[0], memory, tag))
+            pull.pending[key] = self._connection.guard(partial(self._connection.transfers.recv, key[0], memory, tag))
         for server, numbers in enumerate(counts):
-            self._send_request(server, Request(Kind.PULL, clock, counts=tuple(numbers)))
+            self._connection.send_request(server, Request(Kind.PULL, clock, counts=tuple(numbers)))
         for key, mine in pull.rows.items():
             data = (mine - self._row_range(key)[0]).view(np.uint8)
-            self._guarded(partial(self._transfers.send, key[0], data, tag_of(key[1], Payload.PULLED_ROWS)))
+            self._connection.guard(
+                partial(self._connection.transfers.send, key[0], data, tag_of(key[1], Payload.PULLED_ROWS))
+            )
         return pull
 
     def _check_rows(self, rows: Mapping[str, Any]) -> dict[int, Array]:
@@ -324,7 +341,7 @@ class Worker:
         self._pull = None
 
     def _receive(self, pull: Pull) -> None:
-        left = dict(pull.pending)
+        left = pull.pending
 
         def ready() -> bool:
             for key in [*left][:8]:
@@ -332,7 +349,7 @@ class Worker:
                     del left[key]
             return not left
 
-        self._wait("pull_weights", ready, lambda: sorted({server for server, _ in left}))
+        self._connection.wait("pull_weights", ready, lambda: sorted({server for server, _ in left}))
 
     def _drop_early_pull(self) -> None:
         """Receive the weights that were asked for in advance, where the program has not pulled them."""
@@ -340,61 +357,7 @@ class Worker:
         if early is not None:
             self._receive(early)
 
-    # --- waits and failures
-
-    def _wait(self, operation: str, ready: Any, servers: Any) -> None:
-        """Wait until `ready` returns True; a message of all `servers`, which are indices, is needed."""
-
-        def done() -> bool:
-            self._check_notices()
-            self._transfers.test()
-            return bool(ready())
-
-        def needed() -> list[int]:
-            return [self._job.servers[index] for index in (servers() if callable(servers) else servers)]
-
-        self._guarded(lambda: self._links.wait(f"Worker.{operation}", done, needed, self._timeout, any_of=False))
-
-    def _guarded(self, action: Any) -> Any:
-        """Return the result of `action`. If a server has died or failed, end this worker, and raise its error."""
-        try:
-            return action()
-        except _ServerFailed as failed:
-            self._leave(flag=1)
-            raise failed.error from None
-        except RankFailed as error:
-            # A server that has failed reports that before it exits.
-            try:
-                self._check_notices()
-            except _ServerFailed as failed:
-                self._leave(flag=1)
-                raise failed.error from None
-            except RankFailed:
-                get_logger().debug("no notice has arrived of the server that has died")
-            dead = [rank for rank in self._job.servers if self._job.comm.members[rank] in error.ranks]
-            self._leave(flag=2 + dead[0] if dead else 1)
-            raise server_death(self._job, dead or self._job.servers, error) from error
-
-    def _check_notices(self) -> None:
-        for pending, memory in zip(self._noticed, self._notices, strict=True):
-            if pending.test() is not None:
-                error = decode_notice(memory, self._job.describe())
-                if error is not None:
-                    raise _ServerFailed(error)
-
-    def _leave(self, flag: int) -> None:
-        """Inform the servers that this worker has ended."""
-        if self._closed:
-            return
-        self._closed = True
-        self._model.detach()
-        for server, link in enumerate(self._links.links):
-            sparse = sum(bucket.sparse for bucket in self._plan[server])
-            request = Request(Kind.LEAVE, self.clock, flag, counts=(0,) * sparse)
-            try:
-                link.send(request.encode(), REQUEST_TAG)
-            except MpicollError:
-                get_logger().debug("server %d is not informed, since it has died", link.rank)
+    # --- the end
 
     def close(self) -> None:
         """End this worker when the servers have received what it has sent. The servers end when all workers have.
@@ -403,11 +366,11 @@ class Worker:
             ArgumentError: backward has sent gradients that were not pushed. In mode "sync" the job ends.
             RankFailed, CommunicationError, Timeout: as :meth:`push_gradients`.
         """
-        if self._closed:
+        if self._connection.closed:
             return
         if self._sent:
             # In mode "sync" servers may have applied some of them.
-            self._leave(flag=1)
+            self._connection.leave(1)
             raise ArgumentError(
                 f"Worker.close: {self._job.describe()} has sent gradients during backward since its last push; call"
                 " push_gradients after each backward"
@@ -415,16 +378,7 @@ class Worker:
         if self._pull is not None:
             self._pull.wait()
         self._drop_early_pull()
-        self._leave(flag=0)
-        self._wait(
-            "close",
-            lambda: all(one.test() is not None for one in self._noticed) and self._transfers.test(),
-            lambda: [index for index, one in enumerate(self._noticed) if one.test() is None],
-        )
-
-    def _check_open(self, operation: str) -> None:
-        if self._closed:
-            raise CommunicatorError(f"{operation}: {self._job.describe()} is closed")
+        self._connection.close(self.clock)
 
     def __enter__(self) -> Self:
         return self
@@ -435,12 +389,4 @@ class Worker:
         if error is None:
             self.close()
         else:
-            self._leave(flag=1)
-
-
-class _ServerFailed(Exception):
-    """Failure of a server, which it has reported."""
-
-    def __init__(self, error: MpicollError) -> None:
-        super().__init__(str(error))
-        self.error = error
+            self._connection.leave(1)

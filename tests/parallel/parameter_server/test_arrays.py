@@ -12,29 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.parameter_server_arrays import STEPS, make_gradients, make_model, raises, serve_or_work, train
 from support.ranks import Ranks
 
 import mpicoll
-from mpicoll.errors import ArgumentError, CommunicationError, MpicollError, RankFailed, ShapeError, Timeout
+from mpicoll.errors import ArgumentError, MpicollError, ShapeError
 from mpicoll.parallel.parameter_server import SGD, Adam, ParameterServer, Worker
-from mpicoll.transport.local import Kill
-
-STEPS = 20
-
-
-def make_model() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    return {"w": random.standard_normal((6, 4)), "b": random.standard_normal(4), "scale": np.ones(())}
-
-
-def make_gradients(weights: dict[str, Any], worker: int, step: int) -> dict[str, np.ndarray]:
-    """The gradients of one worker's squared error, on samples of its own."""
-    random = np.random.default_rng((worker, step))
-    x, y = random.standard_normal((5, 6)), random.standard_normal((5, 4))
-    linear = x @ weights["w"] + weights["b"]
-    error = linear * weights["scale"] - y
-    scaled = error * weights["scale"]
-    return {"w": x.T @ scaled, "b": scaled.sum(axis=0), "scale": np.array((error * linear).sum())}
 
 
 def train_alone(make_optimizer: Callable[[Any], Any], workers: int, max_norm: float | None, decay: float) -> Any:
@@ -52,29 +35,6 @@ def train_alone(make_optimizer: Callable[[Any], Any], workers: int, max_norm: fl
         optimizer.step()
         scheduler.step()
     return {name: one.detach().numpy() for name, one in tensors.items()}
-
-
-def serve_or_work(servers: int, rule: Any, work: Callable[[Worker, int], Any], **options: Any) -> Any:
-    """A server's ParameterServer after all workers have left, or what `work` returns; workers count from 0."""
-    rank = mpicoll.world().rank
-    if rank < servers:
-        server = ParameterServer(rule, **options)
-        server.run()
-        return server
-    model = make_model()
-    if rank > servers:
-        for array in model.values():
-            array[...] = np.nan  # only the first worker's values count
-    with Worker(model) as worker:
-        worker.pull_weights()
-        return work(worker, rank - servers) or model
-
-
-def train(worker: Worker, number: int) -> None:
-    model = worker._model.as_dict()
-    for step in range(STEPS):
-        worker.push_gradients(make_gradients(model, number, step))
-        worker.pull_weights()
 
 
 RULES = {
@@ -247,6 +207,43 @@ def test_a_pull_in_the_background_is_written_when_it_is_waited_for() -> None:
     mpicoll.run_local(serve_or_work, 3, 1, SGD(0.01), work, timeout=20)
 
 
+def test_a_pull_has_the_weights_of_one_update() -> None:
+    """A gradient that is sent while a pull is in progress, so that servers could update some of the weights first."""
+    gradient = {"w": np.ones(64)}
+
+    def body() -> list[list[float]]:
+        if mpicoll.world().rank == 0:
+            ParameterServer(SGD(1.0), bucket_bytes=64).run()
+            return []
+        model = {"w": np.zeros(64)}
+        found = []
+        with Worker(model) as worker:
+            for _ in range(STEPS):
+                worker.push_gradients(gradient)
+                pull = worker.pull_weights(wait=False)
+                worker.push_gradients(gradient)
+                assert not pull.pending, "the weights have arrived before the servers got the gradient"
+                pull.wait()
+                found.append(sorted(set(model["w"].tolist())))
+        return found
+
+    expected = [[-1.0 - 2 * step] for step in range(STEPS)]
+    assert mpicoll.run_local(body, 3, timeout=20)[1:] == [expected] * 2
+
+
+def test_the_communicator_is_freed_at_the_end() -> None:
+    def body() -> bool:
+        if mpicoll.world().rank == 0:
+            server = ParameterServer(SGD(1.0))
+            server.run()
+            return server._links._core.freed
+        with Worker({"w": np.zeros(2)}) as worker:
+            worker.push_gradients({"w": np.ones(2)})
+        return worker._connection._links._core.freed
+
+    assert mpicoll.run_local(body, 2, timeout=20) == [True, True]
+
+
 def test_a_worker_that_leaves_counts_no_more() -> None:
     """Uneven data: the mean is that of the workers that push."""
 
@@ -265,16 +262,6 @@ def test_a_worker_that_leaves_counts_no_more() -> None:
 
 
 # --- errors
-
-
-def raises(expected: type[BaseException], text: str, body: Callable[[], Any]) -> Callable[[], str]:
-    def checked() -> str:
-        with pytest.raises(expected) as caught:
-            body()
-        assert text in str(caught.value), str(caught.value)
-        return str(caught.value)
-
-    return checked
 
 
 def make(*models: Any, servers: list[dict[str, Any]]) -> None:
@@ -321,84 +308,6 @@ def test_gradients_that_do_not_fit() -> None:
             worker.pull_weights(rows={"w": [1]})
 
     mpicoll.run_local(serve_or_work, 2, 1, SGD(0.01), work, timeout=20)
-
-
-def test_the_failure_of_a_server_is_raised_by_all() -> None:
-    def rule(weights: Any, gradient: Any, state: Any, step: int) -> None:
-        if mpicoll.world().rank == 0 and step == 3:
-            raise ZeroDivisionError("in the rule")
-
-    def body() -> str:
-        rank = mpicoll.world().rank
-        expected = ZeroDivisionError if rank == 0 else CommunicationError
-        text = "in the rule" if rank != 1 else "has left because of an error"
-        return raises(expected, text, lambda: serve_or_work(2, rule, train))()
-
-    messages = mpicoll.run_local(body, 4, timeout=20)
-    assert "a server has failed: ZeroDivisionError: in the rule" in messages[2]
-
-
-def test_the_death_of_a_server_is_raised_by_all() -> None:
-    found: dict[int, BaseException] = {}
-
-    def body() -> None:
-        try:
-            serve_or_work(2, SGD(0.01), train)
-        except RankFailed as error:
-            found[mpicoll.world().rank] = error
-            raise
-
-    begin = time.monotonic()
-    with pytest.raises(RankFailed):
-        mpicoll.run_local(body, 4, faults=[Kill(rank=1, nth=40)], timeout=20)
-    assert time.monotonic() - begin < 15
-    assert {2, 3} <= set(found)
-    assert "server rank 1 has died, and with it its part of the model" in str(found[2])
-    assert 0 in found
-
-
-def test_the_death_of_a_worker_does_not_stop_the_asynchronous_mode() -> None:
-    found: dict[int, Any] = {}
-
-    def body() -> None:
-        found[mpicoll.world().rank] = serve_or_work(1, SGD(0.01), train, mode="async")
-
-    mpicoll.run_local(body, 3, faults=[Kill(rank=2, nth=20)], timeout=20)
-    assert STEPS < found[0].updates < 2 * STEPS
-    assert set(found) == {0, 1}
-
-
-def test_the_death_of_a_worker_ends_the_synchronous_mode() -> None:
-    found: dict[int, str] = {}
-
-    def body() -> None:
-        try:
-            serve_or_work(1, SGD(0.01), train)
-        except RankFailed as error:
-            found[mpicoll.world().rank] = str(error)
-            raise
-
-    with pytest.raises(RankFailed):
-        mpicoll.run_local(body, 3, faults=[Kill(rank=2, nth=20)], timeout=20)
-    assert "worker rank 2 has died" in found[0]
-    assert "worker rank 2 has died" in found[1]
-
-
-def test_a_server_without_messages_raises_timeout() -> None:
-    failed = threading.Event()
-
-    def body() -> None:
-        if mpicoll.world().rank == 0:
-            with pytest.raises(Timeout, match=r"server rank 0 of 2 has received nothing from rank 1 for 0\.1 s"):
-                ParameterServer(SGD(0.1), timeout=0.1).run()
-            failed.set()
-        else:
-            worker = Worker(make_model())
-            assert failed.wait(20)
-            with pytest.raises(Timeout, match="a server has failed"):
-                worker.close()
-
-    mpicoll.run_local(body, 2, timeout=20)
 
 
 @pytest.mark.slow

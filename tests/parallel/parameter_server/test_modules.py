@@ -208,6 +208,48 @@ def test_bfloat16() -> None:
     assert mpicoll.run_local(body, 3, timeout=20)[1:] == [[[-1.5, -1.5]] * 2] * 2
 
 
+@pytest.mark.parametrize("prefetch", [None, False, True])
+def test_weights_are_not_pulled_between_backward_and_push(prefetch: bool | None) -> None:
+    """Some of them would be those after the update, and others those before it."""
+
+    def body() -> None:
+        if mpicoll.world().rank == 0:
+            return ParameterServer(optimizer=partial(torch.optim.SGD, lr=1.0)).run()
+        module = make_module()
+        with Worker(module, prefetch=prefetch) as worker:
+            make_loss(module, 0, 0).backward()
+            for operation in (worker.pull_weights, worker.get_weights):
+                with pytest.raises(
+                    ArgumentError, match=r"has sent gradients during backward.*call push_gradients first"
+                ):
+                    operation()
+            worker.push_gradients()
+            worker.pull_weights()
+        return None
+
+    mpicoll.run_local(body, 2, timeout=20)
+
+
+def test_weights_are_asked_for_during_backward_where_pushes_are_followed_by_pulls() -> None:
+    def body() -> Any:
+        if mpicoll.world().rank == 0:
+            return ParameterServer(optimizer=partial(torch.optim.SGD, lr=0.1)).run()
+        module = make_module()
+        found = []
+        with Worker(module) as worker:
+            for step in range(6):
+                make_loss(module, 0, step).backward()
+                found.append(worker._early is not None)
+                worker.push_gradients()
+                if step not in (2, 3):
+                    worker.pull_weights()
+                    latest = [one.clone() for one in module.parameters()]
+                    assert all(map(torch.equal, latest, worker.get_weights().values()))
+        return found
+
+    assert mpicoll.run_local(body, 2, timeout=20)[1] == [False, True, True, False, False, True]
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_worker_does_not_close_between_backward_and_push(prefetch: bool) -> None:
     """The server may have applied some of its gradients."""
