@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from mpicoll.buffers.device import Device
 from mpicoll.buffers.ops import Reduction
@@ -13,7 +14,7 @@ from mpicoll.engine.core.arrays import do_nothing
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.request import Request
-from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call
+from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
 from mpicoll.engine.selection.catalogue import (
     IPC,
@@ -63,7 +64,7 @@ def make_task(operation: Operation) -> Task:
     """Return the task that carries out `operation`."""
     operation.record_events()
     choice = select_algorithm(operation)
-    call = operation.describe("" if choice is None else choice.name)
+    call = describe_call(operation, choice)
     return Task(bind(operation, choice, call=call), call, operation)
 
 
@@ -71,6 +72,32 @@ def select_algorithm(operation: Operation) -> Choice | None:
     """Return the algorithm for `operation`; None for data on a device, where the algorithm is chosen at execution: only
     then the ranks know their capabilities."""
     return choose(operation.query, operation.algorithm) if operation.on is None else None
+
+
+def describe_call(operation: Operation, choice: Choice | None) -> Call:
+    """Return the call that carries out `operation` by the algorithm that :func:`select_algorithm` has returned.
+
+    If shared memory turns out to be lost before the call's turn in the queue, it gets the algorithm that ranks choose
+    afterwards: the ranks compare it.
+    """
+    call = operation.describe("" if choice is None else choice.name)
+    if choice is not None and isinstance(choice.algorithm, SharedMemoryAlgorithm):
+        # Every thread must make the same choice as the other ranks.
+        operation.comm.on_shm_loss(partial(_choose_again, ref(operation), call, copy_context()))
+    return call
+
+
+def _choose_again(described: ref[Operation], call: Call, context: Context) -> None:
+    operation = described()
+    if operation is not None:
+        call.algorithm = _choose_after_loss(operation, context).name
+        call.signature = 0
+
+
+def _choose_after_loss(operation: Operation, context: Context) -> Choice:
+    """Return the algorithm for `operation`, in `context`, now that shared memory is lost."""
+    operation.query = operation.query._replace(shm_failed_reason=operation.comm.shm_failed_reason)
+    return context.copy().run(choose, operation.query, operation.algorithm)
 
 
 def bind(
@@ -133,36 +160,12 @@ def _bind_shared_memory(operation: Operation, choice: Choice, call: Call | None)
         try:
             collective(arrays.source, arrays.target, arrays.load)
         except SharedMemoryLost:
-            operation.query = operation.query._replace(shm_failed_reason=operation.comm.shm_failed_reason)
-            own_context = context.copy()
-            other = own_context.run(choose, operation.query, None)
-            if call is not None:
-                _compare_after_loss(operation.comm, call, other.name)
-            own_context.run(bind, operation, other)()
+            other = _choose_after_loss(operation, context)
+            context.copy().run(bind, operation, other)()
         else:
             arrays.store()
 
     return run
-
-
-def _compare_after_loss(comm: CommunicatorCore, call: Call, algorithm: str) -> None:
-    """Compare `call`, which was bound before shared memory was lost, now that `algorithm` carries it out.
-
-    Other ranks may have bound it afterwards.
-    """
-    queue = comm.queue
-    observed = queue.observer is not None and queue.observer.compares_calls
-    # Otherwise it has been compared: by the observer, or in an earlier run, or with the call of which it is a part.
-    uncompared = (
-        call.signature == COMPARED_BY_EXECUTOR
-        and queue.current is not None
-        and queue.current[2] is call
-        and not observed
-    )
-    call.algorithm = algorithm
-    call.signature = 0
-    if uncompared:
-        queue.match(call)
 
 
 def bind_repeated(operation: Operation, choice: Choice, call: Call) -> Callable[[], bool] | None:

@@ -11,7 +11,7 @@ from mpicoll.engine.core.operation import Operation
 from mpicoll.engine.core.process_local import refuse_pickling
 from mpicoll.engine.core.queued_operation import QueuedOperation
 from mpicoll.engine.diagnostics.flight_recorder import Call
-from mpicoll.engine.dispatch import Task, bind, bind_repeated, select_algorithm, select_on_device
+from mpicoll.engine.dispatch import Task, bind, bind_repeated, describe_call, select_algorithm, select_on_device
 from mpicoll.engine.selection.catalogue import NATIVE, SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import Choice
 from mpicoll.errors import ArgumentError
@@ -53,16 +53,15 @@ class Plan:
     __reduce_ex__ = refuse_pickling("Plan", "create it again on all ranks, by the same …_init function")
 
     def __init__(self, operation: Operation) -> None:
-        choice = select_algorithm(operation)
         self._operation = operation
         self._pending: QueuedOperation | None = None
         self._comm = comm = operation.comm
         self._queue = comm.queue
         # Persistent requests are made by all ranks together, so this takes its turn among the collectives.
-        self._call = operation.describe("" if choice is None else choice.name)
+        self._call = describe_call(operation, select_algorithm(operation))
         self._device = operation.on
         begin = Call(f"{self._call.name}_init", parts=(self._call,))
-        self.choice, self._body = comm.queue.run(self._bind, begin, choice)
+        self.choice, self._body = comm.queue.run(self._bind, begin)
         # Where MPI itself writes the result, it is the same array each time, unless it is a number.
         self._result = operation.result() if operation.arrays.persistent else None
         is_number = isinstance(self._result, (bool, int, float, complex, np.generic))
@@ -74,10 +73,12 @@ class Plan:
         # It takes the addresses of memory of the host.
         self._may_repeat = isinstance(self.choice.algorithm, SharedMemoryAlgorithm) and self._device is None
 
-    def _bind(self, choice: Choice | None) -> tuple[Choice, Task]:
+    def _bind(self) -> tuple[Choice, Task]:
         """Return the algorithm and the task of a run. All ranks agree on whether it is a persistent collective."""
         operation, native = self._operation, self._comm.transport.native
         nbytes = operation.query.nbytes
+        # Again: an operation before this one may have lost shared memory.
+        choice = select_algorithm(operation)
         if choice is None:
             assert self._device is not None
             choice = select_on_device(operation, self._device, lambda choice: None)()

@@ -20,7 +20,7 @@ from mpicoll.engine.core.arrays import CollectiveArrays
 from mpicoll.engine.core.communicator_core import CommunicatorCore
 from mpicoll.engine.diagnostics.flight_recorder import Call
 from mpicoll.engine.executors.native import bind_native
-from mpicoll.engine.executors.shared_memory import SharedMemoryCollective, SharedMemoryLost
+from mpicoll.engine.executors.shared_memory import SharedMemoryCollective
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.selector import choose, get_forced_rules
 from mpicoll.torch.c10d_collectives import convert_reduce_op
@@ -195,17 +195,11 @@ class FastPath:
         name: tuple[Any, ...],
     ) -> bool:
         """Run the collective that `cached` is bound to, on the memory of `tensor` and `output`. Have later calls of
-        `name` on tensors like these carried out by the extension alone, if it can do that.
-        Return False if it must be run another way after all, on all ranks."""
+        `name` on tensors like these carried out by the extension alone, if it can do that. Return True."""
         (function, view), call = cached
         source = None if tensor is None else view(tensor)
         target = source if output is tensor else view(output)
-        try:
-            self._run(function, call, source, target)
-        except SharedMemoryLost:
-            # The cache is cleared so that algorithms are selected again with this knowledge.
-            self._cache.clear()
-            return False
+        self._run(function, call, source, target)
         carrier = None if self._queue.calls is None else function.find_compiled()
         if carrier is not None:
             given = _NOTHING if tensor is None else tensor
@@ -214,10 +208,13 @@ class FastPath:
 
     def _add_to_cache(self, key: tuple[Any, ...], bound: tuple[Any, Call] | bool, name: str) -> Any:
         """Cache `bound` for calls with this `key`, set torch's `name` in its Call record, and return it."""
+        if not isinstance(bound, bool):
+            function = bound[0][0] if type(bound[0]) is tuple else bound[0]
+            if isinstance(function, SharedMemoryCollective) and not self._comm.has_arena:
+                return False  # the availability of shared memory is known after its first use
+            bound[1].name = name
         if len(self._cache) >= MAX_CACHED_CALLS:
             self._cache.clear()
-        if not isinstance(bound, bool):
-            bound[1].name = name
         self._cache[key] = bound
         return bound
 

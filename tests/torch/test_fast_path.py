@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -229,3 +229,23 @@ def test_repeated_calls_take_the_short_way_of_the_extension(
     dist.all_reduce(negated)
     assert recorder.list_records(True)[-1][0][1] != queue.number
     assert torch.equal(negated, torch.full((3,), -size).to(dtype))
+
+
+@pytest.mark.extension
+def test_calls_that_lose_shared_memory_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may carry out the call in another way, and all ranks compare the numbers of their calls."""
+    group = dist.new_group()
+    core = core_of(operations(group).comm)
+    if core.size < 2:
+        pytest.skip("needs two ranks")
+
+    def share(nbytes: int) -> NoReturn:
+        raise mpicoll.CommunicationError("there is no memory")
+
+    monkeypatch.setattr(core.transport, "share", share)
+    begun, x = core.queue.number, torch.ones(3)
+    assert not core.has_arena
+    for _ in range(3):
+        dist.all_reduce(x.fill_(1), group=group)
+        assert x[0] == core.size
+    assert (core.shm_failed_reason, core.queue.number) == ("there is no memory", begun + 3)

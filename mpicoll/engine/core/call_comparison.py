@@ -16,7 +16,7 @@ from mpicoll.engine.core.call_mismatch import (
     mismatch_error,
 )
 from mpicoll.engine.core.queue import OperationQueue
-from mpicoll.engine.diagnostics.flight_recorder import COMPARED_BY_EXECUTOR, Call, EntryTuple
+from mpicoll.engine.diagnostics.flight_recorder import Call, EntryTuple
 from mpicoll.engine.diagnostics.position import Position
 from mpicoll.errors import CommunicationError, CommunicatorError, RankFailed
 from mpicoll.transport.base import Transport
@@ -81,8 +81,6 @@ class BatchedComparison:
         """Begin a collective. Raises MismatchError on all ranks if the ranks have called different collectives: if the
         mismatch is found in the collective that begins, the communicator stays usable; if it is found in an earlier
         one, all later collectives raise CommunicatorError."""
-        if call.signature == COMPARED_BY_EXECUTOR:
-            return  # bound before shared memory was lost: its executor begins it once it has chosen another algorithm
         calls = self._queue.calls
         if calls is not None:
             # Those that the extension has begun since.

@@ -75,6 +75,8 @@ class CommunicatorCore:
         self.no_shm_reason, self.no_cma_reason = _apart(transport)
         # Reason why the first use of shared memory failed.
         self.shm_failed_reason: str | None = None
+        # Called if the first use of shared memory fails.
+        self._loss_callbacks: list[Callable[[], None]] = []
         self._arena: Arena | None = None
         # Set by the first operation on device memory.
         self.devices: DeviceResources | None = None
@@ -159,6 +161,19 @@ class CommunicatorCore:
         return self._arena is not None
 
     @property
+    def has_arena_later(self) -> bool:
+        """True until the first use of shared memory, where it may be available."""
+        return self._arena is None and self.no_shm_reason is None and self.shm_failed_reason is None
+
+    def on_shm_loss(self, callback: Callable[[], None]) -> None:
+        """Call `callback` if the first use of shared memory fails, or has failed; maybe twice. Any thread may call
+        this."""
+        if self.has_arena_later:
+            self._loss_callbacks.append(callback)
+        if self.shm_failed_reason is not None:
+            callback()
+
+    @property
     def cma_failed_reason(self) -> str | None:
         """Reason why the ranks can't read each other's memory, as of the last operation that needed that."""
         return None if self._arena is None else self._arena.cma_failed_reason
@@ -169,7 +184,7 @@ class CommunicatorCore:
         Then ``no_shm_reason`` or, from this call on, ``shm_failed_reason`` holds the reason. Collective at first use;
         called by operations.
         """
-        if self._arena is None and self.no_shm_reason is None and self.shm_failed_reason is None:
+        if self.has_arena_later:
             # Not at module level: it needs the extension, and no_shm_reason is not None where that is missing.
             from mpicoll.engine.core.arena import Arena
 
@@ -188,8 +203,11 @@ class CommunicatorCore:
                 raise  # not all ranks have taken part
             except CommunicationError as error:
                 self.shm_failed_reason = str(error)
+                for callback in self._loss_callbacks.copy():
+                    callback()
             finally:
                 executing.executor = outer
+            self._loss_callbacks.clear()
         return self._arena
 
     def match_first(self, call: Call) -> BaseException | None:

@@ -27,6 +27,7 @@ class Operation:
     """
 
     __slots__ = (
+        "__weakref__",
         "after",
         "algorithm",
         "arrays",

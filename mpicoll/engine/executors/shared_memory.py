@@ -64,7 +64,7 @@ def make_collective(arena: Arena, spec: CollectiveSpec, signature: int) -> Colle
 
 class SharedMemoryLost(Exception):
     """Raised if shared memory turns out to be unavailable at its first use, or was found to be in another collective
-    after this one was bound. No rank has exchanged data, or compared a call that the executor compares."""
+    after this one was bound. No rank has exchanged data."""
 
     def __init__(self) -> None:
         super().__init__("shared memory is not available; another algorithm is used")

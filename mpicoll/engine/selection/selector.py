@@ -132,19 +132,23 @@ def choose(query: SelectionQuery, argument: str | None) -> Choice:
 
 @lru_cache(maxsize=4096)
 def _choose(query: SelectionQuery, argument: str | None, context: Rules) -> Choice:
+    refused: list[str] = []
+    tried: set[str] = set()
     if argument is not None:
         argument = canonical_name(argument)
         algorithm, segments = resolve_name(query.collective, argument)
-        # If shared memory is lost, all ranks detect that at its first use, and then use another algorithm.
         refusal = _find_unsupported_reason(query._replace(shm_failed_reason=None), algorithm)
         if refusal is not None:
             raise AlgorithmError(
                 f"{query.collective}: algorithm {argument!r} can't serve this: {refusal}; leave algorithm= out to"
                 " have one chosen"
             )
-        return _make_choice(query, argument, algorithm, segments, "forced by the argument")
-    refused: list[str] = []
-    tried: set[str] = set()
+        lost = _find_unsupported_reason(query, algorithm)
+        if lost is None:
+            return _make_choice(query, argument, algorithm, segments, "forced by the argument")
+        # Shared memory is lost at its first use, which may come before or after the choice.
+        tried.add(argument)
+        refused.append(f"not {argument} (forced by the argument): {lost}")
     for text, why in _iter_candidates(query, context):
         if text in tried:
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from support.launch import ROOT, mpirun
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.engine.core.queue import OperationQueue
 from mpicoll.transport.local import LocalTransport
 
 
@@ -141,6 +143,64 @@ def test_a_call_that_was_bound_before_shared_memory_was_lost(differ: bool) -> No
         return float(request.wait()[0])
 
     assert mpicoll.run_local(body, 2, timeout=20) == [2.0, 2.0]
+
+
+@pytest.mark.usefixtures("no_memory")
+@pytest.mark.parametrize("algorithm", [None, "shm_flat"])
+def test_all_arguments_of_a_call_that_was_bound_before_shared_memory_was_lost(algorithm: str | None) -> None:
+    """Another rank has chosen the algorithm afterwards: the comparison of all arguments finds the same one."""
+    bound = threading.Event()
+
+    def body() -> str:
+        with mpicoll.debug():
+            if mpicoll.world().rank == 0:
+                requests = [mpicoll.iallreduce(_x()), mpicoll.iallreduce(_x(500), algorithm=algorithm)]
+                bound.set()
+            else:
+                assert bound.wait(20)
+                requests = [mpicoll.iallreduce(_x())]
+                requests[0].wait()
+                requests.append(mpicoll.iallreduce(_x(500), algorithm=algorithm))
+            assert [float(request.wait()[0]) for request in requests] == [2.0, 2.0]
+        return str(mpicoll.world()._core.shm_failed_reason)
+
+    assert mpicoll.run_local(body, 2, timeout=20) == ["there is no memory"] * 2
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_plan_that_is_made_while_shared_memory_is_lost(checked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank describes the plan before an operation in the background loses shared memory, another one afterwards."""
+    described = threading.Event()
+    run_behind = OperationQueue._run_behind
+
+    def announce(queue: OperationQueue, *args: Any) -> Any:
+        described.set()
+        return run_behind(queue, *args)
+
+    def share(transport: LocalTransport, nbytes: int) -> NoReturn:
+        assert described.wait(20)
+        raise mpicoll.CommunicationError("there is no memory")
+
+    monkeypatch.setattr(OperationQueue, "_run_behind", announce)
+    monkeypatch.setattr(LocalTransport, "share", share)
+
+    def body() -> list[str]:
+        with mpicoll.debug() if checked else nullcontext():
+            request = None
+            if mpicoll.world().rank == 0:
+                request = mpicoll.iallreduce(_x())
+            else:
+                assert described.wait(20)
+                mpicoll.iallreduce(_x()).wait()
+            plan = mpicoll.allreduce_init(_x())
+            assert plan()[0] == 2.0
+            assert request is None or request.wait()[0] == 2.0
+        return [plan.choice.name, plan._call.algorithm]
+
+    first, second = mpicoll.run_local(body, 2, timeout=20)
+    assert first == second
+    assert "shm" not in first[0]
 
 
 def _x(count: int = 2, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
