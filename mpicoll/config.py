@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 from mpicoll.errors import SetupError
+from mpicoll.named_tuple import NamedTuple
 
 TransportName = Literal["auto", "mpi", "local"]
 SharedMemory = Literal["auto", "named", "off"]

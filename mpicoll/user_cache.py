@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpicoll import atomic_files
+from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from mpicoll.buffers.dtypes import Array
 from mpicoll.errors import DeviceError, DTypeError
+from mpicoll.named_tuple import NamedTuple
 
 StreamEvent: TypeAlias = Any
 """An event that was recorded on a caller's stream; it must be done before the memory may be touched."""

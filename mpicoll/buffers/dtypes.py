@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
 from mpicoll.errors import DTypeError
+from mpicoll.named_tuple import NamedTuple
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from mpicoll.buffers.host import WORDS
 from mpicoll.buffers.recognise import recognise
 from mpicoll.errors import DTypeError
 from mpicoll.extension import find_fold
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.ufuncs import UFUNCS
 
 Combine: TypeAlias = Callable[[Array, Array, Array], object]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from mpicoll.errors import TruncationError
+from mpicoll.named_tuple import NamedTuple
 
 Memory: TypeAlias = np.ndarray[Any, Any]
 """Contiguous flat memory. Messages are ``uint8``; native reductions get arrays of the reduced dtype."""

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.proc_files import read_file
 from mpicoll.transport import launch_env
 

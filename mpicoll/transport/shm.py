@@ -8,11 +8,11 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 from weakref import finalize
 
 import numpy as np
 
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport.base import Memory
 from mpicoll.transport.free_memory import query_free_memory
 

@@ -116,6 +116,10 @@ unneeded = {f"mpicoll.{one}" for one in [*(f"engine.{one}" for one in engine.spl
 unneeded |= {"dataclasses", "logging", "pathlib", "secrets", "shutil", "subprocess", "sysconfig", "traceback"}
 unneeded |= {"hashlib", "hmac"}  # which load OpenSSL
 assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
+import typing
+modules = [one for name, one in sys.modules.items() if name.startswith("mpicoll.")]
+slow = [one for one in modules if getattr(one, "NamedTuple", None) is typing.NamedTuple]
+assert not slow, slow  # that of mpicoll.named_tuple takes a tenth of the time
 # What a failing job needs is imported while there are file descriptors.
 watch = startup.start_watchdog()
 watch._load_analysis_at = 0.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import ref
 
 from mpicoll.config import UNCHECKED
 from mpicoll.engine.core.observer import Observer
 from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport.base import Transport
 
 

@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 from math import prod
 from types import FrameType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 from zlib import crc32
 
 from mpicoll.extension import make_recorder, set_recording
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport.base import Traffic
 
 HISTORY_LENGTH = 1000

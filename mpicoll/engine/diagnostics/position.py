@@ -7,7 +7,9 @@ stores at most one attribute for each round. The texts are made only when the po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from mpicoll.named_tuple import NamedTuple
 
 
 class Position(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.config import config
 from mpicoll.engine.diagnostics.abort import JobAbort
@@ -14,6 +14,7 @@ from mpicoll.engine.diagnostics.flight_recorder import Entry, EntryTuple
 from mpicoll.engine.diagnostics.local_waits import LocalWaits, WaitKey, wait_key
 from mpicoll.engine.diagnostics.peers import QUERY_TIMEOUT, Peers
 from mpicoll.errors import CommunicationError, MismatchError
+from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from mpicoll.engine.diagnostics.deadlock import Deadlock

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 import numpy as np
 
 from mpicoll.buffers.ops import Fold
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
+from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from mpicoll.engine.core.arena import Body

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mpicoll.engine.selection.nbytes import parse_bytes
 from mpicoll.errors import AlgorithmError
+from mpicoll.named_tuple import NamedTuple
 
 if TYPE_CHECKING:
     from mpicoll.schedules import Algorithm

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.wording import count
 
 

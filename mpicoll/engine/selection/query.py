@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
 
 from mpicoll.engine.selection.costs import TYPICAL, Costs
 from mpicoll.engine.selection.layout import NodeLayout
 from mpicoll.engine.selection.rules import Rules
+from mpicoll.named_tuple import NamedTuple
 
 KINDS = ("float", "half", "integer", "complex", "moved", "other")
 """Classes of dtypes that are tuned separately, since their reductions differ in speed. ``moved`` is for operations that

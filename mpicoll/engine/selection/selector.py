@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import NamedTuple
 
 from mpicoll.config import config
 from mpicoll.engine.selection.catalogue import (
@@ -33,6 +32,7 @@ from mpicoll.engine.selection.query import SelectionQuery, get_tuned_class
 from mpicoll.engine.selection.rules import Rules, format_range, parse_built_in_rules, parse_rules
 from mpicoll.errors import AlgorithmError, SetupError
 from mpicoll.extension import check_rules
+from mpicoll.named_tuple import NamedTuple
 
 _SEGMENT = 128 * 1024
 """Bytes of a pipeline segment, unless the number of segments is asked for."""

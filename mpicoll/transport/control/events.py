@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
+
+from mpicoll.named_tuple import NamedTuple
 
 
 class Message(NamedTuple):

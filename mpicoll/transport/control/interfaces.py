@@ -9,8 +9,8 @@ import re
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.proc_files import read_file
 
 LOOPBACK = "127.0.0.1"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport.control import timing
 from mpicoll.transport.control.events import PeerExit
 

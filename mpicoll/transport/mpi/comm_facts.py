@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.extension import find_missing_reason
+from mpicoll.named_tuple import NamedTuple
 from mpicoll.transport import record_file, shm
 from mpicoll.transport.base import renumber
 from mpicoll.transport.mpi import ops
