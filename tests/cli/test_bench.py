@@ -176,6 +176,31 @@ def test_inputs_differ_from_rank_to_rank_and_come_again() -> None:
     np.testing.assert_array_equal(wide(case.x), first)
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_inputs_are_written_in_place_before_each_call(kind: ArrayKind) -> None:
+    if kind == "torch":
+        pytest.importorskip("torch")
+    for collective, ranks in (("allgather", {0, 1}), ("bcast", {0}), ("scatter", {0})):
+        workload = Workload(collective, 4000, "float32", "sum", 2)
+        cases = [Case(workload, rank, kind) for rank in (0, 1)]
+        assert {case.rank for case in cases if case._input is not None} == ranks
+        for case in cases:
+            before = wide(case.x)
+            if case._input is not None:
+                case._input[0] ^= 1
+                assert not np.array_equal(wide(case.x), before)  # the memory of the input
+                case._input[0] ^= 1
+            case.rewrite()
+            np.testing.assert_array_equal(wide(case.x), before)
+    order: list[str] = []
+    case_: Any = SimpleNamespace(rewrite=lambda: order.append("write"))
+    one = peers.Contestant("one", lambda case: peers.Ready(lambda: order.append("call")))
+    ready = peers.write_before(one).prepare(case_)
+    ready.call()
+    ready.call()
+    assert order == ["write", "call", "write", "call"]
+
+
 def test_an_input_that_a_call_has_changed_is_an_error_of_mpicoll() -> None:
     team: Any = SimpleNamespace(size=1, barrier=lambda: None, all=lambda value: [value])
 
@@ -336,6 +361,7 @@ OF_TWO = {
     "overlap of numpy": "overlap allreduce allgather --sizes 64k --compute sleep --like numpy",
     "overlap of torch": "overlap allreduce allgather --sizes 64k --compute sleep --like torch",
     "overhead": "overhead scatter barrier --sizes 8",
+    "written inputs": "alltoall barrier --sizes 4k --against mpi4py --rewrite --blocks 2",
     "all algorithms": "reduce --sizes 8 --against none --algorithms all --blocks 2",
 }
 
@@ -395,6 +421,18 @@ def test_sweep_of_two_ranks(of_two: OfTwo) -> None:
     }
     for collective in COLLECTIVES:
         assert f"{collective}, 2 ranks, float32 sum numpy" in text
+
+
+@waits_for_all
+@pytest.mark.slow
+def test_written_inputs(of_two: OfTwo) -> None:
+    points = of_two.found["written inputs"]["points"]
+    for one in points[0]["contestants"].values():
+        check_timed(one)
+    assert list(points[0]["contestants"]) == ["mpicoll", "mpi4py", "write"]
+    assert points[1]["contestants"]["write"]["state"] == "absent"
+    assert of_two.found["written inputs"]["settings"]["rewrite"]
+    assert "alltoall, 2 ranks, float32 sum numpy rewrite" in of_two.printed["written inputs"]
 
 
 @waits_for_all

@@ -29,6 +29,10 @@ is timed; contestants take turns; a time is the median over blocks of calls of t
 """
 
 _EPILOG = """\
+Calls are repeated on one input. Ranks that read it in memory of another rank, as MPI libraries do from some KiB on,
+keep it in their caches, which they can't in a program that computes a new input for each call. With --rewrite each
+rank writes its input before each call, for all contestants; the times include that, and "write" is that alone.
+
 busbw is as nccl-tests define it. "copy" is one copy of the buffer on every rank at once. gloo and nccl are timed apart
 from the others, at each size. The exit status is 1 if mpicoll gave a wrong result.
 
@@ -42,6 +46,7 @@ _ONLY = {
     "algorithms": ("sweep",),
     "plan": ("sweep",),
     "registered": ("sweep",),
+    "rewrite": ("sweep",),
     "plot": ("sweep",),
     "draw": ("sweep",),
     "blocks": ("sweep", "overhead"),
@@ -78,6 +83,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("--plan", action="store_const", const=True, help="measure mpicoll's ..._init form")
     parser.add_argument(
         "--registered", action="store_const", const=True, help="mpicoll works on arrays of mpicoll.empty"
+    )
+    parser.add_argument(
+        "--rewrite", action="store_const", const=True, help="write the input before each call; see below"
     )
     parser.add_argument("--compute", choices=("numpy", "python", "sleep"), help="overlap: what is computed (numpy)")
     parser.add_argument("--seconds", type=_positive, default=0.5, metavar="S", help="to spend on each size (0.5)")

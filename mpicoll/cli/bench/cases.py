@@ -231,6 +231,9 @@ def _wide_dtype(name: str) -> str:
     return "complex128" if name.startswith("complex") else "int64" if "int" in name else "float64"
 
 
+_ZERO = np.zeros(1, np.uint8)
+
+
 class Case:
     """The arrays of one rank for a workload. `out` is None where the rank receives nothing. Registered arrays are
     created collectively; CUDA arrays lie on the device of this process."""
@@ -243,6 +246,8 @@ class Case:
         # The creation of registered memory is collective, so a rank that receives nothing takes part as well.
         made = self.x if workload.in_place else self._array(workload.result_size(rank))
         self.out = made if workload.result_size(rank) else None
+        passes_data = rank == 0 or workload.collective not in ("bcast", "scatter")
+        self._input = _get_bytes(self.x) if passes_data and self.on_device is None else None
         self.reset()
 
     def reset(self) -> None:
@@ -251,6 +256,11 @@ class Case:
             self._fill(self.out, np.zeros(self.workload.result_size(self.rank)))
         if not self.workload.in_place or self.rank == 0:
             self._fill(self.x, tile(self.workload.pattern(self.rank), 0, self.workload.operand_size(self.rank)))
+
+    def rewrite(self) -> None:
+        """Write the input in place, without a change. Does nothing on ranks that pass none."""
+        if self._input is not None:
+            np.bitwise_or(self._input, _ZERO, out=self._input)
 
     @property
     def on_device(self) -> device_arrays.LibraryName | None:
@@ -282,6 +292,14 @@ class Case:
             import torch
 
             array.copy_(torch.from_numpy(values))
+
+
+def _get_bytes(array: Any) -> npt.NDArray[np.uint8]:
+    """Return a view of the bytes of a host array or tensor."""
+    if not isinstance(array, np.ndarray):
+        array = array.view(import_module("torch").uint8).numpy()
+    bytes_of: npt.NDArray[np.uint8] = array.view(np.uint8)
+    return bytes_of
 
 
 def _bfloat16() -> Any:

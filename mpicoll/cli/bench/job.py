@@ -47,6 +47,7 @@ class Settings:
     like: ArrayKind
     plan: bool
     registered: bool
+    rewrite: bool
     compute: str
     seconds: float
     blocks: int | None
@@ -74,7 +75,7 @@ def parse_settings(given: dict[str, Any]) -> Settings:
     _check_known("dtype", [given["dtype"]], DTYPES)
     _check_known("op", [given["op"]], OPS)
     array = device_arrays.select_library("bench", given["device"], given["array"], (given["dtype"],))
-    for option in ("like", "registered") if array is not None else ():
+    for option in ("like", "registered", "rewrite") if array is not None else ():
         if given[option] is not None:
             raise ArgumentError(f"bench: --{option} is for arrays on the host; leave it out, or --device cuda")
     against = _parse_peers(given["against"], array)
@@ -105,6 +106,7 @@ def parse_settings(given: dict[str, Any]) -> Settings:
         like=given["like"] or "numpy",
         plan=bool(given["plan"]),
         registered=bool(given["registered"]),
+        rewrite=bool(given["rewrite"]),
         compute=given["compute"] or "numpy",
         seconds=given["seconds"],
         blocks=given["blocks"],
@@ -190,6 +192,8 @@ def _sweep(team: Team, asked: Settings) -> None:
     entered = [peers.candidate("mpicoll", kind=kind, form=form)]
     entered += [peers.candidate(one, kind=kind, form=form, algorithm=one) for one in asked.algorithms]
     entered += [_peer(one, team.comm, asked.like if asked.array is None else kind) for one in asked.against]
+    if asked.rewrite:
+        entered = [peers.write_before(one) for one in entered] + [peers.write(kind)]
     points = _measure_points(team, asked, entered)
     first_peer = asked.against[0] if asked.against else None
     _report(team, asked, points, first_peer)
@@ -332,5 +336,9 @@ def _public(asked: Settings) -> dict[str, Any]:
 
 def _label(asked: Settings) -> str:
     words = [asked.dtype, asked.op, _kind(asked).removeprefix("registered ")]
-    words += [word for word, wanted in (("plan", asked.plan), ("registered", asked.registered)) if wanted]
+    words += [
+        word
+        for word, wanted in (("plan", asked.plan), ("registered", asked.registered), ("rewrite", asked.rewrite))
+        if wanted
+    ]
     return " ".join(words)

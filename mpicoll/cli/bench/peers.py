@@ -152,6 +152,33 @@ def copy(kind: ArrayKind = "numpy") -> Contestant:
     return Contestant("copy", prepare, kind, check=lambda case, got: _check_copy(got))
 
 
+def write(kind: ArrayKind = "numpy") -> Contestant:
+    """Return the writes of :func:`write_before` alone."""
+
+    def prepare(case: Case) -> Ready:
+        if case.workload.collective == "barrier":
+            raise Unavailable("a barrier has no input")
+        return Ready(case.rewrite)
+
+    return Contestant("write", prepare, kind, check=lambda case, got: None)
+
+
+def write_before(contestant: Contestant) -> Contestant:
+    """Return `contestant` with calls before which each rank writes its input, which is in no other cache then."""
+
+    def prepare(case: Case) -> Ready:
+        run, result = contestant.prepare(case)
+        rewrite = case.rewrite
+
+        def call() -> Any:
+            rewrite()
+            return run()
+
+        return Ready(call, result)
+
+    return replace(contestant, prepare=prepare)
+
+
 def _check_copy(got: Any) -> str | None:
     return None if (wide(got) == 1).all() else "nothing was copied"
 
