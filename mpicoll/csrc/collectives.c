@@ -18,6 +18,8 @@
 
 enum {
     RELEASE_AT = 64 * 1024,   /* bytes from which on the GIL is released for the whole collective */
+    ROTATE_AT = 8 * 1024,
+    ROTATED = 1024 * 1024,    /* of a slot: with those of both parities and of the readers, more than a private cache */
     FILL_BYTES = 16 * 1024,   /* a multiple of the size of each dtype's elements */
     ACCESS_WIDTH = 256 * 1024 /* of pieces, whose result is still in the cache when it is copied to other ranks */
 };
@@ -27,6 +29,23 @@ _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an
 static inline char *find_slot(const Collective *one, int parity, int rank)
 {
     return one->is_small ? get_small_slot(one->steps, parity, rank) : get_slot(one->steps, parity, rank);
+}
+
+/* The place in all slots of what is written before the next step. */
+static inline size_t find_place(const Collective *one)
+{
+    return one->stride == 0 ? 0 : (size_t)(one->steps->step / 2 % one->places) * one->stride;
+}
+
+/* Use several places of a slot in turn, so that what is written to one has left the private caches of the cores that
+ * read it last time: a store is slow while it is there. */
+static void set_places(Collective *one, size_t used)
+{
+    used += -used % CACHE_LINE;
+    if (used < ROTATE_AT || used > ROTATED / 2 || ROTATED > one->steps->slot_bytes)
+        return;
+    one->stride = used;
+    one->places = (uint32_t)(ROTATED / used);
 }
 
 static int run_barrier(const Collective *one, const char *source, char *target)
@@ -44,14 +63,15 @@ static int reduce_flat(const Collective *one, const char *source, char *target)
     const int rank = steps->rank, size = steps->size;
     for (uint32_t i = 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
-        const size_t start = i * one->width, nbytes = min_size(one->width, one->nbytes - start);
+        const size_t start = i * one->width, place = find_place(one);
+        const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (one->everywhere || rank != one->root)
-            write_shared(steps, find_slot(one, parity, rank), source + start, nbytes);
+            write_shared(steps, find_slot(one, parity, rank) + place, source + start, nbytes);
         if (sync_ranks(steps) < 0)
             return -1;
         if (one->has_result) {
             for (int peer = 0; peer < size; peer++)
-                one->parts[peer] = find_slot(one, parity, peer);
+                one->parts[peer] = find_slot(one, parity, peer) + place;
             one->parts[rank] = source + start;
             one->reduce(target + start, one->parts, size, nbytes / one->itemsize);
         }
@@ -74,13 +94,16 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
     Steps *steps = one->steps;
     const int rank = steps->rank, size = steps->size;
     const size_t width = one->width;
+    size_t place = 0, former; /* of this piece and the previous one */
     for (uint32_t i = 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
         const size_t start = i * width;
+        former = place, place = find_place(one);
+        char *results = steps->results[parity] + place;
         if (start < one->nbytes) {
             size_t nbytes = min_size(width, one->nbytes - start);
             size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
-            char *slot = get_slot(steps, parity, rank);
+            char *slot = get_slot(steps, parity, rank) + place;
             /* No other rank reads this rank's own share. */
             write_shared(steps, slot, source + start, low);
             write_shared(steps, slot + high, source + start + high, nbytes - high);
@@ -89,31 +112,31 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
             size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
             for (int peer = 0; peer < size; peer++)
-                one->parts[peer] = get_slot(steps, 1 - parity, peer) + low;
+                one->parts[peer] = get_slot(steps, 1 - parity, peer) + former + low;
             one->parts[rank] = source + previous + low;
             /* The kernel's stores go to memory that other ranks have read only where there is no other. */
-            char *result = one->has_result ? target + previous + low : steps->results[parity] + low;
+            char *result = one->has_result ? target + previous + low : results + low;
             one->reduce(result, one->parts, size, (high - low) / one->itemsize);
             if (one->everywhere)
-                write_shared(steps, steps->results[parity] + low, result, high - low);
+                write_shared(steps, results + low, result, high - low);
         }
         if (sync_ranks(steps) < 0)
             return -1;
         if (i > 0 && one->has_result) {
             const size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
             const size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
-            copy(target + previous, steps->results[parity], low);
-            copy(target + previous + high, steps->results[parity] + high, nbytes - high);
+            copy(target + previous, results, low);
+            copy(target + previous + high, results + high, nbytes - high);
         }
     }
     return 0;
 }
 
 /* Write the piece of each block that begins at `start` to this rank's slot. */
-static void write_moves(const Collective *one, const char *source, size_t start)
+static void write_moves(const Collective *one, const char *source, size_t start, size_t place)
 {
     Steps *steps = one->steps;
-    char *slot = find_slot(one, get_parity(steps), steps->rank);
+    char *slot = find_slot(one, get_parity(steps), steps->rank) + place;
     const Move *outgoing = one->moves + steps->size;
     for (int i = 0; i < one->outgoing; i++) {
         if (start < outgoing[i].nbytes)
@@ -130,13 +153,13 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
     const Move *own = &one->own;
     for (uint32_t i = 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
-        const size_t start = i * one->width;
-        write_moves(one, source, start);
+        const size_t start = i * one->width, place = find_place(one);
+        write_moves(one, source, start, place);
         if (sync_ranks(steps) < 0)
             return -1;
         if (start < own->nbytes) {
             for (int peer = 0; peer < steps->size; peer++)
-                one->parts[peer] = find_slot(one, parity, peer) + one->moves[peer].from;
+                one->parts[peer] = find_slot(one, parity, peer) + place + one->moves[peer].from;
             one->parts[steps->rank] = source + own->from + start;
             one->reduce(target + start, one->parts, steps->size,
                         min_size(one->width, own->nbytes - start) / one->itemsize);
@@ -165,14 +188,14 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
     const int rank = steps->rank;
     for (uint32_t i = 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
-        const size_t start = i * one->width;
+        const size_t start = i * one->width, place = find_place(one);
         const size_t nbytes = min_size(one->width, one->nbytes - start);
         if (rank < steps->size - 1)
-            write_shared(steps, find_slot(one, parity, rank), source + start, nbytes);
+            write_shared(steps, find_slot(one, parity, rank) + place, source + start, nbytes);
         if (sync_ranks(steps) < 0)
             return -1;
         for (int lower = 0; lower < rank; lower++)
-            one->parts[lower] = find_slot(one, parity, lower);
+            one->parts[lower] = find_slot(one, parity, lower) + place;
         one->parts[rank] = source + start;
         if (one->operands > 1)
             one->reduce(target + start, one->parts, one->operands, nbytes / one->itemsize);
@@ -191,8 +214,8 @@ static int move_blocks(const Collective *one, const char *source, char *target)
     Steps *steps = one->steps;
     for (uint32_t i = 0; i < one->step_count; i++) {
         const int parity = get_parity(steps);
-        const size_t start = i * one->width;
-        write_moves(one, source, start);
+        const size_t start = i * one->width, place = find_place(one);
+        write_moves(one, source, start, place);
         /* While others still write. All of the input that they need has been written. */
         if (i == one->step_count - 1)
             copy_own(one, source, target);
@@ -201,7 +224,7 @@ static int move_blocks(const Collective *one, const char *source, char *target)
         for (int peer = 0; peer < steps->size; peer++) {
             const Move *move = &one->moves[peer];
             if (start < move->nbytes)
-                copy(target + move->to + start, find_slot(one, parity, peer) + move->from,
+                copy(target + move->to + start, find_slot(one, parity, peer) + place + move->from,
                      min_size(one->width, move->nbytes - start));
         }
     }
@@ -233,9 +256,11 @@ static uint32_t cut(Collective *one, size_t nbytes, size_t piece, int blocks)
     if (nbytes <= width) {
         one->width = nbytes ? nbytes : 1;
         one->is_small = nbytes * (size_t)blocks <= SMALL_SLOT_BYTES;
+        set_places(one, nbytes * (size_t)blocks);
         return 1;
     }
     one->width = width;
+    set_places(one, width * (size_t)blocks);
     return (uint32_t)((nbytes + width - 1) / width);
 }
 

@@ -32,6 +32,8 @@ struct Collective {
     Summary summary;       /* of the call that the collective carries out */
     bool has_result;
     bool is_small;         /* what a rank writes fits in its small slot */
+    size_t stride;         /* bytes between the places in a slot that are used in turn; 0 where there is one */
+    uint32_t places;
     size_t itemsize;
     size_t source_bytes, target_bytes;
     size_t nbytes;         /* of the vector, or of all blocks */

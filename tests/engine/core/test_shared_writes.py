@@ -1,4 +1,4 @@
-"""Writes to memory that other ranks read: around the caches they are the same, and only large ones go around them."""
+"""Writes to memory that other ranks read: where they go, and that results do not depend on how they are made."""
 
 from __future__ import annotations
 
@@ -86,3 +86,19 @@ def test_small_writes_use_ordinary_stores() -> None:
         return arena.streamed_writes
 
     assert mpicoll.run_local(body, 2) == [7, 7]
+
+
+@pytest.mark.extension
+def test_places_of_a_slot_are_used_in_turn() -> None:
+    """A later write to a place then finds it in no private cache."""
+
+    def body() -> list[int]:
+        x, out = np.ones(4096), np.empty(4096)
+        for _ in range(200):
+            mpicoll.allreduce(x, out=out)
+            assert (out == 2).all()
+        arena = _arena()
+        return [int(np.count_nonzero(slots[arena.rank].view(np.float64))) for slots in arena.slots]
+
+    for written in mpicoll.run_local(body, 2):
+        assert written == [1 << 17] * 2  # 1 MiB of both slots
