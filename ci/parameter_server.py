@@ -71,6 +71,7 @@ def measure_throughput(arguments: argparse.Namespace, console: Console) -> None:
         return
     gradient = {"w": np.ones(arguments.megabytes * 250_000, np.float32)}
     with Worker({"w": gradient["w"].copy()}) as worker:
+        worker.pull_weights()  # the initial weights, which the first worker sends, take as long as a step
 
         def step() -> None:
             worker.push_gradients(gradient)

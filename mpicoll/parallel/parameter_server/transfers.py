@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -16,8 +17,40 @@ IN_FLIGHT = 2
 """Large messages on their way to one rank at a time. MPI moves all that have been started side by side, so that all
 would arrive at the end, and none could be answered while others arrive."""
 
+_DISTANCE = 0.75
+"""Time between the starts of two messages, as a share of that at full bandwidth."""
+
+_LONGEST_DISTANCE = 0.01
+"""Most seconds between the starts of two messages: one that was received late says nothing of the bandwidth."""
+
 _WINDOW = 4
 """Transfers that are tested at a time: a test of any makes MPI move all."""
+
+
+class Pace:
+    """Pace of the sends of one queue.
+
+    Large messages that start together arrive together, in turns with those of the other direction: the handshake of
+    each waits behind the data of the other rank, and half the bandwidth is lost. So they start one after the other, at
+    a distance that depends on how long the last one has taken.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._distance = 0.0
+
+    def may_start(self) -> bool:
+        """Return True if a message may start now, and count it as started."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + self._distance
+        return True
+
+    def end(self, begin: float) -> None:
+        """Take note that a message has been sent which was started at `begin`."""
+        taken = time.monotonic() - begin
+        self._distance = min(_DISTANCE * taken / IN_FLIGHT, _LONGEST_DISTANCE)
 
 
 class QueuedSend:
@@ -27,6 +60,7 @@ class QueuedSend:
         self._link, self._data, self._tag = link, data, tag
         self._pending: Pending | None = None
         self._error: CommunicationError | None = None
+        self.begin = 0.0
 
     @property
     def has_started(self) -> bool:
@@ -35,6 +69,7 @@ class QueuedSend:
 
     def start(self) -> None:
         """Start to send. An error is raised by :meth:`test`."""
+        self.begin = time.monotonic()
         try:
             self._pending = self._link.send(self._data, self._tag)
         except CommunicationError as error:
@@ -57,6 +92,7 @@ class Transfers:
         self._lock = threading.Lock()
         self._left: deque[Pending] = deque()
         self._queues: list[deque[QueuedSend]] = [deque() for _ in links]
+        self._paces = [Pace() for _ in links]
         self._watched = False
 
     def send(self, server: int, data: Array, tag: int) -> Pending:
@@ -95,12 +131,13 @@ class Transfers:
 
     def _start_sends(self) -> None:
         """Start the sends whose turn it is. The lock is held."""
-        for queue in self._queues:
+        for queue, pace in zip(self._queues, self._paces, strict=True):
             for send in list(queue)[:IN_FLIGHT]:
-                if _has_ended(send):
+                if send.has_started and _has_ended(send):
                     queue.remove(send)
+                    pace.end(send.begin)
             for send in list(queue)[:IN_FLIGHT]:
-                if not send.has_started:
+                if not send.has_started and pace.may_start():
                     send.start()
 
     def test(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from mpicoll.parallel.parameter_server.messages import (
     tag_of,
 )
 from mpicoll.parallel.parameter_server.plan import Bucket
-from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT
+from mpicoll.parallel.parameter_server.transfers import IN_FLIGHT, Pace
 from mpicoll.transport.base import Pending
 
 _WINDOW = 4
@@ -59,6 +60,8 @@ class WorkerState:
         self._arriving: dict[int, list[Pending]] = {}
         self._queue: deque[tuple[int, Array]] = deque()
         self._sends: dict[int, Pending] = {}
+        self._begins: dict[int, float] = {}
+        self._pace = Pace()
         self._unanswered: list[int] = []
         self._wanted_rows: dict[int, Array] = {}
         self._row_requests: list[Pending] = []
@@ -92,6 +95,7 @@ class WorkerState:
         for index in list(self._sends):
             if self._sends[index].test() is not None:
                 del self._sends[index]
+                self._pace.end(self._begins.pop(index))
                 progressed = True
         self._start_sends()
         return progressed
@@ -168,8 +172,9 @@ class WorkerState:
         self._start_sends()
 
     def _start_sends(self) -> None:
-        while self._queue and len(self._sends) < IN_FLIGHT:
+        while self._queue and len(self._sends) < IN_FLIGHT and self._pace.may_start():
             index, weights = self._queue.popleft()
+            self._begins[index] = time.monotonic()
             self._sends[index] = self.link.send(weights, tag_of(index, Payload.WEIGHTS))
 
     def finish_pull(self) -> bool:
