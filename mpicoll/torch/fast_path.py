@@ -228,6 +228,8 @@ class FastPath:
         function, call = bound
         if isinstance(function, SharedMemoryCollective):
             return (function, _view_flat), call
+        if isinstance(function, _CopyOfSingleRank):
+            return (function, _view_nothing), call
         arrays, native = function
         ready = arrays.reduction
         wider = tensor.dtype not in _NUMPY
@@ -248,6 +250,8 @@ class FastPath:
         function, call = bound
         if isinstance(function, SharedMemoryCollective):
             return (function, _view_flat), call
+        if isinstance(function, _CopyOfSingleRank):
+            return (function, _view_bytes), call
         arrays, native = function
         dtype = _NUMPY.get(tensor.dtype)
         if arrays.reduction.finish is not None or dtype is None:
@@ -255,7 +259,8 @@ class FastPath:
         return (_NativeCollective(arrays, native, dtype), _native_view(native, dtype)), call
 
     def _bind_reduction(self, collective: str, tensor: torch.Tensor, op: Any, counts: tuple[int, ...]) -> CacheEntry:
-        """Return a shared-memory reduction, or the arrays of a native one and the MPI library, and the Call record.
+        """Return a reduction in shared memory or of a single rank, or the arrays of a native one and the MPI library;
+        and the Call record.
 
         Return False if neither can run the call.
         """
@@ -270,6 +275,8 @@ class FastPath:
         choice = choose(make_query(self._comm, arrays, None, nbytes=tensor.nbytes), None)
         shape = tuple(tensor.shape)
         call = Call(collective, tensor.nbytes, buffer.dtype.name, shape, op=ready.name, algorithm=choice.name)
+        if self._comm.size == 1:
+            return _CopyOfSingleRank(), call
         if isinstance(choice.algorithm, SharedMemoryAlgorithm) and ready.prepare is None:
             arrays.fold = Fold(ready, buffer)
             return SharedMemoryCollective(self._comm, choice, arrays, buffer.array.dtype, call=call), call
@@ -294,11 +301,26 @@ class FastPath:
         choice = choose(make_query(self._comm, arrays, None, nbytes=nbytes), None)
         rooted = root if collective == "bcast" else None
         call = Call(collective, nbytes, dtype, shape, root=rooted, algorithm=choice.name)
+        if size == 1:
+            return (_CopyOfSingleRank(), _view_nothing if collective in ("barrier", "bcast") else _view_bytes), call
         if isinstance(choice.algorithm, SharedMemoryAlgorithm):
             return (SharedMemoryCollective(self._comm, choice, arrays, _BYTES, call=call), _view_bytes), call
         if choice.algorithm is not None or self._native is None:
             return False
         return (_NativeCollective(arrays, self._native, _BYTES), _native_view(self._native, _BYTES)), call
+
+
+class _CopyOfSingleRank:
+    """Collective of a group of one rank. Most algorithms cost more than the copy, as they are made for several."""
+
+    __slots__ = ()
+
+    def __call__(self, source: Any, target: Any) -> None:
+        if target is not source:
+            target[...] = source
+
+    def find_compiled(self) -> None:
+        """Return None: the extension has no such collective."""
 
 
 class _NativeCollective:
@@ -363,6 +385,10 @@ def _view_flat(tensor: torch.Tensor) -> Any:
     """Return the elements as a flat numpy array; bfloat16 as uint16."""
     own = tensor.detach()
     return (own.view(torch.uint16) if own.dtype is torch.bfloat16 else own).numpy().reshape(-1)
+
+
+def _view_nothing(tensor: torch.Tensor) -> None:
+    """Return None, for a collective that leaves the tensor as it is."""
 
 
 def _view_bytes(tensor: torch.Tensor) -> Any:

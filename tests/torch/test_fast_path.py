@@ -249,3 +249,27 @@ def test_calls_that_lose_shared_memory_are_counted_once(monkeypatch: pytest.Monk
         dist.all_reduce(x.fill_(1), group=group)
         assert x[0] == core.size
     assert (core.shm_failed_reason, core.queue.number) == ("there is no memory", begun + 3)
+
+
+def test_groups_of_one_rank() -> None:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    fast_path = operations(alone).get_fast_path()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
+            if op == ReduceOp.AVG and not dtype.is_floating_point:
+                continue
+            given = data(0, 6, dtype, 1)
+            x, out = given.clone(), torch.zeros_like(given)
+            dist.all_reduce(x, op, group=alone)
+            dist.reduce_scatter_single(out, given, op, group=alone)
+            assert torch.equal(x, given)
+            assert torch.equal(out, given)
+            assert fast_path.all_reduce(x, op)
+            assert fast_path.reduce_scatter_single(out, given, op)
+    x, out = torch.ones(4), torch.zeros(4)
+    assert fast_path.all_gather_single(out, x)
+    assert fast_path.all_to_all_single(x, 2 * out)
+    assert fast_path.broadcast(x, 0)
+    assert fast_path.barrier()
+    assert (x.tolist(), out.tolist()) == ([2.0] * 4, [1.0] * 4)
+    dist.destroy_process_group(alone)
