@@ -74,6 +74,7 @@ class BackendMpicoll(GroupOperations, Backend):
     supports_coalescing = False
     supports_reconfigure = False
     supports_window = False
+    # c10d's _time_estimator has no `finally`: after an exception no collective would be carried out any more.
     _supports_time_estimate = False
 
     supports_abort_hooks = True
