@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
+from weakref import ref
 
 import pytest
 from support.launch import ROOT
@@ -52,3 +55,25 @@ def test_extension_that_was_compiled_from_other_sources(copy: Path) -> None:
 @pytest.mark.extension
 def test_extension_before_the_module_in_its_place() -> None:
     assert mpicoll._shm.__file__.endswith(".so")
+
+
+@pytest.mark.extension
+def test_calls_hold_their_queue() -> None:
+    """It is collected with them."""
+    from mpicoll._shm import Calls, QueueLock
+
+    class Queue:
+        calls: Calls | None = None
+
+    queue = Queue()
+    calls, collected = Calls(QueueLock(), queue, deque(), object()), ref(queue)
+    queue.calls = calls
+    del queue
+    kept = collected()
+    assert kept is not None
+    assert kept.calls is calls
+    del kept
+    calls.clear()
+    del calls
+    gc.collect()
+    assert collected() is None

@@ -10,8 +10,7 @@ typedef struct {
     PyObject_HEAD
     Calls *calls;
     unsigned int generation; /* of `calls`, when the call was bound */
-    PyObject *queue;         /* which `calls` borrows */
-    PyObject *carrier; /* a Collective or a NativeCall */
+    PyObject *carrier;       /* a Collective or a NativeCall */
     PyObject *call;
     Py_buffer from, to;
 } BoundCall;
@@ -32,7 +31,6 @@ static int init_bound_call(PyObject *self, PyObject *args, PyObject *keywords)
         return -1;
     one->calls = (Calls *)Py_NewRef(calls);
     one->generation = one->calls->generation;
-    one->queue = Py_NewRef(one->calls->queue);
     one->carrier = Py_NewRef(carrier);
     one->call = Py_NewRef(call);
     set_call(one->calls, carrier, call);
@@ -55,7 +53,6 @@ static int traverse_bound_call(PyObject *self, visitproc visit, void *arg)
     const BoundCall *one = (BoundCall *)self;
     Py_VISIT(Py_TYPE(self));
     Py_VISIT((PyObject *)one->calls);
-    Py_VISIT(one->queue);
     Py_VISIT(one->carrier);
     Py_VISIT(one->call);
     Py_VISIT(one->from.obj);
@@ -71,7 +68,6 @@ static void dealloc_bound_call(PyObject *self)
     PyBuffer_Release(&one->from);
     PyBuffer_Release(&one->to);
     Py_XDECREF((PyObject *)one->calls);
-    Py_XDECREF(one->queue);
     Py_XDECREF(one->carrier);
     Py_XDECREF(one->call);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);

@@ -209,6 +209,8 @@ static bool overlap(const char *one, size_t one_bytes, const char *other, size_t
 
 void set_call(const Calls *calls, PyObject *carrier, PyObject *call)
 {
+    if (calls->group == NULL)
+        return;
     if (!is_native_call(carrier)) {
         summarize_call(calls->group, call, true, &((Collective *)carrier)->summary);
         return;
@@ -266,7 +268,8 @@ static int run_native(Calls *calls, const NativeCall *native, PyObject *call, co
 
 int run_in_order(Calls *calls, PyObject *carrier, PyObject *call, const Operands *operands)
 {
-    if (!recording || !calls->enabled || PyObject_Size(calls->pending) != 0 || !try_to_lock(calls->lock))
+    if (!recording || !calls->enabled || calls->queue == NULL || PyObject_Size(calls->pending) != 0 ||
+        !try_to_lock(calls->lock))
         return 0;
     QueueLock *lock = calls->lock;
     lock->call = call;
@@ -443,13 +446,17 @@ static PyObject *add(PyObject *self, PyObject *args)
     return status < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *clear(PyObject *self, PyObject *unused)
+static void remove_entries(Calls *calls)
 {
-    (void)unused;
-    Calls *calls = (Calls *)self;
     calls->generation++;
     for (int i = 0; calls->entries != NULL && i < ENTRIES; i++)
         clear_entry(&calls->entries[i]);
+}
+
+static PyObject *clear(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    remove_entries((Calls *)self);
     Py_RETURN_NONE;
 }
 
@@ -489,7 +496,7 @@ static int init_calls(PyObject *self, PyObject *args, PyObject *keywords)
         return -1;
     calls->running.publish = publish;
     calls->lock = (QueueLock *)Py_NewRef(lock);
-    calls->queue = queue;
+    calls->queue = Py_NewRef(queue);
     calls->pending = Py_NewRef(pending);
     calls->group = Py_NewRef(group);
     calls->enabled = true;
@@ -500,6 +507,7 @@ static int traverse_calls(PyObject *self, visitproc visit, void *arg)
 {
     const Calls *calls = (Calls *)self;
     Py_VISIT(Py_TYPE(self));
+    Py_VISIT(calls->queue);
     Py_VISIT(calls->pending);
     Py_VISIT(calls->group);
     for (int i = 0; calls->entries != NULL && i < ENTRIES; i++) {
@@ -509,20 +517,26 @@ static int traverse_calls(PyObject *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* The communicator that has this object refers to it by its queue, which can be cleared. */
+static int clear_calls(PyObject *self)
+{
+    Calls *calls = (Calls *)self;
+    Py_CLEAR(calls->queue);
+    Py_CLEAR(calls->pending);
+    Py_CLEAR(calls->group);
+    remove_entries(calls);
+    while (calls->deferred_count > 0)
+        Py_DECREF(calls->deferred[--calls->deferred_count].entry);
+    return 0;
+}
+
 static void dealloc_calls(PyObject *self)
 {
     Calls *calls = (Calls *)self;
     PyTypeObject *type = Py_TYPE(self);
     PyObject_GC_UnTrack(self);
-    for (int i = 0; calls->entries != NULL && i < ENTRIES; i++)
-        clear_entry(&calls->entries[i]);
+    clear_calls(self);
     PyMem_Free(calls->entries);
-    while (calls->deferred_count > 0)
-        Py_DECREF(calls->deferred[--calls->deferred_count].entry);
     Py_XDECREF((PyObject *)calls->lock);
-    Py_XDECREF(calls->pending);
-    Py_XDECREF(calls->group);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
@@ -555,6 +569,7 @@ static PyType_Slot slots[] = {
     {Py_tp_init, init_calls},
     {Py_tp_dealloc, dealloc_calls},
     {Py_tp_traverse, traverse_calls},
+    {Py_tp_clear, clear_calls},
     {Py_tp_methods, methods},
     {Py_tp_members, members},
     {0, NULL},

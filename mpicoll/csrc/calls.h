@@ -27,7 +27,7 @@ typedef struct {
     PyObject_HEAD
     Running running;
     QueueLock *lock;
-    PyObject *queue, *pending, *group; /* borrowed; what runs a call holds them, through the steps */
+    PyObject *queue, *pending, *group; /* NULL: garbage that was collected */
     bool enabled;
     unsigned int generation; /* how many times calls were removed */
     struct Entry *entries;   /* NULL: there has been none */
