@@ -41,8 +41,17 @@ static void stream(char *to, const char *from, size_t nbytes)
     _mm_sfence();
 }
 
+/* Copy by ordinary stores, and return true if these are slow. */
+static bool copy_slowly(char *to, const char *from, size_t nbytes)
+{
+    const unsigned long long begin = __rdtsc();
+    memcpy(to, from, nbytes);
+    return (__rdtsc() - begin) / SLOW_TICKS >= nbytes / LINE;
+}
+
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {
+    size_t tried = 0;
     if (nbytes < STREAM_AT) {
         if (nbytes > 0)
             memcpy(to, from, nbytes);
@@ -50,17 +59,20 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
     }
     if (steps->streamed_writes > 0) {
         steps->streamed_writes--;
-        stream(to, from, nbytes);
-        return;
+    } else {
+        /* While ordinary stores are known to be slow, only as much as it takes to see whether they still are. */
+        tried = steps->slow_writes < SLOW_WRITES ? nbytes : STREAM_AT;
+        if (!copy_slowly(to, from, tried)) {
+            steps->slow_writes = 0;
+            memcpy(to + tried, from + tried, nbytes - tried);
+            return;
+        }
+        if (steps->slow_writes < SLOW_WRITES)
+            steps->slow_writes++;
+        if (steps->slow_writes == SLOW_WRITES)
+            steps->streamed_writes = STREAMED_WRITES;
     }
-    const unsigned long long begin = __rdtsc();
-    memcpy(to, from, nbytes);
-    if ((__rdtsc() - begin) / SLOW_TICKS < nbytes / LINE) {
-        steps->slow_writes = 0;
-    } else if (++steps->slow_writes >= SLOW_WRITES) {
-        steps->slow_writes = SLOW_WRITES;
-        steps->streamed_writes = STREAMED_WRITES;
-    }
+    stream(to + tried, from + tried, nbytes - tried);
 }
 #else
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
