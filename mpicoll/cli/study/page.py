@@ -66,8 +66,9 @@ headers of all protocols. A parameter server has fewer workers than ranks, so it
 """
 
 _OUTLOOK = """\
-Native, shared memory and hierarchical are left out of the prediction: the study has no schedules of them. No cluster of
-these sizes was measured.
+Native, shared memory and hierarchical are left out of the prediction: the MPI library chooses the algorithm of native
+itself, shared memory ends at the node, and the simulator follows one schedule at a time, while hierarchical is several
+collectives. No cluster of these sizes was measured.
 
 In the prediction, with a fixed number of servers the time grows in proportion to the number of workers, as it does with
 master-worker. It stays nearly the same if the number of servers grows too, but then a part of all ranks computes no
