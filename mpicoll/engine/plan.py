@@ -83,10 +83,10 @@ class Plan:
             assert self._device is not None
             choice = select_on_device(operation, self._device, lambda choice: None)()
             return choice, Task(bind(operation, None, call=self._call), self._call, operation)
-        small = native is not None and choice.name == NATIVE and nbytes is not None and nbytes <= _MAX_PERSISTENT_BYTES
+        small = choice.name == NATIVE and nbytes is not None and nbytes <= _MAX_PERSISTENT_BYTES
         persistent = False
-        if small and native is not None:
-            # Ranks may differ in whether MPI can work on their arrays as they are.
+        if small and native is not None and native.has_persistent:
+            # Ranks may differ in whether MPI can work on their arrays as they are. All have the same MPI library.
             unconverted = np.array([operation.arrays.persistent], np.int32)
             native.allreduce(unconverted, unconverted, "min")
             persistent = bool(unconverted[0])

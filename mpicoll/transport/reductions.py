@@ -22,6 +22,7 @@ import numpy as np
 from mpicoll import user_cache
 from mpicoll.errors import MpicollError
 from mpicoll.proc_files import read_file
+from mpicoll.transport import quirks
 from mpicoll.transport.base import Memory
 from mpicoll.ufuncs import UFUNCS
 
@@ -73,12 +74,6 @@ def _is_valid(entry: Mapping[str, Any]) -> bool:
 FILE = user_cache.Entries("mpi-reductions.json", "mpicoll MPI reductions", 1, _FIELDS, _is_valid)
 """The file of the results."""
 
-_IN_PLACE = ("Open MPI v5.", "MPICH Version: 5.", "Intel(R) MPI Library 2021.19")
-"""Prefixes of the versions of libraries whose MPI_Reduce was seen to work in place at any root.
-
-MPICH 4.0 crashes there if the root isn't rank 0.
-"""
-
 
 def format_pair(op: str, dtype: np.dtype[Any]) -> str:
     """Return the name of `op` on `dtype` in files and tables."""
@@ -128,7 +123,7 @@ def reduces_in_place() -> bool:
     if entry is not None and entry["in_place"] is not None:
         return bool(entry["in_place"])
     library = _find_library()
-    return library is not None and " ".join(library.version.split()).startswith(_IN_PLACE)
+    return library is not None and not quirks.REDUCE_IN_PLACE.applies_to(library.version)
 
 
 def read_conditions() -> dict[str, Any]:

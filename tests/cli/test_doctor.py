@@ -471,6 +471,13 @@ def test_mpich_that_mpi4py_does_not_find(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.remedy.endswith("export MPI4PY_MPIABI=mpich LD_LIBRARY_PATH=~/.local/lib/mpich")
 
 
+def test_quirks_of_the_library() -> None:
+    found = of(mpi.list_quirks, "MPICH Version:\t4.0.2\nMPICH Release date: Thu Apr  7")["persistent collectives"]
+    assert found.state == "not there"
+    assert found.remedy == "plans call the blocking collectives"
+    assert "persistent collectives" not in of(mpi.list_quirks, "Open MPI v5.0.11, package: Open MPI")
+
+
 @pytest.mark.parametrize("probe", [True, False, None])
 def test_what_the_library_computes_wrongly(probe: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []

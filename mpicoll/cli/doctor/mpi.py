@@ -23,12 +23,13 @@ _REFUSAL_REASONS = {
 
 
 def check_mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
-    """Yield findings on the library, its launcher, a job, and the library's reductions."""
+    """Yield findings on the library, its quirks, its launcher, a job, and the library's reductions."""
     from mpicoll.transport import launcher
 
     library, program = launcher.find_library(), launcher.find_launcher()
     if not isinstance(library, str):
         yield Finding("MPI", "library", "ok", f"{library.name}{', ' if library.path else ''}{library.path}")
+        yield from list_quirks(library.version)
     elif (mpich := launcher.find_unlinked_mpich(library)) is not None:
         yield _describe_unlinked_mpich(library, mpich)
     else:
@@ -44,6 +45,14 @@ def check_mpi(job: dict[str, Any], probe: bool | None) -> Iterator[Finding]:
         yield run_test_job(program, job)
         if job:
             yield from check_reductions(probe)
+
+
+def list_quirks(version: str) -> Iterator[Finding]:
+    """Yield the known defects and limits of the MPI library with this version string."""
+    from mpicoll.transport import quirks
+
+    for one in quirks.find_quirks(version):
+        yield Finding("MPI", one.name, "not there", one.problem, one.measure)
 
 
 def _describe_unlinked_mpich(error: str, mpich: str) -> Finding:

@@ -154,6 +154,7 @@ class Nccl:
     """
 
     max_count = 2**62
+    has_persistent = False
 
     def __init__(self, transport: Transport, device: Device, module: Any, communicator: Any) -> None:
         self._transport = transport

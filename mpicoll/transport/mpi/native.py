@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from functools import lru_cache
 from typing import Any, cast
 from weakref import finalize
 
@@ -27,6 +27,10 @@ class MpiNative:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
+
+    @property
+    def has_persistent(self) -> bool:
+        return _has_persistent()
 
     def allreduce(self, source: Memory, target: Memory, op: str) -> None:
         self._comm.Allreduce(MPI.IN_PLACE if source is target else source, target, OPS[op])
@@ -115,6 +119,13 @@ class MpiNative:
         return lambda address, count: cast(Memory, (buffer(address, count * itemsize), datatype))
 
 
+@lru_cache(maxsize=1)
+def _has_persistent() -> bool:
+    from mpicoll.transport import quirks  # late: only plans need it
+
+    return MPI.Get_version() >= (4, 0) and not quirks.PERSISTENT_COLLECTIVES.applies_to(MPI.Get_library_version())
+
+
 class _Recorder(MpiNative):
     """Stands in for mpi4py's communicator, and keeps the name and the arguments of the method that is called."""
 
@@ -149,10 +160,8 @@ class _Bound(MpiNative):
 
     def _record(self, name: str, args: tuple[Any, ...]) -> None:
         if self._persistent:
-            with suppress(NotImplementedError, AttributeError):  # MPI libraries before MPI 4
-                request = getattr(self._real, f"{name}_init")(*args)
-                self.again = _bind_persistent(request)
-                return
+            self.again = _bind_persistent(getattr(self._real, f"{name}_init")(*args))
+            return
         call = getattr(self._real, name)
         given = [buffer_spec(one) if isinstance(one, np.ndarray) else one for one in args]
         self.again = lambda: call(*given)

@@ -256,7 +256,9 @@ def test_a_persistent_plan_meets_no_plain_collective() -> None:
     # Without shared memory only the first calls on a communicator are compared.
     with world.duplicate() as comm:
         plan = mpicoll.allreduce_init(x, algorithm="native", comm=comm)
-        with pytest.raises(mpicoll.MismatchError, match="they differ in algorithm"):
+        # Where the library's persistent collectives don't work, a plan makes the same call as the function.
+        fails = pytest.raises(mpicoll.MismatchError, match="they differ in algorithm")
+        with fails if world._core.transport.native.has_persistent else nullcontext():
             mpicoll.allreduce(x, algorithm="native", comm=comm) if comm.rank else plan()
         assert plan().sum() == comm.size * x.size
 

@@ -1,0 +1,107 @@
+"""Known defects and limits of MPI libraries: which versions have them, and what is done about each.
+
+This is the one table of what depends on an MPI library's name or version. What can be found out by trying it is tried
+instead: reductions by :mod:`mpicoll.transport.reductions`, device memory by :mod:`mpicoll.transport.cuda_awareness`.
+``mpicoll doctor`` prints the quirks of the library that it finds. The table is outside of
+:mod:`mpicoll.transport.mpi`, since importing that package initialises MPI.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Quirk(NamedTuple):
+    """A defect or limit of some MPI libraries.
+
+    `versions` is a regular expression that matches the beginning of their version strings, with single spaces.
+    `libraries` names them for readers. `problem` says what goes wrong, `measure` what mpicoll does about it, or what
+    the user has to set.
+    """
+
+    name: str
+    libraries: str
+    versions: str
+    problem: str
+    measure: str
+
+    def applies_to(self, version: str) -> bool:
+        """Return True if the library with this version string, the result of MPI_Get_library_version, has it."""
+        return re.match(self.versions, " ".join(version.split())) is not None
+
+
+PERSISTENT_COLLECTIVES = Quirk(
+    "persistent collectives",
+    "MPICH before 4.3, Intel MPI",
+    r"MPICH Version: ([0-3]\.|4\.[0-2])|Intel\(R\) MPI Library",
+    "allgather, gather and scatter move a part of the data when they are created, not when they are started, so later"
+    " runs return old data; with 3 ranks or more some starts never complete (seen with MPICH 4.0.2, 4.2.3 and Intel MPI"
+    " 2021.19; not with MPICH 4.3.2)",
+    "plans call the blocking collectives",
+)
+
+REDUCE_IN_PLACE = Quirk(
+    "MPI_Reduce in place",
+    "all but Open MPI 5, MPICH 5 and Intel MPI 2021.19",
+    r"(?!Open MPI v5\.|MPICH Version: 5\.|Intel\(R\) MPI Library 2021\.19)",
+    "MPI_Reduce in place was not seen to work at other roots than rank 0; MPICH 4.0 crashes there",
+    "the operand is copied there, unless `mpicoll doctor` has found that it works",
+)
+
+LARGE_RECEIVES = Quirk(
+    "messages that don't fit",
+    "Open MPI",
+    "Open MPI",
+    "all of a large message is written through shared memory, also past the end of the buffer",
+    "the size of a message is queried before it is received",
+)
+
+LARGE_PERSISTENT = Quirk(
+    "large plans",
+    "Open MPI 5",
+    r"Open MPI v5\.",
+    "persistent collectives use no algorithm for large messages",
+    "plans of more than 1 KiB call the blocking collectives",
+)
+
+FAILURES = Quirk(
+    "failed ranks",
+    "all but Open MPI 5",
+    r"(?!Open MPI v[5-9])",
+    "the job can't continue after a rank has died",
+    "mpicoll reports the death and ends the job; for a job that continues, use Open MPI 5 with --with-ft ulfm",
+)
+
+SURVIVORS = Quirk(
+    "MPI_Finalize after a failure",
+    "Open MPI 5",
+    r"Open MPI v5\.",
+    "in a fault-tolerant job MPI_Finalize sometimes waits for ever after a rank has died, and a communicator that is"
+    " revoked while another rank still creates it crashes",
+    "such a job exits without MPI_Finalize, and the survivors agree before they use a new communicator",
+)
+
+SLOTS = Quirk(
+    "root and oversubscription",
+    "Open MPI",
+    "Open MPI",
+    "mpirun refuses to start as root, and more ranks than cores",
+    "`mpicoll run` and ci/env.sh set the variables that permit both",
+)
+
+QUIRKS = (
+    PERSISTENT_COLLECTIVES,
+    REDUCE_IN_PLACE,
+    LARGE_RECEIVES,
+    LARGE_PERSISTENT,
+    FAILURES,
+    SURVIVORS,
+    SLOTS,
+)
+"""All quirks, those that lead to wrong results first."""
+
+
+def find_quirks(version: str) -> list[Quirk]:
+    """Return the quirks of the MPI library with this version string, the result of MPI_Get_library_version."""
+    return [one for one in QUIRKS if one.applies_to(version)]

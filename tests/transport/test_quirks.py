@@ -1,0 +1,50 @@
+"""The table of the defects and limits of MPI libraries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpicoll
+from mpicoll.transport import quirks
+
+OPENMPI5 = "Open MPI v5.0.11, package: Open MPI"
+OPENMPI4 = "Open MPI v4.1.4, package: Debian OpenMPI"
+MPICH4 = "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7"
+MPICH42 = "MPICH Version:      4.2.3\n"
+MPICH43 = "MPICH Version:      4.3.2\n"
+MPICH5 = "MPICH Version:      5.0.2\n"
+INTEL = "Intel(R) MPI Library 2021.19.0 for Linux* OS\n"
+
+
+@pytest.mark.parametrize(
+    ("quirk", "having"),
+    [
+        (quirks.PERSISTENT_COLLECTIVES, {MPICH4, MPICH42, INTEL}),
+        (quirks.REDUCE_IN_PLACE, {OPENMPI4, MPICH4, MPICH42, MPICH43}),
+        (quirks.LARGE_RECEIVES, {OPENMPI5, OPENMPI4}),
+        (quirks.FAILURES, {OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL}),
+    ],
+    ids=lambda value: value.name.replace(" ", "_").replace("'", "") if isinstance(value, quirks.Quirk) else "",
+)
+def test_versions_that_have_a_quirk(quirk: quirks.Quirk, having: set[str]) -> None:
+    versions = {OPENMPI5, OPENMPI4, MPICH4, MPICH42, MPICH43, MPICH5, INTEL}
+    assert {version for version in versions if quirk in quirks.find_quirks(version)} == having
+
+
+def test_quirks_have_different_names() -> None:
+    assert len({one.name for one in quirks.QUIRKS}) == len(quirks.QUIRKS)
+
+
+@pytest.mark.mpi
+def test_plans_read_their_arrays_at_each_start() -> None:
+    """Some libraries' persistent collectives move their data when they are created."""
+    world = mpicoll.world()
+    x, y = np.zeros(3, np.int64), np.zeros((world.size, 3), np.int64)
+    gather = mpicoll.allgather_init(x, out=y.reshape(-1), algorithm="native")
+    reduce = mpicoll.allreduce_init(x, algorithm="native")
+    for turn in range(1, 4):
+        x[:] = 10 * turn + world.rank
+        gather()
+        assert y[:, 0].tolist() == [10 * turn + rank for rank in range(world.size)]
+        assert reduce()[0] == sum(10 * turn + rank for rank in range(world.size))
