@@ -25,6 +25,7 @@ class Steps:
     last: int
     streamed_writes: int
     unreadable_rank: int
+    threads: int
     def __init__(
         self, memory: Buffer, rank: int, size: int, has_own_core: bool, members: tuple[int, ...] = ..., /
     ) -> None: ...

@@ -20,6 +20,9 @@ CUDA_AWARE = ("send", "move", "reduce")
 CHECKS = ("calls", "numerics", "checksum")
 """The words of MPICOLL_CHECK. Each of them includes the first."""
 
+MAX_THREADS = 8
+"""Maximum of MPICOLL_THREADS, as in ``csrc/workers.h``: so many cores saturate the memory."""
+
 _NAME_LIMIT = 15
 """Maximum bytes of the name of a network interface in Linux."""
 
@@ -58,6 +61,9 @@ class Config(NamedTuple):
     ``MPICOLL_STUCK_AFTER`` (5)
         seconds for which a rank waits before the states of all ranks are compared; operations that can never
         complete fail then
+    ``MPICOLL_THREADS`` (``auto``)
+        threads of each rank that work on one large array in shared memory, from 1 to 8; ``auto``: the cores to which
+        the rank is bound, divided by the number of ranks that are bound to them too, at most 8
     ``MPICOLL_TIMEOUT`` (1800)
         seconds after which a call that waits times out
     ``MPICOLL_TRACE`` (none)
@@ -78,6 +84,7 @@ class Config(NamedTuple):
     report: str = "."
     shared_memory: SharedMemory = "auto"
     stuck_after: float = 5.0
+    threads: int | Literal["auto"] = "auto"
     timeout: float = 1800.0
     trace: str = ""
     transport: TransportName = "auto"
@@ -101,6 +108,7 @@ class Config(NamedTuple):
             report=environ.get("MPICOLL_REPORT", "."),
             shared_memory=cast(SharedMemory, shared),
             stuck_after=_read_seconds(environ, "MPICOLL_STUCK_AFTER", 5.0),
+            threads=_parse_threads(environ.get("MPICOLL_THREADS", "auto")),
             timeout=_read_seconds(environ, "MPICOLL_TIMEOUT", 1800.0),
             trace=environ.get("MPICOLL_TRACE", ""),
             transport=cast(TransportName, transport),
@@ -133,6 +141,15 @@ def _parse_checks(text: str, debug: str) -> tuple[str, ...]:
     if not set(words) <= set(CHECKS):
         raise SetupError(f"MPICOLL_CHECK={text!r}: must be 0, 1, or some of {', '.join(CHECKS)}")
     return tuple(word for word in CHECKS if word in words or word == "calls")
+
+
+def _parse_threads(text: str) -> int | Literal["auto"]:
+    """MPICOLL_THREADS: ``auto``, or a number."""
+    if text.strip() == "auto":
+        return "auto"
+    if text.strip() not in map(str, range(1, MAX_THREADS + 1)):
+        raise SetupError(f"MPICOLL_THREADS={text!r}: must be auto, or a number from 1 to {MAX_THREADS}")
+    return int(text)
 
 
 def _parse_cuda_aware(text: str) -> str:

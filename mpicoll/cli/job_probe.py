@@ -16,6 +16,7 @@ def _allreduce() -> dict[str, Any]:
     """Run an allreduce over the ranks of the job."""
     import mpicoll
     from mpicoll.engine.core.communicator import core_of
+    from mpicoll.engine.core.threads import count_threads
 
     world = mpicoll.world()
     probes.report(step="allreduce")
@@ -26,6 +27,7 @@ def _allreduce() -> dict[str, Any]:
         "ranks": world.size,
         "unshared": core_of(world).transport.no_shm_reason,
         "unread": core_of(world).transport.no_cma_reason,
+        "threads": count_threads(core_of(world).transport),
     }
 
 

@@ -12,11 +12,15 @@ from mpicoll.buffers.recognise import recognise
 from mpicoll.collectives import arguments
 from mpicoll.collectives.arguments import make_selection_query
 from mpicoll.engine.core.communicator_core import CommunicatorCore
+from mpicoll.engine.core.threads import count_threads
 from mpicoll.engine.selection.catalogue import SharedMemoryAlgorithm
 from mpicoll.engine.selection.query import SelectionQuery
 from mpicoll.engine.selection.selector import Choice, choose, unsupported_reasons
 from mpicoll.engine.world import CommLike, resolve
 from mpicoll.errors import AlgorithmError
+
+_LARGE = 256 * 1024
+"""Bytes from which on several threads may work on an array, as in ``csrc/workers.h``."""
 
 _REDUCTIONS = ("allreduce", "reduce", "reduce_scatter", "scan", "exscan")
 
@@ -63,6 +67,10 @@ def explain(
     if choice.algorithm == SharedMemoryAlgorithm("cma") and communicator.cma_failed_reason is not None:
         refusal = f"the data takes the path of shm_pipelined, because {communicator.cma_failed_reason}"
         choice = choice._replace(reason=f"{choice.reason}; {refusal}")
+    if isinstance(choice.algorithm, SharedMemoryAlgorithm) and nbytes >= _LARGE and like is None:
+        threads = count_threads(communicator.transport)
+        if threads > 1:
+            choice = choice._replace(reason=f"{choice.reason}; in up to {threads} threads of this rank")
     if communicator.size == 1:
         return choice  # with one rank the other algorithms are irrelevant
     refused = (f"not {name}: {why}" for name, why in unsupported_reasons(query).items() if why is not None)

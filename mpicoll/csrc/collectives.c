@@ -48,6 +48,53 @@ static void set_places(Collective *one, size_t used)
     one->places = (uint32_t)(ROTATED / used);
 }
 
+typedef struct {
+    char *to;
+    const char *from;
+} Copy;
+
+static void copy_share(const void *task, int share, size_t begin, size_t end)
+{
+    const Copy *whole = task;
+    (void)share;
+    copy(whole->to + begin, whole->from + begin, end - begin);
+}
+
+void copy_in_threads(const Collective *one, char *to, const char *from, size_t nbytes)
+{
+    const Copy whole = {to, from};
+    run_shares(one->steps->threads, copy_share, &whole, nbytes);
+}
+
+typedef struct {
+    const Collective *one;
+    char *target;
+    int nparts;
+} Reduction;
+
+static void reduce_share(const void *task, int share, size_t begin, size_t end)
+{
+    const Reduction *whole = task;
+    const Collective *one = whole->one;
+    const void **parts = one->parts;
+    if (share > 0) {
+        parts += share * one->steps->size;
+        for (int part = 0; part < whole->nparts; part++)
+            parts[part] = (const char *)one->parts[part] + begin;
+    }
+    one->reduce(whole->target + begin, parts, whole->nparts, (end - begin) / one->itemsize);
+}
+
+/* Write the combination of the first `nparts` parts. */
+static void reduce_parts(const Collective *one, char *target, int nparts, size_t nbytes)
+{
+    const Reduction whole = {one, target, nparts};
+    if (nbytes >= SHARED_BYTES && one->steps->threads > 1)
+        run_shares(one->steps->threads, reduce_share, &whole, nbytes);
+    else
+        one->reduce(target, one->parts, nparts, nbytes / one->itemsize);
+}
+
 static int run_barrier(const Collective *one, const char *source, char *target)
 {
     (void)source;
@@ -73,7 +120,7 @@ static int reduce_flat(const Collective *one, const char *source, char *target)
             for (int peer = 0; peer < size; peer++)
                 one->parts[peer] = find_slot(one, parity, peer) + place;
             one->parts[rank] = source + start;
-            one->reduce(target + start, one->parts, size, nbytes / one->itemsize);
+            reduce_parts(one, target + start, size, nbytes);
         }
     }
     return 0;
@@ -116,7 +163,7 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             one->parts[rank] = source + previous + low;
             /* The kernel's stores go to memory that other ranks have read only where there is no other. */
             char *result = one->has_result ? target + previous + low : results + low;
-            one->reduce(result, one->parts, size, (high - low) / one->itemsize);
+            reduce_parts(one, result, size, high - low);
             if (one->everywhere)
                 write_shared(steps, results + low, result, high - low);
         }
@@ -125,8 +172,8 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
         if (i > 0 && one->has_result) {
             const size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
             const size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
-            copy(target + previous, results, low);
-            copy(target + previous + high, results + high, nbytes - high);
+            copy_piece(one, target + previous, results, low);
+            copy_piece(one, target + previous + high, results + high, nbytes - high);
         }
     }
     return 0;
@@ -161,8 +208,7 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
             for (int peer = 0; peer < steps->size; peer++)
                 one->parts[peer] = find_slot(one, parity, peer) + place + one->moves[peer].from;
             one->parts[steps->rank] = source + own->from + start;
-            one->reduce(target + start, one->parts, steps->size,
-                        min_size(one->width, own->nbytes - start) / one->itemsize);
+            reduce_parts(one, target + start, steps->size, min_size(one->width, own->nbytes - start));
         }
     }
     return 0;
@@ -198,11 +244,11 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
             one->parts[lower] = find_slot(one, parity, lower) + place;
         one->parts[rank] = source + start;
         if (one->operands > 1)
-            one->reduce(target + start, one->parts, one->operands, nbytes / one->itemsize);
+            reduce_parts(one, target + start, one->operands, nbytes);
         else if (one->operands == 0)
             fill(target + start, one->identity, one->itemsize, nbytes);
         else if (target + start != one->parts[0])
-            copy(target + start, one->parts[0], nbytes);
+            copy_piece(one, target + start, one->parts[0], nbytes);
     }
     return 0;
 }
@@ -224,8 +270,8 @@ static int move_blocks(const Collective *one, const char *source, char *target)
         for (int peer = 0; peer < steps->size; peer++) {
             const Move *move = &one->moves[peer];
             if (start < move->nbytes)
-                copy(target + move->to + start, find_slot(one, parity, peer) + place + move->from,
-                     min_size(one->width, move->nbytes - start));
+                copy_piece(one, target + move->to + start, find_slot(one, parity, peer) + place + move->from,
+                           min_size(one->width, move->nbytes - start));
         }
     }
     return 0;
@@ -463,7 +509,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     }
     one->reduce = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
-    one->parts = PyMem_Calloc((size_t)size, sizeof(void *));
+    one->parts = PyMem_Calloc(MAX_THREADS * (size_t)size, sizeof(void *));
     size_t *nbytes = PyMem_Calloc((size_t)size, sizeof(size_t));
     if (one->moves == NULL || one->parts == NULL || nbytes == NULL) {
         PyMem_Free(nbytes);

@@ -12,6 +12,7 @@
 #include "kernels.h"
 #include "records.h"
 #include "steps.h"
+#include "workers.h"
 
 enum { CACHE_LINE = 64 /* alignment of what different ranks write to */ };
 
@@ -39,7 +40,7 @@ struct Collective {
     size_t nbytes;         /* of the vector, or of all blocks */
     size_t width;          /* bytes of a piece of each block */
     ReduceKernel reduce;
-    const void **parts;    /* operands of the ranks */
+    const void **parts;    /* operands of the ranks, for each share of a piece */
     Move *moves;           /* of each rank to this rank's output, then from this rank's input for each rank */
     int outgoing;          /* number of the latter: one where all ranks get the same */
     Move own;              /* from input to output */
@@ -63,11 +64,28 @@ static inline void copy(char *to, const char *from, size_t nbytes)
         memcpy(to, from, nbytes);
 }
 
+/* The same, in several threads if that is faster. */
+void copy_in_threads(const Collective *one, char *to, const char *from, size_t nbytes);
+
+static inline void copy_piece(const Collective *one, char *to, const char *from, size_t nbytes)
+{
+    if (nbytes >= SHARED_BYTES && one->steps->threads > 1)
+        copy_in_threads(one, to, from, nbytes);
+    else
+        copy(to, from, nbytes);
+}
+
 /* Copy this rank's own block from its input to its output. */
 static inline void copy_own(const Collective *one, const char *source, char *target)
 {
-    if (one->own.nbytes > 0 && target + one->own.to != source + one->own.from)
-        memmove(target + one->own.to, source + one->own.from, one->own.nbytes);
+    const size_t nbytes = one->own.nbytes;
+    const uintptr_t to = (uintptr_t)(target + one->own.to), from = (uintptr_t)(source + one->own.from);
+    if (nbytes == 0 || to == from)
+        return;
+    if (to - from >= nbytes && from - to >= nbytes)
+        copy_piece(one, target + one->own.to, source + one->own.from, nbytes);
+    else
+        memmove(target + one->own.to, source + one->own.from, nbytes);
 }
 
 /* The offset of a rank's share of a piece, aligned to cache lines; the shares of all ranks differ by at most a line. */

@@ -35,7 +35,7 @@ struct Segment {
 struct Locations {
     char **sources, **targets;       /* the parts of the segments of this rank's input and output */
     int64_t (*posted)[NUMBERS];      /* by all ranks */
-    char *pieces;                    /* of other ranks, read to be reduced */
+    char *pieces;                    /* of other ranks, read to be reduced, for each share */
     char *share;                     /* of an abandoned operation, from which ranks that are threads may still copy */
     bool cannot_read;                /* reading has failed */
     size_t piece_bytes;
@@ -86,10 +86,12 @@ static int allocate(const Collective *one)
     }
     if (made == NULL || made->posted == NULL)
         return -1;
-    if (one->reads_memory && one->access != ACCESS_MOVES && made->piece_bytes < one->access_width) {
+    const size_t threads = steps->threads > 1 ? min_size((size_t)steps->threads, MAX_THREADS) : 1;
+    const size_t piece_bytes = threads * one->access_width;
+    if (one->reads_memory && one->access != ACCESS_MOVES && made->piece_bytes < piece_bytes) {
         free(made->pieces);
-        made->pieces = malloc(size * one->access_width);
-        made->piece_bytes = made->pieces == NULL ? 0 : one->access_width;
+        made->pieces = malloc(size * piece_bytes);
+        made->piece_bytes = made->pieces == NULL ? 0 : piece_bytes;
         if (made->pieces == NULL)
             return -1;
     }
@@ -187,22 +189,45 @@ static char *get_target(const Collective *one, int rank)
     return all->targets[rank] + all->posted[rank][TARGET_OFFSET];
 }
 
-/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`; of an all-reduction also to the
- * outputs of all ranks. */
-static void reduce_in_segments(const Collective *one, const char *source, char *target, size_t begin, size_t end)
+/* To read the memory of another rank. */
+typedef struct {
+    int number, peer;
+} Failure;
+
+/* A reduction of a part of the inputs, which begins at `origin`. */
+typedef struct {
+    const Collective *one;
+    const char *source;
+    char *target; /* of the part */
+    size_t origin;
+    Failure *failures; /* of each share */
+} Reduction;
+
+/* Reduce the bytes from `begin` to `end`; of an all-reduction also write them to the outputs of all ranks. */
+static void reduce_share_in_segments(const void *task, int share, size_t begin, size_t end)
 {
+    const Reduction *whole = task;
+    const Collective *one = whole->one;
     const int rank = one->steps->rank, size = one->steps->size;
+    const void **parts = one->parts + share * size;
     for (size_t start = begin; start < end; start += one->access_width) {
-        const size_t nbytes = min_size(one->access_width, end - start);
+        const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int peer = 0; peer < size; peer++)
-            one->parts[peer] = (peer == rank ? source : get_source(one, peer)) + start;
-        char *result = target + (start - begin);
-        one->reduce(result, one->parts, size, nbytes / one->itemsize);
+            parts[peer] = (peer == rank ? whole->source : get_source(one, peer)) + at;
+        char *result = whole->target + start;
+        one->reduce(result, parts, size, nbytes / one->itemsize);
         for (int peer = 0; peer < size && one->access == ACCESS_VECTOR && one->everywhere; peer++) {
             if (peer != rank)
-                copy(get_target(one, peer) + start, result, nbytes);
+                copy(get_target(one, peer) + at, result, nbytes);
         }
     }
+}
+
+/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`. */
+static void reduce_in_segments(const Collective *one, const char *source, char *target, size_t begin, size_t end)
+{
+    const Reduction whole = {.one = one, .source = source, .target = target, .origin = begin};
+    run_shares(one->steps->threads, reduce_share_in_segments, &whole, end - begin);
 }
 
 static void run_in_segments(const Collective *one, const char *source, char *target)
@@ -215,7 +240,7 @@ static void run_in_segments(const Collective *one, const char *source, char *tar
             const int peer = (rank + i) % size;
             const Move *move = &one->moves[peer];
             if (move->nbytes > 0)
-                copy(target + move->to, get_source(one, peer) + one->origin, move->nbytes);
+                copy_piece(one, target + move->to, get_source(one, peer) + one->origin, move->nbytes);
         }
         copy_own(one, source, target);
     } else if (one->everywhere) {
@@ -265,30 +290,69 @@ static int fail_to_read(const Collective *one, int peer, int number)
     return -1;
 }
 
+typedef struct {
+    int process;
+    int64_t from;
+    char *to;
+    int *numbers; /* of errors, of each share */
+} Read;
+
+static void read_share(const void *task, int share, size_t begin, size_t end)
+{
+    const Read *whole = task;
+    whole->numbers[share] = read_memory(whole->process, whole->from + (int64_t)begin, whole->to + begin, end - begin);
+}
+
 /* Read from an array of another rank. Returns -1 with an exception. */
 static int read_array(const Collective *one, int peer, int which, size_t at, char *to, size_t nbytes)
 {
     const Steps *steps = one->steps;
-    int number = read_memory(steps->processes[peer], steps->locations->posted[peer][which] + (int64_t)at, to, nbytes);
-    return number == 0 ? 0 : fail_to_read(one, peer, number);
+    int numbers[MAX_THREADS] = {0};
+    const Read whole = {steps->processes[peer], steps->locations->posted[peer][which] + (int64_t)at, to, numbers};
+    run_shares(steps->threads, read_share, &whole, nbytes);
+    for (int share = 0; share < MAX_THREADS; share++) {
+        if (numbers[share] != 0)
+            return fail_to_read(one, peer, numbers[share]);
+    }
+    return 0;
 }
 
-/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`. Ranks begin to read with the next
- * one, so that they don't all read from the same one. */
-static int read_and_reduce(const Collective *one, const char *source, char *target, size_t begin, size_t end)
+/* Ranks begin to read with the next one, so that they don't all read from the same one. */
+static void read_and_reduce_share(const void *task, int share, size_t begin, size_t end)
 {
+    const Reduction *whole = task;
+    const Collective *one = whole->one;
+    const Locations *all = one->steps->locations;
     const int rank = one->steps->rank, size = one->steps->size;
+    const void **parts = one->parts + share * size;
     for (size_t start = begin; start < end; start += one->access_width) {
-        const size_t nbytes = min_size(one->access_width, end - start);
+        const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int i = 1; i < size; i++) {
             const int peer = (rank + i) % size;
-            char *piece = one->steps->locations->pieces + (size_t)peer * one->access_width;
-            if (read_array(one, peer, SOURCE, start, piece, nbytes) < 0)
-                return -1;
-            one->parts[peer] = piece;
+            char *piece = all->pieces + ((size_t)share * (size_t)size + (size_t)peer) * one->access_width;
+            const int number =
+                read_memory(one->steps->processes[peer], all->posted[peer][SOURCE] + (int64_t)at, piece, nbytes);
+            if (number != 0) {
+                whole->failures[share].number = number;
+                whole->failures[share].peer = peer;
+                return;
+            }
+            parts[peer] = piece;
         }
-        one->parts[rank] = source + start;
-        one->reduce(target + (start - begin), one->parts, size, nbytes / one->itemsize);
+        parts[rank] = whole->source + at;
+        one->reduce(whole->target + start, parts, size, nbytes / one->itemsize);
+    }
+}
+
+/* Reduce the bytes from `begin` to `end` of the inputs, and write them to `target`. Returns -1 with an exception. */
+static int read_and_reduce(const Collective *one, const char *source, char *target, size_t begin, size_t end)
+{
+    Failure failures[MAX_THREADS] = {0};
+    const Reduction whole = {one, source, target, begin, failures};
+    run_shares(one->steps->threads, read_and_reduce_share, &whole, end - begin);
+    for (int share = 0; share < MAX_THREADS; share++) {
+        if (failures[share].number != 0)
+            return fail_to_read(one, failures[share].peer, failures[share].number);
     }
     return 0;
 }

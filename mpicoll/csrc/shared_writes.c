@@ -16,6 +16,38 @@
 
 #include <string.h>
 
+#include "workers.h"
+
+typedef struct {
+    void (*write)(char *to, const char *from, size_t nbytes);
+    char *to;
+    const char *from;
+} Write;
+
+static void write_share(const void *task, int share, size_t begin, size_t end)
+{
+    const Write *whole = task;
+    (void)share;
+    whole->write(whole->to + begin, whole->from + begin, end - begin);
+}
+
+/* Write in several threads if that is faster. Returns the number of threads, at most. */
+static size_t write_in_threads(const Steps *steps, const Write *whole, size_t nbytes)
+{
+    if (nbytes < SHARED_BYTES || steps->threads < 2) {
+        whole->write(whole->to, whole->from, nbytes);
+        return 1;
+    }
+    run_shares(steps->threads, write_share, whole, nbytes);
+    return (size_t)steps->threads;
+}
+
+static void store(char *to, const char *from, size_t nbytes)
+{
+    if (nbytes > 0)
+        memcpy(to, from, nbytes);
+}
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -42,19 +74,18 @@ static void stream(char *to, const char *from, size_t nbytes)
 }
 
 /* Copy by ordinary stores, and return true if these are slow. */
-static bool copy_slowly(char *to, const char *from, size_t nbytes)
+static bool copy_slowly(const Steps *steps, char *to, const char *from, size_t nbytes)
 {
     const unsigned long long begin = __rdtsc();
-    memcpy(to, from, nbytes);
-    return (__rdtsc() - begin) / SLOW_TICKS >= nbytes / LINE;
+    const size_t threads = write_in_threads(steps, &(Write){store, to, from}, nbytes);
+    return (__rdtsc() - begin) / SLOW_TICKS >= nbytes / threads / LINE;
 }
 
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {
     size_t tried = 0;
     if (nbytes < STREAM_AT) {
-        if (nbytes > 0)
-            memcpy(to, from, nbytes);
+        store(to, from, nbytes);
         return;
     }
     if (steps->streamed_writes > 0) {
@@ -62,9 +93,9 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
     } else {
         /* While ordinary stores are known to be slow, only as much as it takes to see whether they still are. */
         tried = steps->slow_writes < SLOW_WRITES ? nbytes : STREAM_AT;
-        if (!copy_slowly(to, from, tried)) {
+        if (!copy_slowly(steps, to, from, tried)) {
             steps->slow_writes = 0;
-            memcpy(to + tried, from + tried, nbytes - tried);
+            write_in_threads(steps, &(Write){store, to + tried, from + tried}, nbytes - tried);
             return;
         }
         if (steps->slow_writes < SLOW_WRITES)
@@ -72,13 +103,11 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
         if (steps->slow_writes == SLOW_WRITES)
             steps->streamed_writes = STREAMED_WRITES;
     }
-    stream(to + tried, from + tried, nbytes - tried);
+    write_in_threads(steps, &(Write){stream, to + tried, from + tried}, nbytes - tried);
 }
 #else
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {
-    (void)steps;
-    if (nbytes > 0)
-        memcpy(to, from, nbytes);
+    write_in_threads(steps, &(Write){store, to, from}, nbytes);
 }
 #endif

@@ -687,6 +687,8 @@ static PyMemberDef members[] = {
     {"last", T_UINT, offsetof(Steps, last), 0, "Number of the last step of the running operation."},
     {"streamed_writes", T_UINT, offsetof(Steps, streamed_writes), 0,
      "Number of large writes around the caches, before ordinary stores are tried again."},
+    {"threads", T_INT, offsetof(Steps, threads), 0,
+     "Number of threads that may work on a large array, with the calling one."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -43,6 +43,7 @@ typedef struct {
     char **slots;           /* of both parities, by rank: slots[parity * size + rank] */
     char *results[2];       /* of both parities, shared by the ranks */
     size_t slot_bytes;
+    int threads;              /* that may work on a large array, with the calling one */
     struct Segment *segments; /* memory that all ranks have mapped besides the slots (direct.c) */
     bool has_segments;        /* there have been some; the same on all ranks */
     int *processes;           /* of the ranks, whose private memory can be read; 0: threads of this one */

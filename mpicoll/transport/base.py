@@ -222,6 +222,10 @@ class Transport(Protocol):
     def has_own_cores(self) -> bool:
         """True if each rank of a group of one node has its own core, on which it may poll without pause."""
 
+    def count_cores(self) -> int:
+        """Return the cores that a rank of a group of one node may use without taking them from other ranks, at least
+        1."""
+
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         """Raise RankFailed if one of `peers` is known to have died, or Timeout if the wait has lasted too long.
 

@@ -517,9 +517,10 @@ def test_memory_that_is_not_shared() -> None:
     assert off["shared memory"].state == "not there"
     broken = of(machine.check_machine, {"unshared": "rank 1 can't", "unread": "rank 1 can't"})
     assert broken["shared memory"].state == "problem"
-    unread = of(machine.check_machine, {"unshared": None, "unread": "not permitted"})
+    unread = of(machine.check_machine, {"unshared": None, "unread": "not permitted", "threads": 3})
     assert (unread["shared memory"].state, unread["reading"].state) == ("ok", "not there")
     assert "CAP_SYS_PTRACE" in unread["reading"].remedy
+    assert unread["threads"].value.startswith("up to 3 threads of each")
 
 
 def test_shared_memory_that_is_full_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

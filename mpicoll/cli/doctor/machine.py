@@ -24,6 +24,8 @@ def check_machine(job: dict[str, Any]) -> Iterator[Finding]:
     unshared, unread = job["unshared"], job["unread"]
     if unshared is None:
         yield Finding("machine", "shared memory", "ok", "the ranks of a node share memory")
+        threads = "1 thread" if job["threads"] == 1 else f"up to {job['threads']} threads"
+        yield Finding("machine", "threads", "ok", f"{threads} of each of 2 ranks on a large array (MPICOLL_THREADS)")
     else:
         remedy = "collectives of one node take the longer way, by messages"
         state: FindingState = "not there" if "MPICOLL_SHARED_MEMORY" in unshared else "problem"

@@ -12,6 +12,7 @@ from mpicoll.buffers.dtypes import Array
 from mpicoll.engine.core.arena_wait import ArenaWait, CheckWait
 from mpicoll.engine.core.call_descriptions import CallDescriptions, DescribeCall, MismatchErrorOf, description_bytes
 from mpicoll.engine.core.segments import SegmentTable
+from mpicoll.engine.core.threads import count_threads
 from mpicoll.engine.diagnostics.flight_recorder import ROW_MODULUS, Call
 from mpicoll.engine.diagnostics.position import Executing
 from mpicoll.engine.selection.catalogue import SLOT_BYTES
@@ -68,6 +69,7 @@ class Arena(Steps):
             self.set_processes(transport.list_processes())
         even, odd = (_get_address(one) for one in self.results)
         self.set_slots([_get_address(one) for slots in self.slots for one in slots], even, odd, SLOT_BYTES)
+        self.threads = count_threads(transport)
         # Waits for asynchronous copies to and from shared memory in the running operation.
         self.synchronize: Callable[[], None] | None = None
         self.segments = SegmentTable(self, transport)

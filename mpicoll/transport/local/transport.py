@@ -13,6 +13,7 @@ import numpy as np
 
 from mpicoll.errors import CommunicationError, RankFailed, Timeout, TruncationError
 from mpicoll.extension import find_missing_reason
+from mpicoll.transport import cores
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Envelope, Memory, Message, renumber, truncation_error
 from mpicoll.transport.local.job import Contexts, Group, LocalJob, exit_error
 from mpicoll.transport.local.mailbox import LocalMessage, PostedRecv
@@ -197,6 +198,9 @@ class LocalTransport:
         if failure is not None:
             raise CommunicationError(failure)
         return [np.asarray(_MemoryReference(memory)) for memory in memories]
+
+    def count_cores(self) -> int:
+        return cores.count_cores([0], 0, self.size)
 
     def list_processes(self) -> list[int]:
         return [0] * self.size

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicoll.config import config
 from mpicoll.errors import CommunicationError, Timeout
-from mpicoll.transport import launch_env, shm
+from mpicoll.transport import cores, launch_env, shm
 from mpicoll.transport.base import SHARED_MEMORY_GRACE, Memory, renumber
 from mpicoll.transport.mpi.comm_facts import CommFacts, draw_key
 from mpicoll.transport.mpi.fault_tolerance import fault_tolerant
@@ -90,6 +90,10 @@ class MpiTransport(MessagePassing):
     def has_own_cores(self) -> bool:
         # Not the cores to which this process is bound: a launcher gives each rank its own, if there are enough.
         return launch_env.local_ranks(os.environ, MPI.COMM_WORLD.size) <= (os.cpu_count() or 1)
+
+    def count_cores(self) -> int:
+        local_ranks = launch_env.local_ranks(os.environ, MPI.COMM_WORLD.size)
+        return cores.count_cores(self._facts.processes, self.rank, local_ranks)
 
     @property
     def survives_deaths(self) -> bool:
