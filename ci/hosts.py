@@ -5,6 +5,8 @@
                                     host 1 loses its link when the file `cut` appears, and has it again with `back`
     python ci/hosts.py --setup 'ip addr add 10.79.0.$HOST/24 dev eth0' 2 1 python program.py
                                     each host has another address; the hosts are numbered from 0
+    python ci/hosts.py --alone 2 0 bash script.sh
+                                    no mpirun: the script runs once, on host 0, and `$ON_HOST h1 COMMAND` on host 1
 
 Each host has its own name, address and /dev/shm; mpirun (Open MPI 5) reaches them without ssh. All of it lives in
 namespaces of this run alone, and vanishes with it, however it ends; several runs may go on at once. TMPDIR is a folder
@@ -59,6 +61,7 @@ def _arguments() -> argparse.Namespace:
         "--setup", default="", metavar="COMMANDS", help="of the shell, run on each host before the start"
     )
     parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun, in one word")
+    parser.add_argument("--alone", action="store_true", help="run the program once, on the first host, without mpirun")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
 
@@ -123,10 +126,11 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     agent.write_text(_AGENT.format(folder=folder))
     agent.chmod(0o755)
     places = ",".join(f"{name}:{arguments.ranks}" for name in hosts)
-    command = ["mpirun", "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", "10.78.0.0/24"]
-    command += ["--mca", "btl_tcp_if_include", "10.78.0.0/24", "--mca", "mpi_yield_when_idle", "1"]
-    command += ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "-np", str(arguments.hosts * arguments.ranks)]
-    command += [*shlex.split(arguments.mpirun), *arguments.program]
+    launcher = ["mpirun", "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", "10.78.0.0/24"]
+    launcher += ["--mca", "btl_tcp_if_include", "10.78.0.0/24", "--mca", "mpi_yield_when_idle", "1"]
+    launcher += ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "-np", str(arguments.hosts * arguments.ranks)]
+    launcher += shlex.split(arguments.mpirun)
+    command = [*([] if arguments.alone else launcher), *arguments.program]
     environment = 'source "$0" && exec nsenter --target "$1" --net --uts --mount --wd="$PWD" "${@:2}"'
     setting = str(_ROOT / "ci" / "env.sh")
     # Open MPI names its session folders by the ids of processes, which in a namespace of their own are the same in
@@ -137,7 +141,7 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     return subprocess.run(
         ["bash", "-c", environment, setting, str(first), *command],
         check=False,
-        env=os.environ | {"PATH": path, "TMPDIR": str(temporary)},
+        env=os.environ | {"PATH": path, "TMPDIR": str(temporary), "ON_HOST": str(agent)},
     ).returncode
 
 

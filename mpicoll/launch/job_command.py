@@ -21,6 +21,9 @@ _BATCH_HOSTS = ("SLURM_JOB_NODELIST", "PBS_NODEFILE", "LSB_HOSTS", "LSB_MCPU_HOS
 _HOST_OPTIONS = ("host", "hosts", "H", "hostfile", "machinefile", "f", "machine", "default-hostfile", "rf", "rankfile")
 """Options of launchers that name the hosts of the job, without their dashes."""
 
+_MAPPING = "PRTE_MCA_rmaps_default_mapping_policy"
+"""The variable of Open MPI 5 by which ranks are mapped to hosts."""
+
 _VERSION_TIMEOUT = 20.0
 """Seconds in which a launcher prints its version."""
 
@@ -83,6 +86,9 @@ def make_job_command(
     wanted = launcher.job_environment(environ, root=root)
     if not is_local and "OMPI_MCA_btl_tcp_if_include" not in environ:
         wanted.pop("OMPI_MCA_btl_tcp_if_include", None)
+    if not is_local and _MAPPING not in environ:
+        # The default by core fills the first host with all ranks if it may be oversubscribed.
+        wanted[_MAPPING] = "slot:oversubscribe"
     variables = {name: value for name, value in wanted.items() if environ.get(name) != value}
     if is_local:
         size = len(os.sched_getaffinity(0)) if size is None else size

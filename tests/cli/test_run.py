@@ -121,6 +121,7 @@ def test_settings_on_this_machine_and_on_others(launchers: dict[str, str], monke
     for environ, options in (({}, ["--host", "a:2,b:2"]), ({"SLURM_JOB_NODELIST": "a,b"}, [])):
         there = make_job_command({"MPICOLL_TIMEOUT": "5"} | environ, ["prog"], None, options)
         assert "OMPI_MCA_btl_tcp_if_include" not in there.variables
+        assert there.variables["PRTE_MCA_rmaps_default_mapping_policy"] == "slot:oversubscribe"
         assert there.words == [
             *(launchers[OPEN_MPI_5], "--output", "rank", "-x", "OMP_NUM_THREADS", "-x", "MPICOLL_TIMEOUT"),
             *(*options, "prog"),

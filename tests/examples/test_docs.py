@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import itertools
 import os
 import re
 import shlex
@@ -195,6 +196,8 @@ def check_command(words: list[str], page: str) -> None:
         assert not rest or not rejects(cli._parser(rest), rest), words
     elif program in ("python", "python3"):
         check_python(rest, page)
+    elif program in ("sudo", "srun", "sbatch", "ci/slurm.sh"):
+        check_slurm_command(program, rest, page)
     elif program.startswith("ci/"):
         check_shell_script(ROOT / program, rest)
     elif program in ("source", "pre-commit", "git", "docker", "pip", "mkdir", "ln", "export"):
@@ -203,6 +206,15 @@ def check_command(words: list[str], page: str) -> None:
                 assert (ROOT / word).exists(), words
     else:
         raise AssertionError(f"this test doesn't know how to check {program!r}")
+
+
+def check_slurm_command(program: str, words: list[str], page: str) -> None:
+    assert program != "ci/slurm.sh" or os.access(ROOT / program, os.X_OK), program
+    inner = list(itertools.dropwhile(lambda word: word.startswith("-"), words))
+    if program == "sbatch":
+        assert (ROOT / inner[0]).exists(), words
+    elif inner:
+        check_command(inner, page)
 
 
 def check_python(words: list[str], page: str) -> None:
@@ -266,6 +278,8 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
         "ci/test.sh unti",
         "MPICOLL_CHEKC=1 mpirun -np 2 python examples/digits.py",
         "source ci/environment.sh",
+        "sudo ci/slurm.sh srun --mpi=pmix python examples/no_such.py",
+        "sbatch examples/slurm/no_such.sbatch",
         "nosuchprogram",
     ],
 )
