@@ -177,7 +177,7 @@ body { font: 16px/1.55 system-ui, "DejaVu Sans", sans-serif; color: #222; max-wi
        padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { border-bottom: 1px solid #ddd; padding: .3rem .8rem; text-align: left; }
-.number { text-align: right; }
+.number { text-align: right; white-space: nowrap; }
 figure { margin: 1.5rem 0; }
 figure svg { max-width: 100%; height: auto; }
 code { background: #f2f2f2; padding: 0 .25rem; }
