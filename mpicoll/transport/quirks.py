@@ -9,7 +9,8 @@ instead: reductions by :mod:`mpicoll.transport.reductions`, device memory by :mo
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+
+from mpicoll.named_tuple import NamedTuple
 
 
 class Quirk(NamedTuple):
