@@ -31,15 +31,14 @@ static void write_share(const void *task, int share, size_t begin, size_t end)
     whole->write(whole->to + begin, whole->from + begin, end - begin);
 }
 
-/* Write in several threads if that is faster. Returns the number of threads, at most. */
+/* Write in several threads if that is faster. Returns the number of threads that have. */
 static size_t write_in_threads(const Steps *steps, const Write *whole, size_t nbytes)
 {
     if (nbytes < SHARED_BYTES || steps->threads < 2) {
         whole->write(whole->to, whole->from, nbytes);
         return 1;
     }
-    run_shares(steps->threads, write_share, whole, nbytes);
-    return (size_t)steps->threads;
+    return (size_t)run_shares(steps->threads, write_share, whole, nbytes);
 }
 
 static void store(char *to, const char *from, size_t nbytes)

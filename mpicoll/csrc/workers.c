@@ -171,14 +171,14 @@ static void wait_for_worker(Worker *worker)
     }
 }
 
-void run_shares(int threads, ShareFunction function, const void *task, size_t nbytes)
+int run_shares(int threads, ShareFunction function, const void *task, size_t nbytes)
 {
     int shares = threads < MAX_THREADS ? threads : MAX_THREADS;
     if (nbytes / MIN_SHARE < (size_t)shares)
         shares = (int)(nbytes / MIN_SHARE);
     if (shares < 2 || atomic_exchange_explicit(&pool.in_use, true, memory_order_acquire)) {
         function(task, 0, 0, nbytes);
-        return;
+        return 1;
     }
     shares = 1 + start_workers(shares - 1);
     for (int share = 1; share < shares; share++) {
@@ -190,23 +190,28 @@ void run_shares(int threads, ShareFunction function, const void *task, size_t nb
         worker->end = get_share_offset(nbytes, share + 1, shares);
         hand_over(worker);
     }
+    int working = shares;
     function(task, 0, 0, get_share_offset(nbytes, 1, shares));
     for (int share = 1; share < shares; share++) {
         Worker *worker = &pool.workers[share - 1];
-        if (change(&worker->state, READY, IDLE))
+        if (change(&worker->state, READY, IDLE)) {
             function(task, share, worker->begin, worker->end);
+            working--;
+        }
     }
     for (int share = 1; share < shares; share++)
         wait_for_worker(&pool.workers[share - 1]);
     atomic_store_explicit(&pool.in_use, false, memory_order_release);
+    return working;
 }
 
 #else
 
-void run_shares(int threads, ShareFunction function, const void *task, size_t nbytes)
+int run_shares(int threads, ShareFunction function, const void *task, size_t nbytes)
 {
     (void)threads;
     function(task, 0, 0, nbytes);
+    return 1;
 }
 
 #endif

@@ -14,7 +14,8 @@ enum {
 typedef void (*ShareFunction)(const void *task, int share, size_t begin, size_t end);
 
 /* Call `function` on shares of `nbytes` bytes, each of which begins at a multiple of CACHE_LINE, in at most `threads`
- * threads at once, of which one is the caller. Returns when all have ended. No share calls Python. */
-void run_shares(int threads, ShareFunction function, const void *task, size_t nbytes);
+ * threads at once, of which one is the caller. Returns the number of threads that have worked when all have ended. No
+ * share calls Python. */
+int run_shares(int threads, ShareFunction function, const void *task, size_t nbytes);
 
 #endif

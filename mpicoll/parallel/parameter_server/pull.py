@@ -27,5 +27,5 @@ class Pull:
             RankFailed, CommunicationError, Timeout: as ``push_gradients`` of the worker.
         """
         if not self._done:
-            self._done = True
             self._finish(self)
+            self._done = True

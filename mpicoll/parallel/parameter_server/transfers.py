@@ -23,6 +23,9 @@ _DISTANCE = 0.75
 _LONGEST_DISTANCE = 0.01
 """Most seconds between the starts of two messages: one that was received late says nothing of the bandwidth."""
 
+_PACED_BYTES = 256 << 10
+"""Bytes of the messages after which others wait: for shorter ones, the interval between two tests would be measured."""
+
 _WINDOW = 4
 """Transfers that are tested at a time: a test of any makes MPI move all."""
 
@@ -33,9 +36,13 @@ class Pace:
     Large messages that start together arrive together, in turns with those of the other direction: the handshake of
     each waits behind the data of the other rank, and half the bandwidth is lost. So they start one after the other, at
     a distance that depends on how long the last one has taken.
+
+    Args:
+        enabled: False where nothing would start a message that has been refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._next = 0.0
         self._distance = 0.0
 
@@ -47,8 +54,11 @@ class Pace:
         self._next = now + self._distance
         return True
 
-    def end(self, begin: float) -> None:
-        """Take note that a message has been sent which was started at `begin`."""
+    def end(self, begin: float, nbytes: int) -> None:
+        """Take note that a message of `nbytes` has been sent which was started at `begin`."""
+        if not self._enabled or nbytes < _PACED_BYTES:
+            self._distance = 0.0
+            return
         taken = time.monotonic() - begin
         self._distance = min(_DISTANCE * taken / IN_FLIGHT, _LONGEST_DISTANCE)
 
@@ -58,6 +68,7 @@ class QueuedSend:
 
     def __init__(self, link: Link, data: Array, tag: int) -> None:
         self._link, self._data, self._tag = link, data, tag
+        self.nbytes = int(data.nbytes)
         self._pending: Pending | None = None
         self._error: CommunicationError | None = None
         self.begin = 0.0
@@ -87,12 +98,12 @@ class Transfers:
 
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = links
-        # Other transports move messages by themselves.
+        # Other transports move messages that have been started by themselves.
         self._background = all(link.transport.background and link.transport.native is not None for link in links)
         self._lock = threading.Lock()
         self._left: deque[Pending] = deque()
         self._queues: list[deque[QueuedSend]] = [deque() for _ in links]
-        self._paces = [Pace() for _ in links]
+        self._paces = [Pace(enabled=self._background) for _ in links]
         self._watched = False
 
     def send(self, server: int, data: Array, tag: int) -> Pending:
@@ -135,7 +146,7 @@ class Transfers:
             for send in list(queue)[:IN_FLIGHT]:
                 if send.has_started and _has_ended(send):
                     queue.remove(send)
-                    pace.end(send.begin)
+                    pace.end(send.begin, send.nbytes)
             for send in list(queue)[:IN_FLIGHT]:
                 if not send.has_started and pace.may_start():
                     send.start()

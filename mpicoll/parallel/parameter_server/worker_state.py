@@ -60,7 +60,7 @@ class WorkerState:
         self._arriving: dict[int, list[Pending]] = {}
         self._queue: deque[tuple[int, Array]] = deque()
         self._sends: dict[int, Pending] = {}
-        self._begins: dict[int, float] = {}
+        self._begins: dict[int, tuple[float, int]] = {}
         self._pace = Pace()
         self._unanswered: list[int] = []
         self._wanted_rows: dict[int, Array] = {}
@@ -95,7 +95,7 @@ class WorkerState:
         for index in list(self._sends):
             if self._sends[index].test() is not None:
                 del self._sends[index]
-                self._pace.end(self._begins.pop(index))
+                self._pace.end(*self._begins.pop(index))
                 progressed = True
         self._start_sends()
         return progressed
@@ -174,7 +174,7 @@ class WorkerState:
     def _start_sends(self) -> None:
         while self._queue and len(self._sends) < IN_FLIGHT and self._pace.may_start():
             index, weights = self._queue.popleft()
-            self._begins[index] = time.monotonic()
+            self._begins[index] = time.monotonic(), int(weights.nbytes)
             self._sends[index] = self.link.send(weights, tag_of(index, Payload.WEIGHTS))
 
     def finish_pull(self) -> bool:
