@@ -46,6 +46,7 @@ def test_generated_mismatches(number: int) -> None:
     assert mismatches.check(wanted, comm, lambda spec, form: mismatches.torch(spec, group, form)) == ""
 
 
+@pytest.mark.extension
 def test_mismatches_are_noticed_by_default() -> None:
     """One of each kind, form and size, but for rows that only pairs of ranks know of."""
     _several()

@@ -51,6 +51,7 @@ def test_the_same_parameters(view: bool, megabytes: float) -> None:
         assert all(torch.equal(one, parameter) for one in everywhere)
 
 
+@pytest.mark.extension
 def test_buckets_lie_where_all_ranks_reach_them() -> None:
     if dist.get_world_size() == 1:
         pytest.skip("one rank shares nothing")
