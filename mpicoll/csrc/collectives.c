@@ -76,9 +76,8 @@ static void reduce_share(const void *task, int share, size_t begin, size_t end)
 {
     const Reduction *whole = task;
     const Collective *one = whole->one;
-    const void **parts = one->parts;
+    const void **parts = get_parts(one, share);
     if (share > 0) {
-        parts += share * one->steps->size;
         for (int part = 0; part < whole->nparts; part++)
             parts[part] = (const char *)one->parts[part] + begin;
     }

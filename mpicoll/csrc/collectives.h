@@ -57,6 +57,12 @@ struct Collective {
 
 static inline size_t min_size(size_t one, size_t other) { return one < other ? one : other; }
 
+/* The operands of the ranks, of one share of a piece. */
+static inline const void **get_parts(const Collective *one, int share)
+{
+    return one->parts + (size_t)share * (size_t)one->steps->size;
+}
+
 /* Copy between arrays that don't overlap. */
 static inline void copy(char *to, const char *from, size_t nbytes)
 {

@@ -209,7 +209,7 @@ static void reduce_share_in_segments(const void *task, int share, size_t begin, 
     const Reduction *whole = task;
     const Collective *one = whole->one;
     const int rank = one->steps->rank, size = one->steps->size;
-    const void **parts = one->parts + share * size;
+    const void **parts = get_parts(one, share);
     for (size_t start = begin; start < end; start += one->access_width) {
         const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int peer = 0; peer < size; peer++)
@@ -324,7 +324,7 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
     const Collective *one = whole->one;
     const Locations *all = one->steps->locations;
     const int rank = one->steps->rank, size = one->steps->size;
-    const void **parts = one->parts + share * size;
+    const void **parts = get_parts(one, share);
     for (size_t start = begin; start < end; start += one->access_width) {
         const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int i = 1; i < size; i++) {
