@@ -50,6 +50,7 @@ class Steps:
 
 class Collective:
     step_count: int
+    streams: bool
     def __init__(
         self,
         steps: Steps,

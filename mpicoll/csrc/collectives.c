@@ -17,11 +17,12 @@
 #include "shared_writes.h"
 
 enum {
-    RELEASE_AT = 64 * 1024,   /* bytes from which on the GIL is released for the whole collective */
+    RELEASE_AT = 64 * 1024,    /* bytes from which on the GIL is released for the whole collective */
     ROTATE_AT = 8 * 1024,
-    ROTATED = 1024 * 1024,    /* of a slot: with those of both parities and of the readers, more than a private cache */
-    FILL_BYTES = 16 * 1024,   /* a multiple of the size of each dtype's elements */
-    ACCESS_WIDTH = 256 * 1024 /* of pieces, whose result is still in the cache when it is copied to other ranks */
+    ROTATED = 1024 * 1024,     /* of a slot: with those of both parities and the readers, more than a private cache */
+    FILL_BYTES = 16 * 1024,    /* a multiple of the size of each dtype's elements */
+    ACCESS_WIDTH = 256 * 1024, /* of pieces, whose result is still in the cache when it is copied to other ranks */
+    CACHED_BYTES = 16 << 20    /* of the arrays of all ranks, that a common cache holds */
 };
 
 _Static_assert(sizeof(((Collective *)NULL)->identity) >= 2 * sizeof(double), "an element of any dtype with kernels");
@@ -68,6 +69,7 @@ void copy_in_threads(const Collective *one, char *to, const char *from, size_t n
 
 typedef struct {
     const Collective *one;
+    ReduceKernel reduce;
     char *target;
     int nparts;
 } Reduction;
@@ -81,17 +83,17 @@ static void reduce_share(const void *task, int share, size_t begin, size_t end)
         for (int part = 0; part < whole->nparts; part++)
             parts[part] = (const char *)one->parts[part] + begin;
     }
-    one->reduce(whole->target + begin, parts, whole->nparts, (end - begin) / one->itemsize);
+    whole->reduce(whole->target + begin, parts, whole->nparts, (end - begin) / one->itemsize);
 }
 
 /* Write the combination of the first `nparts` parts. */
-static void reduce_parts(const Collective *one, char *target, int nparts, size_t nbytes)
+static void reduce_parts(const Collective *one, ReduceKernel reduce, char *target, int nparts, size_t nbytes)
 {
-    const Reduction whole = {one, target, nparts};
+    const Reduction whole = {one, reduce, target, nparts};
     if (nbytes >= SHARED_BYTES && one->steps->threads > 1)
         run_shares(one->steps->threads, reduce_share, &whole, nbytes);
     else
-        one->reduce(target, one->parts, nparts, nbytes / one->itemsize);
+        reduce(target, one->parts, nparts, nbytes / one->itemsize);
 }
 
 static int run_barrier(const Collective *one, const char *source, char *target)
@@ -119,7 +121,7 @@ static int reduce_flat(const Collective *one, const char *source, char *target)
             for (int peer = 0; peer < size; peer++)
                 one->parts[peer] = find_slot(one, parity, peer) + place;
             one->parts[rank] = source + start;
-            reduce_parts(one, target + start, size, nbytes);
+            reduce_parts(one, one->reduce_out, target + start, size, nbytes);
         }
     }
     return 0;
@@ -162,7 +164,9 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
             one->parts[rank] = source + previous + low;
             /* The kernel's stores go to memory that other ranks have read only where there is no other. */
             char *result = one->has_result ? target + previous + low : results + low;
-            reduce_parts(one, result, size, high - low);
+            /* What is copied for the others is read at once. */
+            reduce_parts(one, one->everywhere || !one->has_result ? one->reduce : one->reduce_out, result, size,
+                         high - low);
             if (one->everywhere)
                 write_shared(steps, results + low, result, high - low);
         }
@@ -171,8 +175,8 @@ static int reduce_pieces(const Collective *one, const char *source, char *target
         if (i > 0 && one->has_result) {
             const size_t previous = start - width, nbytes = min_size(width, one->nbytes - previous);
             const size_t low = get_share_offset(nbytes, rank, size), high = get_share_offset(nbytes, rank + 1, size);
-            copy_piece(one, target + previous, results, low);
-            copy_piece(one, target + previous + high, results + high, nbytes - high);
+            copy_out(one, target + previous, results, low);
+            copy_out(one, target + previous + high, results + high, nbytes - high);
         }
     }
     return 0;
@@ -207,20 +211,23 @@ static int reduce_blocks(const Collective *one, const char *source, char *target
             for (int peer = 0; peer < steps->size; peer++)
                 one->parts[peer] = find_slot(one, parity, peer) + place + one->moves[peer].from;
             one->parts[steps->rank] = source + own->from + start;
-            reduce_parts(one, target + start, steps->size, min_size(one->width, own->nbytes - start));
+            reduce_parts(one, one->reduce_out, target + start, steps->size, min_size(one->width, own->nbytes - start));
         }
     }
     return 0;
 }
 
-/* Write elements that are equal to `element`, in copies of what has been written, which stays in the caches. */
-static void fill(char *to, const char *element, size_t itemsize, size_t nbytes)
+/* Write elements that are equal to the identity, in copies of what has been written, which stays in the caches. */
+static void fill(const Collective *one, char *to, size_t nbytes)
 {
-    size_t done = min_size(itemsize, nbytes);
-    copy(to, element, done);
+    size_t done = min_size(one->itemsize, nbytes);
+    copy(to, one->identity, done);
     while (done < nbytes) {
         size_t more = min_size(min_size(done, FILL_BYTES), nbytes - done);
-        copy(to + done, to, more);
+        if (done < FILL_BYTES)
+            copy(to + done, to, more);
+        else
+            copy_out(one, to + done, to, more);
         done += more;
     }
 }
@@ -243,11 +250,11 @@ static int reduce_prefixes(const Collective *one, const char *source, char *targ
             one->parts[lower] = find_slot(one, parity, lower) + place;
         one->parts[rank] = source + start;
         if (one->operands > 1)
-            reduce_parts(one, target + start, one->operands, nbytes);
+            reduce_parts(one, one->reduce_out, target + start, one->operands, nbytes);
         else if (one->operands == 0)
-            fill(target + start, one->identity, one->itemsize, nbytes);
+            fill(one, target + start, nbytes);
         else if (target + start != one->parts[0])
-            copy_piece(one, target + start, one->parts[0], nbytes);
+            copy_out(one, target + start, one->parts[0], nbytes);
     }
     return 0;
 }
@@ -269,8 +276,8 @@ static int move_blocks(const Collective *one, const char *source, char *target)
         for (int peer = 0; peer < steps->size; peer++) {
             const Move *move = &one->moves[peer];
             if (start < move->nbytes)
-                copy_piece(one, target + move->to + start, find_slot(one, parity, peer) + place + move->from,
-                           min_size(one->width, move->nbytes - start));
+                copy_out(one, target + move->to + start, find_slot(one, parity, peer) + place + move->from,
+                         min_size(one->width, move->nbytes - start));
         }
     }
     return 0;
@@ -506,7 +513,7 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
         PyErr_SetString(PyExc_ValueError, "Collective: the processes of the ranks are not known");
         return -1;
     }
-    one->reduce = find_kernel(op, dtype);
+    one->reduce = one->reduce_out = find_kernel(op, dtype);
     one->moves = PyMem_Calloc(2 * (size_t)size, sizeof(Move));
     one->parts = PyMem_Calloc(MAX_THREADS * (size_t)size, sizeof(void *));
     size_t *nbytes = PyMem_Calloc((size_t)size, sizeof(size_t));
@@ -525,6 +532,9 @@ static int init_collective(PyObject *self, PyObject *args, PyObject *keywords)
     }
     int status = PyErr_Occurred() ? -1 : plan(one, name, &layout, (size_t)piece, flat != 0);
     PyMem_Free(nbytes);
+    one->streams = (one->source_bytes + one->target_bytes) * (size_t)size > CACHED_BYTES;
+    if (one->streams && one->reduce != NULL)
+        one->reduce_out = find_streaming_kernel(op, dtype);
     return status;
 }
 
@@ -650,6 +660,8 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"step_count", T_UINT, offsetof(Collective, step_count), READONLY, "Number of steps."},
+    {"streams", T_BOOL, offsetof(Collective, streams), READONLY,
+     "Whether the output is written around the caches."},
     {NULL, 0, 0, 0, NULL},
 };
 

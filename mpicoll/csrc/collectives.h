@@ -11,6 +11,7 @@
 
 #include "kernels.h"
 #include "records.h"
+#include "shared_writes.h"
 #include "steps.h"
 #include "workers.h"
 
@@ -40,6 +41,8 @@ struct Collective {
     size_t nbytes;         /* of the vector, or of all blocks */
     size_t width;          /* bytes of a piece of each block */
     ReduceKernel reduce;
+    ReduceKernel reduce_out; /* the same for results that go to the output and are not read at once */
+    bool streams;          /* the output is written around the caches, which do not hold the arrays of all ranks */
     const void **parts;    /* operands of the ranks, for each share of a piece */
     Move *moves;           /* of each rank to this rank's output, then from this rank's input for each rank */
     int outgoing;          /* number of the latter: one where all ranks get the same */
@@ -81,6 +84,15 @@ static inline void copy_piece(const Collective *one, char *to, const char *from,
         copy(to, from, nbytes);
 }
 
+/* The same to the output. */
+static inline void copy_out(const Collective *one, char *to, const char *from, size_t nbytes)
+{
+    if (one->streams)
+        stream_in_threads(one->steps, to, from, nbytes);
+    else
+        copy_piece(one, to, from, nbytes);
+}
+
 /* Copy this rank's own block from its input to its output. */
 static inline void copy_own(const Collective *one, const char *source, char *target)
 {
@@ -89,7 +101,7 @@ static inline void copy_own(const Collective *one, const char *source, char *tar
     if (nbytes == 0 || to == from)
         return;
     if (to - from >= nbytes && from - to >= nbytes)
-        copy_piece(one, target + one->own.to, source + one->own.from, nbytes);
+        copy_out(one, target + one->own.to, source + one->own.from, nbytes);
     else
         memmove(target + one->own.to, source + one->own.from, nbytes);
 }

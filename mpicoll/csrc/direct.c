@@ -210,15 +210,16 @@ static void reduce_share_in_segments(const void *task, int share, size_t begin, 
     const Collective *one = whole->one;
     const int rank = one->steps->rank, size = one->steps->size;
     const void **parts = get_parts(one, share);
+    const bool writes = one->access == ACCESS_VECTOR && one->everywhere;
     for (size_t start = begin; start < end; start += one->access_width) {
         const size_t nbytes = min_size(one->access_width, end - start), at = whole->origin + start;
         for (int peer = 0; peer < size; peer++)
             parts[peer] = (peer == rank ? whole->source : get_source(one, peer)) + at;
         char *result = whole->target + start;
-        one->reduce(result, parts, size, nbytes / one->itemsize);
-        for (int peer = 0; peer < size && one->access == ACCESS_VECTOR && one->everywhere; peer++) {
+        (writes ? one->reduce : one->reduce_out)(result, parts, size, nbytes / one->itemsize);
+        for (int peer = 0; peer < size && writes; peer++) {
             if (peer != rank)
-                copy(get_target(one, peer) + at, result, nbytes);
+                (one->streams ? stream : copy)(get_target(one, peer) + at, result, nbytes);
         }
     }
 }
@@ -240,7 +241,7 @@ static void run_in_segments(const Collective *one, const char *source, char *tar
             const int peer = (rank + i) % size;
             const Move *move = &one->moves[peer];
             if (move->nbytes > 0)
-                copy_piece(one, target + move->to, get_source(one, peer) + one->origin, move->nbytes);
+                copy_out(one, target + move->to, get_source(one, peer) + one->origin, move->nbytes);
         }
         copy_own(one, source, target);
     } else if (one->everywhere) {
@@ -340,7 +341,7 @@ static void read_and_reduce_share(const void *task, int share, size_t begin, siz
             parts[peer] = piece;
         }
         parts[rank] = whole->source + at;
-        one->reduce(whole->target + start, parts, size, nbytes / one->itemsize);
+        one->reduce_out(whole->target + start, parts, size, nbytes / one->itemsize);
     }
 }
 

@@ -230,6 +230,8 @@ static ReduceKernel find(const char *op, const char *dtype, Level level, int str
 
 ReduceKernel find_kernel(const char *op, const char *dtype) { return find(op, dtype, best_level(), 0); }
 
+ReduceKernel find_streaming_kernel(const char *op, const char *dtype) { return find(op, dtype, best_level(), 1); }
+
 static size_t dtype_size(const char *dtype)
 {
     static const size_t sizes[DTYPES] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16};

@@ -13,6 +13,9 @@ typedef void (*ReduceKernel)(void *out, const void *const *parts, int nparts, si
 /* Return the kernel for an operation and a dtype by their names, as in mpicoll/buffers; NULL if there is none. */
 ReduceKernel find_kernel(const char *op, const char *dtype);
 
+/* The same, for results that are written around the caches, if there is such a kernel. */
+ReduceKernel find_streaming_kernel(const char *op, const char *dtype);
+
 /* _shm.fold(op, dtype, parts, out) */
 PyObject *shm_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs);
 extern const char shm_fold_doc[];

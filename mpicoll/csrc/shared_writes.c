@@ -1,4 +1,4 @@
-/* Writes to memory that other ranks read, around the caches where that is faster.
+/* Writes to memory that other ranks read, and to large arrays, around the caches where that is faster.
  *
  * What a rank writes to a slot lies in the caches of the cores that have read it in an earlier step. Before a store
  * such a cache line is withdrawn from them, line by line, since stores take effect in order: within a group of cores
@@ -58,7 +58,7 @@ enum {
     STREAMED_WRITES = 64  /* until ordinary stores are tried again */
 };
 
-static void stream(char *to, const char *from, size_t nbytes)
+void stream(char *to, const char *from, size_t nbytes)
 {
     const size_t odd = -(uintptr_t)to & (LINE - 1), head = odd < nbytes ? odd : nbytes;
     memcpy(to, from, head);
@@ -105,8 +105,15 @@ void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
     write_in_threads(steps, &(Write){stream, to + tried, from + tried}, nbytes - tried);
 }
 #else
+void stream(char *to, const char *from, size_t nbytes) { store(to, from, nbytes); }
+
 void write_shared(Steps *steps, char *to, const char *from, size_t nbytes)
 {
     write_in_threads(steps, &(Write){store, to, from}, nbytes);
 }
 #endif
+
+void stream_in_threads(const Steps *steps, char *to, const char *from, size_t nbytes)
+{
+    write_in_threads(steps, &(Write){stream, to, from}, nbytes);
+}

@@ -77,6 +77,65 @@ def test_results_are_the_same(size: int, count: int) -> None:
 
 
 @pytest.mark.extension
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "streams"),
+    [
+        ("allreduce", 4 << 20, False),
+        ("allreduce", (4 << 20) + 4, True),
+        ("bcast", 8 << 20, False),
+        ("bcast", 9 << 20, True),
+    ],
+)
+def test_outputs_that_the_cache_does_not_hold_are_written_around_it(
+    collective: str, nbytes: int, streams: bool
+) -> None:
+    from mpicoll._shm import Collective
+
+    def body() -> bool:
+        names = ("sum", "float32") if collective == "allreduce" else ("", "")
+        return Collective(_arena(), collective, *names, 4, [nbytes // 4], 0, 1 << 20, False, 1).streams
+
+    assert mpicoll.run_local(body, 2)[1] == streams
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("registered", [False, True])
+def test_large_results_are_right(registered: bool) -> None:
+    """Where they are not aligned to vectors and pieces, and where the input is the output."""
+    count = (9 << 20) // 8 + 5
+
+    def new(elements: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        array = mpicoll.empty((elements + 1,), np.float64) if registered else np.empty(elements + 1)
+        array[:] = 0
+        return array[1:]
+
+    def body() -> None:
+        rank = mpicoll.world().rank
+        values = np.arange(count) % 4093
+        x, y = new(count), new(2 * count)
+        x[:] = values * (rank + 1)
+        both = np.concatenate([values, values * 2])
+        assert (mpicoll.allreduce(x, out=y[:count]) == values * 3).all()
+        assert (mpicoll.scan(x, out=y[:count]) == values * (3 if rank else 1)).all()
+        assert (mpicoll.exscan(x, out=y[:count]) == values * rank).all()
+        assert (mpicoll.exscan(x, "prod", out=y[:count]) == (values if rank else 1)).all()
+        assert (mpicoll.allgather(x, out=y) == both).all()
+        z = y.copy()
+        assert (mpicoll.alltoall(z, out=y) == np.concatenate([z[rank * count : (rank + 1) * count]] * 2)).all()
+        assert (mpicoll.reduce_scatter(z, out=x) == both[rank * count : (rank + 1) * count] * 2).all()
+        x[:] = values * (rank + 1)
+        reduced = mpicoll.reduce(x, out=y[:count] if rank == 0 else None)
+        assert reduced is None or (reduced == values * 3).all()
+        mpicoll.allreduce(x, out=x)
+        assert (x == values * 3).all()
+        x[:] += rank
+        mpicoll.bcast(x, out=x)
+        assert (x == values * 3).all()
+
+    mpicoll.run_local(body, 2)
+
+
+@pytest.mark.extension
 def test_small_writes_use_ordinary_stores() -> None:
     def body() -> int:
         arena = _arena()
