@@ -1,14 +1,14 @@
 """Built-in rules."""
 
 DEFAULT_RULES = (
-    "allreduce:0-64k:shm_flat,0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,0-8k:native,"
+    "allreduce:0-64k:shm_flat,0-inf:shm_pipelined,0-8k:native,"
     "2m-inf:hierarchical,2m-inf:ring,0-inf:native;"
     "reduce:0-64k:shm_flat,0-inf:shm_pipelined,0-inf:native;"
     "reduce_scatter:shm_pipelined,native;"
     "bcast:shm_pipelined,native;"
-    "gather:0-4m:shm_pipelined,4m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
+    "gather:0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
     "scatter:0-4m:shm_pipelined,4m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
-    "allgather:0-4m:shm_pipelined,4m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
+    "allgather:0-8m:shm_pipelined,8m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
     "alltoall:0-4m:shm_pipelined,4m-inf:cma,0-inf:shm_pipelined,0-inf:native;"
     "scan:shm_pipelined,native;exscan:shm_pipelined,native;barrier:shm_flat,native"
 )

@@ -169,6 +169,22 @@ def test_borders_of_ranges(nbytes: int, name: str) -> None:
     assert choice.reason == ("table" if name == "native" else "forced by `with algorithms`")
 
 
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "name"),
+    [
+        ("allreduce", 1 << 30, "shm_pipelined"),
+        ("gather", 4 << 20, "shm_pipelined"),
+        ("gather", 8 << 20, "cma"),
+        ("allgather", 4 << 20, "shm_pipelined"),
+        ("allgather", 8 << 20, "cma"),
+        ("alltoall", 4 << 20, "cma"),
+    ],
+)
+def test_built_in_rules_for_large_messages(collective: str, nbytes: int, name: str) -> None:
+    rules = dict(parse_rules(DEFAULT_RULES))[collective]
+    assert next(taken for low, high, taken in rules if low <= nbytes < high) == name
+
+
 def test_first_of_overlapping_ranges() -> None:
     with mpicoll.algorithms(allreduce="0-1k:ring,0-inf:tree"):
         assert [choose(problem(nbytes=nbytes), None).name for nbytes in (8, 2048)] == ["ring", "tree"]
