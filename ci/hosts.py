@@ -1,6 +1,7 @@
 """Run a program on several hosts that this machine plays: network namespaces behind a bridge. Needs root and iproute2.
 
     python ci/hosts.py --rate 1gbit 2 4 python program.py     2 hosts, 4 ranks on each, links of 1 Gbit/s
+    python ci/hosts.py 2 2,1 python program.py                2 ranks on the first host, 1 on the second
     python ci/hosts.py --cut 1 cut --heal back 2 2 python program.py
                                     host 1 loses its link when the file `cut` appears, and has it again with `back`
     python ci/hosts.py --setup 'ip addr add 10.79.0.$HOST/24 dev eth0' 2 1 python program.py
@@ -53,7 +54,7 @@ exit $status
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", type=int)
-    parser.add_argument("ranks", type=int, help="on each host")
+    parser.add_argument("ranks", type=_numbers, help="on each host; or a number for each host, with commas")
     parser.add_argument("--rate", help="of each host's link, such as 1gbit; as fast as it goes if left out")
     parser.add_argument("--cut", nargs=2, metavar=("HOST", "FILE"), help="take this host's link away when FILE appears")
     parser.add_argument("--heal", metavar="FILE", help="and give it back when this one does")
@@ -61,9 +62,16 @@ def _arguments() -> argparse.Namespace:
         "--setup", default="", metavar="COMMANDS", help="of the shell, run on each host before the start"
     )
     parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun, in one word")
+    parser.add_argument(
+        "--any-interface", action="store_true", help="let Open MPI select the interfaces; else it is told to use eth0"
+    )
     parser.add_argument("--alone", action="store_true", help="run the program once, on the first host, without mpirun")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def _ip(*arguments: str) -> None:
@@ -125,10 +133,13 @@ def _run(arguments: argparse.Namespace, folder: Path) -> int:
     agent = folder / "agent"
     agent.write_text(_AGENT.format(folder=folder))
     agent.chmod(0o755)
-    places = ",".join(f"{name}:{arguments.ranks}" for name in hosts)
+    ranks = arguments.ranks * arguments.hosts if len(arguments.ranks) == 1 else arguments.ranks
+    places = ",".join(f"{name}:{number}" for name, number in zip(hosts, ranks, strict=True))
     launcher = ["mpirun", "--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", "10.78.0.0/24"]
-    launcher += ["--mca", "btl_tcp_if_include", "10.78.0.0/24", "--mca", "mpi_yield_when_idle", "1"]
-    launcher += ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "-np", str(arguments.hosts * arguments.ranks)]
+    launcher += ["--mca", "mpi_yield_when_idle", "1"]
+    if not arguments.any_interface:
+        launcher += ["--mca", "btl_tcp_if_include", "10.78.0.0/24"]
+    launcher += ["--host", places, "--map-by", "slot:OVERSUBSCRIBE", "-np", str(sum(ranks))]
     launcher += shlex.split(arguments.mpirun)
     command = [*([] if arguments.alone else launcher), *arguments.program]
     environment = 'source "$0" && exec nsenter --target "$1" --net --uts --mount --wd="$PWD" "${@:2}"'

@@ -154,6 +154,11 @@ def _mpi_init_waits_for_all_ranks() -> Any:
     states the cause.
     """
     stderr = None
+    size = launch_env.launched_size(os.environ)
+    if size is not None and launch_env.local_ranks(os.environ, size) < size and "mpi4py.MPI" not in sys.modules:
+        from mpicoll.transport import container_bridges  # late: jobs on one host do not need it
+
+        os.environ.update(container_bridges.exclude_from(os.environ))
     if "mpi4py.MPI" not in sys.modules and sys.__stderr__ is not None:
         with suppress(OSError, ValueError):  # it is closed
             stderr = sys.__stderr__.fileno()

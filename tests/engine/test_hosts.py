@@ -1,12 +1,16 @@
-"""Two hosts with two ranks each, over slow links: right results, and a partition. More loops: ci/partition.py."""
+"""Several hosts, joined by slow links: nodes, right results, interfaces, and the loss of a link or a host.
+
+The default tier has a sample; more loops of operations that lose a link: ci/partition.py.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from support import apart
+from support import apart, cluster
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,6 +28,7 @@ def test_results_are_right(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_an_earlier_run_left_in_the_temporary_folder_stops_no_other(tmp_path: Path) -> None:
     # What Open MPI calls its folders; the ids of processes start anew in each run's own namespace.
     for pid in range(1, 200):
@@ -34,6 +39,7 @@ def test_what_an_earlier_run_left_in_the_temporary_folder_stops_no_other(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_cut_of_seconds_is_no_loss() -> None:
     done = apart.blink()
     assert done.returncode == 0, done.stdout
@@ -41,6 +47,7 @@ def test_a_cut_of_seconds_is_no_loss() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_frozen_host_keeps_no_launcher() -> None:
     said, seconds = apart.freeze()
     assert "ranks 2 and 3 do not respond (stopped or frozen?)" in said, said
@@ -49,7 +56,8 @@ def test_a_frozen_host_keeps_no_launcher() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loop", [pytest.param("hierarchical", marks=pytest.mark.long), "recv"])
+@pytest.mark.long
+@pytest.mark.parametrize("loop", ["hierarchical", "recv"])
 def test_hosts_that_lose_each_other(loop: str) -> None:
     outcome = apart.part(loop)
     assert not outcome.problems, f"{outcome.problems}\n" + "\n".join(outcome.said)
@@ -83,10 +91,44 @@ ip addr add 10.78.0.$((HOST + 1))/32 dev eth0; ip route add 10.78.0.0/24 dev eth
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "layout", [(2, 1), pytest.param((1, 1, 1), marks=pytest.mark.long), pytest.param((2, 2), marks=pytest.mark.long)]
+)
+def test_nodes_that_all_have_a_bridge_of_the_same_address(layout: tuple[int, ...]) -> None:
+    """Open MPI, which selects the interfaces here, took docker0 for a network that joins the hosts."""
+    _check(cluster.run("nodes", layout, "--any-interface", setup=BRIDGE), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(2, 2), (2, 1), (1, 1, 1)])
+def test_training_and_a_parameter_server(layout: tuple[int, ...]) -> None:
+    _check(cluster.run("training,parameters", layout), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1)])
+def test_a_lost_host(layout: tuple[int, ...]) -> None:
+    done, seconds = cluster.lose(layout)
+    assert done.returncode not in (0, 124), done.stdout
+    assert re.search(r"rank 2 of 3 can no longer be reached|lost the connection to rank 2", done.stdout), done.stdout
+    assert seconds < apart.BOUND + apart.LAUNCHER, done.stdout
+
+
+def _check(done: subprocess.CompletedProcess[str], layout: tuple[int, ...]) -> None:
+    assert done.returncode == 0, done.stdout
+    assert [done.stdout.count(f"rank {rank}: all right") for rank in range(sum(layout))] == [1] * sum(layout), (
+        done.stdout
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
     "setup",
     [
-        pytest.param(BRIDGE, id="a bridge", marks=pytest.mark.long),
-        pytest.param(f"SUBNET=0; {LOST} {BRIDGE}", id="two shared subnets", marks=pytest.mark.long),
+        pytest.param(BRIDGE, id="a bridge"),
+        pytest.param(f"SUBNET=0; {LOST} {BRIDGE}", id="two shared subnets"),
         pytest.param(f"SUBNET=$HOST; {LOST} {ROUTED} {BRIDGE}", id="routes only"),
     ],
 )

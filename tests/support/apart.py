@@ -25,7 +25,7 @@ _RANKS = 4
 BOUND = 16.0
 """Seconds after the cut within which the ranks of both sides have ended."""
 
-_LAUNCHER = 3.0
+LAUNCHER = 3.0
 """More seconds for the launcher."""
 
 LOOPS = ("native", "schedule", "hierarchical", "background", "recv")
@@ -67,7 +67,7 @@ def possible() -> str:
     return f"no right to make network namespaces: {done.stderr.strip()}" if done.returncode else ""
 
 
-def _environ(mark: str, variables: dict[str, str]) -> dict[str, str]:
+def job_environ(mark: str, variables: dict[str, str]) -> dict[str, str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH")]))
     return environ | {_MARK: mark, "MPICOLL_TUNED": "off", "MPICOLL_REPORT": "off"} | variables
@@ -105,7 +105,7 @@ def listen(setup: str = "", **variables: str) -> subprocess.CompletedProcess[str
 def _run(launch: list[str], *program: str, seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["timeout", "--kill-after=5", str(seconds), *launch, sys.executable, *program],
-        env=_environ(uuid.uuid4().hex, variables),
+        env=job_environ(uuid.uuid4().hex, variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -120,7 +120,7 @@ def part(loop: str, **variables: str) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
         folder = Path(name)
         said = [folder / f"said.{rank}" for rank in range(_RANKS)]
-        environ = _environ(mark, {"MPICOLL_REPORT": name, "TMPDIR": name} | variables)
+        environ = job_environ(mark, {"MPICOLL_REPORT": name, "TMPDIR": name} | variables)
         command = [*hosts("--cut", "1", folder / "cut", 2, 2), sys.executable, __file__, loop, name]
         with (folder / "launcher").open("wb") as out:
             job = subprocess.Popen(
@@ -152,7 +152,7 @@ def blink(seconds: float = 6.5, **variables: str) -> subprocess.CompletedProcess
         command = ["timeout", "--kill-after=5", "100", *link, sys.executable, __file__, "blink", name]
         with subprocess.Popen(
             command,
-            env=_environ(uuid.uuid4().hex, variables),
+            env=job_environ(uuid.uuid4().hex, variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -171,7 +171,7 @@ def freeze(**variables: str) -> tuple[str, float | None]:
     the seconds until it has ended; None if it has not after 40."""
     with tempfile.TemporaryDirectory(prefix="mpicoll-apart-") as name:
         begin, end = Path(name) / "frozen", 40.0
-        environ = _environ(uuid.uuid4().hex, {"MPICOLL_TIMEOUT": "2", "TMPDIR": name} | variables)
+        environ = job_environ(uuid.uuid4().hex, {"MPICOLL_TIMEOUT": "2", "TMPDIR": name} | variables)
         command = [*hosts(2, 2), sys.executable, __file__, "freeze", name]
         with (Path(name) / "said").open("w+") as said:
             job = subprocess.Popen(
@@ -201,7 +201,7 @@ def _follow(outcome: Outcome, job: subprocess.Popen[bytes], cut: Path, mark: str
             return
     begin = time.monotonic()
     left = set(range(_RANKS))
-    while time.monotonic() - begin < BOUND + _LAUNCHER:
+    while time.monotonic() - begin < BOUND + LAUNCHER:
         alive = list(_marked(mark).values())
         now = time.monotonic() - begin
         for rank in left - set(alive):
@@ -230,11 +230,11 @@ def _judge(outcome: Outcome) -> None:
         return
     for rank in range(_RANKS):
         if rank not in outcome.gone:
-            outcome.problems.append(f"rank {rank} goes on {BOUND + _LAUNCHER:g} s after the cut")
+            outcome.problems.append(f"rank {rank} goes on {BOUND + LAUNCHER:g} s after the cut")
         elif outcome.gone[rank] > BOUND:
             outcome.problems.append(f"rank {rank} took {outcome.gone[rank]:.1f} s")
     if outcome.launcher is None:
-        outcome.problems.append(f"a process of the launcher goes on {BOUND + _LAUNCHER:g} s after the cut")
+        outcome.problems.append(f"a process of the launcher goes on {BOUND + LAUNCHER:g} s after the cut")
     outcome.lines = [
         next((line for line in said.splitlines() if line.startswith("mpicoll: ")), "") for said in outcome.said
     ]
@@ -290,7 +290,7 @@ def _right(what: str) -> None:
     world = mpicoll.world()
     assert (world.size, world.num_nodes) == (_RANKS, 2)
     if what == "training":
-        _train(world.rank)
+        train(world.rank, _RANKS)
     else:
         oracle = _Oracle(world.rank)
         _reductions(oracle)
@@ -391,7 +391,7 @@ def _messages(oracle: _Oracle) -> None:
     sending.wait()
 
 
-def _train(rank: int) -> None:
+def train(rank: int, size: int) -> None:
     """Compare DDP with the training of one process on the whole batch."""
     import torch
     import torch.distributed as dist
@@ -409,8 +409,8 @@ def _train(rank: int) -> None:
     generator = torch.Generator().manual_seed(1)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for _ in range(4):
-        x = torch.randn(8 * _RANKS, 20, generator=generator, dtype=torch.float64)
-        for model, part, optimizer in zip((alone, together), (x, x[rank::_RANKS]), optimizers, strict=True):
+        x = torch.randn(8 * size, 20, generator=generator, dtype=torch.float64)
+        for model, part, optimizer in zip((alone, together), (x, x[rank::size]), optimizers, strict=True):
             optimizer.zero_grad()
             model(part).square().mean().backward()
             optimizer.step()

@@ -48,10 +48,11 @@ def find_addresses() -> list[InterfaceAddress]:
     """
     found: list[tuple[int, InterfaceAddress]] = []
     likely = find_default_address()
-    for one in _find_ipv4_addresses():
-        if not one.address.startswith(("127.", "169.254.")):
-            bridge = re.match("docker|br-|virbr|cni|veth|lxc", one.interface) is not None
-            found.append((0 if one.address == likely else 2 if bridge else 1, one))
+    found += (
+        (0 if one.address == likely else 2 if is_bridge(one) else 1, one)
+        for one in _find_ipv4_addresses()
+        if not one.address.startswith(("127.", "169.254."))
+    )
     with contextlib.suppress(OSError):
         for line in read_file("/proc/net/if_inet6").splitlines():
             digits, _, prefix, scope, _, name = line.split()
@@ -59,6 +60,11 @@ def find_addresses() -> list[InterfaceAddress]:
                 address = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
                 found.append((3, InterfaceAddress(name, address, int(prefix, 16))))
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def is_bridge(one: InterfaceAddress) -> bool:
+    """Return True if the interface has the name of a bridge for containers or virtual machines of this host."""
+    return re.match("docker|podman|br-|virbr|cni|veth|lxc", one.interface) is not None
 
 
 def _find_ipv4_addresses() -> Iterator[InterfaceAddress]:
