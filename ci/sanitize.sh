@@ -63,6 +63,25 @@ PYTHONMALLOC=malloc LD_PRELOAD="$runtime $(gcc -print-file-name=libstdc++.so)" \
     setarch --addr-no-randomize timeout --kill-after=10 3600 python "$folder/run.py" -q --tier default \
     --capture=sys -p no:cacheprovider -p no:faulthandler -m "not mpi" "$@" || status=$?
 
+# The end by SIGTERM while a thread holds the interpreter lock, where no test runs in this process. The thread sanitizer
+# delivers no signal to such a thread.
+run_locked() {
+    local ended=0
+    { # bash says that the program was terminated
+        PYTHONPATH=$folder PYTHONMALLOC=malloc LD_PRELOAD="$runtime $(gcc -print-file-name=libstdc++.so)" \
+            timeout --kill-after=1 60 python tests/support/locked_interpreter.py "$1" 2>"$folder/stderr" || ended=$?
+    } 2>/dev/null
+    if [[ $ended -ne $2 ]]; then
+        cat "$folder/stderr"
+        echo "mpicoll: locked_interpreter.py $1 ended with the status $ended instead of $2" >&2
+        status=1
+    fi
+}
+if [[ $kind == address ]]; then
+    run_locked locked 143
+    run_locked cancelled 0
+fi
+
 for report in "$reports".*; do
     if [[ -e $report ]] && { [[ $status -ne 0 ]] || grep -q "mpicoll/csrc/" "$report"; }; then
         cat "$report"
