@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from mpicoll.engine.selection.catalogue import (
 )
 from mpicoll.engine.selection.query import DeviceCapabilities
 from mpicoll.engine.selection.selector import Choice, choose
-from mpicoll.errors import ScheduleError
+from mpicoll.errors import MpicollError, ScheduleError
 
 if TYPE_CHECKING:
     from mpicoll.engine.executors.device import DeviceContext
@@ -90,8 +91,10 @@ def describe_call(operation: Operation, choice: Choice | None) -> Call:
 def _choose_again(described: ref[Operation], call: Call, context: Context) -> None:
     operation = described()
     if operation is not None:
-        call.algorithm = _choose_after_loss(operation, context).name
-        call.signature = 0
+        # It would be raised in the operation that has lost shared memory. This one raises it in its own turn.
+        with suppress(MpicollError):
+            call.algorithm = _choose_after_loss(operation, context).name
+            call.signature = 0
 
 
 def _choose_after_loss(operation: Operation, context: Context) -> Choice:

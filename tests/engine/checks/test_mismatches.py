@@ -15,7 +15,11 @@ from support.launch import ROOT, mpirun
 from support.ranks import Ranks
 
 import mpicoll
+from mpicoll.engine import dispatch
 from mpicoll.engine.core.queue import OperationQueue
+from mpicoll.engine.selection import selector
+from mpicoll.engine.selection.query import SelectionQuery
+from mpicoll.engine.selection.selector import Choice
 from mpicoll.transport.local import LocalTransport
 
 
@@ -162,6 +166,36 @@ def test_all_arguments_of_a_call_that_was_bound_before_shared_memory_was_lost(al
                 requests[0].wait()
                 requests.append(mpicoll.iallreduce(_x(500), algorithm=algorithm))
             assert [float(request.wait()[0]) for request in requests] == [2.0, 2.0]
+        return str(mpicoll.world()._core.shm_failed_reason)
+
+    assert mpicoll.run_local(body, 2, timeout=20) == ["there is no memory"] * 2
+
+
+@pytest.mark.extension
+def test_a_call_that_no_algorithm_serves_after_shared_memory_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises that, and not the earlier operation in which shared memory was lost."""
+    described = threading.Event()
+    everywhere = threading.Barrier(2, described.set, timeout=20)
+
+    def share(transport: LocalTransport, nbytes: int) -> NoReturn:
+        assert described.wait(20)
+        raise mpicoll.CommunicationError("there is no memory")
+
+    def choose(query: SelectionQuery, argument: str | None) -> Choice:
+        if query.shm_failed_reason is not None and query.nbytes == _x(500).nbytes:
+            raise mpicoll.AlgorithmError("nothing serves this")
+        return selector.choose(query, argument)
+
+    monkeypatch.setattr(LocalTransport, "share", share)
+    monkeypatch.setattr(dispatch, "choose", choose)
+
+    def body() -> str:
+        requests = [mpicoll.iallreduce(_x(count)) for count in (2, 500, 3)]
+        everywhere.wait()
+        assert requests[0].wait()[0] == 2.0
+        with pytest.raises(mpicoll.AlgorithmError, match="nothing serves this"):
+            requests[1].wait()
+        assert requests[2].wait()[0] == 2.0
         return str(mpicoll.world()._core.shm_failed_reason)
 
     assert mpicoll.run_local(body, 2, timeout=20) == ["there is no memory"] * 2
