@@ -71,17 +71,17 @@ def _kept(name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _prelude() -> Path:
-    """A folder with the prelude, and what it is after parsing, which takes most of the time of a compilation."""
+def _prelude(options: Sequence[str]) -> Path:
+    """A folder with the prelude, and what it is after parsing, for kernels that are compiled with these options."""
     text = PRELUDE.read_text()
 
     def make(folder: Path) -> None:
         folder.mkdir()
         header = folder / PRELUDE.name
         header.write_text(text)
-        _compile(*_OPTIONS, "-x", "c++-header", "-o", f"{header}.gch", header)
+        _compile(*options, "-x", "c++-header", "-o", f"{header}.gch", header)
 
-    return _kept(f"{_key(text, *_OPTIONS)}.prelude", make)
+    return _kept(f"{_key(text, *options)}.prelude", make)
 
 
 def library(source: str, *options: str) -> Path:
@@ -97,8 +97,10 @@ def library(source: str, *options: str) -> Path:
 
 def build(source: str, *options: str) -> Path:
     """The same of a kernel, which finds the prelude."""
+    # The header of complex numbers takes a compiler longer than most kernels, parsed before or not.
+    shared = (*_OPTIONS, "-DFAKECUDA_COMPLEX") if "complex<" in source else _OPTIONS
     try:
-        return library(source, *_OPTIONS, f"-I{_prelude()}", *options)
+        return library(source, *shared, f"-I{_prelude(shared)}", *options)
     except RuntimeError as error:
         raise RuntimeError(f"{error}\n{source}") from None
 
