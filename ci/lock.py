@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Write the hashes of what CI installs: ci/requirements.txt, and -cuda.txt, -compiler.txt and -tidy.txt beside it.
+"""Write the hashes of what CI installs: ci/requirements.txt, and -cuda.txt, -compiler.txt, -tidy.txt and -mpi.txt
+beside it.
 
     pip install uv
     python ci/lock.py          # after a change of ci/constraints.txt or of the dependencies in pyproject.toml
@@ -30,10 +31,14 @@ TOOLS = ("setuptools", "ziglang", "clang-tidy")
 """What the editable installation needs, which pip does without an environment of its own for the build, and what
 ci/analyse.sh does."""
 
+MPI_LIBRARIES = ("mpich", "impi-rt")
+"""What ci/matrix.sh installs, without dependencies: PyPI has no libfabric, which impi-rt names and contains."""
+
 FILES = (
     ("-cuda", "the CUDA libraries of torch from PyPI", r"(nvidia|cuda|triton)\b"),
     ("-compiler", "the C compiler for machines without one", r"ziglang\b"),
     ("-tidy", "the analysis of ci/analyse.sh tidy", r"clang-tidy\b"),
+    ("-mpi", "the MPI libraries of ci/matrix.sh", r"(mpich|impi-rt)\b"),
     ("", "what CI installs", ""),
 )
 """The end of the name of each file, its contents, and the packages in it that no file before has."""
@@ -70,12 +75,13 @@ def resolve() -> str:
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--generate-hashes", "--python-version", "3.10"]
     command += ["--no-header", "--no-annotate", "--no-config"]
     command += ["--constraint", str(CI / "constraints.txt")]
-    command += [option for extra in EXTRAS for option in ("--extra", extra)]
-    text = "\n".join(TOOLS)
-    done = subprocess.run(
-        [*command, str(CI.parent / "pyproject.toml"), "-"], input=text, stdout=subprocess.PIPE, text=True, check=True
+    extras = [option for extra in EXTRAS for option in ("--extra", extra)]
+    return "".join(
+        subprocess.run(
+            [*command, *more, "-"], input="\n".join(packages), stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        for packages, more in ((TOOLS, [*extras, str(CI.parent / "pyproject.toml")]), (MPI_LIBRARIES, ["--no-deps"]))
     )
-    return done.stdout
 
 
 def split(text: str) -> Iterator[str]:

@@ -50,13 +50,19 @@ def test_hashes_are_of_the_pinned_versions(lock: ModuleType, python: str) -> Non
     lines = (CI / "constraints.txt").read_text().splitlines()
     pinned = pins([line for line in lines if line and not line.startswith("#")], python)
     assert locked == {name: version for name, version in pinned.items() if name in locked}
-    # The compiler and the analysis have files of their own, and older versions of scikit-learn do without narwhals.
-    assert pinned.keys() - locked.keys() <= {"clang-tidy", "narwhals", "ziglang"}
+    # The compiler, the analysis and other MPI libraries have files of their own, and older versions of scikit-learn do without narwhals.
+    assert pinned.keys() - locked.keys() <= {"clang-tidy", "impi-rt", "mpich", "narwhals", "ziglang"}
 
 
 @pytest.mark.parametrize(
     ("file", "least"),
-    [("requirements", 50), ("requirements-cuda", 11), ("requirements-compiler", 1), ("requirements-tidy", 1)],
+    [
+        ("requirements", 50),
+        ("requirements-cuda", 11),
+        ("requirements-compiler", 1),
+        ("requirements-tidy", 1),
+        ("requirements-mpi", 2),
+    ],
 )
 def test_every_requirement_has_hashes(lock: ModuleType, file: str, least: int) -> None:
     text = (CI / f"{file}.txt").read_text()
