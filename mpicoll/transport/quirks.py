@@ -58,6 +58,32 @@ LARGE_RECEIVES = Quirk(
     "the size of a message is queried before it is received",
 )
 
+TRUNCATED_SIZES = Quirk(
+    "sizes of truncated messages",
+    "MPICH, Intel MPI",
+    r"MPICH|Intel\(R\) MPI",
+    "a receive that fails because the message is too large does not report how large it is",
+    "TruncationError of irecv and sendrecv names the sender, the tag and the size of the memory, and MPI's own text",
+)
+
+SELF_PROGRESS = Quirk(
+    "progress by MPI_COMM_SELF",
+    "MPICH",
+    "MPICH",
+    "MPI_Iprobe on MPI_COMM_SELF makes no progress on other messages (seen with MPICH 4.0.2 and 5.0.2, not with Intel"
+    " MPI 2021.19)",
+    "ranks that wait in shared memory call it on MPI_COMM_WORLD",
+)
+
+BUFFERED_SENDS = Quirk(
+    "sends without a receive",
+    "Intel MPI",
+    r"Intel\(R\) MPI",
+    "a rank that waits in MPI takes messages of any size into memory of its own before the program receives them (seen"
+    " to 128 MiB), as MPI permits",
+    "none: `send` without a receive may complete, and its data takes memory on the receiver",
+)
+
 LARGE_PERSISTENT = Quirk(
     "large plans",
     "Open MPI 5",
@@ -95,6 +121,9 @@ QUIRKS = (
     PERSISTENT_COLLECTIVES,
     REDUCE_IN_PLACE,
     LARGE_RECEIVES,
+    TRUNCATED_SIZES,
+    SELF_PROGRESS,
+    BUFFERED_SENDS,
     LARGE_PERSISTENT,
     FAILURES,
     SURVIVORS,

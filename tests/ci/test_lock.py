@@ -50,7 +50,8 @@ def test_hashes_are_of_the_pinned_versions(lock: ModuleType, python: str) -> Non
     lines = (CI / "constraints.txt").read_text().splitlines()
     pinned = pins([line for line in lines if line and not line.startswith("#")], python)
     assert locked == {name: version for name, version in pinned.items() if name in locked}
-    # The compiler, the analysis and other MPI libraries have files of their own, and older versions of scikit-learn do without narwhals.
+    # The compiler, the analysis and other MPI libraries have files of their own; older versions of scikit-learn do
+    # without narwhals.
     assert pinned.keys() - locked.keys() <= {"clang-tidy", "impi-rt", "mpich", "narwhals", "ziglang"}
 
 

@@ -14,7 +14,7 @@ from mpicoll.transport.base import Envelope, Memory, Message, Traffic, truncatio
 from mpicoll.transport.mpi.fault_tolerance import FailureState, fault_tolerant
 from mpicoll.transport.mpi.native import INT_MAX
 from mpicoll.transport.mpi.pending import MpiPending, active_transfers
-from mpicoll.transport.mpi.translation import envelope_of, translate_truncation, translates_errors
+from mpicoll.transport.mpi.translation import envelope_of, reports_size, translate_truncation, translates_errors
 from mpicoll.transport.waiting import poll
 
 R = TypeVar("R")
@@ -99,8 +99,8 @@ class MessagePassing:
             if error.Get_error_class() == MPI.ERR_TRUNCATE and at < len(recvs):
                 source, data = recvs[at]
                 received = status.Get_elements(MPI.BYTE)
-                # Not every MPI library reports the size of the message.
-                raise self._size_mismatch(source, data, f"{received}" if received > data.size else "more") from error
+                size = f"{received}" if reports_size(status, data) else "more"
+                raise self._size_mismatch(source, data, size) from error
             raise error
 
     @translates_errors

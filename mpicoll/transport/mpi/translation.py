@@ -27,6 +27,16 @@ def translate_error(rank: int, error: MPI.Exception) -> CommunicationError:
     return CommunicationError(text)
 
 
+def reports_size(status: MPI.Status, data: Memory) -> bool:
+    """Return True if `status` contains the size of the message that was too large for `data`."""
+    from mpicoll.transport import quirks  # late: only errors need it
+
+    # MPICH leaves there what was in the status, or the size of the memory.
+    return status.Get_elements(MPI.BYTE) > data.size and not quirks.TRUNCATED_SIZES.applies_to(
+        MPI.Get_library_version()
+    )
+
+
 def translate_truncation(
     rank: int, error: MPI.Exception, status: MPI.Status, data: Memory
 ) -> CommunicationError | None:
@@ -34,8 +44,13 @@ def translate_truncation(
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
     message = envelope_of(status)
-    # Not every MPI library reports the size of the message.
-    return truncation_error(rank, message, data.size) if message.nbytes > data.size else translate_error(rank, error)
+    if reports_size(status, data):
+        return truncation_error(rank, message, data.size)
+    source = f"from rank {message.source} (tag {message.tag}) " if message.source >= 0 and message.tag >= 0 else ""
+    return TruncationError(
+        f"rank {rank}: a message {source}does not fit the {data.size} bytes that receive it"
+        f" ({' '.join(error.Get_error_string().split())})"
+    )
 
 
 def translates_errors(method: F) -> F:

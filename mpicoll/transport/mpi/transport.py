@@ -101,8 +101,9 @@ class MpiTransport(MessagePassing):
 
     def check_peers(self, waited: float, peers: Sequence[int]) -> None:
         # A rank that waits here makes no other calls of MPI. It must keep its messages moving: its peers may wait for
-        # those before they arrive.
-        MPI.COMM_SELF.Iprobe()
+        # those before they arrive. MPICH makes no progress in MPI_Iprobe on MPI_COMM_SELF. No library has to where a
+        # message is found, hence the tag that no message has.
+        MPI.COMM_WORLD.Iprobe(MPI.COMM_WORLD.rank, self.max_tag)
         # The launcher ends a job in which a process has died, unless it is fault-tolerant. There the death of any
         # member counts, not only that of `peers`, which may have aborted because of it.
         if fault_tolerant() and self.failures.is_revoked():
