@@ -23,6 +23,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -45,12 +46,14 @@ typedef struct {
     ShareFunction function;
     const void *task;
     size_t begin, end;
+    pthread_t thread;
 } Worker;
 
 static struct {
     atomic_bool in_use;
     bool handles_fork;
     int started;
+    cpu_set_t cores; /* of the caller before, to which the workers are bound too */
     Worker workers[MAX_THREADS - 1];
 } pool;
 
@@ -127,7 +130,6 @@ static int start_workers(int count)
     if (pool.started < count && pool.handles_fork) {
         pthread_attr_t attributes;
         sigset_t signals, before;
-        pthread_t thread;
         /* Signals are handled by the program's own threads, except for those of errors in the worker itself. */
         sigfillset(&signals);
         sigdelset(&signals, SIGSEGV);
@@ -137,13 +139,24 @@ static int start_workers(int count)
         pthread_sigmask(SIG_SETMASK, &signals, &before);
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        while (pool.started < count &&
-               pthread_create(&thread, &attributes, run_worker, &pool.workers[pool.started]) == 0)
+        for (Worker *next = pool.workers + pool.started;
+             pool.started < count && pthread_create(&next->thread, &attributes, run_worker, next) == 0; next++)
             pool.started++;
         pthread_attr_destroy(&attributes);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
     }
     return pool.started < count ? pool.started : count;
+}
+
+/* Bind the workers to the cores of the caller, which the program may have bound to others since they were started. */
+static void bind_workers(void)
+{
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0 || CPU_EQUAL(&cores, &pool.cores))
+        return;
+    for (int i = 0; i < pool.started; i++)
+        pthread_setaffinity_np(pool.workers[i].thread, sizeof cores, &cores);
+    pool.cores = cores;
 }
 
 /* --- callers */
@@ -181,6 +194,7 @@ int run_shares(int threads, ShareFunction function, const void *task, size_t nby
         return 1;
     }
     shares = 1 + start_workers(shares - 1);
+    bind_workers();
     for (int share = 1; share < shares; share++) {
         Worker *worker = &pool.workers[share - 1];
         worker->share = share;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,12 +33,13 @@ def _arena() -> Arena:
     return arena
 
 
-def _has_worker() -> bool:
+def _list_workers() -> list[int]:
+    found = []
     for one in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
             if (one / "comm").read_text() == "mpicoll-worker\n":
-                return True
-    return False
+                found.append(int(one.name))
+    return found
 
 
 @pytest.mark.parametrize("algorithm", ["shm_pipelined", "cma", "shared"])
@@ -72,7 +74,7 @@ def test_each_number_of_threads_gives_the_same_bits(several: Ranks, algorithm: s
             arena.threads = before
 
     several(body)
-    assert _has_worker()
+    assert _list_workers()
 
 
 def test_memory_that_a_thread_can_not_read() -> None:
@@ -88,6 +90,25 @@ def test_memory_that_a_thread_can_not_read() -> None:
         np.testing.assert_array_equal(mpicoll.allreduce(x, algorithm="cma"), world.size)
 
     mpicoll.run_local(body, 2)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="a thread can't be bound to fewer cores")
+def test_threads_use_the_cores_of_the_caller() -> None:
+    """Also after the program has bound the calling thread to others."""
+
+    def body() -> None:
+        arena, x, every = _arena(), np.ones(LENGTH, np.float32), os.sched_getaffinity(0)
+        arena.threads = 2
+        for mask in (every, {max(every)}, {min(every)}, every):
+            os.sched_setaffinity(0, mask)
+            mpicoll.barrier()
+            mpicoll.allreduce(x)
+            mpicoll.barrier()
+            assert [os.sched_getaffinity(worker) for worker in _list_workers()] == [mask] * len(_list_workers())
+            mpicoll.barrier()
+
+    mpicoll.run_local(body, 2)
+    assert _list_workers()
 
 
 _FORK = """
