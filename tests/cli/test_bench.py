@@ -193,12 +193,17 @@ def test_inputs_are_written_in_place_before_each_call(kind: ArrayKind) -> None:
             case.rewrite()
             np.testing.assert_array_equal(wide(case.x), before)
     order: list[str] = []
-    case_: Any = SimpleNamespace(rewrite=lambda: order.append("write"))
+    case_: Any = SimpleNamespace(
+        rewrite=lambda: order.append("write"), workload=SimpleNamespace(collective="allgather")
+    )
     one = peers.Contestant("one", lambda case: peers.Ready(lambda: order.append("call")))
     ready = peers.write_before(one).prepare(case_)
     ready.call()
     ready.call()
     assert order == ["write", "call", "write", "call"]
+    case_.workload.collective = "barrier"
+    peers.write_before(one).prepare(case_).call()
+    assert order[4:] == ["call"]
 
 
 def test_an_input_that_a_call_has_changed_is_an_error_of_mpicoll() -> None:
@@ -228,7 +233,8 @@ def points() -> list[Point]:
         workload = Workload("allreduce", size, "float32", "sum", 2)
         wrong = Result("wrong", "theirs is wrong: by far")
         ours, peer = timed(3e-6, 1e-6, 2e-6, takes="ring"), timed(4e-6)
-        made.append(Point(workload, {"mpicoll": ours, "peer": peer, "theirs": wrong, "none": Result("absent", "why")}))
+        others = {"theirs": wrong, "none": Result("absent", "why"), "write": timed(0.5e-6)}
+        made.append(Point(workload, {"mpicoll": ours, "peer": peer, **others}))
     return made
 
 
@@ -245,8 +251,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
     title, header, _, first, second, *notes = lines
     assert title.startswith("allreduce, 2 ranks, float32 sum: median time per call")
-    assert header == "size mpicoll / peer GB/s takes peer GB/s theirs / peer GB/s"
-    assert first == "1 KiB 2.00 µs 0.50 0.51 ring 4.00 µs 0.26 wrong"
+    assert header == "size mpicoll / peer GB/s takes peer GB/s theirs / peer GB/s write"
+    assert first == "1 KiB 2.00 µs 0.50 0.51 ring 4.00 µs 0.26 wrong 500 ns"
     assert second.startswith("1 MiB 2.00 µs 0.50 524 ring")
     assert notes == ["theirs is wrong: by far", "none: why"]
 
@@ -260,6 +266,8 @@ def test_json() -> None:
     assert ours["median"] == 2e-6
     assert ours["blocks"] == [3e-6, 1e-6, 2e-6]
     assert ours["algbw"] == ours["busbw"] == pytest.approx(1024 / 2e-6)
+    assert first["contestants"]["write"]["median"] == 0.5e-6
+    assert not {"algbw", "busbw"} & set(first["contestants"]["write"])
     assert first["contestants"]["theirs"] == {"state": "wrong", "verified": False, "note": "theirs is wrong: by far"}
 
 
@@ -431,8 +439,10 @@ def test_written_inputs(of_two: OfTwo) -> None:
         check_timed(one)
     assert list(points[0]["contestants"]) == ["mpicoll", "mpi4py", "write"]
     assert points[1]["contestants"]["write"]["state"] == "absent"
+    check_timed(points[1]["contestants"]["mpicoll"])
     assert of_two.found["written inputs"]["settings"]["rewrite"]
     assert "alltoall, 2 ranks, float32 sum numpy rewrite" in of_two.printed["written inputs"]
+    assert "barrier, 2 ranks, float32 sum numpy: " in of_two.printed["written inputs"]
 
 
 @waits_for_all

@@ -333,6 +333,11 @@ def test_named_files() -> None:
     assert not [one for one in named if one[0] != "CHANGELOG.md" and not (ROOT / one[1]).exists()]
 
 
+def test_width_of_the_changelog() -> None:
+    lines = PAGES["CHANGELOG.md"].splitlines()
+    assert not [(number, line) for number, line in enumerate(lines, 1) if len(line) > 120]
+
+
 def test_the_front_page_is_short() -> None:
     assert len((ROOT / "README.md").read_bytes()) <= 12 * 1024
 

@@ -318,7 +318,7 @@ def _report(team: Team, asked: Settings, points: Sequence[Point], first_peer: st
     for collective in dict.fromkeys(point.workload.collective for point in points):
         chosen = [point for point in points if point.workload.collective == collective]
         bound = "copy" if asked.array is not None else None
-        console.print(report.table(chosen, first_peer=first_peer, bound=bound, settings=_label(asked)))
+        console.print(report.table(chosen, first_peer=first_peer, bound=bound, settings=_label(asked, collective)))
     _write(team, asked, {"points": report.as_json(points)})
 
 
@@ -334,11 +334,15 @@ def _public(asked: Settings) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(asked).items() if name not in private}
 
 
-def _label(asked: Settings) -> str:
+def _label(asked: Settings, collective: str | None = None) -> str:
     words = [asked.dtype, asked.op, _kind(asked).removeprefix("registered ")]
     words += [
         word
-        for word, wanted in (("plan", asked.plan), ("registered", asked.registered), ("rewrite", asked.rewrite))
+        for word, wanted in (
+            ("plan", asked.plan),
+            ("registered", asked.registered),
+            ("rewrite", asked.rewrite and collective != "barrier"),
+        )
         if wanted
     ]
     return " ".join(words)

@@ -58,6 +58,9 @@ class Contestant:
 _COUNTED = ("gather", "scatter", "allgather", "reduce_scatter", "alltoall")
 _FROM_ROOT = ("bcast", "scatter")
 
+WRITE = "write"
+"""The contestant of :func:`write`, which moves nothing: it has neither a bandwidth nor a ratio to a peer."""
+
 
 def candidate(
     name: str,
@@ -160,14 +163,17 @@ def write(kind: ArrayKind = "numpy") -> Contestant:
             raise Unavailable("a barrier has no input")
         return Ready(case.rewrite)
 
-    return Contestant("write", prepare, kind, check=lambda case, got: None)
+    return Contestant(WRITE, prepare, kind, check=lambda case, got: None)
 
 
 def write_before(contestant: Contestant) -> Contestant:
-    """Return `contestant` with calls before which each rank writes its input, which is in no other cache then."""
+    """Return `contestant` with calls before which each rank writes its input, which is in no other cache then. A
+    barrier, which has no input, is called as without it."""
 
     def prepare(case: Case) -> Ready:
         run, result = contestant.prepare(case)
+        if case.workload.collective == "barrier":
+            return Ready(run, result)
         rewrite = case.rewrite
 
         def call() -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll.cli import formatting
 from mpicoll.cli.bench.measure import Point, Result
+from mpicoll.cli.bench.peers import WRITE
 from mpicoll.engine.core.communicator import Communicator
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def table(
     columns = ["size"]
     for name in names:
         columns.append(name)
+        if name == WRITE:
+            continue
         if first_peer not in (None, name):
             columns.append(f"/ {first_peer}")
         if bound is not None and name == "mpicoll":
@@ -55,7 +58,7 @@ def table(
         row = [formatting.nbytes(point.workload.nbytes)]
         for name in names:
             others = [one for one in (first_peer, bound if name == "mpicoll" else None) if one not in (None, name)]
-            row += _cells(point, name, [point.results[one] for one in others])
+            row += _cells(point, name, [point.results[one] for one in others])[: 1 if name == WRITE else None]
             if "takes" in columns and any(one.results[name].takes for one in points):
                 row.append(point.results[name].takes)
         rows.append(row)
@@ -133,23 +136,25 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
             "dtype": point.workload.dtype,
             "op": point.workload.op,
             "ranks": point.workload.ranks,
-            "contestants": {name: _as_json(point, result) for name, result in point.results.items()},
+            "contestants": {name: _as_json(point, name, result) for name, result in point.results.items()},
         }
         for point in points
     ]
 
 
-def _as_json(point: Point, result: Result) -> dict[str, Any]:
+def _as_json(point: Point, name: str, result: Result) -> dict[str, Any]:
     made: dict[str, Any] = {"state": result.state, "verified": result.state == "timed"}
-    for name in ("note", "takes"):
-        if value := getattr(result, name):
-            made[name] = value
+    for field in ("note", "takes"):
+        if value := getattr(result, field):
+            made[field] = value
     if result.state == "timed":
+        made |= {"median": result.median, "p99": result.p99}
+        if name != WRITE:
+            made |= {
+                "algbw": point.workload.nbytes / result.median,
+                "busbw": point.workload.busbw(result.median),
+            }
         made |= {
-            "median": result.median,
-            "p99": result.p99,
-            "algbw": point.workload.nbytes / result.median,
-            "busbw": point.workload.busbw(result.median),
             "phase": result.phase,
             "calls_per_block": result.calls,
             "blocks": result.blocks,
@@ -246,7 +251,7 @@ def _draw(axes: Axes, points: Sequence[Point], against: str) -> None:
 
     for number, name in enumerate(points[0].results):
         done = [point for point in points if point.results[name].state == "timed"]
-        if not done:
+        if not done or (name == WRITE and against == "busbw"):
             continue
         times = [point.results[name].median for point in done]
         values = times
