@@ -40,7 +40,7 @@ for version in "$@"; do
         touch "$env/installed"
     fi
     export PATH=$PWD/$env/bin:$PATH
-    tests "unit-$version" 1500 "${pytest[@]}" -m "not mpi" tests/torch tests/parallel
+    tests "unit-$version" 1500 "${pytest[@]}" -m "not mpi" tests/torch tests/parallel tests/test_autoload.py
     tests "mpi-$version" 1500 mpirun -np 2 "${pytest[@]}" --with-mpi -m mpi tests/torch tests/parallel
     if python -c 'import sys; from mpicoll.autoload import loads_backends; sys.exit(not loads_backends())'; then
         # PyTorch's own; ci/test.sh runs them with the pinned version, where a process group replaces torch's.

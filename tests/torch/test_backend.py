@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -30,10 +31,30 @@ if BACKEND:
 pytestmark = pytest.mark.skipif(not BACKEND, reason="this torch replaces its process group by a backend in Python")
 
 
-def test_import_of_torch_loads_the_entry_point_alone() -> None:
-    program = "import sys, torch; print(sorted(one for one in sys.modules if one.split('.')[0] == 'mpicoll'))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "['mpicoll', 'mpicoll.autoload']"
+IMPORT = """
+import json, os, sys, torch, torch.distributed.rendezvous
+
+modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "torch"]
+values = [value for module in modules for value in list(vars(module).values())]
+values += [one for value in values if isinstance(value, type) for one in list(vars(value).values())]
+values += [one for value in values if type(value) is dict for one in value.values()]
+functions = [value.__func__ if isinstance(value, (classmethod, staticmethod)) else value for value in values]
+codes = {value.__code__ for value in functions if type(value) is type(lambda: 0)}
+changed = sorted({code.co_name for code in codes if "mpicoll" in code.co_filename.split(os.sep)[-3:]})
+assert len(codes) > 1000
+environment = [name for name in os.environ if "MPICOLL" in name or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+loaded = sorted(name for name in sys.modules if name.split(".")[0] == "mpicoll")
+print(json.dumps([loaded, changed, torch.distributed.Backend.backend_list, environment]))
+"""
+
+
+def test_import_of_torch_replaces_the_handler_of_env_alone() -> None:
+    """And loads two modules."""
+    ours = ("PMIX_", "PMI_", "OMPI_", "SLURM_", "MPICOLL_", "RANK", "WORLD_SIZE", "MASTER_", "TORCH")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    done = subprocess.run([sys.executable, "-c", IMPORT], env=environ, capture_output=True, timeout=60, check=True)
+    backends = ["undefined", "gloo", "nccl", "xccl", "ucc", "mpi", "fake"]
+    assert json.loads(done.stdout) == [["mpicoll", "mpicoll.autoload"], ["replacement"], backends, []]
 
 
 def test_no_module_for_older_torch_is_loaded() -> None:
