@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -76,7 +77,9 @@ def seen() -> dict[str, Any]:
             "BackendConfig": {name: repr(c10d.BackendConfig(backend(name))) for name in names},
             "default": [dist.get_default_backend_for_device(device) for device in ("cpu", "cuda")],
         }
-    values = {name: repr(value) for name, value in vars(backend).items() if isinstance(value, str | list | dict)}
+    values = {name: value for name, value in vars(backend).items() if isinstance(value, str | list | dict)}
+    # Some contain functions, whose addresses differ between processes.
+    values = {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in values.items()}
     values |= {name: repr(getattr(c10d, name)) for name in vars(c10d) if name.endswith("_AVAILABLE")}
     return found | {
         "values": values,
