@@ -200,7 +200,7 @@ def check_command(words: list[str], page: str) -> None:
         check_slurm_command(program, rest, page)
     elif program.startswith("ci/"):
         check_shell_script(ROOT / program, rest)
-    elif program in ("source", "pre-commit", "git", "docker", "pip", "mkdir", "ln", "export"):
+    elif program in ("source", "pre-commit", "git", "docker", "apptainer", "pip", "mkdir", "ln", "export"):
         for word in rest:
             if re.match(r"(ci|docs|tests|examples)/", word):
                 assert (ROOT / word).exists(), words
