@@ -44,7 +44,10 @@ def by_numpy(op: str, parts: list[Array], count: int = 0) -> Array:
     logical = op in ("land", "lor", "lxor")
     total = (wide[0] != 0).astype(dtype) if logical else wide[0].copy()
     for one in wide[1:]:
-        total = UFUNCS["sum" if op == "avg" else op](total, one).astype(total.dtype)
+        former = total
+        total = UFUNCS["sum" if op == "avg" else op](former, one).astype(former.dtype)
+        if op in ("min", "max"):  # which of two equal zeros numpy returns depends on the processor
+            total = np.where(former == one, one, total)
     if op == "avg":
         total = np.divide(total, count or len(parts)).astype(total.dtype)
     return total.astype(dtype)
